@@ -211,6 +211,8 @@ class FinetuneConfig(_WithTask):
                 f"{given[1] if given else 'name'} - exactly one task is needed, one of {', '.join(TASKS)}; found "
                 f"{present}"
             )
+        if self.engine.static_shapes:
+            raise ValueError("engine.static_shapes is for pretraining. Set it to false")
         if self.max_length > self.engine.micro_batch_tokens:
             raise ValueError(
                 f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than max_length "

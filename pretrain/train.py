@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.exchange import Exchange
+from pretrain.batches.filler import with_filler
 from pretrain.batches.loader import BatchMaker, Loader, validation_batches
 from pretrain.checkpoint import hf
 from pretrain.common.addresses import is_remote
@@ -177,7 +178,9 @@ class Pretraining:
         length = max(phase.sequence_length for phase in self._config.phases)
         count = micro_batch_tokens(self._config, self._engine.world_size) // length
         batch = full_batch(self._config, [length] * count, self._shards.vocabulary_size)
-        step = StepBatch((batch,), count, count * length, len(batch.masked_rows), epoch=0, first_sample=0)
+        if self._config.engine.static_shapes:
+            batch = with_filler(batch, length)
+        step = StepBatch((batch,), count, count * length, batch.targets, epoch=0, first_sample=0)
         return step.to(self._device)
 
     def loss(self, output: Any, step: StepBatch) -> Tensor:

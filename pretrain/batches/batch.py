@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +15,21 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound="DataclassInstance")
 
 
+class Filler(NamedTuple):
+    """How much of a micro-batch is filler, which no loss sees (`filler.py`)."""
+
+    sequences: int = 0  # the last ones
+    rows: int = 0  # of the masked ones, the last ones
+
+
+NO_FILLER = Filler()
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """The input of one forward pass of one rank: S sequences end to end in T tokens, K of them to predict.
 
-    Sequences lie in ascending length order, without padding (invariant 2). Causal ones follow the others.
+    Sequences lie in ascending length order, without padding (invariant 2). Causal ones follow the others, or filler.
     """
 
     input_ids: Tensor  # int64 [T], after masking
@@ -33,6 +43,17 @@ class MicroBatch:
     lengths: tuple[int, ...]  # tokens of each sequence, ascending among masked and among causal ones
     causal: int = 0  # sequences with causal attention, the last ones
     causal_targets: int = 0  # how many of the masked rows are theirs, the last ones
+    filler: Filler = NO_FILLER
+
+    @property
+    def real_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence of the text."""
+        return self.lengths[: len(self.lengths) - self.filler.sequences]
+
+    @property
+    def targets(self) -> int:
+        """How many tokens are predicted."""
+        return len(self.masked_rows) - self.filler.rows
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same batch on `device`, copied without waiting if the memory is pinned."""

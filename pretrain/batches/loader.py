@@ -26,6 +26,7 @@ from pretrain.batches import dealing
 from pretrain.batches.batch import MicroBatch, StepBatch, pinned
 from pretrain.batches.causal import is_causal, with_causal_targets
 from pretrain.batches.exchange import Counts, Exchange
+from pretrain.batches.filler import with_filler
 from pretrain.batches.masking import Masker
 from pretrain.batches.pairs import SamplePlan, Sampler
 from pretrain.common.errors import InputError
@@ -54,8 +55,8 @@ class Share:
         """Counts of its own sequences."""
         targets = sum(batch.causal_targets for batch in self.micro_batches)
         return Counts(
-            tokens=sum(len(batch.input_ids) for batch in self.micro_batches),
-            masked=sum(len(batch.masked_rows) for batch in self.micro_batches) - targets,
+            tokens=sum(sum(batch.real_lengths) for batch in self.micro_batches),
+            masked=sum(batch.targets for batch in self.micro_batches) - targets,
             causal=sum(batch.causal for batch in self.micro_batches),
             causal_targets=targets,
         )
@@ -241,6 +242,7 @@ class BatchMaker:
         settings = config.phases[phase]
         length = settings.sequence_length
         self.rank, self.world_size = rank, world_size
+        self._length = length
         self._config, self._phase, self._folder = config, phase, shards.folder
         self._budget = config.engine.micro_batch_tokens
         self._paired = config.pairs.has_classifier
@@ -248,6 +250,7 @@ class BatchMaker:
         self._shares = (last, last) if held_out else config.masking_shares(phase)
         self._causal_share = 0.0 if held_out else settings.causal_share
         self._shift = config.masking.shifted_targets
+        self._filled = config.engine.static_shapes and not held_out
         self._phase_sequences = settings.sequences
         weights = None if held_out else settings.weights
         self._sampler = Sampler(shards, config.pairs, sequence_length=length, seed=seed, phase=phase, weights=weights)
@@ -345,7 +348,7 @@ class BatchMaker:
         if self._shift:
             masked = dataclasses.replace(masked, rows=masked.rows - 1)
         masked, causal_targets = with_causal_targets(rows, masked, int(causal.sum()))
-        return MicroBatch(
+        batch = MicroBatch(
             input_ids=torch.from_numpy(masked.input_ids),
             token_types=torch.from_numpy(rows.token_types),
             positions=torch.from_numpy(rows.positions),
@@ -358,6 +361,7 @@ class BatchMaker:
             causal=int(causal.sum()),
             causal_targets=causal_targets,
         )
+        return with_filler(batch, self._length) if self._filled else batch
 
     def _masked(self, plan: SamplePlan) -> int:
         """Masked tokens of these samples."""

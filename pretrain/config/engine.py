@@ -50,6 +50,11 @@ class EngineConfig(Section):
         default=False, description="Recompute the layers in the backward pass. Saves memory, costs time."
     )
     compile: bool = Field(default=True, description="Compile the layers with torch.compile.")
+    static_shapes: bool = Field(
+        default=False,
+        description="Add sequences that no loss sees to each micro-batch, at most 1 % of a large one's tokens, so that "
+        "micro-batches have few different shapes. Only for masked language modelling without causal_share.",
+    )
     max_bad_steps: int = Field(
         default=5,
         ge=1,

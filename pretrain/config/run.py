@@ -255,6 +255,18 @@ class PretrainConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_shapes(self) -> PretrainConfig:
+        if not self.engine.static_shapes:
+            return self
+        second = "electra" if self.electra.is_on else "distillation" if self.distillation.teacher else ""
+        if other := "phases.*.causal_share" if self.has_causal else second:
+            raise ValueError(
+                f"engine.static_shapes does not fit {other}: only the masked language modelling of one model leaves "
+                "filler out of its loss. Set it to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_phases(self) -> PretrainConfig:
         for number, phase in enumerate(self.phases):
             if phase.sequence_length > self.model.max_positions:

@@ -10,6 +10,7 @@ matmuls, none done twice, and memory for one piece (the idea of Liger Kernel's f
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ def vocabulary_losses(
         hidden: [K, H], bf16, fp16 or fp32; K may be 0.
         word: [V, H], the decoder's weight, in the dtype of `hidden`.
         bias: [V], or None.
-        labels: int64 [K].
+        labels: int64 [K]; negative ones are left out.
         fused: let torch.compile fuse what lies between the matmuls.
         z_weight: of the z-loss, the squared logarithm of the softmax's denominator (Chowdhery et al. 2022,
             arXiv:2204.02311, section 5). Its gradient comes with that of the cross-entropy, in the same pass.
@@ -159,19 +160,21 @@ def _column_sums(x_CV: Tensor) -> Tensor:
 def _losses(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, z_weight: float = 0.0) -> Tensor:
     """fp32 [2] or [3] as `vocabulary_losses` returns; `logits_CV` come without their bias."""
     scores_CV, top_C, log_total_C = _normalise(logits_CV, bias_V)
-    return _with_z_loss(_totals(labels_C, scores_CV, top_C, log_total_C), log_total_C, z_weight)
+    return _with_z_loss(_totals(labels_C, scores_CV, top_C, log_total_C), labels_C, log_total_C, z_weight)
 
 
 def _losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, z_weight: float = 0.0) -> Tensor:
     """`_losses`; the logits become the gradient of the first."""
     scores_CV, top_C, log_total_C = _normalise(logits_CV, bias_V)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
-    shares_CV = (scores_CV - log_total_C[:, None]).exp()
+    # Rows that are left out have no shares, and no column is their label: no work for each entry.
+    denominator_C = torch.where(labels_C < 0, math.inf, log_total_C)
+    shares_CV = (scores_CV - denominator_C[:, None]).exp()
     if z_weight:
         # The logarithm of the denominator has the softmax as its gradient.
         shares_CV = shares_CV * (1 + 2 * z_weight * log_total_C)[:, None]
     grad_CV = shares_CV - (column_V == labels_C[:, None]).float()
-    totals = _with_z_loss(_totals(labels_C, scores_CV, top_C, log_total_C), log_total_C, z_weight)
+    totals = _with_z_loss(_totals(labels_C, scores_CV, top_C, log_total_C), labels_C, log_total_C, z_weight)
     logits_CV.copy_(grad_CV)
     return totals
 
@@ -202,11 +205,11 @@ def _soft_losses_and_gradient(
     return torch.stack([weighted, cross_entropy, divergence, correct])
 
 
-def _with_z_loss(totals: Tensor, log_total_C: Tensor, z_weight: float) -> Tensor:
+def _with_z_loss(totals: Tensor, labels_C: Tensor, log_total_C: Tensor, z_weight: float) -> Tensor:
     """fp32 [2] -> [3] if there is a z-loss: added to the first, and on its own."""
     if not z_weight:
         return totals
-    z_loss, (loss, correct) = z_weight * log_total_C.square().sum(), totals.unbind()
+    z_loss, (loss, correct) = z_weight * _sum_of_rows(log_total_C.square(), labels_C), totals.unbind()
     return torch.stack([loss + z_loss, correct, z_loss])
 
 
@@ -218,8 +221,13 @@ def _normalise(logits_CV: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def _totals(labels_C: Tensor, scores_CV: Tensor, top_C: Tensor, log_total_C: Tensor) -> Tensor:
-    label_C = scores_CV.gather(1, labels_C[:, None]).squeeze(1)
+    label_C = scores_CV.gather(1, labels_C.clamp_min(0)[:, None]).squeeze(1)
     # Scores in bf16 tie: a label that shares the top with others counts as its share of them.
     ties_C = (scores_CV >= top_C[:, None]).sum(-1)
-    correct = torch.where(label_C >= top_C, 1.0 / ties_C, 0.0).sum()
-    return torch.stack([(log_total_C - label_C).sum(), correct])
+    correct_C = torch.where(label_C >= top_C, 1.0 / ties_C, 0.0)
+    return torch.stack([_sum_of_rows(log_total_C - label_C, labels_C), _sum_of_rows(correct_C, labels_C)])
+
+
+def _sum_of_rows(values_C: Tensor, labels_C: Tensor) -> Tensor:
+    """The sum over the rows that are not left out, a scalar."""
+    return torch.where(labels_C < 0, 0.0, values_C).sum()

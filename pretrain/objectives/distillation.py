@@ -57,7 +57,7 @@ class Distillation:
 
     def flops(self, micro_batch: MicroBatch) -> float:
         counted = Flops(self._config, self._vocabulary_size, self._teacher)
-        return counted.of_models(micro_batch.lengths, len(micro_batch.masked_rows))
+        return counted.of_models(micro_batch.real_lengths, micro_batch.targets)
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         mlm_loss, nsp_loss, mlm_correct, nsp_correct, soft_loss, cosine_loss = totals

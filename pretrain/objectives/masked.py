@@ -60,7 +60,7 @@ class MaskedTokens:
 
     def flops(self, micro_batch: MicroBatch) -> float:
         counted = Flops(self._config, self._vocabulary_size)
-        return counted.of_models(micro_batch.lengths, len(micro_batch.masked_rows))
+        return counted.of_models(micro_batch.real_lengths, micro_batch.targets)
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         if not self._config.masking.z_loss:

@@ -48,7 +48,7 @@ class ReplacedTokens:
 
     def flops(self, micro_batch: MicroBatch) -> float:
         counted = Flops(self._config, self._vocabulary_size)
-        return counted.of_models(micro_batch.lengths, len(micro_batch.masked_rows))
+        return counted.of_models(micro_batch.real_lengths, micro_batch.targets)
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         mlm_loss, rtd_loss, mlm_correct, rtd_correct = totals

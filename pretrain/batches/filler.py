@@ -1,0 +1,68 @@
+"""Filler: sequences that no loss sees, added to micro-batches so that these have few different shapes.
+
+The number of tokens of a micro-batch differs from step to step. On a GPU each new shape costs: memory is allocated in
+blocks of other sizes, and what was recorded for one shape cannot be replayed for another. Rounded up by at most 1 %,
+the micro-batches of a phase have a dozen shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from pretrain.batches.batch import Filler, MicroBatch
+
+IGNORED = -100  # the label that torch's and our cross-entropy leave out
+_SHARE = 0.01  # of the tokens, and of the masked rows, that filler takes at most
+_SEQUENCES_SHARE = 1 / 16  # of the sequences: one costs a token
+_FEWEST = 16  # tokens or rows: multiples of 16 suit tensor cores
+
+
+def with_filler(batch: MicroBatch, sequence_length: int) -> MicroBatch:
+    """The micro-batch with filler at its end, so that its numbers of tokens, sequences and masked rows are round.
+
+    The filler is one sequence or more, none longer than `sequence_length`. Additional masked rows are at its last
+    token, with the label `IGNORED`, and sequences have that label, too. From about 2,000 tokens on it is at most 1 % of
+    them.
+
+    Args:
+        batch: without causal sequences, which must come last.
+        sequence_length: the longest sequence that the phase allows, at least 2.
+    """
+    tokens, sequences, rows = len(batch.input_ids), len(batch.lengths), len(batch.masked_rows)
+    to_tokens = _multiple(tokens, _SHARE, _FEWEST)
+    # Enough of them to hold as many tokens as may be missing, and one at least.
+    fewest = -(-to_tokens // (sequence_length - 1))
+    more_sequences = _missing(sequences + fewest, _multiple(sequences, _SEQUENCES_SHARE)) + fewest
+    more_tokens = _missing(tokens + more_sequences, to_tokens) + more_sequences
+    more_rows = _missing(rows, _multiple(rows, _SHARE, _FEWEST))
+    lengths = [(more_tokens + number) // more_sequences for number in range(more_sequences)]
+    ends = tokens + torch.tensor(lengths).cumsum(0)
+    return dataclasses.replace(
+        batch,
+        input_ids=_extended(batch.input_ids, more_tokens, 0),
+        token_types=_extended(batch.token_types, more_tokens, 0),
+        positions=torch.cat([batch.positions, *map(torch.arange, lengths)]),
+        cu_seqlens=torch.cat([batch.cu_seqlens, ends.int()]),
+        masked_rows=_extended(batch.masked_rows, more_rows, tokens + more_tokens - 1),
+        masked_labels=_extended(batch.masked_labels, more_rows, IGNORED),
+        nsp_labels=_extended(batch.nsp_labels, more_sequences, IGNORED) if len(batch.nsp_labels) else batch.nsp_labels,
+        token_keys=_extended(batch.token_keys, more_tokens, 0),
+        lengths=(*batch.lengths, *lengths),
+        filler=Filler(more_sequences, more_rows),
+    )
+
+
+def _multiple(count: int, share: float, fewest: int = 1) -> int:
+    """The power of two that `count` is rounded up to a multiple of: at most `share` of it, but at least `fewest`."""
+    return max(fewest, 1 << max(0, int(count * share).bit_length() - 1))
+
+
+def _missing(count: int, multiple: int) -> int:
+    return -count % multiple
+
+
+def _extended(values: Tensor, count: int, value: int) -> Tensor:
+    return torch.cat([values, values.new_full((count,), value)])
