@@ -54,7 +54,12 @@ PRIVATE_NAMES = (
     PrivateName(_ENGINE, "BFLOAT16", "the choice that we replace"),
     PrivateName(_ENGINE, "ZERO_OPTIMIZATION", "the class that we choose instead"),
     PrivateName(_STAGE_0, "fp32_groups", "master weights of stage 0 in half precision"),
+    PrivateName(_STAGE_0, "fp16_groups", "the parameters that belong to them"),
     PrivateName(_STAGE_0, "loss_scale_config", "the loss scaler's state of stage 0"),
+    *(
+        PrivateName(_STAGE_0, name, "as those of stages 1 and 2, for a step of ours")
+        for name in ("overflow", "_global_grad_norm", "_update_scale")
+    ),
     PrivateName(_STAGE_1_AND_2, "single_partition_of_fp32_groups", "master weights of stages 1 and 2"),
     PrivateName(_STAGE_1_AND_2, "update_lp_params", "gather the weights of stages 1 and 2 from their owners"),
     PrivateName(_MAPPINGS, "_hp_mapping", "location of a parameter's master weights, stages 1 and 2"),
@@ -157,6 +162,11 @@ def masters_of_stage_0(wrapper: Any) -> list[Tensor]:
     return [parameter for group in wrapper.fp32_groups for parameter in group]
 
 
+def parameters_of_stage_0(wrapper: Any) -> list[nn.Parameter]:
+    """Half precision: the parameters that `masters_of_stage_0` belong to, in the same order."""
+    return [parameter for group in wrapper.fp16_groups for parameter in group]
+
+
 def masters_of_stages_1_and_2(wrapper: Any) -> list[Tensor]:
     """This rank's fp32 weights, 1-D, one tensor for each optimizer group."""
     return list(wrapper.single_partition_of_fp32_groups)
@@ -216,10 +226,10 @@ def weights_of_stage_3(parameter: Any) -> Tensor:
 
 
 class LossScaler:
-    """DeepSpeed's fp16 loss scaler, which stage 0 keeps under another name than ZeRO does."""
+    """DeepSpeed's fp16 loss scaler."""
 
     def __init__(self, wrapper: Any) -> None:
-        self._scaler: Any = getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
+        self._scaler = _scaler_of(wrapper)
         if hasattr(self._scaler, "raise_error_at_min_scale"):
             self._scaler.raise_error_at_min_scale = False  # the loop ends such a run, and names its checkpoint
 
@@ -232,6 +242,11 @@ class LossScaler:
         for key, value in state.items():
             if key in _SCALER_FIELDS:
                 setattr(self._scaler, key, value)
+
+
+def _scaler_of(wrapper: Any) -> Any:
+    """Stage 0 keeps it under another name than ZeRO does."""
+    return getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
 
 
 # ---- the norm of the gradients
@@ -254,7 +269,7 @@ def replace_norm_of_stage_3(wrapper: Any, norm: Callable[[], Tensor]) -> None:
     _replace(wrapper, "has_overflow", lambda *_, **__: False)
 
 
-# ---- the sums of the gradients and the step, stages 1 and 2
+# ---- the sums of the gradients, stages 1 and 2, and the step, stages 0 to 2
 
 
 def sent_type(wrapper: Any) -> torch.dtype:
@@ -274,13 +289,14 @@ def replace_gradient_sums(wrapper: Any, add: Callable[[nn.Parameter, int], None]
 
 
 def replace_step(wrapper: Any, step: Callable[[], tuple[bool, Tensor]]) -> None:
-    """Make ZeRO call `step`, which returns whether it stepped, and the norm of the gradients with their loss scale.
+    """Make DeepSpeed's optimizer of stages 0 to 2 call `step`.
 
-    A step that is left out on the device counts as one: DeepSpeed's own count of skipped steps lacks it.
+    It returns whether it stepped, and the norm of the gradients with their loss scale. A step that is left out on the
+    device counts as one: DeepSpeed's own count of skipped steps lacks it.
     """
 
     def take_step(*_: Any) -> None:
-        scale = wrapper.loss_scaler.cur_scale
+        scale = _scaler_of(wrapper).cur_scale
         applied, norm = step()
         wrapper.overflow = not applied
         wrapper._global_grad_norm = norm / scale if applied else torch.inf

@@ -21,7 +21,7 @@ from pretrain.config import EngineConfig
 from pretrain.training.engine import deepspeed_patches
 from pretrain.training.engine.buckets import WeightGather
 from pretrain.training.engine.gradient_sums import GradientSums, norm_over_workers
-from pretrain.training.optim import Segment, cut_segments, number_tensors
+from pretrain.training.optim import Segment, cut_segments, number_tensors, square_sums
 from pretrain.training.optim.tensorwise import lists
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -103,6 +103,7 @@ class StateLayout(ABC):
     sums_apart = True
     shared = False
     sums: GradientSums | None = None
+    _loss_scale = 1.0  # of the gradients in this step
     _gather: WeightGather | None = None  # of the weights that every rank updates a part of
 
     def __init__(self, parts: Parts) -> None:
@@ -150,13 +151,48 @@ class StateLayout(ABC):
         Returns:
             fp64 scalar, the gradients' global norm before clipping; not finite if the optimizer did not step.
         """
-        return self._deepspeed_step(1.0)
+        return self._deepspeed_step()
 
-    def _deepspeed_step(self, norm_scale: float) -> Tensor:
+    def _deepspeed_step(self) -> Tensor:
         engine = self._parts.deepspeed
         engine.step()
         norm = engine.get_global_grad_norm() if engine.was_step_applied() else math.inf
-        return torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float64) / norm_scale
+        return torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float64)
+
+    def _update(self, masters: Sequence[Tensor], gradients: list[Tensor], norm: Tensor) -> bool:
+        """Step the optimizer with clipped gradients; false if the step is known to be left out.
+
+        Args:
+            masters: what the optimizer steps.
+            gradients: their fp32 gradients, of any shape, which are overwritten.
+            norm: the global norm of the gradients with their loss scale, fp64 scalar.
+        """
+        if self._must_know() and not norm.isfinite():
+            return False
+        self._scale(gradients, norm)
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient.view_as(master)
+        self._parts.optimizer.step()
+        for master in masters:
+            master.grad = None
+        return True
+
+    def _must_know(self) -> bool:
+        """Whether the host must know if gradients are finite, for which it waits for the device.
+
+        The fused AdamW leaves the step out on the device. A loss scaler is on the host.
+        """
+        return self._parts.scales_loss or not isinstance(self._parts.optimizer, torch.optim.AdamW)
+
+    def _scale(self, gradients: list[Tensor], norm: Tensor) -> None:
+        """Clip and remove the loss scale. The fused AdamW does so itself, as it reads a gradient."""
+        scale, clip, optimizer = self._loss_scale, self._parts.clip_norm, self._parts.optimizer
+        divisor = ((norm / scale + 1e-6) / clip).clamp(min=1.0) * scale if clip else torch.full_like(norm, scale)
+        if isinstance(optimizer, torch.optim.AdamW):
+            optimizer.grad_scale = divisor.float()  # pyright: ignore[reportAttributeAccessIssue]
+            optimizer.found_inf = norm.isfinite().logical_not().float()  # pyright: ignore[reportAttributeAccessIssue]
+        elif clip or scale != 1.0:
+            lists._foreach_mul_(gradients, divisor.reciprocal().float())
 
 
 def has_own_sums(settings: EngineConfig) -> bool:
@@ -181,8 +217,14 @@ def layout_class(settings: EngineConfig) -> type[StateLayout]:
 
 
 class _Stage0Layout(StateLayout):
-    """Every rank has all of the state."""
+    """Every rank has all of the state.
 
+    DeepSpeed sums the gradients over the workers. The step is ours: in half precision, DeepSpeed's reads a number from
+    the device for each parameter (runtime/utils.py, has_overflow_serial); in fp32 it neither clips with a norm that we
+    can see nor notices NaN.
+    """
+
+    deepspeed_clips = False
     sums_apart = False
     shared = True
 
@@ -194,12 +236,7 @@ class _Stage0Layout(StateLayout):
 
 
 class Stage0Fp32Layout(_Stage0Layout):
-    """The model's parameters are the master weights.
-
-    DeepSpeed neither clips with a norm that we can see nor notices NaN here, so `step` does both.
-    """
-
-    deepspeed_clips = False
+    """The model's parameters are the master weights."""
 
     def flats(self) -> list[Tensor]:
         return [parameter for group in self._parts.optimizer.param_groups for parameter in group["params"]]
@@ -208,16 +245,22 @@ class Stage0Fp32Layout(_Stage0Layout):
         """Does nothing: the model computes with the master weights."""
 
     def step(self, loss_scale: float) -> Tensor:
-        norm = nn.utils.clip_grad_norm_(list(self._parts.parameters.values()), self._parts.clip_norm or math.inf)
-        if norm.isfinite():
-            self._parts.deepspeed.step()
-        else:
+        gradients = [parameter.grad for parameter in self.flats() if parameter.grad is not None]
+        norm = _norm(gradients)
+        if self._must_know() and not norm.isfinite():
             self._parts.deepspeed.zero_grad()
-        return norm.double()
+        else:
+            self._scale(gradients, norm)
+            self._parts.deepspeed.step()
+        return norm
 
 
 class Stage0HalfLayout(_Stage0Layout):
     """fp32 master weights in addition to the model's, one tensor for each parameter."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        deepspeed_patches.replace_step(parts.wrapper, self._take_step)
 
     def flats(self) -> list[Tensor]:
         return deepspeed_patches.masters_of_stage_0(self._parts.wrapper)
@@ -228,7 +271,23 @@ class Stage0HalfLayout(_Stage0Layout):
             parameter.data.copy_(master.view(parameter.shape))
 
     def step(self, loss_scale: float) -> Tensor:
-        return self._deepspeed_step(loss_scale)  # only FP16_UnfusedOptimizer reports the norm of scaled gradients
+        self._loss_scale = loss_scale
+        return super().step(loss_scale)
+
+    @torch.no_grad()
+    def _take_step(self) -> tuple[bool, Tensor]:
+        """As that of `Stage1Layout`, with the gradients that DeepSpeed summed."""
+        masters = self.flats()
+        parameters = deepspeed_patches.parameters_of_stage_0(self._parts.wrapper)
+        gradients = [
+            torch.zeros_like(master) if parameter.grad is None else parameter.grad.float()
+            for master, parameter in zip(masters, parameters, strict=True)
+        ]
+        norm = _norm(gradients)
+        applied = self._update(masters, gradients, norm)
+        if applied:
+            lists._foreach_copy_([parameter.data for parameter in parameters], masters)
+        return applied, norm
 
 
 class Stage1Layout(StateLayout):
@@ -250,7 +309,6 @@ class Stage1Layout(StateLayout):
         buckets = list(deepspeed_patches.weights_of_stages_1_and_2(wrapper))
         self._weights = [flat for _, flat in buckets]  # those that the model computes with
         self._gather = WeightGather(parts.deepspeed.module, buckets)
-        self._loss_scale = 1.0
         deepspeed_patches.replace_step(wrapper, self._take_step)
 
     def flats(self) -> list[Tensor]:
@@ -286,35 +344,11 @@ class Stage1Layout(StateLayout):
         """
         assert self.sums is not None
         assert self._gather is not None
-        optimizer, norm = self._parts.optimizer, self._norm()
-        if self._must_know() and not norm.isfinite():
-            return False, norm
-        self._scale(self.sums.own_B, norm)
-        masters = self.flats()
-        for master, gradient in zip(masters, self.sums.own_B, strict=True):
-            master.grad = gradient
-        optimizer.step()
-        for master in masters:
-            master.grad = None
-        self._spread_weights(self._gather)
-        return True, norm
-
-    def _must_know(self) -> bool:
-        """Whether the host must know if gradients are finite, for which it waits for the device.
-
-        The fused AdamW leaves the step out on the device. A loss scaler is on the host.
-        """
-        return self._parts.scales_loss or not isinstance(self._parts.optimizer, torch.optim.AdamW)
-
-    def _scale(self, gradients: list[Tensor], norm: Tensor) -> None:
-        """Clip and remove the loss scale. The fused AdamW does so itself, as it reads a gradient."""
-        scale, clip, optimizer = self._loss_scale, self._parts.clip_norm, self._parts.optimizer
-        divisor = ((norm / scale + 1e-6) / clip).clamp(min=1.0) * scale if clip else torch.full_like(norm, scale)
-        if isinstance(optimizer, torch.optim.AdamW):
-            optimizer.grad_scale = divisor.float()  # pyright: ignore[reportAttributeAccessIssue]
-            optimizer.found_inf = norm.isfinite().logical_not().float()  # pyright: ignore[reportAttributeAccessIssue]
-        elif clip or scale != 1.0:
-            lists._foreach_mul_(gradients, divisor.reciprocal().float())
+        norm = self._norm()
+        applied = self._update(self.flats(), self.sums.own_B, norm)
+        if applied:
+            self._spread_weights(self._gather)
+        return applied, norm
 
     @torch.no_grad()
     def _spread_weights(self, gather: WeightGather) -> None:
@@ -352,10 +386,6 @@ class Stage3Layout(StateLayout):
                 flat, piece = located
                 yield Piece(name, piece.start, flat, slice(piece.offset, piece.offset + piece.numel))
 
-    def waited(self) -> float:
-        """Seconds that this process has waited in forward passes for weights of other ranks."""
-        return self._gather.waited if self._gather is not None else 0.0
-
     def whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
         return deepspeed_patches.import_deepspeed().zero.GatheredParameters(parameters)
 
@@ -368,6 +398,11 @@ class Stage3Layout(StateLayout):
             shape = self._parts.shapes[name]
             if parameter.data.numel() == shape.numel():  # small parameters are kept whole
                 parameter.data.copy_(reader.read("weight", name, 0, shape.numel()).view(shape))
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The global norm of gradients that every rank has, an fp64 scalar."""
+    return square_sums([gradient.reshape(-1) for gradient in gradients]).sum().sqrt()
 
 
 def tensor_segments(layout: StateLayout, shapes: Mapping[str, torch.Size]) -> tuple[dict[Tensor, list[Segment]], int]:
