@@ -211,8 +211,9 @@ class FinetuneConfig(_WithTask):
                 f"{given[1] if given else 'name'} - exactly one task is needed, one of {', '.join(TASKS)}; found "
                 f"{present}"
             )
-        if self.engine.static_shapes:
-            raise ValueError("engine.static_shapes is for pretraining. Set it to false")
+        for name in ("static_shapes", "fp8"):
+            if getattr(self.engine, name):
+                raise ValueError(f"engine.{name} is for pretraining. Set it to false")
         if self.max_length > self.engine.micro_batch_tokens:
             raise ValueError(
                 f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than max_length "

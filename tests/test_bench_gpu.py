@@ -56,9 +56,10 @@ def test_models_are_those_of_the_table(capsys: pytest.CaptureFixture[str]) -> No
     assert "bert-large" in capsys.readouterr().err
 
 
-def test_a_small_model_is_trained_and_stands_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_small_model_is_trained_and_stands_in_the_table(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     monkeypatch.setattr(gpu, "_BLOCKS", 2)
-    row = measure(SMALL, 1, "bf16", GPUS["H100"])
+    row = measure(SMALL, 1, precision, GPUS["H100"])
     assert row["seconds"] > 0
     assert row["spread_seconds"][0] <= row["seconds"] <= row["spread_seconds"][1]
     assert row["share"] == row["limit_seconds"] / row["seconds"]
@@ -66,7 +67,7 @@ def test_a_small_model_is_trained_and_stands_in_the_table(monkeypatch: pytest.Mo
     assert row["parts"]["launches"] == row["limit_seconds"]
     header, line = table([row]).splitlines()
     assert header.split("  ")[0] == "model"
-    assert line.startswith("small  4 x 16 bf16  ")
+    assert line.startswith(f"small  4 x 16 {precision}  ")
     assert "launches" in line
 
 

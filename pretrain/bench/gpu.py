@@ -57,7 +57,10 @@ class Case:
 
     def config(self, precision: str) -> PretrainConfig:
         """A run whose steps these are."""
-        return bench_config("none", length=self.length, sequences=self.sequences, precision=precision, **self.model)
+        fp8 = precision == "fp8"
+        precision = "bf16" if fp8 else precision
+        config = bench_config("none", length=self.length, sequences=self.sequences, precision=precision, **self.model)
+        return config.model_copy(update={"engine": config.engine.model_copy(update={"fp8": fp8})})
 
     @property
     def sequences(self) -> int:
@@ -116,7 +119,7 @@ def measure(case: Case, steps: int, precision: str, gpu: Gpu | None) -> dict[str
     """
     config = case.config(precision)
     row: dict[str, Any] = {"model": case.name, "length": case.length, "sequences": case.sequences}
-    row["precision"] = config.engine.resolved_precision
+    row["precision"] = "fp8" if config.engine.fp8 else config.engine.resolved_precision
     if gpu is not None and row["precision"] != "fp32":
         row |= _predicted(case, config, gpu)
     with session.process_group(Worker()):
@@ -229,9 +232,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=10, help=f"steps of each of the {_BLOCKS} timings (default: 10)")
     parser.add_argument(
         "--precision",
-        choices=["auto", "bf16", "fp16", "fp32"],
+        choices=["auto", "bf16", "fp16", "fp32", "fp8"],
         default="auto",
-        help="precision (default: auto, the fastest on this GPU)",
+        help="precision (default: auto, the fastest on this GPU); fp8 for the layers' products, with the limit of bf16",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser

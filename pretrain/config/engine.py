@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from pretrain.common.settings import Section
 
 Precision = Literal["bf16", "fp16", "fp32"]
+
+FP8_MULTIPLE = 16  # of the widths that FP8 kernels multiply (aten/src/ATen/native/cuda/ScaledBlas.cpp)
 
 # DeepSpeed settings that our settings determine -> the setting that does.
 _DETERMINED_BY = {
@@ -50,6 +52,11 @@ class EngineConfig(Section):
         default=False, description="Recompute the layers in the backward pass. Saves memory, costs time."
     )
     compile: bool = Field(default=True, description="Compile the layers with torch.compile.")
+    fp8: bool = Field(
+        default=False,
+        description="Compute the layers' matrix products in FP8 and everything else in bf16. For GPUs from Hopper on; "
+        "CPUs take several times as long with it. Only for masked language modelling.",
+    )
     static_shapes: bool = Field(
         default=False,
         description="Add sequences that no loss sees to each micro-batch, at most 1 % of a large one's tokens, so that "
@@ -66,6 +73,13 @@ class EngineConfig(Section):
         description="Further DeepSpeed settings, passed through unchanged. In ZeRO stages 1 and 2 gradients are summed "
         "in our own buckets, so DeepSpeed's bucket sizes and overlap_comm have no effect there.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _compute_the_rest_in_bf16(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("fp8") is True and values.get("precision", "auto") == "auto":
+            return {**values, "precision": "bf16"}
+        return values
 
     @property
     def resolved_precision(self) -> Precision:

@@ -14,7 +14,7 @@ from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.settings import Location, Section, WritableLocation
 from pretrain.config.adaptation import AdaptationConfig
 from pretrain.config.data import CorpusConfig, MaskingConfig, PairsConfig
-from pretrain.config.engine import CheckpointConfig, EngineConfig, SpikeConfig
+from pretrain.config.engine import FP8_MULTIPLE, CheckpointConfig, EngineConfig, SpikeConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.objectives import DistillationConfig, ElectraConfig
 from pretrain.config.schedule import AveragingConfig, EvaluationConfig, OptimizerConfig, PhaseConfig
@@ -256,14 +256,25 @@ class PretrainConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check_shapes(self) -> PretrainConfig:
-        if not self.engine.static_shapes:
-            return self
         second = "electra" if self.electra.is_on else "distillation" if self.distillation.teacher else ""
-        if other := "phases.*.causal_share" if self.has_causal else second:
+        if self.engine.static_shapes and (other := "phases.*.causal_share" if self.has_causal else second):
             raise ValueError(
                 f"engine.static_shapes does not fit {other}: only the masked language modelling of one model leaves "
                 "filler out of its loss. Set it to false"
             )
+        if self.engine.fp8 and second:
+            raise ValueError(f"engine.fp8 does not fit {second}, which has a second model. Set it to false")
+        return self
+
+    @model_validator(mode="after")
+    def _check_fp8(self) -> PretrainConfig:
+        if not self.engine.fp8:
+            return self
+        if self.engine.precision != "bf16":
+            raise ValueError(f"engine.fp8 needs bf16 for everything else; engine.precision is {self.engine.precision}")
+        for name, width in (("hidden", self.model.hidden), ("intermediate", self.model.intermediate)):
+            if width % FP8_MULTIPLE:
+                raise ValueError(f"engine.fp8 needs multiples of {FP8_MULTIPLE}; model.{name} is {width}")
         return self
 
     @model_validator(mode="after")

@@ -29,13 +29,14 @@ class BlockFunctions(NamedTuple):
     pre_norm: bool = False  # whether norms come before attention and feed-forward network, not after the residual sums
     gated: bool = False  # whether the activation is multiplied by a second projection
     attention_gate: Literal["none", "head", "value"] = "none"  # what the context is multiplied by
+    product: Callable[[Tensor, Tensor], Tensor] = F.linear  # of hidden states and a layer's weight
 
     @classmethod
-    def of(cls, model: ModelConfig) -> BlockFunctions:
+    def of(cls, model: ModelConfig, product: Callable[[Tensor, Tensor], Tensor] = F.linear) -> BlockFunctions:
         """The functions that a config names. Raises `InputError` for an unknown name."""
         norm, activation = get_norm(model.norm).function, get_activation(model.activation).function
         pre_norm = model.norm_placement == "pre"
-        return cls(norm, activation, model.layer_norm_eps, pre_norm, model.gated, model.attention_gate)
+        return cls(norm, activation, model.layer_norm_eps, pre_norm, model.gated, model.attention_gate, product)
 
 
 class EmbeddingWeights(NamedTuple):
@@ -140,16 +141,16 @@ def after_attention(
     """
     w, dtype = weights, hidden_TH.dtype
     context_TH = _finish_context(context_TH, gate_input_TH, weights, functions)
-    attended_TH = linear(context_TH, w.attention_out_weight, w.attention_out_bias)
+    attended_TH = linear(context_TH, w.attention_out_weight, w.attention_out_bias, functions.product)
     attended_TH = hidden_TH + hash_dropout(attended_TH, keys_T, 1, dropout)
     if functions.pre_norm:
         normed_TH = functions.norm(attended_TH, *w.ffn_norm, eps=functions.eps).to(dtype)
     else:
         normed_TH = attended_TH = functions.norm(attended_TH, *w.attention_norm, eps=functions.eps).to(dtype)
-    inner_TF = feed_forward_inner(linear(normed_TH, w.ffn_in_weight, w.ffn_in_bias), functions)
+    inner_TF = feed_forward_inner(linear(normed_TH, w.ffn_in_weight, w.ffn_in_bias, functions.product), functions)
     if w.inner_norm is not None:
         inner_TF = functions.norm(inner_TF, *w.inner_norm, eps=functions.eps)
-    output_TH = linear(inner_TF.to(dtype), w.ffn_out_weight, w.ffn_out_bias)
+    output_TH = linear(inner_TF.to(dtype), w.ffn_out_weight, w.ffn_out_bias, functions.product)
     output_TH = attended_TH + hash_dropout(output_TH, keys_T, 2, dropout)
     if functions.pre_norm:
         return output_TH.to(dtype)
@@ -181,11 +182,13 @@ def feed_forward_inner(projected: Tensor, functions: BlockFunctions) -> Tensor:
     return functions.activation(activated_TF) * gate_TF
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, product: Callable[[Tensor, Tensor], Tensor] = F.linear
+) -> Tensor:
     """x @ weight.T + bias in fp32: [..., in] -> [..., out], to be rounded by what follows.
 
     For code that is compiled: the bias joins the pass that reads the product. `F.linear` on CPU writes it out to
     every row before the matmul, which costs an eighth of the matmul's time at BERT-Base (docs/benchmarks/lab-notes.md).
     """
-    product = F.linear(x, weight).float()
-    return product if bias is None else product + bias.float()
+    sums = product(x, weight).float()
+    return sums if bias is None else sums + bias.float()

@@ -30,6 +30,7 @@ from pretrain.model.block import (
     norm_weights,
 )
 from pretrain.model.compile import program
+from pretrain.model.fp8 import fp8_linear
 from pretrain.model.hash_rng import BETWEEN
 from pretrain.model.initialisation import (
     attend_to_adjacent_tokens,
@@ -70,6 +71,7 @@ class Encoder(nn.Module):
         vocabulary_size: V.
         compile: fuse the layers with torch.compile.
         activation_checkpointing: keep only the layers' inputs and compute the rest again in the backward pass.
+        fp8: compute the layers' matrix products in FP8; the weights must be bf16.
 
     Raises:
         InputError: `shape` names an unknown norm or activation.
@@ -82,6 +84,7 @@ class Encoder(nn.Module):
         *,
         compile: bool = False,
         activation_checkpointing: bool = False,
+        fp8: bool = False,
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -90,7 +93,7 @@ class Encoder(nn.Module):
         self.embeddings = Embeddings(shape, vocabulary_size, compile)
         relative = {"relative": RelativePositions, "disentangled": RelativeEmbeddings}.get(shape.positions)
         self.relative = None if relative is None else relative(shape)
-        layers = [Layer(shape, number, compile) for number in range(shape.layers)]
+        layers = [Layer(shape, number, compile, fp8) for number in range(shape.layers)]
         if shape.attention_init == "neighbours":
             self._begin_at_neighbours(layers[: (shape.layers + 1) // 2])
         self.layers = nn.ModuleList(layers)
@@ -259,17 +262,18 @@ class Layer(nn.Module):
         shape: the model.
         number: from 0; which layers are local, and which has a norm before its attention, depends on it.
         compile: fuse what lies between the matmuls.
+        fp8: compute the matmuls in FP8.
     """
 
     # Query, key and value one below the other: one matmul instead of three. If key and value have fewer heads, the
     # query is apart: q and kv.
     qkv_weight: nn.Parameter  # [3H, H]
 
-    def __init__(self, shape: ModelConfig, number: int, compile: bool) -> None:
+    def __init__(self, shape: ModelConfig, number: int, compile: bool, fp8: bool = False) -> None:
         super().__init__()
         self.shape, self.window = shape, shape.window(number)
         self.fused = compile
-        self.functions = BlockFunctions.of(shape)
+        self.functions = BlockFunctions.of(shape, fp8_linear if fp8 else F.linear)
         self.norm_first = shape.norm_placement == "pre" and shape.has_attention_norm(number)
         create_parameters(self, layer_parameters(shape, number), shape.init_std)
 
@@ -282,7 +286,7 @@ class Layer(nn.Module):
             normed_TH = program(apply_norm, self.fused)(hidden_TH, weights, self.functions)
         context_TH = self_attention(
             normed_TH,
-            ProjectionWeights.of(self, shape),
+            ProjectionWeights.of(self, shape, self.functions.product),
             layout,
             AttentionOptions(shape.heads, shape.attention_dropout if training else 0.0, self.fused, self.window),
         )

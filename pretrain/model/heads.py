@@ -59,9 +59,12 @@ class PretrainingModel(Encoder):
         *,
         compile: bool = False,
         activation_checkpointing: bool = False,
+        fp8: bool = False,
         z_loss: float = 0.0,
     ) -> None:
-        super().__init__(shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing)
+        super().__init__(
+            shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing, fp8=fp8
+        )
         self.heads = Heads(shape, vocabulary_size, next_sentence, compile, z_loss)
         self.embeddings.tied = shape.tied_decoder
 

@@ -26,6 +26,7 @@ class MaskedTokens:
             config.pairs.has_classifier,
             compile=config.engine.compile,
             activation_checkpointing=config.engine.activation_checkpointing,
+            fp8=config.engine.fp8,
             z_loss=config.masking.z_loss,
         )
 

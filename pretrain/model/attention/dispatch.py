@@ -43,7 +43,7 @@ def self_attention(
     weight, bias = projection.weights[0], projection.biases[0]
     rotation = layout.rotation if flash else None  # the grouped matmuls rotate what they read
     if rotation is not None or not projection.only_product:
-        products = tuple(hidden @ weight.T for weight in projection.weights)
+        products = tuple(projection.product(hidden, weight) for weight in projection.weights)
         form = program(form_qkv, options.fused)
         qkv, bias = form(products, projection.biases, projection.norms, rotation, options.heads), None
     elif flash:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.config import ModelConfig
@@ -82,20 +84,24 @@ class ProjectionWeights(NamedTuple):
     biases: tuple[Tensor | None, ...]
     norms: HeadNorms | None = None
     relative: RelativeProjection | None = None  # of embeddings of distances, for disentangled positions
+    product: Callable[[Tensor, Tensor], Tensor] = F.linear  # of hidden states and a weight
 
     @classmethod
-    def of(cls, layer: Any, model: ModelConfig) -> ProjectionWeights:
+    def of(
+        cls, layer: Any, model: ModelConfig, product: Callable[[Tensor, Tensor], Tensor] = F.linear
+    ) -> ProjectionWeights:
         """Those of a module whose parameters are `parameters.layer_parameters`."""
         names = ("qkv",) if model.kv_heads in (0, model.heads) else ("q", "kv")
         weights = tuple(getattr(layer, f"{name}_weight") for name in names)
         norms = HeadNorms(layer.q_norm_weight, layer.k_norm_weight, model.layer_norm_eps) if model.qk_norm else None
         biases = tuple(getattr(layer, f"{name}_bias", None) for name in names)
-        return cls(weights, biases, norms, RelativeProjection.of(layer, model) if model.disentangled else None)
+        relative = RelativeProjection.of(layer, model) if model.disentangled else None
+        return cls(weights, biases, norms, relative, product)
 
     @property
     def only_product(self) -> bool:
         """Whether query, key and value are their product with its bias, and nothing else."""
-        return len(self.weights) == 1 and self.norms is None
+        return len(self.weights) == 1 and self.norms is None and self.product is F.linear
 
 
 def query_boundaries(rows_R: Tensor, cu_seqlens: Tensor) -> Tensor:
