@@ -123,7 +123,7 @@ def test_negative_labels_are_left_out(z_weight: float, fused: bool) -> None:
     results = []
     for rows in (labels >= 0, torch.ones(6, dtype=torch.bool)):
         inputs = [x.clone().requires_grad_() for x in (hidden[rows], word, bias)]
-        losses = vocabulary_losses(*inputs, labels[rows], fused, z_weight)
+        losses = vocabulary_losses(inputs[0], inputs[1], inputs[2], labels[rows], fused, z_weight)
         losses[0].backward()
         results.append(([loss.detach() for loss in losses], [x.grad for x in inputs]))
     (expected, of_kept), (found, of_all) = results
@@ -175,7 +175,7 @@ def filled_config(config: PretrainConfig) -> PretrainConfig:
 def test_counts_and_useful_work_are_those_of_the_text(shards: TokenShards, world_size: int) -> None:
     config = run_config(length=60)
     for rank in range(world_size):
-        place = {"seed": 0, "rank": rank, "world_size": world_size}
+        place: dict[str, Any] = {"seed": 0, "rank": rank, "world_size": world_size}
         plain, filled = (BatchMaker(shards, one, 0, **place).make(0, 24) for one in (config, filled_config(config)))
         assert dataclasses.replace(plain, micro_batches=()) == dataclasses.replace(filled, micro_batches=())
         objective = MaskedTokens(config, shards.vocabulary_size)

@@ -78,7 +78,7 @@ class Products(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counted: Counter[str] = Counter()
+        self.counted: Counter[bool] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counted["scaled" in str(func) and "mm" in str(func)] += 1
@@ -121,24 +121,26 @@ def test_training_learns_as_in_bf16() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        ends.append(float(loss))
+        ends.append(float(loss.detach()))
     assert ends[0] < 2.5, "from 4.6"
     assert abs(ends[0] - ends[1]) < 0.25 * (4.6 - ends[1])
 
 
 def test_fp8_needs_bf16_and_widths_of_its_kernels() -> None:
-    fp8 = {"engine": {"fp8": True, "micro_batch_tokens": 512}}
+    fp8: dict[str, Any] = {"engine": {"fp8": True, "micro_batch_tokens": 512}}
     config = run_config(**fp8)
     assert config.engine.precision == "bf16"
-    assert MaskedTokens(config, VOCABULARY).model.layers[0].functions.product is fp8_linear
+    layer: Any = MaskedTokens(config, VOCABULARY).model.layers[0]
+    assert layer.functions.product is fp8_linear
     custom = {"size": "custom", "layers": 1, "hidden": 40, "heads": 2}
     pairs = {"objective": "none"}
-    for wrong, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"engine": {**fp8["engine"], "precision": "fp32"}}, "engine.precision is fp32"),
         ({**fp8, "model": custom}, "model.hidden is 40"),
         ({**fp8, "model": {**custom, "hidden": 64, "intermediate": 100}}, "model.intermediate is 100"),
         ({**fp8, "pairs": pairs, "electra": {"generator_width": 0.25}}, "does not fit electra"),
-    ):
+    ]
+    for wrong, message in refused:
         with pytest.raises(ValueError, match=message):
             run_config(**wrong)
     task = yaml.safe_load(next(Path("configs/finetune").glob("*.yaml")).read_text(encoding="utf-8"))
