@@ -15,7 +15,7 @@ from torch import Tensor
 from pretrain.batches.batch import Filler, MicroBatch
 
 IGNORED = -100  # the label that torch's and our cross-entropy leave out
-_SHARE = 0.01  # of the tokens, and of the masked rows, that filler takes at most
+_SHARE = 1 / 128  # of the tokens that rounding adds at most, and of the masked rows; sequences add a little
 _SEQUENCES_SHARE = 1 / 16  # of the sequences: one costs a token
 _FEWEST = 16  # tokens or rows: multiples of 16 suit tensor cores
 
@@ -24,8 +24,8 @@ def with_filler(batch: MicroBatch, sequence_length: int) -> MicroBatch:
     """The micro-batch with filler at its end, so that its numbers of tokens, sequences and masked rows are round.
 
     The filler is one sequence or more, none longer than `sequence_length`. Additional masked rows are at its last
-    token, with the label `IGNORED`, and sequences have that label, too. From about 2,000 tokens on it is at most 1 % of
-    them.
+    token, with the label `IGNORED`, and sequences have that label, too. It is at most 1 % of 2,000 tokens or more
+    in sequences of 32 on average.
 
     Args:
         batch: without causal sequences, which must come last.

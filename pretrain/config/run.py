@@ -272,9 +272,12 @@ class PretrainConfig(RunConfig):
             return self
         if self.engine.precision != "bf16":
             raise ValueError(f"engine.fp8 needs bf16 for everything else; engine.precision is {self.engine.precision}")
-        for name, width in (("hidden", self.model.hidden), ("intermediate", self.model.intermediate)):
+        model = self.model
+        keys = 2 * (model.kv_heads or model.heads) * model.hidden // model.heads
+        widths = {"model.hidden is": model.hidden, "model.intermediate is": model.intermediate}
+        for name, width in {**widths, "all keys and values are": keys}.items():
             if width % FP8_MULTIPLE:
-                raise ValueError(f"engine.fp8 needs multiples of {FP8_MULTIPLE}; model.{name} is {width}")
+                raise ValueError(f"engine.fp8 needs multiples of {FP8_MULTIPLE}; {name} {width}")
         return self
 
     @model_validator(mode="after")

@@ -151,9 +151,7 @@ class StateLayout(ABC):
         Returns:
             fp64 scalar, the gradients' global norm before clipping; not finite if the optimizer did not step.
         """
-        return self._deepspeed_step()
-
-    def _deepspeed_step(self) -> Tensor:
+        self._loss_scale = loss_scale
         engine = self._parts.deepspeed
         engine.step()
         norm = engine.get_global_grad_norm() if engine.was_step_applied() else math.inf
@@ -270,10 +268,6 @@ class Stage0HalfLayout(_Stage0Layout):
             parameter = self._parts.parameters[name]
             parameter.data.copy_(master.view(parameter.shape))
 
-    def step(self, loss_scale: float) -> Tensor:
-        self._loss_scale = loss_scale
-        return super().step(loss_scale)
-
     @torch.no_grad()
     def _take_step(self) -> tuple[bool, Tensor]:
         """As that of `Stage1Layout`, with the gradients that DeepSpeed summed."""
@@ -332,7 +326,6 @@ class Stage1Layout(StateLayout):
 
     def step(self, loss_scale: float) -> Tensor:
         if self.sums is not None:
-            self._loss_scale = loss_scale
             self.sums.finish()
         return super().step(loss_scale)
 
