@@ -61,7 +61,7 @@ _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_lo
 _DEVICE_WAITS = {
     ("pretrain.training.engine.engine", "sum_over_workers"),
     ("pretrain.training.engine.state_layouts", "step"),
-    ("pretrain.training.engine.state_layouts", "_deepspeed_step"),
+    ("pretrain.training.engine.state_layouts", "_update"),
     ("pretrain.training.loop", "train_step"),
 }
 
