@@ -62,7 +62,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         shares = continuation.rate_shares
         engine = Engine(
             objective.model,
-            lambda named: make_optimizer(config.optimizer, rated_groups(named, config.optimizer.weight_decay, shares)),
+            lambda named: make_optimizer(config.optimizer, rated_groups(named, config.weight_decay, shares)),
             config.engine,
             watchdog,
         )

@@ -21,10 +21,10 @@ from pretrain.config import (
     EngineConfig,
     MaskingConfig,
     ModelConfig,
-    OptimizerConfig,
     PairsConfig,
     PhaseConfig,
     PretrainConfig,
+    PretrainOptimizerConfig,
     SchedulingConfig,
     SourceConfig,
     VocabularyConfig,
@@ -193,13 +193,13 @@ def test_muon_keeps_one_moment_of_matrices_and_averages_need_a_copy():
         config = make_config(model=ModelConfig(size="large"), **changes)
         return estimate.memory_bytes(config, stage, 8, "cuda")["optimizer"]
 
-    muon = {"optimizer": OptimizerConfig(name="muon")}
+    muon = {"optimizer": PretrainOptimizerConfig(name="muon")}
     averaging = {"averaging": AveragingConfig(share=0.1)}
     assert optimizer(0, **muon) == 12 * parameters - 4 * matrices
     assert optimizer(1, **muon) == pytest.approx((12 * parameters - 4 * matrices) / 8, abs=8)
     assert optimizer(0, **averaging) == 16 * parameters
     assert optimizer(2, **muon, **averaging) == pytest.approx((16 * parameters - 4 * matrices) / 8, abs=8)
-    assert optimizer(1, optimizer=OptimizerConfig(name="stable_adamw")) == optimizer(1)
+    assert optimizer(1, optimizer=PretrainOptimizerConfig(name="stable_adamw")) == optimizer(1)
 
 
 def test_the_flops_of_muon_are_those_of_its_products():
@@ -207,7 +207,7 @@ def test_the_flops_of_muon_are_those_of_its_products():
 
     config = make_config(
         model=ModelConfig(size="custom", layers=2, hidden=8, heads=2, intermediate=24),
-        optimizer=OptimizerConfig(name="muon"),
+        optimizer=PretrainOptimizerConfig(name="muon"),
     )
     with FlopCounterMode(display=False) as counter:
         for shape in [(8, 8)] * 4 + [(24, 8), (8, 24)]:

@@ -15,7 +15,7 @@ from transformers import (
     get_wsd_schedule,
 )
 
-from pretrain.config import OptimizerConfig, PhaseConfig
+from pretrain.config import OptimizerConfig, PhaseConfig, PretrainOptimizerConfig
 from pretrain.training.optim import (
     Lamb,
     Segment,
@@ -121,6 +121,26 @@ def test_groups_exempt_biases_and_layer_norm():
 def test_groups_without_parameters_are_left_out():
     parameters = make_parameters()
     assert len(parameter_groups([("a.norm_weight", parameters["embeddings.norm_weight"])], 0.01)) == 1
+
+
+@pytest.mark.parametrize("matrices", [{"name": "muon", "muon_rate": 2.5}, {}])
+def test_a_decay_timescale_is_the_share_of_the_steps_in_which_weights_shrink_by_e(matrices: dict[str, Any]):
+    phases = (make_phase(steps=30000, peak=4e-3), make_phase(steps=10000, peak=1e-3))
+    optimizer = PretrainOptimizerConfig.model_validate({"decay_timescale": 0.1, **matrices})
+    decay, factor, rate = optimizer.decay_over(phases), 1.0, matrices.get("muon_rate", 1.0)
+    for phase in phases:
+        factor *= (1 - decay * rate * phase.peak_learning_rate) ** phase.steps
+    assert factor == pytest.approx(math.exp(-10), rel=1e-2)  # the whole run is ten timescales
+    half = tuple(phase.model_copy(update={"steps": phase.steps // 2}) for phase in phases)
+    assert optimizer.decay_over(half) == pytest.approx(2 * decay), "a run of half the steps decays twice as fast"
+
+
+def test_without_a_timescale_the_weight_decay_does_not_depend_on_the_run():
+    assert PretrainOptimizerConfig(weight_decay=0.3).decay_over((make_phase(steps=7, peak=1e-3),)) == 0.3
+
+
+def make_phase(steps: int, peak: float) -> PhaseConfig:
+    return PhaseConfig(sequence_length=8, global_sequences=2, steps=steps, peak_learning_rate=peak)
 
 
 def test_adamw_is_torchs_with_the_groups():

@@ -194,10 +194,9 @@ class EngineTrainer:
     """This project's engine on one worker."""
 
     def __init__(self, config: PretrainConfig, vocabulary_size: int) -> None:
-        optimizer = config.optimizer
         self._engine = Engine(
             PretrainingModel(config.model, vocabulary_size, config.pairs.has_classifier, compile=config.engine.compile),
-            lambda named: make_optimizer(optimizer, parameter_groups(named, optimizer.weight_decay)),
+            lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay)),
             config.engine,
         )
         self._engine.module.train()
@@ -230,7 +229,7 @@ class PlainLoopTrainer:
         model = PretrainingModel(
             config.model, vocabulary_size, config.pairs.has_classifier, compile=config.engine.compile
         ).to(device)
-        groups = parameter_groups(model.named_parameters(), config.optimizer.weight_decay)
+        groups = parameter_groups(model.named_parameters(), config.weight_decay)
         for group in groups:
             group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
         self._masters = [p for group in groups for p in group["params"]]

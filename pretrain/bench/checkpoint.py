@@ -80,7 +80,7 @@ def _engine(config: PretrainConfig) -> Engine:
     model = PretrainingModel(config.model, _VOCABULARY, True, compile=False)
     return Engine(
         model,
-        lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.optimizer.weight_decay)),
+        lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay)),
         config.engine,
     )
 

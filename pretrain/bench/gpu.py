@@ -186,10 +186,10 @@ def _predicted(case: Case, config: PretrainConfig, gpu: Gpu) -> dict[str, Any]:
 def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int) -> dict[str, Any]:
     """Seconds of a step, host reads of one step, and peak memory of the device."""
     on_gpu = device.type == "cuda"
-    objective, optimizer = MaskedTokens(config, case.vocabulary), config.optimizer
+    objective = MaskedTokens(config, case.vocabulary)
     engine = Engine(
         objective.model,
-        lambda named: make_optimizer(optimizer, parameter_groups(named, optimizer.weight_decay)),
+        lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay)),
         config.engine,
     )
     engine.module.train()

@@ -34,7 +34,13 @@ from pretrain.config.resume import (
     with_precision,
 )
 from pretrain.config.run import PretrainConfig, R, RunConfig, SchedulingConfig, TrackingConfig, load_config
-from pretrain.config.schedule import AveragingConfig, EvaluationConfig, OptimizerConfig, PhaseConfig
+from pretrain.config.schedule import (
+    AveragingConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    PhaseConfig,
+    PretrainOptimizerConfig,
+)
 
 __all__ = [
     "FREE_ON_RESUME",
@@ -61,6 +67,7 @@ __all__ = [
     "PhaseConfig",
     "Precision",
     "PretrainConfig",
+    "PretrainOptimizerConfig",
     "QualityConfig",
     "R",
     "RunConfig",

@@ -17,7 +17,13 @@ from pretrain.config.data import CorpusConfig, MaskingConfig, PairsConfig
 from pretrain.config.engine import FP8_MULTIPLE, CheckpointConfig, EngineConfig, SpikeConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.objectives import DistillationConfig, ElectraConfig
-from pretrain.config.schedule import AveragingConfig, EvaluationConfig, OptimizerConfig, PhaseConfig
+from pretrain.config.schedule import (
+    AveragingConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    PhaseConfig,
+    PretrainOptimizerConfig,
+)
 
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
@@ -140,6 +146,7 @@ class RunConfig(Section):
 class PretrainConfig(RunConfig):
     """All settings of a pretraining run."""
 
+    optimizer: PretrainOptimizerConfig = Field(default=PretrainOptimizerConfig(), description="The optimizer.")
     corpus: CorpusConfig = Field(description="The text and the prepared corpus.")
     model: ModelConfig = Field(default=ModelConfig(), description="Shape of the encoder.")
     pairs: PairsConfig = Field(default=PairsConfig(), description="How sequences are cut from documents.")
@@ -318,6 +325,11 @@ class PretrainConfig(RunConfig):
     def total_steps(self) -> int:
         """Optimizer steps of all phases."""
         return sum(phase.steps for phase in self.phases)
+
+    @property
+    def weight_decay(self) -> float:
+        """The optimizer's decoupled weight decay."""
+        return self.optimizer.decay_over(self.phases)
 
     @property
     def average_from(self) -> int | None:

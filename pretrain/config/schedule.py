@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -49,9 +50,40 @@ class OptimizerConfig(Section):
         for key in ("muon_momentum", "muon_rate", "normalised", "cautious_weight_decay"):
             if self.name != "muon" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} has no effect with name: {self.name}. Remove it, or set name: muon")
-        if self.cautious_weight_decay and not self.weight_decay:
+        if self.cautious_weight_decay and not self._decays:
             raise ValueError("cautious_weight_decay has no effect with weight_decay: 0. Remove it, or set weight_decay")
         return self
+
+    @property
+    def _decays(self) -> bool:
+        return self.weight_decay > 0
+
+
+class PretrainOptimizerConfig(OptimizerConfig):
+    """The optimizer."""
+
+    decay_timescale: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight decay given as its timescale, a fraction of the run's steps: after that many steps at the "
+        "peak rate, the decay has multiplied the layers' matrices by 1/e (Wang and Aitchison 2024). It suits runs of any "
+        "length, whereas a longer run needs a smaller weight_decay. More than 0 replaces weight_decay.",
+    )
+
+    @property
+    def _decays(self) -> bool:
+        return self.decay_timescale > 0 or super()._decays
+
+    def decay_over(self, phases: Sequence[PhaseConfig]) -> float:
+        """The decoupled weight decay of a run of these phases: `weight_decay`, or what `decay_timescale` makes it.
+
+        A decay d at the rate r multiplies weights by 1 - d r in a step (Wang and Aitchison 2024, arXiv:2405.13698,
+        section 3). The timescale counts all steps at the peaks of their phases, without warm-up and decay of the rate.
+        """
+        if not self.decay_timescale:
+            return self.weight_decay
+        peaks = sum(phase.steps * phase.peak_learning_rate for phase in phases)
+        return 1 / (self.decay_timescale * peaks * self.muon_rate)
 
 
 class PhaseConfig(Section):
