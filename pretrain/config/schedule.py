@@ -66,8 +66,8 @@ class PretrainOptimizerConfig(OptimizerConfig):
         default=0.0,
         ge=0,
         description="Weight decay given as its timescale, a fraction of the run's steps: after that many steps at the "
-        "peak rate, the decay has multiplied the layers' matrices by 1/e (Wang and Aitchison 2024). It suits runs of any "
-        "length, whereas a longer run needs a smaller weight_decay. More than 0 replaces weight_decay.",
+        "peak rate, the decay has multiplied the layers' matrices by 1/e (Wang and Aitchison 2024). It suits runs of "
+        "any length, whereas a longer run needs a smaller weight_decay. More than 0 replaces weight_decay.",
     )
 
     @property
