@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+from tests import fake_cuda
+
 pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch has a CUDA device of its own")
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -38,27 +34,8 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    library = tmp_path_factory.mktemp("fake-cuda") / "device.so"
-    torch_folder = Path(torch.__file__).parent
-    subprocess.run(
-        [
-            *("g++", "-O1", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include", "-o", library),
-            *(ROOT / "tests/fake_cuda/device.cpp", f"-L{torch_folder}/lib", f"-Wl,-rpath,{torch_folder}/lib"),
-            *("-lc10", "-ltorch_cpu"),
-        ],
-        check=True,
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fake_cuda.trace", *map(json.dumps, CASES.values())],
-        cwd=ROOT,
-        env={**os.environ, "LD_PRELOAD": str(library), "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return dict(zip(CASES, map(json.loads, lines), strict=True))
+    lines = fake_cuda.run("trace", CASES.values(), tmp_path_factory.mktemp("fake-cuda"))
+    return dict(zip(CASES, lines, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,8 +1,9 @@
 """python -m tests.fake_cuda.trace CASE...: a step of each case on fake CUDA tensors, as a line of JSON each.
 
-A case is a dictionary as JSON: `model` and `optimizer` (sections of the config), `stage` and `precision`. A line has
-`host_reads`, the places where the host read a value of the device or copied from it, and `collectives` by name. Tensors
-on two devices, shapes that depend on values, and collectives of tensors that are not on the device are errors.
+A case is a dictionary as JSON: `model` and `optimizer` (sections of the config), `stage` and `precision`; `compile` and
+`fp8` where they are true. A line has `host_reads`, the places where the host read a value of the device or copied from
+it, and `collectives` by name. Tensors on two devices, shapes that depend on values, and collectives of tensors that are
+not on the device are errors.
 """
 
 from __future__ import annotations
@@ -50,14 +51,15 @@ def take_a_step(case: dict[str, Any]) -> None:
     from tests.batches_by_hand import make_batch
 
     settings = EngineConfig.model_validate(
-        {"zero_stage": case["stage"], "precision": case["precision"], "compile": False}
+        {"zero_stage": case["stage"], "precision": case["precision"], "compile": case.get("compile", False)}
     )
     optimizer = OptimizerConfig.model_validate(case["optimizer"])
     dispatch.has_flash = lambda *_: case["precision"] != "fp32"  # type: ignore[assignment]
     batch = make_batch(LENGTHS, VOCABULARY, seed=0)
     with fake_mode() as mode:
         with torch.device("meta"):
-            model = PretrainingModel(ModelConfig.model_validate(case["model"]), VOCABULARY)
+            shape, options = ModelConfig.model_validate(case["model"]), ("compile", "fp8")
+            model = PretrainingModel(shape, VOCABULARY, **{name: case.get(name, False) for name in options})
         put_on_the_device(model, TYPES.get(case["precision"], torch.float32))
         engine = Engine(model, lambda named: make_optimizer(optimizer, parameter_groups(named, 0.01)), settings)
         fakes = {name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
