@@ -391,6 +391,11 @@ def _work_lines(config: PretrainConfig, work: list[Work], *, given: bool) -> str
         flops = optimizer_flops(config)
         shares = ", ".join(f"{flops / (w.flops / w.steps):.2g}" for w in work)
         lines.append(f"  Muon takes {flops:.3g} FLOP per step: {shares} of a step's useful ones (phase by phase)")
+    if timescale := config.optimizer.decay_timescale:
+        steps = f"{timescale * config.total_steps:,.0f}"
+        lines.append(
+            f"  weight decay is {config.weight_decay:.3g}: alone, it divides the matrices by e in {steps} steps"
+        )
     return "\n".join(lines)
 
 

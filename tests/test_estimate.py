@@ -219,6 +219,12 @@ def test_the_flops_of_muon_are_those_of_its_products():
     assert "Muon" not in estimate.dry_run(make_config())
 
 
+def test_a_decay_timescale_is_shown_as_a_decay():
+    shown = estimate.dry_run(make_config(optimizer=PretrainOptimizerConfig(decay_timescale=0.1)))
+    assert "weight decay is 100: alone, it divides the matrices by e in 100 steps" in shown  # 1 / (0.1 * 1000 * 1e-4)
+    assert "weight decay" not in estimate.dry_run(make_config())
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_more_workers_need_less_each(stage: int):
     totals = [sum(states(stage, workers).values()) for workers in (1, 2, 8, 64)]
