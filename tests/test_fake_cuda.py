@@ -18,7 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SMALL = {"size": "mini", "max_positions": 128}
 # Each is read once in a step, the norm: these optimizers cannot leave a step out on the device.
-READ_THE_NORM = ("muon", "lamb", "stable_adamw")
+READ_THE_NORM = ("lamb", "stable_adamw")
 
 
 def case(model: dict[str, Any], stage: int, optimizer: str = "adamw", precision: str = "bf16") -> dict[str, Any]:
@@ -28,6 +28,7 @@ def case(model: dict[str, Any], stage: int, optimizer: str = "adamw", precision:
 CASES = {
     **{f"{name} {stage}": case(model, stage) for name, model in MODELS.items() for stage in (0, 1, 2)},
     **{f"fp32 {stage}": case(SMALL, stage, precision="fp32") for stage in (0, 2)},
+    **{f"muon {stage}": case(SMALL, stage, "muon") for stage in (0, 1, 2)},
     **{f"{name} 1": case(SMALL, 1, name) for name in READ_THE_NORM},
 }
 

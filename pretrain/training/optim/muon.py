@@ -56,7 +56,7 @@ def orthogonalise(update_RC: Tensor) -> Tensor:
     return x.mT if rows > columns else x
 
 
-def normalise_rows(update_RC: Tensor, moment_R: Tensor) -> Tensor:
+def normalise_rows(update_RC: Tensor, moment_R: Tensor, kept: Tensor | None = None) -> Tensor:
     """NorMuon (Li et al. 2025, arXiv:2510.05491, Algorithm 1): rows divided by the root of their second moments.
 
     So that all neurons learn equally fast: orthogonalised updates have rows of unequal size. The result has the norm of
@@ -65,9 +65,11 @@ def normalise_rows(update_RC: Tensor, moment_R: Tensor) -> Tensor:
     Args:
         update_RC: an orthogonalised update, of any floating-point type; or several, [..., R, C].
         moment_R: fp32, running mean of each row's mean square; advanced in place. [..., R] for several.
+        kept: scalar, 0 leaves the moment as it is, 1 advances it.
     """
     update = update_RC.float()
-    moment_R.lerp_(update.square().mean(-1), 1 - _ROW_DECAY)
+    means = update.square().mean(-1)
+    moment_R.lerp_(means, _share(1 - _ROW_DECAY, kept))
     scaled = update / (moment_R.sqrt() + _ROW_EPSILON)[..., None]
     norm = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True).clamp(min=1e-30)
     return (scaled * (math.sqrt(min(update.shape[-2:])) / norm)).to(update_RC.dtype)
@@ -85,6 +87,10 @@ class Muon(torch.optim.Optimizer):
     contiguous fp32. `step` uses up the gradient. Matrices have no second moment, or with `normalised` one number per
     row. With `cautious`, weight decay applies only to weights whose sign the update has, so that both make them smaller
     (Chen et al. 2025, arXiv:2510.12402, Algorithm 1).
+
+    Attributes:
+        found_inf: fp32 scalar, as torch's fused AdamW has it: 1 leaves the next step out on the device, and weights and
+            state stay as they are, bit for bit; 0 takes it. None takes it as well, with fewer kernels.
     """
 
     def __init__(
@@ -107,6 +113,7 @@ class Muon(torch.optim.Optimizer):
             "orthogonal": False,
         }
         super().__init__(groups, defaults)
+        self.found_inf: Tensor | None = None
         self._normalised, self._cautious = normalised, cautious
         self._row_moments: dict[int, Tensor] = {}  # of all matrices; only a matrix's owner advances its own
         self._planned: dict[int, bool] = {}  # matrices in any round so far, and whether this worker owns them
@@ -169,17 +176,29 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         if self._held is None:
             self._hold_whole()
+        kept = self._kept()
         rates: dict[Tensor, _Rate] = {}
         for group in self.param_groups:
             present = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["orthogonal"]:
-                self._blend(group, present)
+                self._blend(group, present, kept)
                 rates |= dict.fromkeys(present, _Rate(group["lr"], group["lr"] * group["weight_decay"]))
             elif present:
-                self._adamw(group, present)
+                self._adamw(group, present, kept)
         if rates:
-            self._step_matrices(rates)
+            self._step_matrices(rates, kept)
         return loss
+
+    def _kept(self) -> Tensor | None:
+        """fp64 scalar: 1 for a step that is taken, 0 for one that is left out, whose gradients become 0 here."""
+        if self.found_inf is None:
+            return None
+        left_out = self.found_inf.bool()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.masked_fill_(left_out, 0.0)
+        return 1 - self.found_inf.double()
 
     def _hold_whole(self) -> None:
         """Take the parameters as whole tensors, as they are without a wrapper."""
@@ -192,26 +211,34 @@ class Muon(torch.optim.Optimizer):
         segments = {p: cut_segments(ids[name], p.numel(), 0, p.numel(), 0) for name, p in named.items()}
         self.set_shards(segments, matrix_shapes({name: p.shape for name, p in named.items()}), Alone())
 
-    def _blend(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _blend(self, group: dict[str, Any], parameters: list[Tensor], kept: Tensor | None) -> None:
         """Advance momenta and turn gradients into Nesterov's; decay the weights, unless the update decides."""
         if not parameters:
             return
         states = [self._state(parameter, "exp_avg") for parameter in parameters]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         momenta = [state["exp_avg"] for state in states]
-        lists._foreach_add_([state["step"] for state in states], 1)
-        lists._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        new, decay = 1 - group["momentum"], group["lr"] * group["weight_decay"]
+        steps = [state["step"] for state in states]
+        if kept is None:
+            lists._foreach_add_(steps, 1)
+            lists._foreach_lerp_(momenta, gradients, new)
+        else:  # lists of operations read a number that is on the device
+            lists._foreach_add_(steps, [kept.float()] * len(steps))
+            for momentum, gradient in zip(momenta, gradients, strict=True):
+                momentum.lerp_(gradient, _share(new, kept))
         lists._foreach_lerp_(gradients, momenta, group["momentum"])
         if not self._cautious:
-            lists._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            lists._foreach_mul_(parameters, 1 - decay if kept is None else (1 - decay * kept).float())
 
-    def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _adamw(self, group: dict[str, Any], parameters: list[Tensor], kept: Tensor | None) -> None:
         """torch's fused AdamW, whose decay comes before the update, as the cautious one here."""
         states = [self._state(parameter, "exp_avg", "exp_avg_sq") for parameter in parameters]
         beta1, beta2 = group["betas"]
         if self._cautious:
             momenta = [state["exp_avg"] for state in states]
-            _decay_by_momentum(parameters, momenta, beta1, group["lr"] * group["weight_decay"])
+            if decay := group["lr"] * group["weight_decay"]:
+                _decay_by_momentum(parameters, momenta, beta1, _share(decay, kept))
         adamw(
             parameters,
             [parameter.grad for parameter in parameters if parameter.grad is not None],
@@ -220,6 +247,7 @@ class Muon(torch.optim.Optimizer):
             [],
             [state["step"] for state in states],
             fused=True,
+            found_inf=self.found_inf,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -236,7 +264,7 @@ class Muon(torch.optim.Optimizer):
             state.update((moment, torch.zeros_like(parameter)) for moment in moments)
         return state
 
-    def _step_matrices(self, rates: Mapping[Tensor, _Rate]) -> None:
+    def _step_matrices(self, rates: Mapping[Tensor, _Rate], kept: Tensor | None) -> None:
         """Orthogonalise the updates of these flat parameters, which their gradients hold, and step."""
         flats = {self._numbers[flat]: flat for flat in rates}
         key = tuple(sorted(flats))
@@ -247,12 +275,20 @@ class Muon(torch.optim.Optimizer):
             self._planned |= {piece.tensor_id: False for of_rank in held for piece in of_rank}
             self._planned |= {tensor_id: True for part in self._rounds[key] for tensor_id in part.owned}
         for part in self._rounds[key]:
-            self._apply(_joined(part.taken), self._exchange(part, flats), flats, rates)
+            updates = self._exchange(part, flats, kept)
+            self._apply(_joined(part.taken), updates, flats, rates, kept)
 
     def _apply(
-        self, taken: list[MatrixPiece], updates: Tensor, flats: Mapping[int, Tensor], rates: Mapping[Tensor, _Rate]
+        self,
+        taken: list[MatrixPiece],
+        updates: Tensor,
+        flats: Mapping[int, Tensor],
+        rates: Mapping[Tensor, _Rate],
+        kept: Tensor | None,
     ) -> None:
         """Step the weights of these pieces, whose fp32 updates lie end to end."""
+        if kept is not None:
+            updates.mul_(kept)
         weights = _views(taken, flats)
         by_size: dict[tuple[float, float], list[int]] = {}  # numbers of the pieces, by size of the update and decay
         for number, piece in enumerate(taken):
@@ -263,10 +299,10 @@ class Muon(torch.optim.Optimizer):
         for (size, decay), numbers in by_size.items():
             their_weights, their_updates = ([values[number] for number in numbers] for values in (weights, cut))
             if self._cautious:
-                _decay_where_aligned(their_weights, their_updates, decay)
+                _decay_where_aligned(their_weights, their_updates, _share(decay, kept))
             lists._foreach_add_(their_weights, their_updates, alpha=-size)
 
-    def _exchange(self, part: Round, flats: Mapping[int, Tensor]) -> Tensor:
+    def _exchange(self, part: Round, flats: Mapping[int, Tensor], kept: Tensor | None) -> Tensor:
         """The orthogonalised updates of this worker's pieces, fp32, end to end."""
         gradients = {number: flat.grad for number, flat in flats.items() if flat.grad is not None}
         like = next(iter(flats.values()))
@@ -277,11 +313,11 @@ class Muon(torch.optim.Optimizer):
         starts = dict(zip(part.owned, starts, strict=True))
         whole = gathered.new_empty(entries)
         _copy(_within(whole, pieces, starts), gathered.split([piece.numel for piece in pieces]))
-        self._orthogonalise(part, whole)
+        self._orthogonalise(part, whole, kept)
         returned = _within(whole, _joined(part.returned), starts)
         return self._send(returned, part.returned, part.taken, like).float()
 
-    def _orthogonalise(self, part: Round, whole: Tensor) -> None:
+    def _orthogonalise(self, part: Round, whole: Tensor, kept: Tensor | None) -> None:
         """Replace the owned matrices, which lie end to end, by their updates up to the rate.
 
         On a GPU those of one shape together, so that their number of kernels does not matter. Five temporaries take as
@@ -293,19 +329,19 @@ class Muon(torch.optim.Optimizer):
             for some in [ids] if many else [[i] for i in ids]:
                 end = begin + len(some) * math.prod(shape)
                 matrices = whole[begin:end].view((-1, *shape) if many else shape)
-                matrices.copy_(self._update(some, matrices))
+                matrices.copy_(self._update(some, matrices, kept))
                 begin = end
 
-    def _update(self, ids: list[int], momenta_RC: Tensor) -> Tensor:
+    def _update(self, ids: list[int], momenta_RC: Tensor, kept: Tensor | None) -> Tensor:
         """The updates of whole matrices [R, C] or [..., R, C], up to the rate: as large as orthogonal ones."""
         updates_RC = orthogonalise(momenta_RC)
         if not self._normalised:
             return updates_RC
         own = [self._row_moments[tensor_id] for tensor_id in ids]
         if momenta_RC.dim() == 2:
-            return normalise_rows(updates_RC, own[0])
+            return normalise_rows(updates_RC, own[0], kept)
         moments_NR = torch.stack(own)
-        updates_RC = normalise_rows(updates_RC, moments_NR)
+        updates_RC = normalise_rows(updates_RC, moments_NR, kept)
         lists._foreach_copy_(own, moments_NR.unbind())
         return updates_RC
 
@@ -325,7 +361,12 @@ class _Rate(NamedTuple):
     decay: float  # share of the weights that decay takes
 
 
-def _decay_where_aligned(weights: Sequence[Tensor], updates: Sequence[Tensor], share: float) -> None:
+def _share(share: float, kept: Tensor | None) -> Any:
+    """`share`, or on the device 0 if the step is left out: an fp32 scalar that equals `share` as a kernel rounds it."""
+    return share if kept is None else (share * kept).float()
+
+
+def _decay_where_aligned(weights: Sequence[Tensor], updates: Sequence[Tensor], share: float | Tensor) -> None:
     """Take `share` off the weights whose update, which is subtracted, makes them smaller (or does not change them)."""
     kept = lists._foreach_mul(updates, weights)
     # 0 for a negative product, else 1: its sign plus 1, but at most 1.
@@ -337,10 +378,10 @@ def _decay_where_aligned(weights: Sequence[Tensor], updates: Sequence[Tensor], s
     lists._foreach_mul_(weights, kept)
 
 
-def _decay_by_momentum(parameters: Sequence[Tensor], momenta: Sequence[Tensor], beta1: float, share: float) -> None:
+def _decay_by_momentum(
+    parameters: Sequence[Tensor], momenta: Sequence[Tensor], beta1: float, share: float | Tensor
+) -> None:
     """`_decay_where_aligned` before AdamW's step: its update has the sign of the momentum that the step will have."""
-    if not share:
-        return
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     weights, means, new = (
         [part for x in tensors for part in x.view(-1).split(_CHUNK)] for tensors in (parameters, momenta, gradients)
