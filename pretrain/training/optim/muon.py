@@ -56,7 +56,7 @@ def orthogonalise(update_RC: Tensor) -> Tensor:
     return x.mT if rows > columns else x
 
 
-def normalise_rows(update_RC: Tensor, moment_R: Tensor, kept: Tensor | None = None) -> Tensor:
+def normalise_rows(update_RC: Tensor, moment_R: Tensor, new: float | Tensor = 1 - _ROW_DECAY) -> Tensor:
     """NorMuon (Li et al. 2025, arXiv:2510.05491, Algorithm 1): rows divided by the root of their second moments.
 
     So that all neurons learn equally fast: orthogonalised updates have rows of unequal size. The result has the norm of
@@ -65,11 +65,10 @@ def normalise_rows(update_RC: Tensor, moment_R: Tensor, kept: Tensor | None = No
     Args:
         update_RC: an orthogonalised update, of any floating-point type; or several, [..., R, C].
         moment_R: fp32, running mean of each row's mean square; advanced in place. [..., R] for several.
-        kept: scalar, 0 leaves the moment as it is, 1 advances it.
+        new: share of this update in the moment; 0 leaves the moment as it is.
     """
     update = update_RC.float()
-    means = update.square().mean(-1)
-    moment_R.lerp_(means, _share(1 - _ROW_DECAY, kept))
+    moment_R.lerp_(update.square().mean(-1), new)
     scaled = update / (moment_R.sqrt() + _ROW_EPSILON)[..., None]
     norm = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True).clamp(min=1e-30)
     return (scaled * (math.sqrt(min(update.shape[-2:])) / norm)).to(update_RC.dtype)
@@ -114,6 +113,7 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__(groups, defaults)
         self.found_inf: Tensor | None = None
+        self._kept: Tensor | None = None  # fp64 scalar of a step: 0 if `found_inf` leaves it out, else 1
         self._normalised, self._cautious = normalised, cautious
         self._row_moments: dict[int, Tensor] = {}  # of all matrices; only a matrix's owner advances its own
         self._planned: dict[int, bool] = {}  # matrices in any round so far, and whether this worker owns them
@@ -176,29 +176,32 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         if self._held is None:
             self._hold_whole()
-        kept = self._kept()
+        self._leave_out()
         rates: dict[Tensor, _Rate] = {}
         for group in self.param_groups:
             present = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["orthogonal"]:
-                self._blend(group, present, kept)
+                self._blend(group, present)
                 rates |= dict.fromkeys(present, _Rate(group["lr"], group["lr"] * group["weight_decay"]))
             elif present:
-                self._adamw(group, present, kept)
+                self._adamw(group, present)
         if rates:
-            self._step_matrices(rates, kept)
+            self._step_matrices(rates)
         return loss
 
-    def _kept(self) -> Tensor | None:
-        """fp64 scalar: 1 for a step that is taken, 0 for one that is left out, whose gradients become 0 here."""
+    def _leave_out(self) -> None:
+        """Prepare the step for `found_inf`: gradients of a step that is left out become 0, as NaN times 0 does not."""
+        self._kept = None if self.found_inf is None else 1 - self.found_inf.double()
         if self.found_inf is None:
-            return None
-        left_out = self.found_inf.bool()
+            return
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.grad.masked_fill_(left_out, 0.0)
-        return 1 - self.found_inf.double()
+                    parameter.grad.masked_fill_(self.found_inf.bool(), 0.0)
+
+    def _share(self, share: float) -> Any:
+        """`share`, or 0 on the device in a step that is left out; fp32, as a kernel rounds a number of the host."""
+        return share if self._kept is None else (share * self._kept).float()
 
     def _hold_whole(self) -> None:
         """Take the parameters as whole tensors, as they are without a wrapper."""
@@ -211,7 +214,7 @@ class Muon(torch.optim.Optimizer):
         segments = {p: cut_segments(ids[name], p.numel(), 0, p.numel(), 0) for name, p in named.items()}
         self.set_shards(segments, matrix_shapes({name: p.shape for name, p in named.items()}), Alone())
 
-    def _blend(self, group: dict[str, Any], parameters: list[Tensor], kept: Tensor | None) -> None:
+    def _blend(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Advance momenta and turn gradients into Nesterov's; decay the weights, unless the update decides."""
         if not parameters:
             return
@@ -220,25 +223,25 @@ class Muon(torch.optim.Optimizer):
         momenta = [state["exp_avg"] for state in states]
         new, decay = 1 - group["momentum"], group["lr"] * group["weight_decay"]
         steps = [state["step"] for state in states]
-        if kept is None:
+        if self._kept is None:
             lists._foreach_add_(steps, 1)
             lists._foreach_lerp_(momenta, gradients, new)
-        else:  # lists of operations read a number that is on the device
-            lists._foreach_add_(steps, [kept.float()] * len(steps))
+        else:  # lists cannot be blended by a number on the device, and an addition of one to a list reads it
+            lists._foreach_add_(steps, [self._share(1.0)] * len(steps))
             for momentum, gradient in zip(momenta, gradients, strict=True):
-                momentum.lerp_(gradient, _share(new, kept))
+                momentum.lerp_(gradient, self._share(new))
         lists._foreach_lerp_(gradients, momenta, group["momentum"])
         if not self._cautious:
-            lists._foreach_mul_(parameters, 1 - decay if kept is None else (1 - decay * kept).float())
+            lists._foreach_mul_(parameters, 1 - decay if self._kept is None else (1 - decay * self._kept).float())
 
-    def _adamw(self, group: dict[str, Any], parameters: list[Tensor], kept: Tensor | None) -> None:
+    def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """torch's fused AdamW, whose decay comes before the update, as the cautious one here."""
         states = [self._state(parameter, "exp_avg", "exp_avg_sq") for parameter in parameters]
         beta1, beta2 = group["betas"]
         if self._cautious:
             momenta = [state["exp_avg"] for state in states]
             if decay := group["lr"] * group["weight_decay"]:
-                _decay_by_momentum(parameters, momenta, beta1, _share(decay, kept))
+                _decay_by_momentum(parameters, momenta, beta1, self._share(decay))
         adamw(
             parameters,
             [parameter.grad for parameter in parameters if parameter.grad is not None],
@@ -264,7 +267,7 @@ class Muon(torch.optim.Optimizer):
             state.update((moment, torch.zeros_like(parameter)) for moment in moments)
         return state
 
-    def _step_matrices(self, rates: Mapping[Tensor, _Rate], kept: Tensor | None) -> None:
+    def _step_matrices(self, rates: Mapping[Tensor, _Rate]) -> None:
         """Orthogonalise the updates of these flat parameters, which their gradients hold, and step."""
         flats = {self._numbers[flat]: flat for flat in rates}
         key = tuple(sorted(flats))
@@ -275,20 +278,14 @@ class Muon(torch.optim.Optimizer):
             self._planned |= {piece.tensor_id: False for of_rank in held for piece in of_rank}
             self._planned |= {tensor_id: True for part in self._rounds[key] for tensor_id in part.owned}
         for part in self._rounds[key]:
-            updates = self._exchange(part, flats, kept)
-            self._apply(_joined(part.taken), updates, flats, rates, kept)
+            self._apply(_joined(part.taken), self._exchange(part, flats), flats, rates)
 
     def _apply(
-        self,
-        taken: list[MatrixPiece],
-        updates: Tensor,
-        flats: Mapping[int, Tensor],
-        rates: Mapping[Tensor, _Rate],
-        kept: Tensor | None,
+        self, taken: list[MatrixPiece], updates: Tensor, flats: Mapping[int, Tensor], rates: Mapping[Tensor, _Rate]
     ) -> None:
         """Step the weights of these pieces, whose fp32 updates lie end to end."""
-        if kept is not None:
-            updates.mul_(kept)
+        if self._kept is not None:
+            updates.mul_(self._kept)
         weights = _views(taken, flats)
         by_size: dict[tuple[float, float], list[int]] = {}  # numbers of the pieces, by size of the update and decay
         for number, piece in enumerate(taken):
@@ -299,10 +296,10 @@ class Muon(torch.optim.Optimizer):
         for (size, decay), numbers in by_size.items():
             their_weights, their_updates = ([values[number] for number in numbers] for values in (weights, cut))
             if self._cautious:
-                _decay_where_aligned(their_weights, their_updates, _share(decay, kept))
+                _decay_where_aligned(their_weights, their_updates, self._share(decay))
             lists._foreach_add_(their_weights, their_updates, alpha=-size)
 
-    def _exchange(self, part: Round, flats: Mapping[int, Tensor], kept: Tensor | None) -> Tensor:
+    def _exchange(self, part: Round, flats: Mapping[int, Tensor]) -> Tensor:
         """The orthogonalised updates of this worker's pieces, fp32, end to end."""
         gradients = {number: flat.grad for number, flat in flats.items() if flat.grad is not None}
         like = next(iter(flats.values()))
@@ -313,11 +310,11 @@ class Muon(torch.optim.Optimizer):
         starts = dict(zip(part.owned, starts, strict=True))
         whole = gathered.new_empty(entries)
         _copy(_within(whole, pieces, starts), gathered.split([piece.numel for piece in pieces]))
-        self._orthogonalise(part, whole, kept)
+        self._orthogonalise(part, whole)
         returned = _within(whole, _joined(part.returned), starts)
         return self._send(returned, part.returned, part.taken, like).float()
 
-    def _orthogonalise(self, part: Round, whole: Tensor, kept: Tensor | None) -> None:
+    def _orthogonalise(self, part: Round, whole: Tensor) -> None:
         """Replace the owned matrices, which lie end to end, by their updates up to the rate.
 
         On a GPU those of one shape together, so that their number of kernels does not matter. Five temporaries take as
@@ -329,19 +326,19 @@ class Muon(torch.optim.Optimizer):
             for some in [ids] if many else [[i] for i in ids]:
                 end = begin + len(some) * math.prod(shape)
                 matrices = whole[begin:end].view((-1, *shape) if many else shape)
-                matrices.copy_(self._update(some, matrices, kept))
+                matrices.copy_(self._update(some, matrices))
                 begin = end
 
-    def _update(self, ids: list[int], momenta_RC: Tensor, kept: Tensor | None) -> Tensor:
+    def _update(self, ids: list[int], momenta_RC: Tensor) -> Tensor:
         """The updates of whole matrices [R, C] or [..., R, C], up to the rate: as large as orthogonal ones."""
         updates_RC = orthogonalise(momenta_RC)
         if not self._normalised:
             return updates_RC
-        own = [self._row_moments[tensor_id] for tensor_id in ids]
+        own, new = [self._row_moments[tensor_id] for tensor_id in ids], self._share(1 - _ROW_DECAY)
         if momenta_RC.dim() == 2:
-            return normalise_rows(updates_RC, own[0], kept)
+            return normalise_rows(updates_RC, own[0], new)
         moments_NR = torch.stack(own)
-        updates_RC = normalise_rows(updates_RC, moments_NR, kept)
+        updates_RC = normalise_rows(updates_RC, moments_NR, new)
         lists._foreach_copy_(own, moments_NR.unbind())
         return updates_RC
 
@@ -359,11 +356,6 @@ class _Rate(NamedTuple):
 
     rate: float
     decay: float  # share of the weights that decay takes
-
-
-def _share(share: float, kept: Tensor | None) -> Any:
-    """`share`, or on the device 0 if the step is left out: an fp32 scalar that equals `share` as a kernel rounds it."""
-    return share if kept is None else (share * kept).float()
 
 
 def _decay_where_aligned(weights: Sequence[Tensor], updates: Sequence[Tensor], share: float | Tensor) -> None:
