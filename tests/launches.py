@@ -85,6 +85,7 @@ def of_step(settings: OptimizerConfig, *, flat: bool, size: str = "large") -> La
         optimizer.set_segments(segments, max(one.stop for one in ids.values()), lambda _: None)
     elif flat and isinstance(optimizer, Muon):
         optimizer.set_shards(segments, matrix_shapes({name: x.shape for name, x in named.items()}), Alone())
+    optimizer.found_inf = torch.empty((), device="meta")  # type: ignore[attr-defined]
     optimizer.step()  # what the first step keeps
     with Launches() as launches:
         optimizer.step()

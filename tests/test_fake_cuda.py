@@ -17,8 +17,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "modernbert-base": {"family": "modernbert", "size": "base"},
 }
 SMALL = {"size": "mini", "max_positions": 128}
-# Each is read once in a step, the norm: these optimizers cannot leave a step out on the device.
-READ_THE_NORM = ("lamb", "stable_adamw")
 
 
 def case(model: dict[str, Any], stage: int, optimizer: str = "adamw", precision: str = "bf16") -> dict[str, Any]:
@@ -28,8 +26,7 @@ def case(model: dict[str, Any], stage: int, optimizer: str = "adamw", precision:
 CASES = {
     **{f"{name} {stage}": case(model, stage) for name, model in MODELS.items() for stage in (0, 1, 2)},
     **{f"fp32 {stage}": case(SMALL, stage, precision="fp32") for stage in (0, 2)},
-    **{f"muon {stage}": case(SMALL, stage, "muon") for stage in (0, 1, 2)},
-    **{f"{name} 1": case(SMALL, 1, name) for name in READ_THE_NORM},
+    **{f"{name} {stage}": case(SMALL, stage, name) for name in ("muon", "lamb", "stable_adamw") for stage in (0, 1, 2)},
 }
 
 
@@ -41,12 +38,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_host_reads_nothing_in_a_step(traced: dict[str, dict[str, Any]], name: str) -> None:
-    reads = traced[name]["host_reads"]
-    if name.split()[0] in READ_THE_NORM:
-        assert len(reads) == 1
-        assert "norm.isfinite()" in reads[0]
-    else:
-        assert reads == []
+    assert traced[name]["host_reads"] == []
 
 
 @pytest.mark.parametrize("name", [f"{name} {stage}" for name in MODELS for stage in (1, 2)])

@@ -21,8 +21,8 @@ from pretrain.config import EngineConfig
 from pretrain.training.engine import deepspeed_patches
 from pretrain.training.engine.buckets import WeightGather
 from pretrain.training.engine.gradient_sums import GradientSums, norm_over_workers
-from pretrain.training.optim import Muon, Segment, cut_segments, number_tensors, square_sums
-from pretrain.training.optim.tensorwise import lists
+from pretrain.training.optim import Segment, SkippingOptimizer, cut_segments, number_tensors, square_sums
+from pretrain.training.optim.lists import lists
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 AVERAGE = "average"  # the running mean of the weights
@@ -178,12 +178,11 @@ class StateLayout(ABC):
     def _must_know(self) -> bool:
         """Whether the host must know if gradients are finite, for which it waits for the device.
 
-        The fused AdamW leaves the step out on the device, and so does Muon, which takes a few kernels more; on a CPU
-        there is nothing to wait for. A loss scaler is on the host.
+        The fused AdamW leaves the step out on the device. So do ours, which takes a few kernels more; on a CPU there is
+        nothing to wait for. A loss scaler is on the host.
         """
-        optimizer, on_cpu = self._parts.optimizer, self.flats()[0].device.type == "cpu"
-        on_device = isinstance(optimizer, torch.optim.AdamW) or (isinstance(optimizer, Muon) and not on_cpu)
-        return self._parts.scales_loss or not on_device
+        fused = isinstance(self._parts.optimizer, torch.optim.AdamW)
+        return self._parts.scales_loss or (self.flats()[0].is_cpu and not fused)
 
     def _scale(self, gradients: list[Tensor], norm: Tensor) -> None:
         """Clip and remove the loss scale. The fused AdamW does so itself, as it reads a gradient."""
@@ -194,7 +193,7 @@ class StateLayout(ABC):
             optimizer.grad_scale = divisor.float()  # pyright: ignore[reportAttributeAccessIssue]
             optimizer.found_inf = left_out  # pyright: ignore[reportAttributeAccessIssue]
             return
-        if isinstance(optimizer, Muon) and not self._must_know():
+        if isinstance(optimizer, SkippingOptimizer) and not self._must_know():
             optimizer.found_inf = left_out
         if clip or scale != 1.0:
             lists._foreach_mul_(gradients, divisor.reciprocal().float())

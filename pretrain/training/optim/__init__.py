@@ -4,6 +4,7 @@ from pretrain.training.optim.choice import make_optimizer, parameter_groups
 from pretrain.training.optim.lamb import Lamb
 from pretrain.training.optim.muon import Muon, matrix_shapes
 from pretrain.training.optim.schedule import learning_rate
+from pretrain.training.optim.skipping import SkippingOptimizer
 from pretrain.training.optim.stable_adamw import StableAdamW
 from pretrain.training.optim.tensorwise import (
     Segment,
@@ -18,6 +19,7 @@ __all__ = [
     "Lamb",
     "Muon",
     "Segment",
+    "SkippingOptimizer",
     "StableAdamW",
     "TensorwiseOptimizer",
     "cut_segments",

@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 
+from pretrain.training.optim.lists import lists, together
 from pretrain.training.optim.tensorwise import (
     Piece,
     Segment,
     TensorwiseOptimizer,
-    advance_moments,
     divide_means,
-    lists,
     square_sums,
-    together,
 )
 
 
@@ -54,21 +52,24 @@ class Lamb(TensorwiseOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._read_flag()
         adapted: list[tuple[float, list[Piece]]] = []  # with their rates
         count = self._tensor_count
         for group in self.param_groups:
             if not group["layer_adaptation"]:
                 whole = ((p, (Segment(0, p.numel(), -1),)) for p in group["params"])
                 pieces = self._begin(group, whole)
-                _update(group, pieces)
+                self._update(group, pieces)
                 if pieces:
                     weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
+                    if self._kept is not None:
+                        lists._foreach_mul_(updates, self._share(1.0))
                     lists._foreach_add_(weights, updates, alpha=-group["lr"])
                 continue
             parts = list(self._pieces(group, count))
             count = max([count, *(segment.tensor_id + 1 for _, segments in parts for segment in segments)])
             pieces = self._begin(group, parts)
-            _update(group, pieces)
+            self._update(group, pieces)
             if pieces:
                 adapted.append((group["lr"], pieces))
         if any(group["layer_adaptation"] for group in self.param_groups):
@@ -86,18 +87,18 @@ class Lamb(TensorwiseOptimizer):
         weight_norms, update_norms = squares.sqrt()
         measurable = (weight_norms > 0) & (update_norms > 0)
         ratios = torch.where(measurable, weight_norms / update_norms, 1.0).to(torch.float32)
+        ratios *= self._share(1.0)
         for rate, pieces in adapted:
             # A kernel for each piece: a list of factors on the device has no faster one.
             own = ratios[self._ids_and_sizes(pieces)[0]].unbind()
             weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
             lists._foreach_addcmul_(weights, updates, own, value=-rate)
 
-
-def _update(group: dict[str, Any], pieces: list[Piece]) -> None:
-    """Advance the moments of some pieces and turn their gradients into the update."""
-    for run in together([piece.weights for piece in pieces]):
-        some = pieces[run]
-        divide_means(group, some, advance_moments(group, some))
-        if group["weight_decay"]:
-            gradients, weights = [piece.gradient for piece in some], [piece.weights for piece in some]
-            lists._foreach_add_(gradients, weights, alpha=group["weight_decay"])
+    def _update(self, group: dict[str, Any], pieces: list[Piece]) -> None:
+        """Advance the moments of some pieces and turn their gradients into the update."""
+        for run in together([piece.weights for piece in pieces]):
+            some = pieces[run]
+            divide_means(group, some, self._advance(group, some))
+            if group["weight_decay"]:
+                gradients, weights = [piece.gradient for piece in some], [piece.weights for piece in some]
+                lists._foreach_add_(gradients, weights, alpha=group["weight_decay"])

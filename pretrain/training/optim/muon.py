@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from pretrain.model.parameters import is_hidden_matrix
+from pretrain.training.optim.lists import in_lists, lists, together
 from pretrain.training.optim.matrix_rounds import Alone, MatrixPiece, Round, Shape, Workers, plan_rounds
-from pretrain.training.optim.tensorwise import Segment, cut_segments, in_lists, lists, number_tensors, together
+from pretrain.training.optim.skipping import SkippingOptimizer
+from pretrain.training.optim.tensorwise import Segment, cut_segments, number_tensors
 
 # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: the quintic with the steepest slope at zero.
 _QUINTIC, _STEPS = (3.4445, -4.7750, 2.0315), 5
@@ -74,7 +76,7 @@ def normalise_rows(update_RC: Tensor, moment_R: Tensor, new: float | Tensor = 1 
     return (scaled * (math.sqrt(min(update.shape[-2:])) / norm)).to(update_RC.dtype)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(SkippingOptimizer):
     """Muon, Jordan et al. 2024, with weight decay and the scale of Liu et al. 2025 (arXiv:2502.16982, section 2.2).
 
     Updates of matrices are Nesterov momentum, orthogonalised, times 0.2 sqrt(max(rows, columns)). So they are as large
@@ -86,10 +88,6 @@ class Muon(torch.optim.Optimizer):
     contiguous fp32. `step` uses up the gradient. Matrices have no second moment, or with `normalised` one number per
     row. With `cautious`, weight decay applies only to weights whose sign the update has, so that both make them smaller
     (Chen et al. 2025, arXiv:2510.12402, Algorithm 1).
-
-    Attributes:
-        found_inf: fp32 scalar, as torch's fused AdamW has it: 1 leaves the next step out on the device, and weights and
-            state stay as they are, bit for bit; 0 takes it. None takes it as well, with fewer kernels.
     """
 
     def __init__(
@@ -112,8 +110,6 @@ class Muon(torch.optim.Optimizer):
             "orthogonal": False,
         }
         super().__init__(groups, defaults)
-        self.found_inf: Tensor | None = None
-        self._kept: Tensor | None = None  # fp64 scalar of a step: 0 if `found_inf` leaves it out, else 1
         self._normalised, self._cautious = normalised, cautious
         self._row_moments: dict[int, Tensor] = {}  # of all matrices; only a matrix's owner advances its own
         self._planned: dict[int, bool] = {}  # matrices in any round so far, and whether this worker owns them
@@ -176,32 +172,18 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         if self._held is None:
             self._hold_whole()
-        self._leave_out()
+        self._read_flag()
         rates: dict[Tensor, _Rate] = {}
         for group in self.param_groups:
             present = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["orthogonal"]:
-                self._blend(group, present)
+                self._nesterov(group, present)
                 rates |= dict.fromkeys(present, _Rate(group["lr"], group["lr"] * group["weight_decay"]))
             elif present:
                 self._adamw(group, present)
         if rates:
             self._step_matrices(rates)
         return loss
-
-    def _leave_out(self) -> None:
-        """Prepare the step for `found_inf`: gradients of a step that is left out become 0, as NaN times 0 does not."""
-        self._kept = None if self.found_inf is None else 1 - self.found_inf.double()
-        if self.found_inf is None:
-            return
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.masked_fill_(self.found_inf.bool(), 0.0)
-
-    def _share(self, share: float) -> Any:
-        """`share`, or 0 on the device in a step that is left out; fp32, as a kernel rounds a number of the host."""
-        return share if self._kept is None else (share * self._kept).float()
 
     def _hold_whole(self) -> None:
         """Take the parameters as whole tensors, as they are without a wrapper."""
@@ -214,25 +196,18 @@ class Muon(torch.optim.Optimizer):
         segments = {p: cut_segments(ids[name], p.numel(), 0, p.numel(), 0) for name, p in named.items()}
         self.set_shards(segments, matrix_shapes({name: p.shape for name, p in named.items()}), Alone())
 
-    def _blend(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _nesterov(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """Advance momenta and turn gradients into Nesterov's; decay the weights, unless the update decides."""
         if not parameters:
             return
         states = [self._state(parameter, "exp_avg") for parameter in parameters]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         momenta = [state["exp_avg"] for state in states]
-        new, decay = 1 - group["momentum"], group["lr"] * group["weight_decay"]
-        steps = [state["step"] for state in states]
-        if self._kept is None:
-            lists._foreach_add_(steps, 1)
-            lists._foreach_lerp_(momenta, gradients, new)
-        else:  # lists cannot be blended by a number on the device, and an addition of one to a list reads it
-            lists._foreach_add_(steps, [self._share(1.0)] * len(steps))
-            for momentum, gradient in zip(momenta, gradients, strict=True):
-                momentum.lerp_(gradient, self._share(new))
+        self._count([state["step"] for state in states])
+        self._blend(momenta, gradients, 1 - group["momentum"])
         lists._foreach_lerp_(gradients, momenta, group["momentum"])
         if not self._cautious:
-            lists._foreach_mul_(parameters, 1 - decay if self._kept is None else (1 - decay * self._kept).float())
+            lists._foreach_mul_(parameters, self._remaining(group["lr"] * group["weight_decay"]))
 
     def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """torch's fused AdamW, whose decay comes before the update, as the cautious one here."""

@@ -8,15 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.training.optim.tensorwise import (
-    Piece,
-    TensorwiseOptimizer,
-    advance_moments,
-    divide_means,
-    in_lists,
-    lists,
-    together,
-)
+from pretrain.training.optim.lists import in_lists, lists, together
+from pretrain.training.optim.tensorwise import Piece, TensorwiseOptimizer, divide_means
 
 
 class StableAdamW(TensorwiseOptimizer):
@@ -47,6 +40,7 @@ class StableAdamW(TensorwiseOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._read_flag()
         stepped: list[tuple[dict[str, Any], list[Piece], Tensor]] = []  # with the sums of the squared ratios
         count = self._tensor_count
         for group in self.param_groups:
@@ -55,7 +49,7 @@ class StableAdamW(TensorwiseOptimizer):
             pieces = self._begin(group, parts)
             if pieces:
                 runs = together([piece.weights for piece in pieces])
-                ratios = [_update(group, pieces[run]) for run in runs]
+                ratios = [self._update(group, pieces[run]) for run in runs]
                 stepped.append((group, pieces, torch.cat(ratios)))
         sums = self._zeros(count)
         for _, pieces, square_ratios in stepped:
@@ -63,7 +57,7 @@ class StableAdamW(TensorwiseOptimizer):
             sums[0].index_add_(0, index, square_ratios)
             sums[1].index_add_(0, index, sizes)
         self._reduce(sums.view(-1))
-        shares = (sums[0] / sums[1].clamp(min=1)).sqrt().clamp(min=1).reciprocal()
+        shares = (sums[0] / sums[1].clamp(min=1)).sqrt().clamp(min=1).reciprocal() * self._share(1.0)
         for group, pieces, _ in stepped:
             own = shares[self._ids_and_sizes(pieces)[0]].to(torch.float32)
             kept = 1 - own * (group["lr"] * group["weight_decay"])
@@ -73,17 +67,16 @@ class StableAdamW(TensorwiseOptimizer):
             lists._foreach_addcmul_(weights, updates, own.unbind(), value=-group["lr"])
         return loss
 
-
-def _update(group: dict[str, Any], run: list[Piece]) -> Tensor:
-    """Advance the moments and turn the gradients into Adam's updates; fp64, the sum of the squared ratios of each."""
-    corrected = advance_moments(group, run)
-    ratios = [piece.gradient for piece in run]
-    lists._foreach_mul_(ratios, ratios)
-    lists._foreach_div_(ratios, lists._foreach_clamp_min(corrected, group["eps"] ** 2))
-    if not in_lists(ratios[0]):
-        sums = [ratio.sum(dtype=torch.float64) for ratio in ratios]
-    else:  # ratios are not negative: their norm of order 1 is their sum
-        sums = lists._foreach_norm(ratios, 1, dtype=torch.float64)
-    found = torch.stack(list(sums))
-    divide_means(group, run, corrected)
-    return found
+    def _update(self, group: dict[str, Any], run: list[Piece]) -> Tensor:
+        """Advance the moments and turn the gradients into Adam's updates; fp64, the sums of squared ratios."""
+        corrected = self._advance(group, run)
+        ratios = [piece.gradient for piece in run]
+        lists._foreach_mul_(ratios, ratios)
+        lists._foreach_div_(ratios, lists._foreach_clamp_min(corrected, group["eps"] ** 2))
+        if not in_lists(ratios[0]):
+            sums = [ratio.sum(dtype=torch.float64) for ratio in ratios]
+        else:  # ratios are not negative: their norm of order 1 is their sum
+            sums = lists._foreach_norm(ratios, 1, dtype=torch.float64)
+        found = torch.stack(list(sums))
+        divide_means(group, run, corrected)
+        return found

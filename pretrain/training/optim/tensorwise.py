@@ -2,9 +2,6 @@
 
 ZeRO hands an optimizer flat shards. So these optimizers take a table of which piece belongs to which tensor, add up
 their numbers by tensor, and sum them over the workers before they step.
-
-On a GPU an operation takes many pieces at a time (`torch._foreach_*`): BERT-Large has nearly 500 tensors, and to launch
-a dozen kernels for each takes longer than to run them.
 """
 
 from __future__ import annotations
@@ -16,15 +13,12 @@ import torch
 from torch import Tensor
 
 from pretrain.model.parameters import stacked_parts
-
-lists: Any = torch  # for `torch._foreach_*`, which its type stubs do not export
+from pretrain.training.optim.lists import common, in_lists, lists
+from pretrain.training.optim.skipping import SkippingOptimizer
 
 # torch sums a norm in fp32: over the 31 M entries of BERT-Large's word embeddings that is 1.1e-3 off
 # (measured, torch 2.13 CPU). Norms of rows this long are exact to 1e-7; their squares are added in fp64.
 _NORM_ROW = 1 << 16
-# Entries that one operation steps on a GPU: each temporary takes up to 128 MB. On a CPU, where nothing is launched, it
-# is one piece at a time: what is read again is still in the cache.
-_ENTRIES_AT_ONCE = 1 << 25
 
 
 class Segment(NamedTuple):
@@ -90,29 +84,7 @@ def cut(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
     return [parts[place] for place in places]
 
 
-def in_lists(tensor: Tensor) -> bool:
-    """Whether an operation takes many tensors where this one is: on a GPU, where each kernel has to be launched."""
-    return not tensor.is_cpu
-
-
-def together(tensors: Sequence[Tensor]) -> Iterator[slice]:
-    """Slices of `tensors`: those that one operation takes, which makes temporaries of their size."""
-    begin, entries = 0, 0
-    for number, tensor in enumerate(tensors):
-        if number > begin and (not in_lists(tensor) or entries + tensor.numel() > _ENTRIES_AT_ONCE):
-            yield slice(begin, number)
-            begin, entries = number, 0
-        entries += tensor.numel()
-    if tensors:
-        yield slice(begin, len(tensors))
-
-
-def common(scalars: Sequence[Tensor]) -> Any:
-    """The one tensor that they all are, which operations on many pieces take fastest; else the list of them."""
-    return scalars[0] if all(scalar is scalars[0] for scalar in scalars) else list(scalars)
-
-
-class TensorwiseOptimizer(torch.optim.Optimizer):
+class TensorwiseOptimizer(SkippingOptimizer):
     """An optimizer whose step depends on whole tensors.
 
     Groups carry `names`. Parameters must be contiguous fp32. A stacked parameter counts as the tensors it holds.
@@ -172,9 +144,10 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
             return []
         states = [self._moments(parameter) for parameter, _ in present]
         counts, (beta1, beta2) = [state["step"] for state in states], group["betas"]
-        lists._foreach_add_(counts, 1)
+        self._count(counts)
         # The counts stay on their device: to read them would wait for all work queued there.
-        steps = torch.stack(counts).double()
+        # Before the first step that is taken they are 0, and so would the corrections be.
+        steps = torch.stack(counts).double().clamp(min=1)
         corrections = zip((1 - beta1**steps).float().unbind(), (1 - beta2**steps).float().unbind(), strict=True)
         pieces: list[Piece] = []
         for (parameter, segments), state, both in zip(present, states, corrections, strict=True):
@@ -185,6 +158,15 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
                 for segment, *of_segment in zip(segments, *views, strict=True)
             ]
         return pieces
+
+    def _advance(self, group: dict[str, Any], run: Sequence[Piece]) -> list[Tensor]:
+        """Advance the moments of some pieces by their gradients; the second moments without their bias, new tensors."""
+        _, _, corrections, _, gradients, means, squares = zip(*run, strict=True)
+        beta1, beta2 = group["betas"]
+        self._blend(means, gradients, 1 - beta1)
+        lists._foreach_mul_(squares, self._remaining(1 - beta2))
+        lists._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+        return list(lists._foreach_div(squares, common(corrections)))
 
     def _moments(self, parameter: Tensor) -> dict[str, Any]:
         """The moments of `parameter` and their count of steps."""
@@ -208,16 +190,6 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
         """fp64 [2, count] on the device of the parameters."""
         device = next(p.device for group in self.param_groups for p in group["params"])
         return torch.zeros(2, count, dtype=torch.float64, device=device)
-
-
-def advance_moments(group: dict[str, Any], run: Sequence[Piece]) -> list[Tensor]:
-    """Advance the moments of some pieces by their gradients; the second moments without their bias, new tensors."""
-    _, _, corrections, _, gradients, means, squares = zip(*run, strict=True)
-    beta1, beta2 = group["betas"]
-    lists._foreach_lerp_(means, gradients, 1 - beta1)
-    lists._foreach_mul_(squares, beta2)
-    lists._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
-    return list(lists._foreach_div(squares, common(corrections)))
 
 
 def divide_means(group: dict[str, Any], run: Sequence[Piece], corrected: Sequence[Tensor]) -> None:

@@ -1,0 +1,62 @@
+"""Optimizers that can leave out a step on the device, whose host does not know whether the gradients are finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.training.optim.lists import lists
+
+
+class SkippingOptimizer(torch.optim.Optimizer):
+    """An optimizer with the flag of torch's fused AdamW.
+
+    Attributes:
+        found_inf: fp32 scalar: 1 leaves the next step out on the device, and weights and state stay as they are, bit
+            for bit; 0 takes it. None takes it as well, with fewer kernels.
+    """
+
+    found_inf: Tensor | None = None
+    _kept: Tensor | None = None  # fp64 scalar of a step: 0 if `found_inf` leaves it out, else 1
+
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+        super().__init__(groups, defaults)
+        self._remainders: dict[float, Tensor] = {}  # of a step, what `_remaining` returned
+
+    def _read_flag(self) -> None:
+        """Prepare the step for `found_inf`: gradients of a step that is left out become 0."""
+        self._kept = None if self.found_inf is None else 1 - self.found_inf.double()
+        self._remainders.clear()
+        if self._kept is None:
+            return
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        # As integers, because NaN times 0 is NaN.
+        lists._foreach_mul_([gradient.view(torch.int32) for gradient in gradients], self._kept.int())
+
+    def _share(self, share: float) -> Any:
+        """`share`, or 0 on the device in a step that is left out; fp32, as a kernel rounds a number of the host."""
+        return share if self._kept is None else (share * self._kept).float()
+
+    def _remaining(self, share: float) -> Any:
+        """1 - `share`, or 1 on the device in a step that is left out."""
+        if self._kept is None:
+            return 1 - share
+        if share not in self._remainders:
+            self._remainders[share] = (1 - share * self._kept).float()
+        return self._remainders[share]
+
+    def _count(self, counts: Sequence[Tensor]) -> None:
+        """Add the step to its parameters' counts of steps, scalars."""
+        # An addition of one tensor to a list reads it.
+        lists._foreach_add_(counts, 1 if self._kept is None else [self._share(1.0)] * len(counts))
+
+    def _blend(self, means: Sequence[Tensor], values: Sequence[Tensor], share: float) -> None:
+        """Take `share` of `values`, which are 0 in a step that is left out, into running means."""
+        if self._kept is None:
+            lists._foreach_lerp_(means, values, share)
+        else:  # lists cannot be blended by a number on the device
+            lists._foreach_mul_(means, self._remaining(share))
+            lists._foreach_add_(means, values, alpha=share)
