@@ -17,7 +17,6 @@ from pretrain.training import loop
 from pretrain.training.engine import Engine, StepResult, buckets, gradient_sums
 from pretrain.training.engine.gradient_sums import GradientSums
 from pretrain.training.optim import make_optimizer, parameter_groups
-from pretrain.training.progress import Progress
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
 from tests.test_engine import (
@@ -240,18 +239,22 @@ def test_the_sums_of_a_step_do_not_wait_for_its_gathers() -> None:
         backward=noted("backward", None),
         step=noted("step", StepResult(torch.tensor(2.0, dtype=torch.float64))),
         sum_over_workers=lambda values: calls.append("sum") or values,
-        world_size=1,
     )
-    task = SimpleNamespace(loss=lambda *_: one, totals=lambda *_: one, flops=lambda _: 1.0, stalled_seconds=lambda: 0.0)
-    fit = SimpleNamespace(
+    task = SimpleNamespace(
+        loss=lambda *_: one,
+        totals=lambda *_: one,
+        flops=lambda _: 1.0,
+        stalled_seconds=lambda: 0.0,
+        validation_set=lambda: "",
+    )
+    fit: Any = SimpleNamespace(
         engine=engine,
         task=task,
-        progress=Progress(),
-        plan=SimpleNamespace(learning_rate=lambda _: 0.1, average_from=None),
+        plan=SimpleNamespace(learning_rate=lambda _: 0.1),
         stragglers=SimpleNamespace(forward=contextlib.nullcontext, waited=0.0),
         saver=SimpleNamespace(failed=False),
         stalled_before=0.0,
-        _count=lambda step, norm, sums: calls.append(f"norm {norm:g}, sums {sums}"),
     )
-    loop._Fit.train_step(fit, SimpleNamespace(micro_batches=(1, 2), epoch=0), False)  # type: ignore[arg-type]
-    assert calls == ["forward", "backward"] * 2 + ["sum", "step", "norm 2, sums [2.0]"]
+    launched = loop._Fit.launch_step(fit, 0, SimpleNamespace(micro_batches=(1, 2), epoch=0), False)
+    assert calls == ["forward", "backward"] * 2 + ["sum", "step"]
+    assert launched.numbers.tolist() == [2.0, 0.0, 0.0, 2.0, 0.0, 2.0], "sums, stop, failed, FLOPs, stalled, norm"

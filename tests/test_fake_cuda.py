@@ -1,4 +1,4 @@
-"""Whole steps on fake CUDA tensors: one device, no shape that depends on values, and the host reads nothing."""
+"""Whole steps on fake CUDA tensors: one device, no shape that depends on values, and the host waits for nothing."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_host_reads_nothing_in_a_step(traced: dict[str, dict[str, Any]], name: str) -> None:
-    assert traced[name]["host_reads"] == []
+def test_the_host_waits_for_nothing_in_a_step(traced: dict[str, dict[str, Any]], name: str) -> None:
+    (read,) = traced[name]["host_reads"]
+    assert read.endswith('numbers.to("cpu", non_blocking=True)  # into pinned memory')
 
 
 @pytest.mark.parametrize("name", [f"{name} {stage}" for name in MODELS for stage in (1, 2)])
@@ -46,7 +47,7 @@ def test_buckets_are_summed_and_gathered(traced: dict[str, dict[str, Any]], name
     counted = traced[name]["collectives"]
     (sums,) = (count for collective, count in counted.items() if "scatter" in collective)
     (gathers,) = (count for collective, count in counted.items() if "gather" in collective)
-    assert counted["all_reduce"] == 1, "the norm"
+    assert counted["all_reduce"] == 2, "the losses, and the norm"
     assert counted.keys() <= {"all_reduce", *(n for n in counted if "scatter" in n or "gather" in n)}
     micro_batches = 2 if name.endswith("2") else 1
     assert gathers <= sums / micro_batches <= gathers + 4, "the embeddings are one bucket of several pieces"

@@ -70,23 +70,17 @@ def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
     recorder = SimpleNamespace(log=lambda record: look("log"), rewind=lambda step: look("rewind"))
     tracking = SimpleNamespace(log_every_steps=1, straggler_factor=1.5)
     saving = SimpleNamespace(keep_last=1, background=False, retry_seconds=0.0)
-    plan = SimpleNamespace(
-        config=SimpleNamespace(seed=0, tracking=tracking, checkpoint=saving, address=""),
-        total_steps=2,
-        evaluate_every_steps=9,
-        checkpoint_every_steps=9,
-        keep_best=False,
-        patience=0,
-    )
+    config: Any = SimpleNamespace(seed=0, tracking=tracking, checkpoint=saving, address="")
+    plan = loop.TrainingPlan(config, 2, lambda _: 0.0, evaluate_every_steps=9, checkpoint_every_steps=9)
     task: Any = SimpleNamespace(batches=batches, stalled_seconds=lambda: 0.0, validation_set=lambda: "dev")
     parts: list[Any] = [engine, task, plan, Progress(), tmp_path, {}, recorder]
     run: Any = loop._Fit(*parts)
 
-    def train_step(step: int, stop: bool) -> loop.StepOutcome:
+    def read_step(launched: None) -> loop.StepOutcome:
         look("step")
         return loop.StepOutcome(stop=False, failure=None)
 
-    run.train_step = train_step
+    run.launch_step, run.read_step = lambda *_: None, read_step
     run.log = lambda: run.recorder.log({})
     run.evaluate = run.save = lambda: None
     assert run.train(stop_requested) is None

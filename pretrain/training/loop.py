@@ -53,6 +53,29 @@ class TrainingPlan:
     evaluate_first: bool = False  # before the first step, for a run that does not begin from random weights
     peak_flops: float = math.nan  # matmul peak of all workers together, FLOP/s, measured when training starts
 
+    def due(self, steps: int) -> Due:
+        """What is due after so many steps."""
+        last = steps == self.total_steps
+        return Due(
+            last=last,
+            log=last or steps % self.config.tracking.log_every_steps == 0,
+            evaluate=last or steps % self.evaluate_every_steps == 0,
+            save=last or steps % self.checkpoint_every_steps == 0,
+        )
+
+    def averages(self, step: int) -> bool:
+        """Whether the weights after a 0-based step are averaged."""
+        return self.average_from is not None and step >= self.average_from
+
+
+class Due(NamedTuple):
+    """What is due after a step."""
+
+    last: bool
+    log: bool
+    evaluate: bool
+    save: bool
+
 
 def fit(
     engine: Engine,
@@ -99,6 +122,28 @@ class StepOutcome(NamedTuple):
 
     stop: bool  # a stop was requested on some rank
     failure: TrainingFailure | None
+
+
+@dataclass(frozen=True)
+class LaunchedStep(Generic[S]):
+    """A step that the device has been given, and whose numbers may not be there yet.
+
+    Attributes:
+        number: of the step, from 0 on.
+        step: its batches.
+        rate: its learning rate.
+        part: the validation set of its phase.
+        numbers: fp64 [n + 5] in host memory: the totals; stops, failed saves, FLOPs, seconds waited for data, of all
+            ranks; the norm of the gradients.
+        arrived: recorded after the copy into `numbers`; None if they are there.
+    """
+
+    number: int
+    step: S
+    rate: float
+    part: str
+    numbers: Tensor
+    arrived: torch.cuda.Event | None
 
 
 class _PatientRecorder:
@@ -191,22 +236,20 @@ class _Fit(Generic[S]):
         self.engine.module.train()
         self.engine.seed_device(plan.config.seed, progress.step + progress.rollbacks)
         self.stopwatch.lap()
-        for step in self.steps():
-            with self.engine.awaiting(_STORAGE):
-                requested = stop_requested()  # reads files
-            stop, failure = self.train_step(step, requested)
+        for stop, failure in self.outcomes(stop_requested):
             progress.step += 1
             if failure is not None:
                 return failure
-            last, best = progress.step == plan.total_steps, False
-            if last or progress.step % plan.config.tracking.log_every_steps == 0:
+            due, best = plan.due(progress.step), False
+            last = due.last
+            if due.log:
                 self.log()
-            if last or progress.step % plan.evaluate_every_steps == 0:
+            if due.evaluate:
                 self.evaluate()
                 progress.stopped_early = 0 < plan.patience <= progress.evaluations_without_gain
                 last = last or progress.stopped_early
                 best = plan.keep_best and not progress.evaluations_without_gain
-            if last or stop or best or progress.step % plan.checkpoint_every_steps == 0:
+            if last or stop or best or due.save:
                 self.save()
             if progress.stopped_early:
                 return None
@@ -240,20 +283,43 @@ class _Fit(Generic[S]):
                 self.stragglers.waited_once(time.perf_counter() - began)
             yield step
 
-    def train_step(self, step: S, stop_here: bool) -> StepOutcome:
-        """One optimizer step; `stop_here` is whether a stop was requested on this rank."""
-        engine, task, progress = self.engine, self.task, self.progress
+    def outcomes(self, stop_requested: Callable[[], bool]) -> Iterator[StepOutcome]:
+        """Take the steps from here on; the outcome of each.
+
+        On a GPU an outcome is read when the next step has been launched, so that the device does not wait for the host:
+        a failure is noticed then, and the launched step is dropped by the rollback. Where something is due after a
+        step, or a stop was requested, its outcome is read at once. So progress and weights are of the same step.
+        """
+        stop, unread = False, None
+        for number, step in enumerate(self.steps(), self.progress.step):
+            with self.engine.awaiting(_STORAGE):
+                requested = stop_requested()  # reads files
+            launched = self.launch_step(number, step, requested)
+            if unread is not None:
+                earlier = self.read_step(unread)
+                stop = stop or earlier.stop
+                yield StepOutcome(stop=False, failure=earlier.failure)
+            unread = launched
+            due = any(self.plan.due(number + 1)) or self.plan.averages(number)
+            if stop or due or not reads_late(self.engine):
+                outcome = self.read_step(launched)
+                yield StepOutcome(stop or outcome.stop, outcome.failure)
+                unread = None
+
+    def launch_step(self, number: int, step: S, stop_here: bool) -> LaunchedStep[S]:
+        """Launch an optimizer step; `stop_here` is whether a stop was requested on this rank."""
+        engine, task = self.engine, self.task
         totals: Tensor | None = None
         flops = 0.0
-        for number, micro_batch in enumerate(step.micro_batches):
+        for position, micro_batch in enumerate(step.micro_batches):
             with self.stragglers.forward():
                 output = engine.forward(micro_batch)
-            engine.backward(task.loss(output, step), last=number == len(step.micro_batches) - 1)
+            engine.backward(task.loss(output, step), last=position == len(step.micro_batches) - 1)
             part = task.totals(output).detach()
             totals = part if totals is None else totals + part
             flops += task.flops(micro_batch)
         assert totals is not None
-        self.rate, self.epoch = self.plan.learning_rate(progress.step), step.epoch
+        rate = self.plan.learning_rate(number)
         stalled = task.stalled_seconds()
         mine = torch.tensor(
             [float(stop_here), float(self.saver.failed), flops, stalled - self.stalled_before],
@@ -263,14 +329,23 @@ class _Fit(Generic[S]):
         self.stalled_before = stalled
         # Before the step: behind its gathers, this sum would wait for all of them.
         shared = engine.sum_over_workers(torch.cat([totals.double(), mine.to(totals.device, non_blocking=True)]))
-        result = engine.step(self.rate)
-        # The host waits for the device once in a step: here.
-        *sums, stop, failed, all_flops, all_stalled, norm = torch.cat([shared, result.norm.to(shared).view(1)]).tolist()
+        result = engine.step(rate)
+        numbers = torch.cat([shared, result.norm.to(shared).view(1)])
+        return LaunchedStep(number, step, rate, task.validation_set(), *_on_the_way(numbers))
+
+    def read_step(self, launched: LaunchedStep[S]) -> StepOutcome:
+        """Wait for the numbers of a step, and add it to the progress."""
+        engine, progress, step = self.engine, self.progress, launched.step
+        if launched.arrived is not None:
+            launched.arrived.synchronize()
+        *sums, stop, failed, all_flops, all_stalled, norm = launched.numbers.tolist()
         if failed:
             self.saver.wait()  # raises on every rank
         applied = math.isfinite(norm)
-        if applied and self.plan.average_from is not None and progress.step >= self.plan.average_from:
+        if applied and self.plan.averages(launched.number):
             engine.average()
+        self.rate, self.epoch = launched.rate, step.epoch
+        self._enter(launched.part)
         failure = self._count(step, norm if applied else math.inf, sums)
         progress.window.flops += all_flops
         progress.window.stalled += all_stalled / engine.world_size
@@ -295,7 +370,6 @@ class _Fit(Generic[S]):
         progress.bad_in_a_row = 0
         if applied:
             self.scale_search.applied()
-        self._enter_part()
         counts = self.task.counts(step).tolist()
         loss = self.task.metrics(sums, counts)["loss"]
         spike = is_spike(progress.recent, loss, self.plan.config.guard)
@@ -318,9 +392,9 @@ class _Fit(Generic[S]):
     def _scale_is_stuck(self) -> bool:
         return self.scale_search.skipped(self.engine.scaler_state().get("cur_scale", 1))
 
-    def _enter_part(self) -> None:
+    def _enter(self, part: str) -> None:
         """Drop the losses of another phase: longer sequences have higher losses at first."""
-        progress, part = self.progress, self.task.validation_set()
+        progress = self.progress
         if progress.part not in ("", part):
             progress.recent, progress.lowest, progress.evaluations_without_gain = [], None, 0
         progress.part = part
@@ -454,3 +528,21 @@ class _Fit(Generic[S]):
             setattr(progress, name, getattr(restored, name))
         self.recorder.rewind(first)
         self.recorder.log(event)
+
+
+def reads_late(engine: Engine) -> bool:
+    """Whether the outcome of a step is read when the next one has been launched.
+
+    Only where the device works by itself: fp16's loss scaler, which is on the host, waits for it in each step.
+    """
+    return engine.device.type == "cuda" and not engine.scaler_state()
+
+
+def _on_the_way(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """`numbers` in host memory, and when they have arrived."""
+    if numbers.is_cpu:
+        return numbers, None
+    there = numbers.to("cpu", non_blocking=True)  # into pinned memory
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return there, arrived

@@ -62,7 +62,8 @@ _DEVICE_WAITS = {
     ("pretrain.training.engine.engine", "sum_over_workers"),
     ("pretrain.training.engine.state_layouts", "step"),
     ("pretrain.training.engine.state_layouts", "_update"),
-    ("pretrain.training.loop", "train_step"),
+    ("pretrain.training.loop", "read_step"),
+    ("torch.cuda.streams", "synchronize"),
 }
 
 _Check = Callable[[float], Hang | None]  # which rank hangs, at a time of `_Clock`

@@ -2,8 +2,8 @@
 
 A case is a dictionary as JSON: `model` and `optimizer` (sections of the config), `stage` and `precision`; `compile` and
 `fp8` where they are true. A line has `host_reads`, the places where the host read a value of the device or copied from
-it, and `collectives` by name. Tensors on two devices, shapes that depend on values, and collectives of tensors that are
-not on the device are errors.
+it while the loop launched a step, and `collectives` by name. Tensors on two devices, shapes that depend on values, and
+collectives of tensors that are not on the device are errors.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def main(cases: list[str]) -> None:
 
 def take_a_step(case: dict[str, Any]) -> None:
     """Two micro-batches and an optimizer step; only what happens in them is counted."""
+    from pretrain.batches.batch import StepBatch
     from pretrain.config import EngineConfig, ModelConfig, OptimizerConfig
     from pretrain.model.attention import dispatch
     from pretrain.model.heads import PretrainingModel
@@ -64,15 +66,31 @@ def take_a_step(case: dict[str, Any]) -> None:
         engine = Engine(model, lambda named: make_optimizer(optimizer, parameter_groups(named, 0.01)), settings)
         fakes = {name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
         there = dataclasses.replace(batch, **fakes).to(engine.device)
+        fit = fit_of(engine)
         for step in range(2):  # the first one keeps constants
             if step:
                 host_reads.clear()
                 collectives.clear()
             with Copies():
-                for number in range(2):
-                    losses = engine.forward(there)
-                    engine.backward(losses.mlm_loss / 100 + losses.nsp_loss / 10, last=number == 1)
-                engine.step(1e-3)
+                fit.launch_step(step, StepBatch((there, there), *(1, 1, 1), epoch=0, first_sample=0), False)
+
+
+def fit_of(engine: Any) -> Any:
+    """The loop's state, as far as it launches steps."""
+    from pretrain.training.loop import _Fit
+    from pretrain.training.stragglers import RankTimes
+
+    fit: Any = object.__new__(_Fit)
+    fit.engine, fit.stragglers, fit.stalled_before = engine, RankTimes(engine, 1.5), 0.0
+    fit.plan, fit.saver = SimpleNamespace(learning_rate=lambda _: 1e-3), SimpleNamespace(failed=False)
+    fit.task = SimpleNamespace(
+        loss=lambda losses, _: losses.mlm_loss / 100 + losses.nsp_loss / 10,
+        totals=lambda losses: torch.stack(list(losses[:4])),
+        flops=lambda _: 1.0,
+        stalled_seconds=lambda: 0.0,
+        validation_set=lambda: "",
+    )
+    return fit
 
 
 class Copies(TorchDispatchMode):
@@ -130,6 +148,7 @@ def put_on_the_device(model: nn.Module, dtype: torch.dtype) -> None:
 def pretend_to_have_a_gpu() -> None:
     """Make torch and DeepSpeed take the way of CUDA, and collectives return at once."""
     torch.cuda.is_available = lambda: True
+    torch.cuda.Event = lambda **_: SimpleNamespace(record=lambda: None)  # type: ignore[assignment,misc]
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     FakeTensor.data_ptr = lambda _: 0  # type: ignore[assignment]
     for name in (
