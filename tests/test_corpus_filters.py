@@ -239,10 +239,11 @@ def test_mistakes_are_one_line(setting: str, message: str, tmp_path: Path) -> No
     assert "\n" not in str(error.value)
 
 
-def test_nothing_left_names_the_filters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("near_duplicates", [True, False])
+def test_nothing_left_names_the_filters(near_duplicates: bool, tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [prose(1), prose(2)])
     source = (SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl")),)
-    strict = {"quality": {"enabled": True, "min_words": 5000}}
+    strict = {"quality": {"enabled": True, "min_words": 5000}, "near_duplicates": {"enabled": near_duplicates}}
     with pytest.raises(InputError, match=r"relax corpus\.filters, which drop 2"):
         prepare(config(tmp_path, tmp_path / "out", sources=source, filters=strict), quiet=True)
 

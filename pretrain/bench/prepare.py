@@ -12,7 +12,7 @@ Two comparisons over the same WikiExtractor file, with the same vocabulary for a
 The upper bound is measured, too: reading the file from the page cache on all cores.
 
 --check-ids compares every sentence's ids with transformers' BertTokenizer instead. --memory measures the peak memory
-of `prepare` on once, twice and four times the file instead.
+of `prepare` instead, on texts of several sizes that are made of the file's sentences.
 """
 
 from __future__ import annotations
@@ -44,23 +44,26 @@ _READ_BYTES = 1 << 20
 def main(argv: list[str]) -> int:
     """Run the comparison, or the requested checks, and print a table, or JSON with `--json`."""
     options = _parser().parse_args(argv)
+    if options.filters and options.memory is None:
+        raise InputError("--filters: belongs to --memory. Give both.")
     if options.repeats < 1:
         raise InputError(f"--repeats: is {options.repeats}, must be at least 1.")
-    speed = not (options.check_ids or options.memory)
-    if speed or options.check_ids:
+    if options.memory is None:
         _need_transformers()
     result: dict[str, Any] = {"cores": cores(), "versions": _versions()}
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as folder:
         scratch = Path(folder)
         file = source_file(options, scratch)
-        vocabulary = Vocabulary.of(options.vocabulary or train_vocabulary(file, scratch))
         result["file"] = {"path": str(options.file or "docstrings"), "megabytes": file.stat().st_size / 1e6}
-        if options.check_ids:
-            result["ids"] = check_ids(file, vocabulary)
-        if options.memory:
-            result["memory"] = measure_memory(file, vocabulary, scratch)
-        if speed:
-            result |= compare(file, vocabulary, scratch, options.repeats)
+        given = Vocabulary.of(options.vocabulary) if options.vocabulary else None
+        if options.memory is not None:
+            result["memory"] = measure_memory(file, given, scratch, options.memory, filters=options.filters)
+        else:
+            vocabulary = given or Vocabulary.of(train_vocabulary(file, scratch))
+            if options.check_ids:
+                result["ids"] = check_ids(file, vocabulary)
+            else:
+                result |= compare(file, vocabulary, scratch, options.repeats)
     print(json.dumps(result) if options.json else "\n".join(_lines(result)))
     return 1 if options.check_ids and result["ids"]["mismatches"] else 0
 
@@ -75,8 +78,21 @@ def _parser() -> argparse.ArgumentParser:
         help="folder with a tokenizer.json (default: one trained on the file)",
     )
     parser.add_argument("--repeats", type=int, default=5, help="repetitions; the median is reported")
-    parser.add_argument("--check-ids", action="store_true", help="compare every sentence's ids instead")
-    parser.add_argument("--memory", action="store_true", help="measure the peak memory of our preparation instead")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--check-ids", action="store_true", help="compare every sentence's ids instead")
+    instead.add_argument(
+        "--memory",
+        type=float,
+        nargs="*",
+        metavar="MB",
+        help="measure the peak memory of our preparation instead, on so many MB of text made of the file's sentences "
+        "(default: once, twice and four times its size)",
+    )
+    parser.add_argument(
+        "--filters",
+        action="store_true",
+        help="with --memory: repair mojibake, drop by quality, drop near-duplicates",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser
 
@@ -195,9 +211,8 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
         yield from _id_lines(result["ids"])
     for row in result.get("memory", ()):
         yield (
-            f"peak memory, {row['copies']} x file ({row['megabytes']:.0f} MB), vocabulary {row['vocabulary']:7}: "
-            f"{row['resident_mb']:.0f} MB, of which {row['private_mb']:.0f} MB not pages of files; "
-            f"{row['documents']:,} documents, {row['duplicates']:,} duplicates"
+            f"{row['megabytes']:,.0f} MB, {row['documents']:,} documents, {row['duplicates']:,} duplicates: peak memory"
+            f" {row['resident_mb']:.0f} MB, {row['private_mb']:.0f} MB without pages of files; {row['seconds']:.0f} s"
         )
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import itertools
 import json
-import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from pretrain.bench.prepare_data import Vocabulary, read_documents, settings_for
@@ -20,7 +22,11 @@ from pretrain.bench.prepare_programs import token_batches
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import MANIFEST
 
-COPIES = (1, 2, 4)  # of the file, for --memory
+# Of `--filters`; those of language and contamination keep nothing of a document.
+FILTERS = {"repair_mojibake": True, "quality": {"enabled": True}, "near_duplicates": {"enabled": True}}
+_MULTIPLES = (1, 2, 4)  # of the file's size, unless `--memory` has sizes
+_PARAGRAPH = 5  # sentences
+_ARTICLES_AT_ONCE = 1000
 _POLL_SECONDS = 0.02
 _SHOWN_MISMATCHES = 5
 
@@ -46,38 +52,54 @@ def check_ids(file: Path, vocabulary: Vocabulary) -> dict[str, Any]:
     return {"sentences": checked, "mismatches": mismatches, "examples": examples}
 
 
-def measure_memory(file: Path, vocabulary: Vocabulary, scratch: Path) -> list[dict[str, Any]]:
-    """Peak memory of `prepare` in processes of its own, by size of the file, with a given and a trained vocabulary."""
+def measure_memory(
+    file: Path, vocabulary: Vocabulary | None, scratch: Path, sizes: Sequence[float], *, filters: bool
+) -> list[dict[str, Any]]:
+    """Peak memory and seconds of `prepare`, in processes of its own.
+
+    Args:
+        file: whose sentences the texts are made of.
+        vocabulary: the given one; None trains one of each text.
+        scratch: holds one text and its corpus at a time.
+        sizes: of the texts, MB; if empty, once, twice and four times the file's.
+        filters: whether `FILTERS` are on.
+    """
     rows = []
-    for count in COPIES:
-        copies = _write_copies(file, scratch / "copies.txt", count)
-        for kind, given in (("given", vocabulary), ("trained", None)):
-            folder = scratch / "prepared"
-            config = scratch / "prepare.yaml"  # JSON is YAML
-            config.write_text(json.dumps(settings_for(copies, folder, given)), encoding="utf-8")
-            peak = _peak_memory([sys.executable, "-m", "pretrain", "prepare", str(config)], scratch / "prepare.log")
-            source = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sources"][0]
-            figures = {name: source[name] for name in ("documents", "duplicates")}
-            rows.append(
-                {"copies": count, "megabytes": copies.stat().st_size / 1e6, "vocabulary": kind} | peak | figures
-            )
-            shutil.rmtree(folder)
+    documents = [sentences for sentences in read_documents(file) if sentences]
+    folder, config = scratch / "prepared", scratch / "prepare.yaml"  # JSON is YAML
+    for size in sizes or [count * file.stat().st_size / 1e6 for count in _MULTIPLES]:
+        text = write_recombined(documents, scratch / "recombined.txt", int(size * 1e6))
+        settings = settings_for(text, folder, vocabulary)
+        settings["corpus"] |= {"filters": FILTERS} if filters else {}
+        config.write_text(json.dumps(settings), encoding="utf-8")
+        began = time.perf_counter()
+        peak = _peak_memory([sys.executable, "-m", "pretrain", "prepare", str(config)], scratch / "prepare.log")
+        row = {"megabytes": text.stat().st_size / 1e6, "seconds": time.perf_counter() - began, **peak}
+        source = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sources"][0]
+        rows.append(row | {name: source[name] for name in ("documents", "duplicates")})
+        shutil.rmtree(folder)
     return rows
 
 
-def _write_copies(file: Path, path: Path, count: int) -> Path:
-    """The file `count` times; a number before the text of each article, below its title, makes them distinct."""
-    text_begins = re.compile(rb"(?m)(^<doc [^\n]*>\n[^\n]*\n\n?)(?!\n|</doc>)")
-    with path.open("wb") as copies:
-        for number in range(count):
-            with file.open("rb") as original:
-                article = bytearray()
-                for line in original:
-                    article += line
-                    if line == b"</doc>\n":
-                        copies.write(text_begins.sub(rb"\g<1>%d " % number, article) if number else article)
-                        article.clear()
-                copies.write(article)
+def write_recombined(documents: Sequence[Sequence[str]], path: Path, size: int) -> Path:
+    """About `size` bytes of articles, each of as many sentences as one of `documents`, drawn from all of them."""
+    sentences = [html.escape(sentence, quote=False) for document in documents for sentence in document]
+    counts = np.array([len(document) for document in documents])
+    draw = np.random.default_rng(0)
+    with path.open("w", encoding="utf-8") as file:
+        number = 0
+        while file.tell() < size:
+            lengths = draw.choice(counts, _ARTICLES_AT_ONCE)
+            drawn = iter(draw.integers(len(sentences), size=int(lengths.sum())).tolist())
+            for length in lengths.tolist():
+                lines = [sentences[one] for one in itertools.islice(drawn, length)]
+                title = f"Article {number}"
+                file.write(f'<doc id="{number}" url="" title="{title}">\n{title}\n\n')
+                file.write("\n".join(" ".join(lines[i : i + _PARAGRAPH]) for i in range(0, length, _PARAGRAPH)))
+                file.write("\n\n</doc>\n")
+                number += 1
+                if file.tell() >= size:
+                    break
     return path
 
 

@@ -20,7 +20,9 @@ def find_near_duplicates(pool: Pool, work: Path, settings: NearDuplicatesConfig,
     if not settings.enabled or result.exists():
         return
     documents = int(SketchFiles(work).first[-1])
-    shares = max(1, -(-documents // MOST_DOCUMENTS))
+    if not documents:  # a later stage says so
+        return
+    shares = -(-documents // MOST_DOCUMENTS)
     calls = [
         (f"pairs-{band:04d}-{share:04d}-{shares:04d}.npy", band, share, shares)
         for band in range(settings.bands)
@@ -33,5 +35,6 @@ def find_near_duplicates(pool: Pool, work: Path, settings: NearDuplicatesConfig,
 
 
 def near_duplicates(work: Path, settings: NearDuplicatesConfig) -> NearDuplicates | None:
-    """What was found; None if it was not asked for."""
-    return NearDuplicates.load(work / _RESULT) if settings.enabled else None
+    """What was found; None if it was not asked for, or if there is no document."""
+    result = work / _RESULT
+    return NearDuplicates.load(result) if settings.enabled and result.exists() else None
