@@ -309,6 +309,7 @@ def task_batch(released: Released, shape: Shape, head: Head) -> LabelledBatch:
         rows=rows,
         sequence=windows if head == "sequence" else torch.repeat_interleave(windows, lengths),
         owners=windows,
+        examples=len(windows),
         labels=labels,
         weights=torch.ones(len(rows)),
         lengths=batch.lengths,

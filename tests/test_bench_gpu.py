@@ -85,18 +85,22 @@ def test_host_reads_are_counted_by_line(monkeypatch: pytest.MonkeyPatch) -> None
     modes: list[Any] = [0]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    synchronize = lambda *_: modes.append("waited")  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
 
     def step() -> None:
         assert modes[-1] == "warn"
+        torch.cuda.synchronize("cuda:0")
         for _ in range(3):
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("another warning", stacklevel=1)
 
     reads = host_reads(step)
-    assert sorted(reads.values()) == [1, 3]
+    assert sorted(reads.values()) == [1, 1, 3]
     assert all(place.startswith(__file__) for place in reads)
-    assert modes == [0, "warn", 0]
+    assert modes == [0, "warn", "waited", 0]
+    assert torch.cuda.synchronize is synchronize
 
     def fail() -> None:
         raise RuntimeError

@@ -23,10 +23,18 @@ def case(model: dict[str, Any], stage: int, optimizer: str = "adamw", precision:
     return {"model": model, "stage": stage, "optimizer": {"name": optimizer}, "precision": precision}
 
 
+TASKS = (
+    *(("sequence", "classes", pooling) for pooling in ("cls", "mean", "max", "late")),
+    ("sequence", "labels", "cls"),
+    ("sequence", "value", "cls"),
+    ("tokens", "classes", "cls"),
+    ("spans", "span", "cls"),
+)
 CASES = {
     **{f"{name} {stage}": case(model, stage) for name, model in MODELS.items() for stage in (0, 1, 2)},
     **{f"fp32 {stage}": case(SMALL, stage, precision="fp32") for stage in (0, 2)},
     **{f"{name} {stage}": case(SMALL, stage, name) for name in ("muon", "lamb", "stable_adamw") for stage in (0, 1, 2)},
+    **{" ".join(task): {**case(SMALL, 1), "task": task} for task in TASKS},
 }
 
 
@@ -39,7 +47,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 @pytest.mark.parametrize("name", CASES)
 def test_the_host_waits_for_nothing_in_a_step(traced: dict[str, dict[str, Any]], name: str) -> None:
     (read,) = traced[name]["host_reads"]
-    assert read.endswith('numbers.to("cpu", non_blocking=True)  # into pinned memory')
+    assert read.endswith('values.to("cpu", non_blocking=True)  # into pinned memory')
 
 
 @pytest.mark.parametrize("name", [f"{name} {stage}" for name in MODELS for stage in (1, 2)])

@@ -124,6 +124,7 @@ def test_heads_compute_in_fp32() -> None:
         rows=rows,
         sequence=torch.zeros(6, dtype=torch.int64),
         owners=torch.zeros(1, dtype=torch.int64),
+        examples=1,
         labels=torch.zeros(6, dtype=torch.int64),
         weights=torch.ones(6),
         lengths=(6,),

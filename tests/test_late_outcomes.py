@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -17,34 +16,34 @@ from tests.distributed import run_workers
 from tests.starts import Start, all_records, pretraining, records
 from tests.test_spikes import starts_with_bad_data
 
-# Of phases of 12 sequences a step: a step of NaN, one that spikes, and three of NaN in a row.
-BAD = {22 * 12: math.nan, 37 * 12: 30.0, **{step * 12: math.nan for step in (51, 52, 53)}}
+# By first sample, which counts from 0 in each phase: a step of NaN, and a spike in the last step of the first phase;
+# three steps of NaN in a row in the second.
+BAD = {22 * 12: math.nan, 37 * 12: 30.0, **{step * 11: math.nan for step in (13, 14, 15)}}
 
 
 def settings(corpus: Path, run_dir: Path) -> dict[str, Any]:
     return pretraining(
         corpus,
         run_dir,
-        [(32, 12, 70)],
+        [(32, 12, 38), (32, 11, 32)],
         model__layers=1,
         checkpoint__every_steps=10,
+        evaluation__every_steps=15,
         tracking__log_every_steps=4,
         engine__max_bad_steps=3,
         averaging__share=0.2,
     )
 
 
-def read_late(starts: list[Start]) -> tuple[list[str], list[int]]:
-    """The outcomes of the starts, and the steps that were launched while another's outcome was unread."""
-    late: list[int] = []
+def read_late(starts: list[Start]) -> list[tuple[str, int]]:
+    """Of each start, its outcome and how many steps were launched while another's outcome was unread."""
     launch, read = loop._Fit.launch_step, loop._Fit.read_step
-    unread: set[int] = set()
+    unread, late = set[int](), list[int]()
 
-    def launch_step(self: Any, number: int, step: Any, stop_here: bool) -> Any:
-        launched = launch(self, number, step, stop_here)
+    def launch_step(self: Any, number: int, *others: Any) -> Any:
         late.extend([number] if unread else [])
         unread.add(number)
-        return dataclasses.replace(launched, numbers=launched.numbers.clone())
+        return launch(self, number, *others)
 
     def read_step(self: Any, launched: Any) -> Any:
         unread.discard(launched.number)
@@ -52,7 +51,13 @@ def read_late(starts: list[Start]) -> tuple[list[str], list[int]]:
 
     loop.reads_late = lambda _: True  # type: ignore[assignment]
     loop._Fit.launch_step, loop._Fit.read_step = launch_step, read_step  # type: ignore[method-assign]
-    return starts_with_bad_data([(start, BAD) for start in starts]), late
+    found = []
+    for start in starts:
+        unread.clear()
+        late.clear()
+        (outcome,) = starts_with_bad_data([(start, BAD)])
+        found.append((outcome, len(late)))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +75,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         Start(stopped, True, stop_at=15),
         Start(stopped, True),
     ]
-    for outcomes, late in run_workers(2, read_late, starts):
-        assert outcomes[0] == outcomes[-1] == ""
+    for found in run_workers(2, read_late, starts):
+        (whole, late), first, second, last = found
+        assert whole == last[0] == ""
+        assert late > 35
         # The stop is noticed when the next step has been launched, which is taken too.
-        assert outcomes[1].startswith("StoppedError: stopped at step 27 of 70; checkpoint step-00000027 is saved.")
-        assert outcomes[2].startswith("StoppedError: stopped at step")
-        assert len(late) > 60
+        assert first[0].startswith("StoppedError: stopped at step 27 of 70; checkpoint step-00000027 is saved.")
+        assert second[0].startswith("StoppedError: stopped at step")
     return folders
 
 
@@ -84,6 +90,9 @@ def test_losses_and_rollbacks_are_the_same(folders: dict[str, Path], which: str)
     at_once, late = (records(folders[name]) for name in ("at once", which))
     for key in ("step", "loss", "lr", "grad_norm", "skipped_steps", "tokens", "samples"):
         assert [one[key] for one in late] == [one[key] for one in at_once], key
+    at_once, late = (records(folders[name], "validation") for name in ("at once", which))
+    assert [(one["step"], one["loss"]) for one in late] == [(one["step"], one["loss"]) for one in at_once]
+    assert len(late) == 5
     events = [
         [one["message"] for one in all_records(folders[name]) if one.get("event") == "rollback"]
         for name in ("at once", which)
@@ -91,7 +100,7 @@ def test_losses_and_rollbacks_are_the_same(folders: dict[str, Path], which: str)
     assert events[0] == events[1]
     spike, bad = events[0]
     assert spike.startswith("the loss of step 38 spiked to")
-    assert bad.startswith("3 steps in a row up to step 46 had a loss or gradient that is not finite")
+    assert bad.startswith("3 steps in a row up to step 54 had a loss or gradient that is not finite")
 
 
 def everything(checkpoint: Path) -> dict[tuple[str, str], torch.Tensor]:

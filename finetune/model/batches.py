@@ -12,7 +12,7 @@ from torch import Tensor
 
 from finetune.datasets.arrays import ragged
 from finetune.tasks.base import Windows
-from pretrain.batches.batch import moved
+from pretrain.batches.batch import moved, pinned
 from pretrain.batches.dealing import balance
 from pretrain.batches.order import draw, permute, root_key
 from pretrain.common.errors import InputError
@@ -30,6 +30,7 @@ class LabelledBatch:
     rows: Tensor  # int64 [R], ascending: query positions, the token rows that the head sees
     sequence: Tensor  # int64 [R], the window (0 .. S-1) of each of these rows
     owners: Tensor  # int64 [S], the example (0 .. E-1) of each window
+    examples: int  # E
     labels: Tensor  # [R] or [R, C], see `finetune.tasks.base.Objective`
     weights: Tensor  # fp32 [R]
     lengths: tuple[int, ...]  # tokens of each window, ascending
@@ -51,8 +52,9 @@ class LabelledStep:
     epoch: int  # of the first example
 
     def to(self, device: torch.device) -> LabelledStep:
-        """A copy on `device`."""
-        return dataclasses.replace(self, micro_batches=tuple(batch.to(device) for batch in self.micro_batches))
+        """A copy on `device`, for which nothing waits."""
+        batches = map(pinned, self.micro_batches) if device.type == "cuda" else self.micro_batches
+        return dataclasses.replace(self, micro_batches=tuple(batch.to(device) for batch in batches))
 
 
 class Batches:
@@ -174,6 +176,7 @@ class Batches:
             rows=torch.from_numpy(rows),
             sequence=torch.from_numpy(sequence),
             owners=torch.from_numpy(owners),
+            examples=int(owners.max()) + 1,
             labels=torch.from_numpy(labels),
             weights=torch.from_numpy(self.windows.weights[query_rows]),
             lengths=tuple(lengths.tolist()),

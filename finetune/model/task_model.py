@@ -132,7 +132,9 @@ def head_parameters(shape: ModelConfig, outputs: int, layers: TaskHead) -> tuple
 def window_means(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
     """fp32 [S, X]: the mean of the rows of each window."""
     lengths_S = cu_seqlens.diff().long()
-    window_T = torch.repeat_interleave(torch.arange(len(lengths_S), device=values_TX.device), lengths_S)
+    windows_S = torch.arange(len(lengths_S), device=values_TX.device)
+    # Without the size the host would read it from the device.
+    window_T = windows_S.repeat_interleave(lengths_S, output_size=len(values_TX))
     values_TX = values_TX.float()
     sums_SX = values_TX.new_zeros(len(lengths_S), values_TX.shape[1]).index_add(0, window_T, values_TX)
     return sums_SX / lengths_S[:, None]
@@ -154,8 +156,8 @@ def _linear_fp32(hidden_RH: Tensor, weight_CH: Tensor, bias_C: Tensor | None) ->
 def pool(logits_RC: Tensor, batch: LabelledBatch) -> tuple[Tensor, Tensor, Tensor]:
     """(mean logits of each example's windows [E, C], its labels [E] or [E, C], its weight [E])."""
     example_R = batch.owners[batch.sequence]
-    count = int(batch.owners.max()) + 1
-    windows_E = torch.bincount(example_R, minlength=count)
+    count = batch.examples
+    windows_E = logits_RC.new_zeros(count).index_add(0, example_R, logits_RC.new_ones(len(example_R)))
     sums_EC = logits_RC.new_zeros(count, logits_RC.shape[1]).index_add(0, example_R, logits_RC)
     labels_E = batch.labels.new_zeros(count, *batch.labels.shape[1:])
     labels_E[example_R] = batch.labels  # all windows of an example have the same labels

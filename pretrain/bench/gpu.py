@@ -12,6 +12,7 @@ import dataclasses
 import json
 import re
 import statistics
+import sys
 import time
 import warnings
 from collections import Counter
@@ -137,17 +138,25 @@ def measure(case: Case, steps: int, precision: str, gpu: Gpu | None) -> dict[str
 
 def host_reads(step: Callable[[], Any]) -> dict[str, int]:
     """How often `step` made the host wait for the GPU, by the line of Python that did."""
-    before = torch.cuda.get_sync_debug_mode()
+    before, synchronize, places = torch.cuda.get_sync_debug_mode(), torch.cuda.synchronize, list[str]()
+
+    def noted(*arguments: Any) -> None:
+        caller = sys._getframe(1)
+        places.append(f"{caller.f_code.co_filename}:{caller.f_lineno}")
+        synchronize(*arguments)
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
+        torch.cuda.synchronize = noted  # of which there is no warning
         try:
             step()
         finally:
             torch.cuda.set_sync_debug_mode(before)
+            torch.cuda.synchronize = synchronize
     # c10/cuda/CUDAFunctions.cpp, warn_or_error_on_sync
     waits = [one for one in caught if "synchronizing CUDA operation" in str(one.message)]
-    return dict(Counter(f"{one.filename}:{one.lineno}" for one in waits))
+    return dict(Counter([*places, *(f"{one.filename}:{one.lineno}" for one in waits)]))
 
 
 def table(rows: list[dict[str, Any]]) -> str:

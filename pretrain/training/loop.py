@@ -20,6 +20,7 @@ from torch import Tensor
 from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import DivergedError, StoppedError
+from pretrain.common.transfers import OnItsWay, to_device, to_host
 from pretrain.common.wording import counted
 from pretrain.config import RunConfig
 from pretrain.training.engine import Engine
@@ -120,7 +121,7 @@ class TrainingFailure:
 class StepOutcome(NamedTuple):
     """The outcome of one step, the same on all ranks."""
 
-    stop: bool  # a stop was requested on some rank
+    stop: bool  # training is to stop after this step
     failure: TrainingFailure | None
 
 
@@ -133,17 +134,15 @@ class LaunchedStep(Generic[S]):
         step: its batches.
         rate: its learning rate.
         part: the validation set of its phase.
-        numbers: fp64 [n + 5] in host memory: the totals; stops, failed saves, FLOPs, seconds waited for data, of all
-            ranks; the norm of the gradients.
-        arrived: recorded after the copy into `numbers`; None if they are there.
+        numbers: fp64 [n + 5]: the totals; stops, failed saves, FLOPs, seconds waited for data, of all ranks; the
+            gradients' norm.
     """
 
     number: int
     step: S
     rate: float
     part: str
-    numbers: Tensor
-    arrived: torch.cuda.Event | None
+    numbers: OnItsWay
 
 
 class _PatientRecorder:
@@ -328,17 +327,15 @@ class _Fit(Generic[S]):
         self.stragglers.waited += stalled - self.stalled_before
         self.stalled_before = stalled
         # Before the step: behind its gathers, this sum would wait for all of them.
-        shared = engine.sum_over_workers(torch.cat([totals.double(), mine.to(totals.device, non_blocking=True)]))
+        shared = engine.sum_over_workers(torch.cat([totals.double(), to_device(mine, totals.device)]))
         result = engine.step(rate)
         numbers = torch.cat([shared, result.norm.to(shared).view(1)])
-        return LaunchedStep(number, step, rate, task.validation_set(), *_on_the_way(numbers))
+        return LaunchedStep(number, step, rate, task.validation_set(), to_host(numbers))
 
     def read_step(self, launched: LaunchedStep[S]) -> StepOutcome:
         """Wait for the numbers of a step, and add it to the progress."""
         engine, progress, step = self.engine, self.progress, launched.step
-        if launched.arrived is not None:
-            launched.arrived.synchronize()
-        *sums, stop, failed, all_flops, all_stalled, norm = launched.numbers.tolist()
+        *sums, stop, failed, all_flops, all_stalled, norm = launched.numbers.wait().tolist()
         if failed:
             self.saver.wait()  # raises on every rank
         applied = math.isfinite(norm)
@@ -533,16 +530,6 @@ class _Fit(Generic[S]):
 def reads_late(engine: Engine) -> bool:
     """Whether the outcome of a step is read when the next one has been launched.
 
-    Only where the device works by itself: fp16's loss scaler, which is on the host, waits for it in each step.
+    fp16's loss scaler, which is on the host, waits for the device in each step anyway.
     """
     return engine.device.type == "cuda" and not engine.scaler_state()
-
-
-def _on_the_way(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """`numbers` in host memory, and when they have arrived."""
-    if numbers.is_cpu:
-        return numbers, None
-    there = numbers.to("cpu", non_blocking=True)  # into pinned memory
-    arrived = torch.cuda.Event()
-    arrived.record()
-    return there, arrived

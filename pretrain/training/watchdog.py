@@ -62,7 +62,7 @@ _DEVICE_WAITS = {
     ("pretrain.training.engine.engine", "sum_over_workers"),
     ("pretrain.training.engine.state_layouts", "step"),
     ("pretrain.training.engine.state_layouts", "_update"),
-    ("pretrain.training.loop", "read_step"),
+    ("torch.cuda", "synchronize"),
     ("torch.cuda.streams", "synchronize"),
 }
 

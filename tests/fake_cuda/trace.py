@@ -1,9 +1,10 @@
 """python -m tests.fake_cuda.trace CASE...: a step of each case on fake CUDA tensors, as a line of JSON each.
 
 A case is a dictionary as JSON: `model` and `optimizer` (sections of the config), `stage` and `precision`; `compile` and
-`fp8` where they are true. A line has `host_reads`, the places where the host read a value of the device or copied from
-it while the loop launched a step, and `collectives` by name. Tensors on two devices, shapes that depend on values, and
-collectives of tensors that are not on the device are errors.
+`fp8` where they are true; for a fine-tuning `task`, its head, objective and pooling. A line has `host_reads`: where the
+host waited for the device, read a value of it or copied from it while the loop launched a step; and `collectives`, by
+name. Tensors on two devices, shapes that depend on values, and collectives of tensors that are not on the device are
+errors.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+STEPS = 3  # the first ones keep constants; DeepSpeed's timers, if they were on, would wait from the third on
+PACKAGES = ("pretrain", "finetune", "deepspeed")
 RANKS, VOCABULARY, LENGTHS, TYPES = 8, 1000, (40, 128, 9, 77), {"bf16": torch.bfloat16, "fp16": torch.float16}
 host_reads: list[str] = []
 collectives: Counter[str] = Counter()
@@ -43,36 +46,69 @@ def main(cases: list[str]) -> None:
 
 
 def take_a_step(case: dict[str, Any]) -> None:
-    """Two micro-batches and an optimizer step; only what happens in them is counted."""
-    from pretrain.batches.batch import StepBatch
-    from pretrain.config import EngineConfig, ModelConfig, OptimizerConfig
+    """Steps of two micro-batches, as the loop launches them; what happens in the last one is counted."""
+    from pretrain.batches.batch import StepBatch, moved
+    from pretrain.config import EngineConfig, OptimizerConfig
     from pretrain.model.attention import dispatch
-    from pretrain.model.heads import PretrainingModel
     from pretrain.training.engine import Engine
     from pretrain.training.optim import make_optimizer, parameter_groups
-    from tests.batches_by_hand import make_batch
 
     settings = EngineConfig.model_validate(
         {"zero_stage": case["stage"], "precision": case["precision"], "compile": case.get("compile", False)}
     )
     optimizer = OptimizerConfig.model_validate(case["optimizer"])
     dispatch.has_flash = lambda *_: case["precision"] != "fp32"  # type: ignore[assignment]
-    batch = make_batch(LENGTHS, VOCABULARY, seed=0)
+    batch = batch_of(case)
     with fake_mode() as mode:
         with torch.device("meta"):
-            shape, options = ModelConfig.model_validate(case["model"]), ("compile", "fp8")
-            model = PretrainingModel(shape, VOCABULARY, **{name: case.get(name, False) for name in options})
+            model = model_of(case)
         put_on_the_device(model, TYPES.get(case["precision"], torch.float32))
         engine = Engine(model, lambda named: make_optimizer(optimizer, parameter_groups(named, 0.01)), settings)
         fakes = {name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
-        there = dataclasses.replace(batch, **fakes).to(engine.device)
+        there = moved(dataclasses.replace(batch, **fakes), engine.device)
         fit = fit_of(engine)
-        for step in range(2):  # the first one keeps constants
-            if step:
-                host_reads.clear()
-                collectives.clear()
+        for number in range(STEPS):
+            host_reads.clear()
+            collectives.clear()
             with Copies():
-                fit.launch_step(step, StepBatch((there, there), *(1, 1, 1), epoch=0, first_sample=0), False)
+                fit.launch_step(number, StepBatch((there, there), *(1, 1, 1), epoch=0, first_sample=0), False)
+
+
+def model_of(case: dict[str, Any]) -> nn.Module:
+    from finetune.model.task_model import TaskModel
+    from pretrain.checkpoint.layouts import TaskHead
+    from pretrain.config import ModelConfig
+    from pretrain.model.heads import PretrainingModel
+
+    shape = ModelConfig.model_validate(case["model"])
+    if "task" in case:
+        head, objective, pooling = case["task"]
+        return TaskModel(shape, VOCABULARY, head, objective, 2, TaskHead("tanh", pooling=pooling))
+    return PretrainingModel(shape, VOCABULARY, **{name: case.get(name, False) for name in ("compile", "fp8")})
+
+
+def batch_of(case: dict[str, Any]) -> Any:
+    """Sequences of `LENGTHS`; for a task, of examples of two windows each."""
+    from finetune.model.batches import LabelledBatch
+    from tests.batches_by_hand import make_batch
+
+    batch = make_batch(LENGTHS, VOCABULARY, seed=0)
+    if "task" not in case:
+        return batch
+    head, objective, _ = case["task"]
+    lengths, windows = torch.tensor(batch.lengths), torch.arange(len(LENGTHS))
+    rows = batch.cu_seqlens[:-1].long() if head == "sequence" else torch.arange(sum(batch.lengths))
+    inputs = ("input_ids", "token_types", "positions", "cu_seqlens", "token_keys", "lengths")
+    return LabelledBatch(
+        **{name: getattr(batch, name) for name in inputs},
+        rows=rows,
+        sequence=windows if head == "sequence" else windows.repeat_interleave(lengths),
+        owners=windows // 2,
+        examples=len(windows) // 2,
+        labels=torch.zeros((len(rows), 2) if objective in ("labels", "span") else len(rows), dtype=torch.long),
+        weights=torch.ones(len(rows)),
+        query_rows=rows.numpy(),
+    )
 
 
 def fit_of(engine: Any) -> Any:
@@ -84,13 +120,17 @@ def fit_of(engine: Any) -> Any:
     fit.engine, fit.stragglers, fit.stalled_before = engine, RankTimes(engine, 1.5), 0.0
     fit.plan, fit.saver = SimpleNamespace(learning_rate=lambda _: 1e-3), SimpleNamespace(failed=False)
     fit.task = SimpleNamespace(
-        loss=lambda losses, _: losses.mlm_loss / 100 + losses.nsp_loss / 10,
-        totals=lambda losses: torch.stack(list(losses[:4])),
+        loss=lambda output, _: loss_of(output) / 100,
+        totals=lambda output: loss_of(output)[None],
         flops=lambda _: 1.0,
         stalled_seconds=lambda: 0.0,
         validation_set=lambda: "",
     )
     return fit
+
+
+def loss_of(output: Any) -> Tensor:
+    return output.mlm_loss + output.nsp_loss if hasattr(output, "mlm_loss") else output.loss
 
 
 class Copies(TorchDispatchMode):
@@ -105,7 +145,7 @@ class Copies(TorchDispatchMode):
 
 
 def note_a_read() -> None:
-    ours = [f for f in traceback.extract_stack() if "/pretrain/" in f.filename or "/deepspeed/" in f.filename]
+    ours = [f for f in traceback.extract_stack() if any(f"/{name}/" in f.filename for name in PACKAGES)]
     host_reads.append(f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].line}")
 
 
@@ -148,9 +188,11 @@ def put_on_the_device(model: nn.Module, dtype: torch.dtype) -> None:
 def pretend_to_have_a_gpu() -> None:
     """Make torch and DeepSpeed take the way of CUDA, and collectives return at once."""
     torch.cuda.is_available = lambda: True
+    torch.cuda.synchronize = lambda *_: note_a_read()
     torch.cuda.Event = lambda **_: SimpleNamespace(record=lambda: None)  # type: ignore[assignment,misc]
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     FakeTensor.data_ptr = lambda _: 0  # type: ignore[assignment]
+    Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment,method-assign]
     for name in (
         *("broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "all_gather_single"),
         *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single"),
@@ -172,6 +214,9 @@ def pretend_to_have_a_gpu() -> None:
 
         def current_device(self) -> int:
             return 0
+
+        def synchronize(self, device_index: int | None = None) -> None:
+            note_a_read()
 
         def on_accelerator(self, tensor: Tensor) -> bool:
             return tensor.is_cuda

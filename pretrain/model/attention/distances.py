@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.model.attention.grouping import SequenceGroup, copied
+from pretrain.common.transfers import to_device
+from pretrain.model.attention.grouping import SequenceGroup
 
 
 class DistanceTables(NamedTuple):
@@ -62,7 +63,7 @@ class DistanceTerms:
             token_GQ = key_GL = torch.arange(key_GL.shape[1], device=key_GL.device)[None]
         distance_GQL = (token_GQ[..., None] - key_GL[:, None]).clamp_(-far, far)  # masked ones may be farther
         self._reached = slice(int(tables.row_of[middle - far]), int(tables.row_of[middle + far]) + 1)
-        self._row_GQL = copied(tables.row_of, key_GL.device)[distance_GQL + middle] - self._reached.start
+        self._row_GQL = to_device(tables.row_of, key_GL.device)[distance_GQL + middle] - self._reached.start
 
     def products(self, b: slice, q_BQD: Tensor, k_BLD: Tensor) -> Tensor:
         """[B, Q, L]: the scores of rows `b`, whose queries and keys are given, before they are scaled."""

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pretrain.common.transfers import to_device
+
 # Cost of launching the kernels of one more group, as the attention scores computed in that time
 # (docs/benchmarks/lab-notes.md).
 SCORES_PER_GROUP = 400_000
@@ -140,7 +142,7 @@ def _pad(begin: np.ndarray, end: np.ndarray, device: torch.device) -> Padded:
     last_G1 = (end_G1 - 1).clamp_min(int(begin[0]))
     number_GL = torch.minimum(begin_G1 + place_L, last_G1)
     place_T = torch.arange(real_GL.numel()).view_as(real_GL)[real_GL]
-    tensors = (copied(x, device) for x in (number_GL, real_GL, place_T))
+    tensors = (to_device(x, device) for x in (number_GL, real_GL, place_T))
     return Padded(slice(int(begin[0]), int(end[-1])), *tensors)
 
 
@@ -157,11 +159,6 @@ def _places_of_shared_keys(units: Units, length: int, device: torch.device) -> d
 
     other_T = np.maximum(place(unit_T - 1), place(unit_T + 1))
     return {
-        name: copied(torch.from_numpy(places), device)
+        name: to_device(torch.from_numpy(places), device)
         for name, places in (("place_T", place(unit_T)), ("other_T", other_T))
     }
-
-
-def copied(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on `device`, copied without waiting for the work queued there."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

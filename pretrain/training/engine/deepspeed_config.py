@@ -24,6 +24,8 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": _STEPS_NEVER,
+        # It waits for the device in every forward pass and step.
+        "timers": {"throughput": {"enabled": False}},
         # If the layout clips, clipping again would cost a collective.
         "gradient_clipping": settings.gradient_clip_norm if layout.deepspeed_clips else 0.0,
         "zero_allow_untested_optimizer": True,

@@ -22,7 +22,7 @@ from pretrain.training.engine import deepspeed_patches
 from pretrain.training.engine.buckets import WeightGather
 from pretrain.training.engine.gradient_sums import GradientSums, norm_over_workers
 from pretrain.training.optim import Segment, SkippingOptimizer, cut_segments, number_tensors, square_sums
-from pretrain.training.optim.lists import lists
+from pretrain.training.optim.lists import foreach
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 AVERAGE = "average"  # the running mean of the weights
@@ -181,8 +181,9 @@ class StateLayout(ABC):
         The fused AdamW leaves the step out on the device. So do ours, which takes a few kernels more; on a CPU there is
         nothing to wait for. A loss scaler is on the host.
         """
-        fused = isinstance(self._parts.optimizer, torch.optim.AdamW)
-        return self._parts.scales_loss or (self.flats()[0].is_cpu and not fused)
+        optimizer, on_cpu = self._parts.optimizer, self.flats()[0].is_cpu
+        fused = isinstance(optimizer, torch.optim.AdamW)
+        return self._parts.scales_loss or not (fused or (isinstance(optimizer, SkippingOptimizer) and not on_cpu))
 
     def _scale(self, gradients: list[Tensor], norm: Tensor) -> None:
         """Clip and remove the loss scale. The fused AdamW does so itself, as it reads a gradient."""
@@ -196,7 +197,7 @@ class StateLayout(ABC):
         if isinstance(optimizer, SkippingOptimizer) and not self._must_know():
             optimizer.found_inf = left_out
         if clip or scale != 1.0:
-            lists._foreach_mul_(gradients, divisor.reciprocal().float())
+            foreach._foreach_mul_(gradients, divisor.reciprocal().float())
 
 
 def has_own_sums(settings: EngineConfig) -> bool:
@@ -286,7 +287,7 @@ class Stage0HalfLayout(_Stage0Layout):
         norm = _norm(gradients)
         applied = self._update(masters, gradients, norm)
         if applied:
-            lists._foreach_copy_([parameter.data for parameter in parameters], masters)
+            foreach._foreach_copy_([parameter.data for parameter in parameters], masters)
         return applied, norm
 
 

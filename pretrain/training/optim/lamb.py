@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pretrain.training.optim.lists import lists, together
+from pretrain.training.optim.lists import foreach, together
 from pretrain.training.optim.tensorwise import (
     Piece,
     Segment,
@@ -52,7 +52,7 @@ class Lamb(TensorwiseOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._read_flag()
+        self._prepare_skip()
         adapted: list[tuple[float, list[Piece]]] = []  # with their rates
         count = self._tensor_count
         for group in self.param_groups:
@@ -63,8 +63,8 @@ class Lamb(TensorwiseOptimizer):
                 if pieces:
                     weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
                     if self._kept is not None:
-                        lists._foreach_mul_(updates, self._share(1.0))
-                    lists._foreach_add_(weights, updates, alpha=-group["lr"])
+                        foreach._foreach_mul_(updates, self._share(1.0))
+                    foreach._foreach_add_(weights, updates, alpha=-group["lr"])
                 continue
             parts = list(self._pieces(group, count))
             count = max([count, *(segment.tensor_id + 1 for _, segments in parts for segment in segments)])
@@ -92,7 +92,7 @@ class Lamb(TensorwiseOptimizer):
             # A kernel for each piece: a list of factors on the device has no faster one.
             own = ratios[self._ids_and_sizes(pieces)[0]].unbind()
             weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
-            lists._foreach_addcmul_(weights, updates, own, value=-rate)
+            foreach._foreach_addcmul_(weights, updates, own, value=-rate)
 
     def _update(self, group: dict[str, Any], pieces: list[Piece]) -> None:
         """Advance the moments of some pieces and turn their gradients into the update."""
@@ -101,4 +101,4 @@ class Lamb(TensorwiseOptimizer):
             divide_means(group, some, self._advance(group, some))
             if group["weight_decay"]:
                 gradients, weights = [piece.gradient for piece in some], [piece.weights for piece in some]
-                lists._foreach_add_(gradients, weights, alpha=group["weight_decay"])
+                foreach._foreach_add_(gradients, weights, alpha=group["weight_decay"])

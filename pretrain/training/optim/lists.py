@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-lists: Any = torch  # for `torch._foreach_*`, which its type stubs do not export
+foreach: Any = torch  # for `torch._foreach_*`, which its type stubs do not export
 
 _ENTRIES_AT_ONCE = 1 << 25  # that one operation steps on a GPU: each temporary takes up to 128 MB
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from pretrain.model.parameters import is_hidden_matrix
-from pretrain.training.optim.lists import in_lists, lists, together
+from pretrain.training.optim.lists import foreach, in_lists, together
 from pretrain.training.optim.matrix_rounds import Alone, MatrixPiece, Round, Shape, Workers, plan_rounds
 from pretrain.training.optim.skipping import SkippingOptimizer
 from pretrain.training.optim.tensorwise import Segment, cut_segments, number_tensors
@@ -172,7 +172,7 @@ class Muon(SkippingOptimizer):
                 loss = closure()
         if self._held is None:
             self._hold_whole()
-        self._read_flag()
+        self._prepare_skip()
         rates: dict[Tensor, _Rate] = {}
         for group in self.param_groups:
             present = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -203,11 +203,11 @@ class Muon(SkippingOptimizer):
         states = [self._state(parameter, "exp_avg") for parameter in parameters]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         momenta = [state["exp_avg"] for state in states]
-        self._count([state["step"] for state in states])
+        self._advance_counts([state["step"] for state in states])
         self._blend(momenta, gradients, 1 - group["momentum"])
-        lists._foreach_lerp_(gradients, momenta, group["momentum"])
+        foreach._foreach_lerp_(gradients, momenta, group["momentum"])
         if not self._cautious:
-            lists._foreach_mul_(parameters, self._remaining(group["lr"] * group["weight_decay"]))
+            foreach._foreach_mul_(parameters, self._remaining(group["lr"] * group["weight_decay"]))
 
     def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """torch's fused AdamW, whose decay comes before the update, as the cautious one here."""
@@ -272,7 +272,7 @@ class Muon(SkippingOptimizer):
             their_weights, their_updates = ([values[number] for number in numbers] for values in (weights, cut))
             if self._cautious:
                 _decay_where_aligned(their_weights, their_updates, self._share(decay))
-            lists._foreach_add_(their_weights, their_updates, alpha=-size)
+            foreach._foreach_add_(their_weights, their_updates, alpha=-size)
 
     def _exchange(self, part: Round, flats: Mapping[int, Tensor]) -> Tensor:
         """The orthogonalised updates of this worker's pieces, fp32, end to end."""
@@ -314,7 +314,7 @@ class Muon(SkippingOptimizer):
             return normalise_rows(updates_RC, own[0], new)
         moments_NR = torch.stack(own)
         updates_RC = normalise_rows(updates_RC, moments_NR, new)
-        lists._foreach_copy_(own, moments_NR.unbind())
+        foreach._foreach_copy_(own, moments_NR.unbind())
         return updates_RC
 
     def _send(
@@ -335,14 +335,14 @@ class _Rate(NamedTuple):
 
 def _decay_where_aligned(weights: Sequence[Tensor], updates: Sequence[Tensor], share: float | Tensor) -> None:
     """Take `share` off the weights whose update, which is subtracted, makes them smaller (or does not change them)."""
-    kept = lists._foreach_mul(updates, weights)
+    kept = foreach._foreach_mul(updates, weights)
     # 0 for a negative product, else 1: its sign plus 1, but at most 1.
-    lists._foreach_sign_(kept)
-    lists._foreach_add_(kept, 1)
-    lists._foreach_clamp_max_(kept, 1)
-    lists._foreach_mul_(kept, -share)
-    lists._foreach_add_(kept, 1)
-    lists._foreach_mul_(weights, kept)
+    foreach._foreach_sign_(kept)
+    foreach._foreach_add_(kept, 1)
+    foreach._foreach_clamp_max_(kept, 1)
+    foreach._foreach_mul_(kept, -share)
+    foreach._foreach_add_(kept, 1)
+    foreach._foreach_mul_(weights, kept)
 
 
 def _decay_by_momentum(
@@ -354,7 +354,7 @@ def _decay_by_momentum(
         [part for x in tensors for part in x.view(-1).split(_CHUNK)] for tensors in (parameters, momenta, gradients)
     )
     for run in together(weights):
-        _decay_where_aligned(weights[run], lists._foreach_lerp(means[run], new[run], 1 - beta1), share)
+        _decay_where_aligned(weights[run], foreach._foreach_lerp(means[run], new[run], 1 - beta1), share)
 
 
 def _views(pieces: Sequence[MatrixPiece], flats: Mapping[int, Tensor]) -> list[Tensor]:
@@ -371,7 +371,7 @@ def _within(whole: Tensor, pieces: Sequence[MatrixPiece], starts: Mapping[int, i
 
 def _copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     if destinations:
-        lists._foreach_copy_(destinations, sources)
+        foreach._foreach_copy_(destinations, sources)
 
 
 def _joined(by_worker: list[list[MatrixPiece]]) -> list[MatrixPiece]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.training.optim.lists import lists
+from pretrain.training.optim.lists import foreach
 
 
 class SkippingOptimizer(torch.optim.Optimizer):
@@ -26,7 +26,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._remainders: dict[float, Tensor] = {}  # of a step, what `_remaining` returned
 
-    def _read_flag(self) -> None:
+    def _prepare_skip(self) -> None:
         """Prepare the step for `found_inf`: gradients of a step that is left out become 0."""
         self._kept = None if self.found_inf is None else 1 - self.found_inf.double()
         self._remainders.clear()
@@ -34,7 +34,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
             return
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         # As integers, because NaN times 0 is NaN.
-        lists._foreach_mul_([gradient.view(torch.int32) for gradient in gradients], self._kept.int())
+        foreach._foreach_mul_([gradient.view(torch.int32) for gradient in gradients], self._kept.int())
 
     def _share(self, share: float) -> Any:
         """`share`, or 0 on the device in a step that is left out; fp32, as a kernel rounds a number of the host."""
@@ -48,15 +48,15 @@ class SkippingOptimizer(torch.optim.Optimizer):
             self._remainders[share] = (1 - share * self._kept).float()
         return self._remainders[share]
 
-    def _count(self, counts: Sequence[Tensor]) -> None:
+    def _advance_counts(self, counts: Sequence[Tensor]) -> None:
         """Add the step to its parameters' counts of steps, scalars."""
         # An addition of one tensor to a list reads it.
-        lists._foreach_add_(counts, 1 if self._kept is None else [self._share(1.0)] * len(counts))
+        foreach._foreach_add_(counts, 1 if self._kept is None else [self._share(1.0)] * len(counts))
 
     def _blend(self, means: Sequence[Tensor], values: Sequence[Tensor], share: float) -> None:
         """Take `share` of `values`, which are 0 in a step that is left out, into running means."""
         if self._kept is None:
-            lists._foreach_lerp_(means, values, share)
+            foreach._foreach_lerp_(means, values, share)
         else:  # lists cannot be blended by a number on the device
-            lists._foreach_mul_(means, self._remaining(share))
-            lists._foreach_add_(means, values, alpha=share)
+            foreach._foreach_mul_(means, self._remaining(share))
+            foreach._foreach_add_(means, values, alpha=share)

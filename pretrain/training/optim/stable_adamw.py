@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.training.optim.lists import in_lists, lists, together
+from pretrain.training.optim.lists import foreach, in_lists, together
 from pretrain.training.optim.tensorwise import Piece, TensorwiseOptimizer, divide_means
 
 
@@ -40,7 +40,7 @@ class StableAdamW(TensorwiseOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._read_flag()
+        self._prepare_skip()
         stepped: list[tuple[dict[str, Any], list[Piece], Tensor]] = []  # with the sums of the squared ratios
         count = self._tensor_count
         for group in self.param_groups:
@@ -63,20 +63,20 @@ class StableAdamW(TensorwiseOptimizer):
             kept = 1 - own * (group["lr"] * group["weight_decay"])
             weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
             # Two kernels for each piece: a list of factors on the device has no faster one.
-            lists._foreach_mul_(weights, kept.unbind())
-            lists._foreach_addcmul_(weights, updates, own.unbind(), value=-group["lr"])
+            foreach._foreach_mul_(weights, kept.unbind())
+            foreach._foreach_addcmul_(weights, updates, own.unbind(), value=-group["lr"])
         return loss
 
     def _update(self, group: dict[str, Any], run: list[Piece]) -> Tensor:
         """Advance the moments and turn the gradients into Adam's updates; fp64, the sums of squared ratios."""
         corrected = self._advance(group, run)
         ratios = [piece.gradient for piece in run]
-        lists._foreach_mul_(ratios, ratios)
-        lists._foreach_div_(ratios, lists._foreach_clamp_min(corrected, group["eps"] ** 2))
+        foreach._foreach_mul_(ratios, ratios)
+        foreach._foreach_div_(ratios, foreach._foreach_clamp_min(corrected, group["eps"] ** 2))
         if not in_lists(ratios[0]):
             sums = [ratio.sum(dtype=torch.float64) for ratio in ratios]
         else:  # ratios are not negative: their norm of order 1 is their sum
-            sums = lists._foreach_norm(ratios, 1, dtype=torch.float64)
+            sums = foreach._foreach_norm(ratios, 1, dtype=torch.float64)
         found = torch.stack(list(sums))
         divide_means(group, run, corrected)
         return found

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pretrain.model.parameters import stacked_parts
-from pretrain.training.optim.lists import common, in_lists, lists
+from pretrain.training.optim.lists import common, foreach, in_lists
 from pretrain.training.optim.skipping import SkippingOptimizer
 
 # torch sums a norm in fp32: over the 31 M entries of BERT-Large's word embeddings that is 1.1e-3 off
@@ -144,7 +144,7 @@ class TensorwiseOptimizer(SkippingOptimizer):
             return []
         states = [self._moments(parameter) for parameter, _ in present]
         counts, (beta1, beta2) = [state["step"] for state in states], group["betas"]
-        self._count(counts)
+        self._advance_counts(counts)
         # The counts stay on their device: to read them would wait for all work queued there.
         # Before the first step that is taken they are 0, and so would the corrections be.
         steps = torch.stack(counts).double().clamp(min=1)
@@ -164,15 +164,15 @@ class TensorwiseOptimizer(SkippingOptimizer):
         _, _, corrections, _, gradients, means, squares = zip(*run, strict=True)
         beta1, beta2 = group["betas"]
         self._blend(means, gradients, 1 - beta1)
-        lists._foreach_mul_(squares, self._remaining(1 - beta2))
-        lists._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
-        return list(lists._foreach_div(squares, common(corrections)))
+        foreach._foreach_mul_(squares, self._remaining(1 - beta2))
+        foreach._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+        return list(foreach._foreach_div(squares, common(corrections)))
 
     def _moments(self, parameter: Tensor) -> dict[str, Any]:
         """The moments of `parameter` and their count of steps."""
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)  # on the CPU, as torch's AdamW keeps it
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         return state
@@ -194,12 +194,12 @@ class TensorwiseOptimizer(SkippingOptimizer):
 
 def divide_means(group: dict[str, Any], run: Sequence[Piece], corrected: Sequence[Tensor]) -> None:
     """Replace the gradients of some pieces by Adam's update; the second moments `corrected` are used up."""
-    lists._foreach_sqrt_(corrected)
-    lists._foreach_add_(corrected, group["eps"])
-    lists._foreach_mul_(corrected, common([piece.correction1 for piece in run]))
+    foreach._foreach_sqrt_(corrected)
+    foreach._foreach_add_(corrected, group["eps"])
+    foreach._foreach_mul_(corrected, common([piece.correction1 for piece in run]))
     gradients = [piece.gradient for piece in run]
-    lists._foreach_copy_(gradients, [piece.mean for piece in run])
-    lists._foreach_div_(gradients, corrected)
+    foreach._foreach_copy_(gradients, [piece.mean for piece in run])
+    foreach._foreach_div_(gradients, corrected)
 
 
 def square_sums(values: Sequence[Tensor]) -> Tensor:
@@ -207,7 +207,7 @@ def square_sums(values: Sequence[Tensor]) -> Tensor:
     if not in_lists(values[0]):
         return torch.stack([square_sum(x) for x in values])
     # The CUDA kernel adds rows of 2^16 entries, and then the rows (aten ForeachReduceOp.cu).
-    return torch.stack(lists._foreach_norm(values, 2, dtype=torch.float32)).double().square()
+    return torch.stack(foreach._foreach_norm(values, 2, dtype=torch.float32)).double().square()
 
 
 def square_sum(values: Tensor) -> Tensor:
