@@ -5,6 +5,7 @@ The reference is a loop of plain torch in one process.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -474,3 +475,35 @@ def orthogonalised_types(precision: str) -> set[str]:
 @pytest.mark.parametrize(("precision", "expected"), [("fp32", "torch.float32"), ("bf16", "torch.bfloat16")])
 def test_muon_orthogonalises_in_the_precision_of_the_engine(precision: str, expected: str) -> None:
     assert run_workers(1, orthogonalised_types, precision) == [{expected}]
+
+
+def fp16_norms() -> dict[int, tuple[float, float]]:
+    """By ZeRO stage: the gradients' norm of a step in fp16, as the engine gives it, and that of torch in fp32."""
+    from pretrain.training.engine.deepspeed_patches import import_deepspeed
+
+    import_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator: Any = type(get_accelerator())
+    accelerator.is_fp16_supported = lambda self: True
+    accelerator.supported_dtypes = lambda self: [torch.float, torch.half, torch.bfloat16]
+    inputs, found = torch.randn(32, 16, generator=torch.Generator().manual_seed(0)), {}
+    for stage in (0, 1, 2, 3):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+        plain = copy.deepcopy(module)
+        plain(inputs).square().mean().backward()
+        gradients = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
+        settings = EngineSettings.model_validate({"zero_stage": stage, "precision": "fp16", "compile": False})
+        engine = Engine(module, lambda named: make_optimizer(OptimizerConfig(), parameter_groups(named, 0.0)), settings)
+        engine.backward(engine.forward(inputs.half()).float().square().mean(), last=True)
+        norm = engine.step(1e-3).norm.item()
+        found[stage] = (norm, torch.cat([gradient.flatten() for gradient in gradients]).norm().item())
+        engine.close()
+    return found
+
+
+def test_fp16_scales_the_loss_in_every_stage() -> None:
+    """DeepSpeed scales the losses of its ZeRO optimizers only; in stage 0 it is our work."""
+    for stage, (norm, expected) in run_workers(1, fp16_norms)[0].items():
+        assert norm == pytest.approx(expected, rel=1e-2), stage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -257,9 +258,34 @@ def test_segments_of_device_memory_grow_unless_the_user_chose(monkeypatch: pytes
     order: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: order.append("device"))
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", order.append)
-    monkeypatch.setattr(session, "_resolve_precision", lambda config, *_: config)
-    session.choose_device(run_config(chosen="bf16"), Worker())
-    assert order == ["device"] if variable else ["expandable_segments:True", "device"]
+    session.take_gpu(Worker())
+    assert order == (["device"] if variable else ["expandable_segments:True", "device"])
+
+
+@pytest.mark.parametrize(("gpus", "local_rank", "number"), [(8, 5, 5), (1, 5, 0)])
+def test_a_worker_takes_its_gpu_before_the_workers_connect(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, local_rank: int, number: int
+) -> None:
+    """What is sent lies on the current GPU, and NCCL refuses two workers on one."""
+    FakeGpu(monkeypatch, (9, 0), [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda _: None)
+    monkeypatch.setenv("LOCAL_RANK", "")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    order: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", order.append)
+
+    def connect(backend: str, **_: Any) -> None:
+        order.append(backend)
+        raise RuntimeError
+
+    monkeypatch.setattr(session.dist, "init_process_group", connect)
+    worker = Worker(local_rank=local_rank)
+    with pytest.raises(RuntimeError), session.process_group(worker):
+        pass
+    assert order == [number, "nccl"]
+    assert os.environ["LOCAL_RANK"] == str(number), "DeepSpeed's"
 
 
 def test_torch_takes_the_allocators_settings_while_it_runs() -> None:

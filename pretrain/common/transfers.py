@@ -32,6 +32,6 @@ def to_host(values: Tensor) -> OnItsWay:
     if values.is_cpu:
         return OnItsWay(values, None)
     there = values.to("cpu", non_blocking=True)  # into pinned memory
-    arrived = torch.cuda.Event()
+    arrived = torch.cuda.Event(blocking=True)  # the thread that waits sleeps
     arrived.record()
     return OnItsWay(there, arrived)

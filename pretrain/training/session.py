@@ -61,11 +61,12 @@ def started(config: R, worker: Worker) -> Iterator[tuple[R, torch.device, Watchd
 
 @contextlib.contextmanager
 def process_group(worker: Worker) -> Iterator[None]:
-    """The workers' process group if MASTER_ADDR is set; else one of this process only.
+    """The workers' process group if MASTER_ADDR is set; else one of this process only. It takes the worker's GPU.
 
     While it lasts, CPU kernels yield to other programs (`pretrain.common.thread_waits`).
     """
     os.environ["LOCAL_RANK"] = str(worker.local_rank)
+    take_gpu(worker)
     if worker.threads:
         torch.set_num_threads(worker.threads)
     if dist.is_initialized():
@@ -97,8 +98,19 @@ def _check_open_files(worker: Worker) -> None:
         )
 
 
+def take_gpu(worker: Worker) -> None:
+    """Make this worker's GPU, if there is one, the current one: before anything is allocated or sent, which uses it."""
+    if not torch.cuda.is_available():
+        return
+    _let_segments_grow()
+    # In a process that sees only its own GPU, that GPU has the number 0.
+    number = worker.local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(number)
+    os.environ["LOCAL_RANK"] = str(number)  # which DeepSpeed takes for the number of the GPU (_set_distributed_vars)
+
+
 def choose_device(config: R, worker: Worker) -> tuple[R, torch.device]:
-    """(the config with its precision resolved, this worker's device).
+    """(the config with its precision resolved, this worker's device): the current GPU, or the CPU.
 
     `engine.precision: auto` becomes the same precision in all workers. The first start of a run decides, and writes it
     into the run's config.yaml, where restarts read it.
@@ -106,12 +118,8 @@ def choose_device(config: R, worker: Worker) -> tuple[R, torch.device]:
     Raises:
         MachineError: the device cannot compute in the requested precision.
     """
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        _let_segments_grow()
-        # In a process that sees only its own GPU, that GPU has the number 0.
-        device = torch.device("cuda", worker.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     config = _resolve_precision(config, device, worker)
     _check_device(config, device)
     if precision.allow_tf32(config.engine.precision, device):

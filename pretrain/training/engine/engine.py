@@ -172,11 +172,15 @@ class Engine:
         """Add the gradients of `loss`, this rank's share of the global loss; `last` micro-batch of the step or not."""
         self._deepspeed.set_gradient_accumulation_boundary(last)
         if self._sums is None:  # DeepSpeed's own reduction divides by the number of workers
-            self._deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
+            self._deepspeed.backward(loss * (self.world_size * self._own_loss_scale()), scale_wrt_gas=False)
             return
         self._sums.begin_backward(last=last)
         self._deepspeed.backward(loss, scale_wrt_gas=False)
         self._sums.end_backward()
+
+    def _own_loss_scale(self) -> float:
+        """The scale that DeepSpeed leaves to us: it scales the losses of its ZeRO optimizers only (scale_if_loss)."""
+        return self.scaler_state().get("cur_scale", 1.0) if self.settings.zero_stage == 0 else 1.0
 
     def step(self, learning_rate: float) -> StepResult:
         """Clip, and step the optimizer unless a gradient is not finite; gradients are cleared either way."""
