@@ -179,8 +179,8 @@ class Engine:
         self._sums.end_backward()
 
     def _own_loss_scale(self) -> float:
-        """The scale that DeepSpeed leaves to us: it scales the losses of its ZeRO optimizers only (scale_if_loss)."""
-        return self.scaler_state().get("cur_scale", 1.0) if self.settings.zero_stage == 0 else 1.0
+        """fp16's scale of the loss, where DeepSpeed leaves it to us."""
+        return 1.0 if self._layout.deepspeed_scales else self.scaler_state().get("cur_scale", 1.0)
 
     def step(self, learning_rate: float) -> StepResult:
         """Clip, and step the optimizer unless a gradient is not finite; gradients are cleared either way."""

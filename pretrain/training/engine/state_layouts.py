@@ -94,12 +94,14 @@ class StateLayout(ABC):
 
     Attributes:
         deepspeed_clips: DeepSpeed clips gradients, unless its sums are replaced; else `step` does.
+        deepspeed_scales: DeepSpeed scales the loss in fp16, as it does for its ZeRO optimizers (scale_if_loss).
         sums_apart: DeepSpeed sums gradients in a separate buffer, whose type can be chosen.
         shared: every rank holds the whole state.
         sums: the sums of gradients that replace DeepSpeed's; None if its own are used.
     """
 
     deepspeed_clips = True
+    deepspeed_scales = True
     sums_apart = True
     shared = False
     sums: GradientSums | None = None
@@ -230,6 +232,7 @@ class _Stage0Layout(StateLayout):
     """
 
     deepspeed_clips = False
+    deepspeed_scales = False
     sums_apart = False
     shared = True
 
