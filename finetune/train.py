@@ -36,8 +36,8 @@ from pretrain.storage.runs import fetched_model
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
-from pretrain.training.loop import TrainingPlan
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
+from pretrain.training.plan import TrainingPlan
 from pretrain.training.progress import read_state
 from pretrain.training.run import Training, run
 from pretrain.training.session import started

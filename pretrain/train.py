@@ -34,8 +34,8 @@ from pretrain.reporting.attention.history import AttentionHistory
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
-from pretrain.training.loop import TrainingPlan
 from pretrain.training.optim import learning_rate, make_optimizer
+from pretrain.training.plan import TrainingPlan
 from pretrain.training.rates import rated_groups
 from pretrain.training.run import Training, run
 from pretrain.training.session import started

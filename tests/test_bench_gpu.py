@@ -85,12 +85,12 @@ def test_host_reads_are_counted_by_line(monkeypatch: pytest.MonkeyPatch) -> None
     modes: list[Any] = [0]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    synchronize = lambda *_: modes.append("waited")  # noqa: E731
+    synchronize = lambda device: modes.append("waited")  # noqa: E731
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
 
     def step() -> None:
         assert modes[-1] == "warn"
-        torch.cuda.synchronize("cuda:0")
+        torch.cuda.synchronize(device="cuda:0")
         for _ in range(3):
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)

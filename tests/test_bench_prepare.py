@@ -45,6 +45,15 @@ def test_escaped_characters_stay(tmp_path: Path) -> None:
     assert list(read_documents(path)) == [["One < two & three."]]
 
 
-def test_filters_belong_to_memory() -> None:
-    with pytest.raises(InputError, match="--memory"):
-        prepare.main(["--filters"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--filters"], "--filters: belongs to --memory"),
+        (["--memory", "1", "0"], "--memory: each size"),
+        (["--memory", "nan"], "--memory: each size"),
+        (["--memory", "1", "--file", __file__], "no sentence"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        prepare.main(arguments)

@@ -106,46 +106,6 @@ def reference(name: str, steps: int, settings: OptimizerConfig = SETTINGS) -> to
     return torch.cat(weights).float()
 
 
-# ---- steps left out on the device
-
-EVERY_PART = OptimizerConfig(name="muon", weight_decay=0.1, muon_rate=0.5, normalised=True, cautious_weight_decay=True)
-
-
-def everything(optimizer: Muon, parameters: dict[str, torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Copies of the weights and of all state."""
-    states = [value for parameter in parameters.values() for value in optimizer.state[parameter].values()]
-    rows = [moment for _, moment in optimizer.row_moments(everywhere=True)]
-    return [tensor.detach().clone() for tensor in (*parameters.values(), *states, *rows)]
-
-
-@pytest.mark.parametrize("settings", [SETTINGS, EVERY_PART])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_step_with_a_bad_gradient_is_left_out_on_the_device(settings: OptimizerConfig, bad: float) -> None:
-    parameters = make_parameters()
-    optimizer = make_muon(parameters, settings)
-    train_whole(2, optimizer, parameters)
-    before = everything(optimizer, parameters)
-    for name, gradient in make_gradients(2).items():
-        gradient.view(-1)[0] = bad
-        parameters[name].grad = gradient
-    optimizer.found_inf = torch.ones(())
-    optimizer.step()
-    assert len(before) > 3 * len(parameters)
-    assert all(map(torch.equal, before, everything(optimizer, parameters)))
-
-
-@pytest.mark.parametrize("settings", [SETTINGS, EVERY_PART])
-def test_a_step_that_the_device_takes_is_the_one_that_the_host_takes(settings: OptimizerConfig) -> None:
-    ends = []
-    for found_inf in (None, torch.zeros(())):
-        parameters = make_parameters()
-        optimizer = make_muon(parameters, settings)
-        optimizer.found_inf = found_inf
-        train_whole(3, optimizer, parameters)
-        ends.append(everything(optimizer, parameters))
-    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-7)
-
-
 # ---- whole matrices
 
 

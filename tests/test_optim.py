@@ -215,48 +215,6 @@ def test_it_reads_nothing_back_from_the_device(kind: str):
     optimizer.step()
 
 
-# ---- steps left out on the device
-
-
-def everything(optimizer: TensorwiseOptimizer, parameters: dict[str, torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Copies of the weights and of all state."""
-    states = [value for parameter in parameters.values() for value in optimizer.state[parameter].values()]
-    return [tensor.detach().clone() for tensor in (*parameters.values(), *states)]
-
-
-@pytest.mark.parametrize("kind", REFERENCES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("taken", [0, 2])
-def test_a_step_with_a_bad_gradient_is_left_out_on_the_device(kind: str, bad: float, taken: int):
-    parameters = make_parameters()
-    optimizer = make_tensorwise(kind, parameter_groups(parameters.items(), 0.1))
-    run_whole(max(taken, 1), optimizer, parameters)
-    if not taken:  # the first step of all
-        for state in optimizer.state.values():
-            for value in state.values():
-                value.zero_()
-    before = everything(optimizer, parameters)
-    for name, gradient in make_gradients(2).items():
-        gradient.view(-1)[0] = bad
-        parameters[name].grad = gradient
-    optimizer.found_inf = torch.ones(())
-    optimizer.step()
-    assert len(before) == 4 * len(parameters)
-    assert all(map(torch.equal, before, everything(optimizer, parameters)))
-
-
-@pytest.mark.parametrize("kind", REFERENCES)
-def test_a_step_that_the_device_takes_is_the_one_that_the_host_takes(kind: str):
-    ends = []
-    for found_inf in (None, torch.zeros(())):
-        parameters = make_parameters()
-        optimizer = make_tensorwise(kind, parameter_groups(parameters.items(), 0.1))
-        optimizer.found_inf = found_inf
-        run_whole(3, optimizer, parameters)
-        ends.append(everything(optimizer, parameters))
-    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-7)
-
-
 def test_stable_adamw_is_adamw_until_gradients_grow():
     """The first gradient equals its second moment: RMS 1. One of ten times its size is clipped, one smaller is not."""
     for growth, clipped in ((0.5, False), (10.0, True)):

@@ -20,6 +20,7 @@ from pretrain.common.files import allow_open_files
 from pretrain.common.worker import HANG_FILE, Worker
 from pretrain.config import SchedulingConfig
 from pretrain.training import loop, session, stragglers
+from pretrain.training.plan import TrainingPlan
 from pretrain.training.progress import Progress
 from pretrain.training.stragglers import RankTimes
 from pretrain.training.watchdog import Watchdog
@@ -71,7 +72,7 @@ def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
     tracking = SimpleNamespace(log_every_steps=1, straggler_factor=1.5)
     saving = SimpleNamespace(keep_last=1, background=False, retry_seconds=0.0)
     config: Any = SimpleNamespace(seed=0, tracking=tracking, checkpoint=saving, address="")
-    plan = loop.TrainingPlan(config, 2, lambda _: 0.0, evaluate_every_steps=9, checkpoint_every_steps=9)
+    plan = TrainingPlan(config, 2, lambda _: 0.0, evaluate_every_steps=9, checkpoint_every_steps=9)
     task: Any = SimpleNamespace(batches=batches, stalled_seconds=lambda: 0.0, validation_set=lambda: "dev")
     parts: list[Any] = [engine, task, plan, Progress(), tmp_path, {}, recorder]
     run: Any = loop._Fit(*parts)

@@ -14,7 +14,8 @@ from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.worker import Worker
 from pretrain.tracking import starting
 from pretrain.training import run as running
-from pretrain.training.loop import LONG_SECONDS, TrainingPlan
+from pretrain.training.loop import LONG_SECONDS
+from pretrain.training.plan import TrainingPlan
 from pretrain.training.progress import Progress
 
 RESTART = {"event": "restart", "time": 1.0, "message": "a node was lost"}

@@ -140,10 +140,10 @@ def host_reads(step: Callable[[], Any]) -> dict[str, int]:
     """How often `step` made the host wait for the GPU, by the line of Python that did."""
     before, synchronize, places = torch.cuda.get_sync_debug_mode(), torch.cuda.synchronize, list[str]()
 
-    def noted(*arguments: Any) -> None:
+    def noted(*arguments: Any, **options: Any) -> None:
         caller = sys._getframe(1)
         places.append(f"{caller.f_code.co_filename}:{caller.f_lineno}")
-        synchronize(*arguments)
+        synchronize(*arguments, **options)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -22,6 +22,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import math
 import os
 import shutil
 import statistics
@@ -44,6 +45,8 @@ _READ_BYTES = 1 << 20
 def main(argv: list[str]) -> int:
     """Run the comparison, or the requested checks, and print a table, or JSON with `--json`."""
     options = _parser().parse_args(argv)
+    if not all(size > 0 and math.isfinite(size) for size in options.memory or ()):
+        raise InputError("--memory: each size must be a number of MB above 0.")
     if options.filters and options.memory is None:
         raise InputError("--filters: belongs to --memory. Give both.")
     if options.repeats < 1:

@@ -23,10 +23,9 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import MANIFEST
 
 # Of `--filters`; those of language and contamination keep nothing of a document.
-FILTERS = {"repair_mojibake": True, "quality": {"enabled": True}, "near_duplicates": {"enabled": True}}
+_FILTERS = {"repair_mojibake": True, "quality": {"enabled": True}, "near_duplicates": {"enabled": True}}
 _MULTIPLES = (1, 2, 4)  # of the file's size, unless `--memory` has sizes
 _PARAGRAPH = 5  # sentences
-_ARTICLES_AT_ONCE = 1000
 _POLL_SECONDS = 0.02
 _SHOWN_MISMATCHES = 5
 
@@ -62,15 +61,17 @@ def measure_memory(
         vocabulary: the given one; None trains one of each text.
         scratch: holds one text and its corpus at a time.
         sizes: of the texts, MB; if empty, once, twice and four times the file's.
-        filters: whether `FILTERS` are on.
+        filters: whether those of `--filters` are on.
     """
     rows = []
     documents = [sentences for sentences in read_documents(file) if sentences]
+    if not documents:
+        raise InputError(f"--file: {file}: no sentence. Is it a WikiExtractor file?")
     folder, config = scratch / "prepared", scratch / "prepare.yaml"  # JSON is YAML
     for size in sizes or [count * file.stat().st_size / 1e6 for count in _MULTIPLES]:
         text = write_recombined(documents, scratch / "recombined.txt", int(size * 1e6))
         settings = settings_for(text, folder, vocabulary)
-        settings["corpus"] |= {"filters": FILTERS} if filters else {}
+        settings["corpus"] |= {"filters": _FILTERS} if filters else {}
         config.write_text(json.dumps(settings), encoding="utf-8")
         began = time.perf_counter()
         peak = _peak_memory([sys.executable, "-m", "pretrain", "prepare", str(config)], scratch / "prepare.log")
@@ -86,20 +87,15 @@ def write_recombined(documents: Sequence[Sequence[str]], path: Path, size: int) 
     sentences = [html.escape(sentence, quote=False) for document in documents for sentence in document]
     counts = np.array([len(document) for document in documents])
     draw = np.random.default_rng(0)
-    with path.open("w", encoding="utf-8") as file:
-        number = 0
-        while file.tell() < size:
-            lengths = draw.choice(counts, _ARTICLES_AT_ONCE)
-            drawn = iter(draw.integers(len(sentences), size=int(lengths.sum())).tolist())
-            for length in lengths.tolist():
-                lines = [sentences[one] for one in itertools.islice(drawn, length)]
-                title = f"Article {number}"
-                file.write(f'<doc id="{number}" url="" title="{title}">\n{title}\n\n')
-                file.write("\n".join(" ".join(lines[i : i + _PARAGRAPH]) for i in range(0, length, _PARAGRAPH)))
-                file.write("\n\n</doc>\n")
-                number += 1
-                if file.tell() >= size:
-                    break
+    with path.open("wb") as file:
+        for number in itertools.count():
+            length = int(draw.choice(counts))
+            lines = [sentences[one] for one in draw.integers(len(sentences), size=length)]
+            body = "\n".join(" ".join(lines[i : i + _PARAGRAPH]) for i in range(0, length, _PARAGRAPH))
+            title = f"Article {number}"
+            file.write(f'<doc id="{number}" url="" title="{title}">\n{title}\n\n{body}\n\n</doc>\n'.encode())
+            if file.tell() >= size:
+                break
     return path
 
 

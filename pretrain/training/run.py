@@ -14,7 +14,8 @@ from pretrain.tracking import starting
 from pretrain.tracking.records import read_records
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
-from pretrain.training.loop import LONG_SECONDS, TrainingPlan, fit
+from pretrain.training.loop import LONG_SECONDS, fit
+from pretrain.training.plan import TrainingPlan
 from pretrain.training.progress import Progress, read_state
 from pretrain.training.rehearsal import rehearse
 from pretrain.training.session import newest_checkpoint, total_matmul_peak
