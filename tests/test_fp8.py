@@ -104,6 +104,17 @@ def test_all_products_of_the_layers_are_in_fp8(family: str) -> None:
     assert 0 < relative(*losses) < 0.02
 
 
+def test_compiled_layers_scale_and_cast_in_fused_kernels() -> None:
+    model, batch = make_model("modernbert", fp8=True, compile=True), make_batch([20, 40])
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            output = model(batch)
+            (output.mlm_loss + output.nsp_loss).backward()
+    ran = Counter(event.name for event in profile.events() or ())
+    assert ran["aten::_scaled_mm"] == 2 * 4 * 2
+    assert not ran["aten::exp2"], "each scaling is a power of two"
+
+
 def test_a_sequence_has_the_same_loss_in_any_batch() -> None:
     model, batch = make_model("bert", fp8=True).eval(), make_batch([20, 40, 60])
     alone = [model(take_sequence(batch, number)).mlm_loss.float() for number in range(3)]

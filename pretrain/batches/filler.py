@@ -37,8 +37,10 @@ def with_filler(batch: MicroBatch, sequence_length: int) -> MicroBatch:
     fewest = -(-to_tokens // (sequence_length - 1))
     more_sequences = _missing(sequences + fewest, _multiple(sequences, _SEQUENCES_SHARE)) + fewest
     more_tokens = _missing(tokens + more_sequences, to_tokens) + more_sequences
-    more_rows = _missing(rows, _multiple(rows, _SHARE, _FEWEST))
     lengths = [(more_tokens + number) // more_sequences for number in range(more_sequences)]
+    # Attention's kernel takes no more queries of a sequence than the longest has tokens; this one's first token is one.
+    most = 1 << (max(*batch.lengths, *lengths).bit_length() - 1)
+    more_rows = _missing(rows, min(most, _multiple(rows, _SHARE, _FEWEST)))
     ends = tokens + torch.tensor(lengths).cumsum(0)
     return dataclasses.replace(
         batch,

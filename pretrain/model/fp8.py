@@ -13,9 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import ScalingType
 
 _TYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_TYPE).max
@@ -44,10 +42,8 @@ class _Linear(torch.autograd.Function):
 def _product(x_RI: Tensor, y_OI: Tensor, *, fast: bool) -> Tensor:
     """bf16 [R, O], `x @ y.T`."""
     (x8_RI, x_scale_R1), (y8_OI, y_scale_O1) = _in_rows(x_RI), _in_rows(y_OI)
-    kind = ScalingType.RowWise
-    return F.scaled_mm(
-        x8_RI, y8_OI.T, x_scale_R1, kind, y_scale_O1.T, kind, output_dtype=x_RI.dtype, use_fast_accum=fast
-    )
+    # Not F.scaled_mm: torch.compile cannot trace it before torch 2.13.
+    return torch._scaled_mm(x8_RI, y8_OI.T, x_scale_R1, y_scale_O1.T, out_dtype=x_RI.dtype, use_fast_accum=fast)
 
 
 def _in_rows(x_RI: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from pretrain.model.attention.distances import DistanceTables
 from pretrain.model.attention.flash import flash_attention, has_flash
 from pretrain.model.attention.grouped_op import grouped_attention
 from pretrain.model.attention.layout import AttentionOptions, ProjectionWeights, TokenLayout
-from pretrain.model.attention.projection import form_qkv, project_distances
+from pretrain.model.attention.projection import form_qkv, project_distances, project_qkv
 from pretrain.model.compile import program
 from pretrain.model.positions import Rotation
 
@@ -43,7 +43,9 @@ def self_attention(
     weight, bias = projection.weights[0], projection.biases[0]
     rotation = layout.rotation if flash else None  # the grouped matmuls rotate what they read
     if rotation is not None or not projection.only_product:
-        products = tuple(projection.product(hidden, weight) for weight in projection.weights)
+        # The casts of FP8 products are worth a compiled program; a plain product is one kernel already.
+        project = program(project_qkv, options.fused and projection.product is not F.linear)
+        products = project(hidden, projection.weights, projection.product)
         form = program(form_qkv, options.fused)
         qkv, bias = form(products, projection.biases, projection.norms, rotation, options.heads), None
     elif flash:
