@@ -18,7 +18,7 @@ from pretrain.batches.batch import MicroBatch
 from pretrain.bench.baselines import pad
 from pretrain.checkpoint.hf import to_hf
 from pretrain.config import MAX_WIDTH, ModelConfig
-from pretrain.model.attention import AttentionOptions, ProjectionWeights, TokenLayout, self_attention
+from pretrain.model.attention import AttentionOptions, ProjectionWeights, TokenLayout, grouped_op, self_attention
 from pretrain.model.attention.grouped_op import _keys_to_heads, grouped_attention
 from pretrain.model.attention.grouping import SCORES_PER_GROUP, group_sequences
 from pretrain.model.compile import MARKS_UNKNOWN_SIZES
@@ -207,6 +207,28 @@ def test_no_other_groups_cost_less(lengths: list[int], heads: int) -> None:
         parts = [lengths[a:b] for a, b in itertools.pairwise(cuts)]
         ways.append(sum(cost(len(part), max(part), heads) for part in parts))
     assert chosen == min(ways)
+
+
+def test_a_gpu_takes_a_batch_in_few_groups_and_pieces() -> None:
+    # BERT-Base without the flash kernel. What fits a CPU's cache would be over a hundred pieces a layer.
+    lengths, heads = [*range(385, 513, 4)], 12
+    boundaries = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
+    counts = {}
+    for name in ("cpu", "meta"):
+        device = torch.device(name)
+        groups = group_sequences(boundaries, None, heads, device)
+        pieces = 0
+        for group in groups:
+            units, length = group.keys.number_GL.shape
+            x_BLD = torch.empty(units * heads, length, 64, device=device)
+            slices = grouped_op._head_slices(x_BLD, x_BLD, 1)
+            assert sum(len(range(*b.indices(len(x_BLD)))) for b in slices) == len(x_BLD)
+            pieces += len(slices)
+        counts[name] = len(groups), pieces
+    assert counts["cpu"][0] > 2
+    assert counts["cpu"][1] > 50
+    assert counts["meta"][0] == 1
+    assert counts["meta"][1] <= 4
 
 
 def cost(sequences: int, longest: int, heads: int) -> int:

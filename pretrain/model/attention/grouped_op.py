@@ -23,6 +23,8 @@ from pretrain.model.hash_rng import HEADS, hash_bits
 
 # Scores of one batched matmul: 2^20 bf16 entries are 2 MiB, so that they stay in cache from one step to the next.
 SCORES_PER_PIECE = 1 << 20
+# On a GPU they only have to fit into its memory: 128 MiB of fp32 for each of some five tensors.
+SCORES_PER_PIECE_ON_GPU = 1 << 25
 _TENSORS = 10  # the first inputs of the operator
 
 
@@ -338,7 +340,8 @@ def _scale(q_BLD: Tensor, tables: DistanceTables) -> float:
 
 def _head_slices(q_BQD: Tensor, k_BLD: Tensor, heads: int) -> list[slice]:
     """Slices of the first axis whose scores fit into one piece: whole units of so many heads, or heads of one unit."""
-    step = max(1, SCORES_PER_PIECE // (q_BQD.shape[1] * k_BLD.shape[1]))
+    most = SCORES_PER_PIECE if q_BQD.is_cpu else SCORES_PER_PIECE_ON_GPU
+    step = max(1, most // (q_BQD.shape[1] * k_BLD.shape[1]))
     step = step - step % heads or max(part for part in range(1, step + 1) if heads % part == 0)
     return [slice(b, b + step) for b in range(0, len(q_BQD), step)]
 

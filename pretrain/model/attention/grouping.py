@@ -21,6 +21,8 @@ from pretrain.common.transfers import to_device
 # Cost of launching the kernels of one more group, as the attention scores computed in that time
 # (docs/benchmarks/lab-notes.md).
 SCORES_PER_GROUP = 400_000
+# By arithmetic, not measured: a millisecond of Python and launches, in which 900 GB/s move 64 bytes of each score.
+SCORES_PER_GROUP_ON_GPU = 1 << 24
 
 
 class SequenceGroup(NamedTuple):
@@ -96,7 +98,8 @@ def group_sequences(
     units, first = cut_into_units(boundaries, window)
     starts = np.append(units.begin, boundaries[-1]) if queries is None else np.asarray(queries)
     groups = []
-    for begin, end in _cheapest_cuts(units, first, heads):
+    per_group = SCORES_PER_GROUP if device.type == "cpu" else SCORES_PER_GROUP_ON_GPU
+    for begin, end in _cheapest_cuts(units, first, heads, per_group):
         own = slice(int(first[begin]), int(first[end]))
         of_queries = starts[own.start : own.stop + 1]
         if of_queries[0] < of_queries[-1]:
@@ -110,10 +113,10 @@ def group_sequences(
     return tuple(groups)
 
 
-def _cheapest_cuts(units: Units, first: np.ndarray, heads: int) -> list[tuple[int, int]]:
+def _cheapest_cuts(units: Units, first: np.ndarray, heads: int, per_group: int) -> list[tuple[int, int]]:
     """(first, one past the last) sequence of each group, in order.
 
-    A group of G units of Q queries and L keys costs its calls and heads * G * Q * (L + 128) scores: L for each of its
+    A group of G units of Q queries and L keys costs `per_group` and heads * G * Q * (L + 128) scores: L for each of its
     G * Q tokens, and as many as 128 for carrying a token of a head of 64 there and back. Exact, by dynamic programming.
     """
     count = len(first) - 1
@@ -125,7 +128,7 @@ def _cheapest_cuts(units: Units, first: np.ndarray, heads: int) -> list[tuple[in
         q, k = (np.maximum.accumulate(x[end - 1 :: -1])[::-1] for x in longest)
         costs = best[:end] + heads * (first[end] - first[:end]) * q * (k + 128)
         cut[end] = costs.argmin()
-        best[end] = costs[cut[end]] + SCORES_PER_GROUP
+        best[end] = costs[cut[end]] + per_group
     cuts, end = [], count
     while end:
         cuts.append((int(cut[end]), end))
