@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 import random
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,26 @@ def test_bf16_steps_stay_near_fp32(by_workers, stage: int, optimizer: str) -> No
         for (loss, norm, _), (expected_loss, expected_norm, _) in zip(results, reference(optimizer)[0], strict=True):
             assert loss == pytest.approx(expected_loss, rel=5e-3)
             assert norm == pytest.approx(expected_norm, rel=5e-2)
+
+
+def places_of_weights() -> dict[tuple[int, str], Any]:
+    """Addresses modulo 16 of all parameters, and of all ranks' parts of them."""
+    found = {}
+    for stage, precision in itertools.product((1, 2), PRECISIONS):
+        engine = make_engine(stage, precision)
+        flats = engine._layout._weights  # pyright: ignore[reportAttributeAccessIssue]
+        parts = [part for flat in flats for part in flat.view(engine.world_size, -1)]
+        weights = dict(engine.module.named_parameters())
+        found[stage, precision] = {str(name): x.data_ptr() % 16 for name, x in (*weights.items(), *enumerate(parts))}
+        engine.close()
+    return found
+
+
+def test_weights_begin_at_16_bytes() -> None:
+    (found, *_) = run_workers(3, places_of_weights)
+    for combination, places in found.items():
+        assert len(places) > 3
+        assert not any(places.values()), f"{combination}: {places}"
 
 
 def poison_every_combination() -> dict[tuple[int, str], Any]:
@@ -507,3 +528,16 @@ def test_fp16_scales_the_loss_in_every_stage() -> None:
     """DeepSpeed scales the losses of its ZeRO optimizers only; in stage 0 it is our work."""
     for stage, (norm, expected) in run_workers(1, fp16_norms)[0].items():
         assert norm == pytest.approx(expected, rel=1e-2), stage
+
+
+def groups_timeouts() -> set[float]:
+    """Of the groups that an engine and DeepSpeed use, in seconds."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(hours=5))
+    engine = make_engine(0)
+    side: Any = engine.side_group()._group
+    used = [dist.group.WORLD, engine._deepspeed.data_parallel_group, side]
+    return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in used}
+
+
+def test_all_groups_have_the_timeout_of_the_first() -> None:
+    assert run_workers(2, groups_timeouts) == [{5 * 3600.0}] * 2

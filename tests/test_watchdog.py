@@ -17,7 +17,9 @@ import pytest
 
 from pretrain.training import watchdog as watchdogs
 from pretrain.training.heartbeats import Hang
+from pretrain.training.session import collective_timeout
 from pretrain.training.watchdog import Watchdog, _Clock, _ExchangeThread, _waits_for_others
+from tests.test_batches_loader import run_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -254,26 +256,52 @@ def test_a_collective_is_distinguished_from_work() -> None:
     scope: dict[str, Any] = {"__name__": "torch.distributed.distributed_c10d"}
     exec(code, scope)
     me = threading.get_ident()
-    seen["work"] = _waits_for_others(me)
-    scope["all_reduce"](lambda: seen.setdefault("collective", _waits_for_others(me)))
+    seen["work"] = _waits_for_others(me, on_gpu=False)
+    scope["all_reduce"](lambda: seen.setdefault("collective", _waits_for_others(me, on_gpu=False)))
     assert seen == {"work": False, "collective": True}
-    assert not _waits_for_others(-1), "a thread that has ended"
+    assert not _waits_for_others(-1, on_gpu=True), "a thread that has ended"
 
 
-def test_a_read_of_what_a_collective_makes_is_one() -> None:
-    """NCCL's calls return at once, and the host waits where it reads their result."""
+# (module, function, whether it waits for others on a CPU, and on a GPU)
+WAITS = (
+    ("pretrain.training.engine.engine", "sum_over_workers", True, True),  # NCCL's calls return; reading a result waits
+    ("pretrain.model.encoder", "forward", False, True),
+    ("torch.autograd.graph", "_engine_run_backward", False, True),
+    ("torch._inductor.runtime.compile_tasks.cabc", "call", False, True),
+    ("pretrain.training.loop", "train", False, False),
+    ("pretrain.batches.loader", "__next__", False, False),
+)
+
+
+@pytest.mark.parametrize(("module", "name", "on_cpu", "on_gpu"), WAITS)
+def test_a_host_behind_a_collective_waits_for_others(module: str, name: str, on_cpu: bool, on_gpu: bool) -> None:
+    """Where it reads a result on the device, or can launch no more kernels before the device goes on."""
     import threading
 
-    held, scope = threading.Lock(), {"__name__": "pretrain.training.engine.engine"}
-    exec("def sum_over_workers(read): read()\ndef forward(read): read()", scope)
-    for name, expected in (("sum_over_workers", True), ("forward", False)):
-        function: Any = scope[name]
-        with held:
-            reader = threading.Thread(target=function, args=(held.acquire,))
-            reader.start()
-            assert reader.ident is not None
-            while sys._current_frames()[reader.ident].f_code.co_name != name:
-                time.sleep(0.001)
-            assert _waits_for_others(reader.ident) == expected
-        reader.join()
-        held.release()
+    held, scope = threading.Lock(), {"__name__": module}
+    exec(f"def {name}(read): read()", scope)
+    function: Any = scope[name]
+    with held:
+        reader = threading.Thread(target=function, args=(held.acquire,))
+        reader.start()
+        assert reader.ident is not None
+        while sys._current_frames()[reader.ident].f_code.co_name != name:
+            time.sleep(0.001)
+        assert _waits_for_others(reader.ident, on_gpu=False) == on_cpu
+        assert _waits_for_others(reader.ident, on_gpu=True) == on_gpu
+    reader.join()
+    held.release()
+
+
+def test_modules_that_launch_kernels_exist() -> None:
+    for module in set(watchdogs._LAUNCHING) - {"triton"}:  # which is installed with CUDA
+        importlib.import_module(module)
+
+
+@pytest.mark.parametrize(("hang", "stall"), [(180.0, 1800.0), (30.0, 7200.0), (180.0, 0.0), (0.0, 1800.0)])
+def test_collectives_fail_later_than_the_watchdog(hang: float, stall: float) -> None:
+    config = run_config(scheduling={"hang_seconds": hang, "data_stall_seconds": stall})
+    seconds = collective_timeout(config).total_seconds()
+    assert seconds >= 1.5 * 1800, "a compilation, or a start"
+    if hang:
+        assert seconds >= 1.5 * (max(hang, stall) if stall else 1e6)

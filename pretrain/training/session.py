@@ -29,6 +29,9 @@ from pretrain.training.engine import Engine, end_process_group, gather_objects
 from pretrain.training.watchdog import Watchdog
 
 _OTHER_FILES = 256  # that a worker holds open: libraries, shards, logs, connections of collectives
+_CONNECT_TIMEOUT = timedelta(minutes=30)
+_TIMEOUT = timedelta(hours=1)  # of a collective: a compilation, for which other ranks wait, may take half an hour
+_ENDLESS = timedelta(days=365)
 # With which a user sets up torch's allocator of device memory; it takes either.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -47,6 +50,8 @@ def started(config: R, worker: Worker) -> Iterator[tuple[R, torch.device, Watchd
     if worker.rank == 0 and worker.world_size > 1:
         starting.write_phase(config.folder, starting.CONNECT)
     with process_group(worker), watched(config, worker) as watchdog:
+        if worker.world_size > 1:
+            dist.distributed_c10d._set_pg_timeout(collective_timeout(config))
         _check_shared(config, worker)
         config, device = choose_device(config, worker)
         torch.manual_seed(config.seed)
@@ -76,7 +81,7 @@ def process_group(worker: Worker) -> Iterator[None]:
     _check_open_files(worker)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        dist.init_process_group(backend, timeout=_CONNECT_TIMEOUT)
     else:
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -84,6 +89,16 @@ def process_group(worker: Worker) -> Iterator[None]:
             yield
     finally:
         end_process_group()
+
+
+def collective_timeout(config: RunConfig) -> timedelta:
+    """After which a collective fails: later than the watchdog's limits, as only the watchdog names the cause."""
+    limits = config.scheduling
+    if not limits.hang_seconds:
+        return _TIMEOUT
+    if not limits.data_stall_seconds:
+        return _ENDLESS
+    return max(_TIMEOUT, 2 * timedelta(seconds=max(limits.hang_seconds, limits.data_stall_seconds)))
 
 
 def _check_open_files(worker: Worker) -> None:
@@ -221,6 +236,7 @@ def watched(config: RunConfig, worker: Worker) -> Iterator[Watchdog]:
         config.scheduling.hang_seconds,
         stall_seconds=config.scheduling.data_stall_seconds,
         compiles=config.engine.compile,
+        on_gpu=torch.cuda.is_available(),
     ) as watchdog:
         yield watchdog
 

@@ -65,6 +65,21 @@ _DEVICE_WAITS = {
     ("torch.cuda", "synchronize"),
     ("torch.cuda.streams", "synchronize"),
 }
+# On a GPU, code of these modules only launches kernels. A host that stays in it has filled the device's queue, whose
+# first kernel is a collective that waits for another rank.
+_LAUNCHING = (
+    "pretrain.model",
+    "pretrain.training.engine",
+    "pretrain.training.optim",
+    "torch._dynamo",
+    "torch._functorch",
+    "torch._inductor",
+    "torch._ops",
+    "torch.autograd",
+    "torch.nn",
+    "torch.optim",
+    "triton",
+)
 
 _Check = Callable[[float], Hang | None]  # which rank hangs, at a time of `_Clock`
 
@@ -79,6 +94,7 @@ class Watchdog:
             are long, the limit grows to ten times what the long ones took recently.
         stall_seconds: how long a rank may wait for data or storage instead; 0 sets no limit.
         compiles: torch.compile is used; each of its compilations may take half an hour.
+        on_gpu: the model runs on a GPU, so that kernels are launched and not waited for.
     """
 
     def __init__(
@@ -90,10 +106,11 @@ class Watchdog:
         *,
         stall_seconds: float = 0.0,
         compiles: bool = False,
+        on_gpu: bool = False,
     ) -> None:
         self._rank, self._world_size, self._logs, self._limit = rank, world_size, logs, limit_seconds
         self._stall = stall_seconds or math.inf
-        self._compiles = compiles
+        self._compiles, self._on_gpu = compiles, on_gpu
         low, high = _ROUND_SECONDS
         self._round = min(high, max(low, limit_seconds / 16))
         self._count = self._pulses = self._position = 0
@@ -205,7 +222,7 @@ class Watchdog:
         return max(usual, first, stall)
 
     def _doing(self) -> str:
-        return self._awaited or (IN_COLLECTIVE if _waits_for_others(self._trainer) else "")
+        return self._awaited or (IN_COLLECTIVE if _waits_for_others(self._trainer, on_gpu=self._on_gpu) else "")
 
     def _watch(self) -> None:
         """Judge the heartbeats, in a thread of its own: their exchange blocks while the store's server is stopped."""
@@ -392,11 +409,13 @@ class _Clock:
         return self._now
 
 
-def _waits_for_others(thread: int) -> bool:
-    """Whether a thread is in a collective, as its Python frames show."""
+def _waits_for_others(thread: int, *, on_gpu: bool) -> bool:
+    """Whether a thread is in a collective, as its Python frames show, or on a GPU behind one."""
     frame, modules = sys._current_frames().get(thread), []
-    if frame is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) in _DEVICE_WAITS:
-        return True
+    if frame is not None:
+        module = frame.f_globals.get("__name__") or ""
+        if (module, frame.f_code.co_name) in _DEVICE_WAITS or (on_gpu and module.startswith(_LAUNCHING)):
+            return True
     while frame is not None and len(modules) < _INNERMOST:
         modules.append(frame.f_globals.get("__name__") or "")
         frame = frame.f_back

@@ -33,6 +33,8 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
             "stage": settings.zero_stage,
             "contiguous_gradients": True,
             "overlap_comm": torch.cuda.is_available() and not state_layouts.has_own_sums(settings),
+            # Weights begin at 16 bytes, as cuBLAS's fast kernels need; compiled code would copy others at each call.
+            "parameter_alignment": True,
             "reduce_bucket_size": ENTRIES,
             # Where the user's section asks for DeepSpeed's own sums in stages 1 and 2, a gradient is sent to its owner
             # only, half the bytes of an all-reduce.

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 CHECKED = "0.19.8"  # the version of DeepSpeed whose source was read for all names below
@@ -62,6 +64,9 @@ PRIVATE_NAMES = (
     ),
     PrivateName(_STAGE_1_AND_2, "single_partition_of_fp32_groups", "master weights of stages 1 and 2"),
     PrivateName(_STAGE_1_AND_2, "update_lp_params", "gather the weights of stages 1 and 2 from their owners"),
+    PrivateName(_STAGE_1_AND_2, "nccl_start_alignment_factor", "replaced: entries that a rank's part is a multiple of"),
+    PrivateName("deepspeed.utils.groups", "_WORLD_GROUP", "no second group of all ranks"),
+    PrivateName("deepspeed.accelerator.cuda_accelerator", "pynvml", "it cannot read UUIDs of GPUs"),
     PrivateName(_MAPPINGS, "_hp_mapping", "location of a parameter's master weights, stages 1 and 2"),
     PrivateName(_FRAGMENTS, "hp_fragment_address", "the same, within this rank's master weights"),
     PrivateName(_FRAGMENTS, "lp_fragment_address", "the same, within the parameter"),
@@ -99,6 +104,7 @@ PRIVATE_NAMES = (
 COLLECTIVE_MODULES = "deepspeed.comm"
 GATHERING_MODULES = "deepspeed.runtime.zero.partition"
 
+_PART_ENTRIES = 8  # that a rank's part of the weights is a multiple of
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "scale_window")
 
 
@@ -117,7 +123,19 @@ def import_deepspeed() -> Any:
     # Its shared-memory collectives for CPU take 18 to 25 s of C++ compilation at the first start.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _choose_zero_for_bf16(deepspeed.runtime.engine)
+    _align_parts(deepspeed.runtime.engine.DeepSpeedZeroOptimizer)
+    _do_without_nvml()
     return deepspeed
+
+
+def use_world_group() -> None:
+    """Make DeepSpeed use the group of all ranks.
+
+    It would make another one of them, which costs a communicator of NCCL and has its default timeout of 10 minutes.
+    """
+    import deepspeed.utils.groups
+
+    deepspeed.utils.groups._WORLD_GROUP = dist.group.WORLD
 
 
 def deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
@@ -145,6 +163,21 @@ def _choose_zero_for_bf16(module: Any) -> None:
         return module.ZERO_OPTIMIZATION if chosen == module.BFLOAT16 and engine.zero_optimization() else chosen
 
     module.DeepSpeedEngine._do_optimizer_sanity_check = choose_zero
+
+
+def _align_parts(optimizer: Any) -> None:
+    """Make each rank's part of the weights begin at 16 bytes in half precision, where DeepSpeed is content with 4.
+
+    Copies of parts and NCCL move 16 bytes at once.
+    """
+    optimizer.nccl_start_alignment_factor = property(lambda _: _PART_ENTRIES, lambda *_: None)
+
+
+def _do_without_nvml() -> None:
+    """Make DeepSpeed ask torch for free memory: it takes the entries of CUDA_VISIBLE_DEVICES for numbers."""
+    accelerator = sys.modules.get("deepspeed.accelerator.cuda_accelerator")
+    if accelerator is not None:
+        accelerator.pynvml = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _replace(wrapper: Any, name: str, value: Callable[..., Any]) -> None:

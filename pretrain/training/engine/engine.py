@@ -26,7 +26,7 @@ from pretrain.config import EngineConfig
 from pretrain.model.parameters import is_hidden_matrix
 from pretrain.training.engine import buckets, state_layouts
 from pretrain.training.engine.deepspeed_config import deepspeed_config
-from pretrain.training.engine.deepspeed_patches import LossScaler, import_deepspeed
+from pretrain.training.engine.deepspeed_patches import LossScaler, import_deepspeed, use_world_group
 from pretrain.training.engine.gradient_sums import use_sparse_embedding_gradients
 from pretrain.training.engine.state_layouts import (
     AVERAGE,
@@ -124,6 +124,7 @@ class Engine:
             raise RuntimeError("the process group must be initialised before the engine")
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        use_world_group()
         self.settings = settings
         watch = watch or NullWatchdog()
         self.beat, self.allow, self.awaiting = watch.beat, watch.allow, watch.awaiting
@@ -294,7 +295,10 @@ class Engine:
 
     def side_group(self) -> SideGroup:
         """The same ranks for another thread: its collectives are separate from those of training."""
-        return SideGroup(self.rank, self.world_size, dist.new_group(backend="gloo") if self.world_size > 1 else None)
+        if self.world_size == 1:
+            return SideGroup(self.rank, self.world_size, None)
+        timeout = dist.group.WORLD._get_backend(self.device).options._timeout  # a new group has torch's own
+        return SideGroup(self.rank, self.world_size, dist.new_group(backend="gloo", timeout=timeout))
 
     def seed_device(self, seed: int, start: int) -> None:
         """Seed the device's generator, for the dropout of flash attention: differently for each rank and start."""
