@@ -226,12 +226,11 @@ class Finetuning:
         )
 
     def _predict(self, examples: list[Any], windows: Windows, *, tune: bool) -> tuple[list[dict[str, Any]], float]:
-        engine, losses = self._engine, torch.zeros(2, dtype=torch.float64)
+        engine, losses = self._engine, torch.zeros(2, dtype=torch.float64, device=self._device)
 
         def forward(batch: LabelledBatch) -> Output:
             output = engine.forward(batch)
-            losses[0] += float(output.loss)
-            losses[1] += float(batch.weights.sum())
+            losses.add_(torch.stack([output.loss.double(), batch.weights.sum().double()]))
             return output
 
         engine.module.eval()

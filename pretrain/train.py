@@ -211,7 +211,7 @@ class Pretraining:
             return {}
         counts = sum(self.counts(step) for step in steps)
         outputs = (engine.forward(batch.to(self._device)) for step in steps for batch in step.micro_batches)
-        totals = sum(self.totals(output).double().cpu() for output in outputs)
+        totals = sum(self.totals(output).double() for output in outputs)  # on the device, which is not waited for
         assert isinstance(totals, Tensor)
         assert isinstance(counts, Tensor)
         engine.sum_over_workers(totals)

@@ -50,6 +50,11 @@ def test_the_host_waits_for_nothing_in_a_step(traced: dict[str, dict[str, Any]],
     assert read.endswith('values.to("cpu", non_blocking=True)  # into pinned memory')
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "task" not in case])
+def test_an_evaluation_reads_its_sums_once(traced: dict[str, dict[str, Any]], name: str) -> None:
+    assert len(traced[name]["host_reads_of_evaluation"]) == 1
+
+
 @pytest.mark.parametrize("name", [f"{name} {stage}" for name in MODELS for stage in (1, 2)])
 def test_buckets_are_summed_and_gathered(traced: dict[str, dict[str, Any]], name: str) -> None:
     counted = traced[name]["collectives"]

@@ -16,6 +16,7 @@ from batches_by_hand import make_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.batches.batch import MicroBatch
+from pretrain.common.transfers import OnItsWay, arrivals
 from pretrain.config import ElectraConfig, ModelConfig
 from pretrain.model.attention import dispatch, grouped_op
 from pretrain.model.electra import ElectraModel
@@ -124,3 +125,24 @@ def test_replaced_tokens_without_flash_are_sampled_on_the_device(no_flash: Enter
     model = ElectraModel(make_shape(), VOCABULARY, settings=ElectraConfig(generator_width=0.5))
     train(model, make_batch(LENGTHS, VOCABULARY), torch.float32)
     assert no_flash.forward == no_flash.backward == 8
+
+
+def test_a_copy_is_waited_for_when_the_next_is_on_its_way() -> None:
+    order: list[str] = []
+
+    class Event:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def synchronize(self) -> None:
+            order.append(f"wait {self.number}")
+
+    def launch() -> Iterator[tuple[int, OnItsWay]]:
+        for number in range(3):
+            order.append(f"launch {number}")
+            event: Any = Event(number)
+            yield number, OnItsWay(torch.tensor(number), event)
+
+    assert [(number, int(values)) for number, values in arrivals(launch())] == [(0, 0), (1, 1), (2, 2)]
+    assert order == ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1", "wait 2"]
+    assert list(arrivals([])) == []

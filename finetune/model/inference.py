@@ -13,6 +13,7 @@ from finetune.model.batches import Batches, LabelledBatch
 from finetune.model.task_model import Output, TaskModel
 from finetune.tasks.base import Task
 from pretrain.checkpoint.released import Released
+from pretrain.common.transfers import arrivals, to_host
 from pretrain.config import Precision
 from pretrain.model.precision import torch_dtype
 
@@ -56,10 +57,8 @@ def predict_logits(
 
     Which windows share a forward pass does not depend on the number of ranks, so neither do the logits.
     """
-    mine: list[tuple[np.ndarray, np.ndarray]] = []
-    for batch in batches.every_window():
-        logits = forward(batch.to(device)).logits
-        mine.append((batch.query_rows, logits.float().cpu().numpy()))
+    copies = ((batch.query_rows, to_host(forward(batch.to(device)).logits.float())) for batch in batches.every_window())
+    mine = [(query_rows, values.numpy().copy()) for query_rows, values in arrivals(copies)]
     logits = np.zeros((len(batches.windows.queries), outputs), np.float32)
     for part in gather(mine):
         for query_rows, values in part:

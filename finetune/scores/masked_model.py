@@ -21,6 +21,7 @@ from pretrain.checkpoint.released_writer import released_ids
 from pretrain.checkpoint.start import digest
 from pretrain.checkpoint.tokenizer import is_run, read_tokenizer, released_folder
 from pretrain.common.errors import InputError
+from pretrain.common.transfers import OnItsWay, arrivals, to_host
 from pretrain.config import load_config
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import torch_dtype
@@ -132,10 +133,13 @@ class MaskedModel:
         counts = np.array([len(one.places) for one in sequences], np.int64)
         begins = np.concatenate([[0], counts.cumsum()])
         log_probabilities, correct = np.zeros(begins[-1]), np.zeros(begins[-1], bool)
-        for members in self._batches(sequences, counts):
-            values, hits = self._forward([sequences[number] for number in members])
+        copies = (
+            (members, self._forward([sequences[number] for number in members]))
+            for members in self._batches(sequences, counts)
+        )
+        for members, scores_2K in arrivals(copies):
             places = np.concatenate([np.arange(begins[number], begins[number + 1]) for number in members])
-            log_probabilities[places], correct[places] = values, hits
+            log_probabilities[places], correct[places] = scores_2K.numpy()
             advance(len(places))
         return Predictions(log_probabilities, correct)
 
@@ -153,14 +157,15 @@ class MaskedModel:
         if members:
             yield members
 
-    def _forward(self, sequences: Sequence[MaskedSequence]) -> tuple[np.ndarray, np.ndarray]:
+    def _forward(self, sequences: Sequence[MaskedSequence]) -> OnItsWay:
+        """fp64 [2, K]: what `Predictions` has of these sequences, in their order."""
         batch = _as_batch(sequences, self._shift).to(self._device)
         with torch.inference_mode():
             logits_KV = self._model.masked_logits(batch).float()
             label_K = logits_KV.gather(1, batch.masked_labels[:, None])[:, 0]
             correct_K = label_K >= logits_KV.amax(-1)
             values_K = label_K.double() - logits_KV.logsumexp(-1).double()
-        return values_K.cpu().numpy(), correct_K.cpu().numpy()
+            return to_host(torch.stack([values_K, correct_K.double()]))
 
 
 def frame(special_ids: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from pretrain.common.transfers import to_device
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -56,7 +58,7 @@ class MicroBatch:
         return len(self.masked_rows) - self.filler.rows
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same batch on `device`, copied without waiting if the memory is pinned."""
+        """The same batch on `device`, copied without waiting."""
         return moved(self, device)
 
 
@@ -83,10 +85,8 @@ class StepBatch:
 
 
 def moved(batch: B, device: torch.device) -> B:
-    """A dataclass with its tensors on `device`, copied without waiting if the memory is pinned."""
-    there = {
-        name: value.to(device, non_blocking=True) for name, value in _tensors(batch).items() if value.device != device
-    }
+    """A dataclass with its tensors on `device`, copied without waiting."""
+    there = {name: to_device(value, device) for name, value in _tensors(batch).items() if value.device != device}
     return dataclasses.replace(batch, **there) if there else batch
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+K = TypeVar("K")
+
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on `device`, copied without waiting for the work queued there."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    if device.type != "cuda":
+        return host.to(device)
+    pinned = host if host.is_pinned() else host.pin_memory()
+    return pinned.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -35,3 +42,14 @@ def to_host(values: Tensor) -> OnItsWay:
     arrived = torch.cuda.Event(blocking=True)  # the thread that waits sleeps
     arrived.record()
     return OnItsWay(there, arrived)
+
+
+def arrivals(copies: Iterable[tuple[K, OnItsWay]]) -> Iterator[tuple[K, Tensor]]:
+    """Each copy with its key, waited for when the next one has been launched: so the device always has work."""
+    before: tuple[K, OnItsWay] | None = None
+    for one in copies:
+        if before is not None:
+            yield before[0], before[1].wait()
+        before = one
+    if before is not None:
+        yield before[0], before[1].wait()

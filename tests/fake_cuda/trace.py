@@ -2,9 +2,9 @@
 
 A case is a dictionary as JSON: `model` and `optimizer` (sections of the config), `stage` and `precision`; `compile` and
 `fp8` where they are true; for a fine-tuning `task`, its head, objective and pooling. A line has `host_reads`: where the
-host waited for the device, read a value of it or copied from it while the loop launched a step; and `collectives`, by
-name. Tensors on two devices, shapes that depend on values, and collectives of tensors that are not on the device are
-errors.
+host waited for the device, read a value of it, copied from it, or copied to it in a way that waits, while the loop
+launched a step; for pretraining `host_reads_of_evaluation`; and `collectives` of the step, by name. Tensors on two
+devices, shapes that depend on values, and collectives of tensors that are not on the device are errors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from torch.utils._pytree import tree_leaves
 STEPS = 3  # the first ones keep constants; DeepSpeed's timers, if they were on, would wait from the third on
 PACKAGES = ("pretrain", "finetune", "deepspeed")
 RANKS, VOCABULARY, LENGTHS, TYPES = 8, 1000, (40, 128, 9, 77), {"bf16": torch.bfloat16, "fp16": torch.float16}
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 host_reads: list[str] = []
+host_reads_of_evaluation: list[str] = []
 collectives: Counter[str] = Counter()
 
 
@@ -42,7 +44,8 @@ def main(cases: list[str]) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     for case in map(json.loads, cases):
         take_a_step(case)
-        print(json.dumps({"host_reads": host_reads, "collectives": collectives}), flush=True)
+        reads = {"host_reads": host_reads, "host_reads_of_evaluation": host_reads_of_evaluation}
+        print(json.dumps({**reads, "collectives": collectives}), flush=True)
 
 
 def take_a_step(case: dict[str, Any]) -> None:
@@ -57,6 +60,7 @@ def take_a_step(case: dict[str, Any]) -> None:
         {"zero_stage": case["stage"], "precision": case["precision"], "compile": case.get("compile", False)}
     )
     optimizer = OptimizerConfig.model_validate(case["optimizer"])
+    host_reads_of_evaluation.clear()
     dispatch.has_flash = lambda *_: case["precision"] != "fp32"  # type: ignore[assignment]
     batch = batch_of(case)
     with fake_mode() as mode:
@@ -72,6 +76,27 @@ def take_a_step(case: dict[str, Any]) -> None:
             collectives.clear()
             with Copies():
                 fit.launch_step(number, StepBatch((there, there), *(1, 1, 1), epoch=0, first_sample=0), False)
+        if "task" not in case:
+            note_reads_of_evaluation(engine, dataclasses.replace(batch, **fakes))
+
+
+def note_reads_of_evaluation(engine: Any, batch: Any) -> None:
+    """Of two steps of two held-out micro-batches each, which are in the host's memory."""
+    from pretrain.batches.batch import StepBatch
+    from pretrain.train import Pretraining
+
+    task: Any = object.__new__(Pretraining)
+    task._device = engine.device
+    task._objective = SimpleNamespace(
+        totals=lambda output: loss_of(output).detach()[None], counts=lambda _: torch.ones(1), metrics=lambda *_: {}
+    )
+    before, of_step = len(host_reads), Counter(collectives)
+    with torch.no_grad(), Copies():
+        task._means(engine, [StepBatch((batch, batch), *(1, 1, 1), epoch=0, first_sample=0)] * 2)
+    host_reads_of_evaluation.extend(host_reads[before:])
+    del host_reads[before:]
+    collectives.clear()
+    collectives.update(of_step)
 
 
 def model_of(case: dict[str, Any]) -> nn.Module:
@@ -134,13 +159,19 @@ def loss_of(output: Any) -> Tensor:
 
 
 class Copies(TorchDispatchMode):
-    """Notes every operation that reads the device and returns something in the host's memory."""
+    """Notes every operation that reads the device and returns something in the host's memory, and every copy to the
+    device that waits: all but those from pinned memory that are told not to."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given, made = ([x for x in tree_leaves(part) if isinstance(x, Tensor)] for part in ((args, kwargs), result))
         if any(x.is_cuda for x in given) and any(x.device.type == "cpu" for x in made):
             note_a_read()
+        if func in COPIES and not made[0].is_cpu and any(x.is_cpu and x.dim() for x in given):
+            source = next(x for x in given if x.is_cpu)
+            asked = (kwargs or {}).get("non_blocking") or (len(args) > 2 and args[2])
+            if not (asked and getattr(source, "_in_pinned_memory", False)):
+                note_a_read()
         return result
 
 
@@ -192,7 +223,8 @@ def pretend_to_have_a_gpu() -> None:
     torch.cuda.Event = lambda **_: SimpleNamespace(record=lambda: None)  # type: ignore[assignment,misc]
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     FakeTensor.data_ptr = lambda _: 0  # type: ignore[assignment]
-    Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment,method-assign]
+    Tensor.is_pinned = lambda self, *_: hasattr(self, "_in_pinned_memory")  # type: ignore[assignment,method-assign]
+    Tensor.pin_memory = pin  # type: ignore[assignment,method-assign]
     for name in (
         *("broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "all_gather_single"),
         *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single"),
@@ -224,6 +256,12 @@ def pretend_to_have_a_gpu() -> None:
     accelerator = FakeAccelerator()
     accelerator._name = "cuda"
     set_accelerator(accelerator)
+
+
+def pin(tensor: Tensor, *_: Any) -> Tensor:
+    pinned = tensor.clone()
+    pinned._in_pinned_memory = True  # type: ignore[attr-defined]
+    return pinned
 
 
 def collective(name: str) -> Any:
