@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -118,18 +118,24 @@ def write_kernels(call: Call) -> None:
     backend = aot_autograd(
         fw_compiler=program,
         bw_compiler=lambda graph, inputs: program(graph, inputs, is_backward=True),
+        keep_inference_input_mutations=True,
         decompositions=select_decomp_table(),
         partition_fn=min_cut_rematerialization_partition,
     )
     config.force_non_lazy_backward_lowering = True  # type: ignore[attr-defined]
-    arguments, keywords = tree_map_only(
-        Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (call.arguments, call.keywords)
-    )
+    arguments, keywords = tree_map_only(Tensor, leaf, (call.arguments, call.keywords))
     try:
         compile_really(call.function, dynamic=True, backend=backend)(*arguments, **keywords)
     except Compiled:
         return
     raise AssertionError(f"{call.name}: was not compiled")
+
+
+def leaf(x: Tensor) -> Tensor:
+    """The tensor without its history; as a parameter, if it is one, whose sizes are constants, and with its marks."""
+    new = nn.Parameter(x.detach()) if isinstance(x, nn.Parameter) else x.detach().requires_grad_(x.requires_grad)
+    new.__dict__.update({name: value for name, value in vars(x).items() if name.startswith("_dynamo")})
+    return new
 
 
 def machine_code() -> dict[str, int]:

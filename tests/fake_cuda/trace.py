@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +28,19 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pretrain.model.attention import grouped_op
+from pretrain.model.attention.grouping import group_sequences
 
 STEPS = 3  # the first ones keep constants; DeepSpeed's timers, if they were on, would wait from the third on
 PACKAGES = ("pretrain", "finetune", "deepspeed")
 RANKS, VOCABULARY, LENGTHS, TYPES = 8, 1000, (40, 128, 9, 77), {"bf16": torch.bfloat16, "fp16": torch.float16}
+# The bodies of operators of ours, of which fake tensors would only ask the shapes.
+ATTENTION: dict[Any, Callable[..., Any]] = {
+    torch.ops.bertrain.grouped_attention.default: grouped_op._forward._init_fn,
+    torch.ops.bertrain.grouped_attention_backward.default: grouped_op._backward._init_fn,
+}
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 host_reads: list[str] = []
 host_reads_of_evaluation: list[str] = []
@@ -64,6 +73,7 @@ def take_a_step(case: dict[str, Any]) -> None:
     dispatch.has_flash = lambda *_: case["precision"] != "fp32"  # type: ignore[assignment]
     batch = batch_of(case)
     with fake_mode() as mode:
+        grouped_op.group_sequences = groups_of(mode)  # type: ignore[assignment]
         with torch.device("meta"):
             model = model_of(case)
         put_on_the_device(model, TYPES.get(case["precision"], torch.float32))
@@ -158,12 +168,26 @@ def loss_of(output: Any) -> Tensor:
     return output.mlm_loss + output.nsp_loss if hasattr(output, "mlm_loss") else output.loss
 
 
+def groups_of(mode: FakeTensorMode) -> Callable[..., Any]:
+    """`group_sequences` on the host, where its values are, and its tensors copied to the device as they would be."""
+    from pretrain.common.transfers import to_device
+
+    @functools.cache
+    def group(boundaries: Any, queries: Any, heads: int, device: torch.device, window: int = 0) -> Any:
+        with unset_fake_temporarily():
+            groups = group_sequences(boundaries, queries, heads, torch.device("cpu"), window)
+        return tree_map_only(Tensor, lambda x: to_device(mode.from_tensor(x), device), groups)
+
+    return group
+
+
 class Copies(TorchDispatchMode):
     """Notes every operation that reads the device and returns something in the host's memory, and every copy to the
     device that waits: all but those from pinned memory that are told not to."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        with self if func in ATTENTION else contextlib.nullcontext():
+            result = ATTENTION.get(func, func)(*args, **(kwargs or {}))
         given, made = ([x for x in tree_leaves(part) if isinstance(x, Tensor)] for part in ((args, kwargs), result))
         if any(x.is_cuda for x in given) and any(x.device.type == "cpu" for x in made):
             note_a_read()
