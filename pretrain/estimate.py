@@ -474,8 +474,8 @@ def preparation_lines(plan: dict[str, Any]) -> str:
     who = counted(plan["processes"], "process", "processes") if plan["processes"] else "all cores"
     where = f" of the Ray cluster at {plan['address']}" if plan["address"] else ""
     read = f"{plan['bytes'] / 1e6:,.1f} MB to read by {who}{where}"
-    state = plan["state"]
-    lines.append(f"  {plan['dir']}: " + ("finished and up to date" if state == "finished" else f"{state}; {read}"))
+    finished = "finished and up to date" if plan["sources_compared"] else "finished; its sources are not compared"
+    lines.append(f"  {plan['dir']}: " + (finished if plan["state"] == "finished" else f"{plan['state']}; {read}"))
     return "\n".join(lines)
 
 

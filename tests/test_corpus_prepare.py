@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import locked
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceConfig
 from pretrain.corpus import parallel, shards
+from pretrain.corpus import prepare as preparing
 from pretrain.corpus.documents import Documents, PieceSummary
 from pretrain.corpus.parts import DOCUMENT
 from pretrain.corpus.prepare import describe, prepare
@@ -259,6 +261,57 @@ def test_a_prepared_folder_stays_and_its_weights_may_change(sources: Path, prepa
     described = describe(settings)
     assert described["state"] == "finished"
     assert estimate.preparation_lines(described).splitlines()[-1] == f"  {target}: finished and up to date"
+
+
+def test_a_folder_with_something_else_is_left_as_it_is(sources: Path, tmp_path: Path) -> None:
+    model, export, newer = tmp_path / "model", tmp_path / "export", tmp_path / "newer"
+    for folder, files in (
+        (model, {"config.json": "{}", "vocab.txt": "a"}),
+        (export, {"manifest.json": '{"files": {}}', "tokenizer.json": "{}"}),
+        (newer, {"manifest.json": '{"format": 99, "shards": [], "files": {}}'}),
+    ):
+        folder.mkdir()
+        for name, value in files.items():
+            (folder / name).write_text(value)
+        with pytest.raises(InputError, match="something else" if folder != newer else "format 99") as error:
+            prepare(config(sources, folder), quiet=True)
+        assert "another corpus.dir" in str(error.value)
+        with pytest.raises(InputError, match="another corpus.dir"):
+            describe(config(sources, folder))
+        assert {path.name: path.read_text() for path in folder.iterdir()} == files
+
+
+def test_a_damaged_corpus_is_prepared_again_with_its_own_settings_only(sources: Path, tmp_path: Path) -> None:
+    folder, texts = tmp_path / "corpus", tmp_path / "texts"
+    shutil.copytree(sources, texts)
+    prepare(config(texts, folder), quiet=True)
+    before, shard = content(folder), next(folder.glob("*.npy"))
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    manifest = (folder / "manifest.json").read_bytes()
+    with pytest.raises(InputError, match="min_document_words: was 10, is 12"):
+        prepare(config(texts, folder, min_document_words=12), quiet=True)
+    (texts / "lines.jsonl").rename(texts / "elsewhere")
+    (texts / "lines.jsonl").write_text('{"text": "other"}\n')
+    with pytest.raises(InputError, match="its files have changed"):
+        prepare(config(texts, folder), quiet=True)
+    assert (folder / "manifest.json").read_bytes() == manifest, "the other shards can be opened"
+    (texts / "elsewhere").replace(texts / "lines.jsonl")
+    assert "prepared in" in prepare(config(texts, folder), quiet=True)
+    assert content(folder) == before
+
+
+def test_a_corpus_that_another_process_finished_meanwhile_is_not_prepared_again(
+    sources: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, pool = tmp_path / "corpus", preparing._Preparation._pool
+    monkeypatch.setattr(preparing._Preparation, "_pool", lambda one: (shutil.copytree(prepared, folder), pool(one))[1])
+    assert "already prepared" in prepare(config(sources, folder), quiet=True)
+    shutil.rmtree(folder)
+    with pytest.raises(InputError, match="min_document_words"):
+        prepare(config(sources, folder, min_document_words=12), quiet=True)
+    assert content(folder) == content(prepared)
 
 
 def test_the_progress_shows_neither_an_unknown_total_nor_a_rate_of_an_instant(

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from corpora import make_vocabulary, write_corpus
 
+from pretrain.common.addresses import local, local_run
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import append_open, locked
+from pretrain.common.files import append_open, disk_errors, locked
 from pretrain.corpus import shards as shards_of
 from pretrain.corpus.shards import open_shards
 
@@ -25,6 +26,24 @@ ROOT = Path(__file__).parent.parent
 
 
 # ---- locks
+
+
+def test_a_full_disk_is_recognised_without_a_number(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="disk full"), disk_errors(tmp_path):
+        np.zeros(100_000).tofile("/dev/full")
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".work").write_text("")
+    with pytest.raises(InputError, match="cannot write here"), locked(tmp_path / ".work" / "lock", "locked"):
+        pass
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local("~/corpora/x") == tmp_path / "corpora/x"
+    assert local_run("~/runs/x") == tmp_path / "runs/x"
+    assert local("corpora/~x") == Path("corpora/~x")
 
 
 def test_a_lock_is_held_against_others(tmp_path: Path) -> None:

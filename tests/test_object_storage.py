@@ -27,7 +27,7 @@ from pretrain.common.addresses import local
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import verify_manifest, write_manifest
 from pretrain.storage import folders
-from pretrain.storage.objects import Listed, ObjectStore, _listed
+from pretrain.storage.objects import Listed, ObjectStore, _listed, _part_file
 from pretrain.storage.runs import StoredRun
 from pretrain.training.engine import Fragment
 from tests.object_store import BUCKET, Fault, FaultyProxy, forget_clients, point_to, s3_server
@@ -117,6 +117,40 @@ def test_a_folder_that_is_stored_again_loses_its_former_files(proxy: FaultyProxy
 
 
 # ---- single objects
+
+
+def test_a_file_that_was_deleted_since_an_interrupted_store_is_stored_again(
+    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, folder = f"s3://{BUCKET}/{tmp_path.name}/deleted", make_folder(tmp_path / "a", one="1", two="22")
+    write = ObjectStore.write
+
+    def fail(*_: Any) -> None:
+        raise MachineError("cut")
+
+    monkeypatch.setattr(ObjectStore, "write", fail)  # the manifest is the last
+    with pytest.raises(MachineError):
+        folders.store(folder, address)
+    monkeypatch.setattr(ObjectStore, "write", write)
+    ObjectStore().delete(f"{address}/one")
+    folders.store(folder, address)
+    assert (folders.fetch(address, folder=tmp_path / "b") / "one").read_text() == "1"
+
+
+def test_only_what_is_missing_needs_space(proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"s3://{BUCKET}/{tmp_path.name}/space"
+    for name in ("one", "two"):
+        ObjectStore().write(f"{address}/{name}", b"x" * 1000)
+    folders.fetch_files(f"{address}/one")
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10_000, 9000, 999))
+    with pytest.raises(MachineError, match="are to be fetched"):
+        folders.fetch_files(address)
+    (begun,) = folders.find(f"{address}/two").values()
+    part = _part_file(local(f"{address}/two"), begun, "")
+    part.write_bytes(b"x")
+    assert len(folders.fetch_files(address)) == 2
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10_000, 10_000, 0))
+    assert len(folders.fetch_files(address)) == 2
 
 
 def test_a_large_file_goes_up_in_parts_and_a_part_that_fails_alone_is_sent_again(
@@ -466,6 +500,29 @@ def test_a_run_that_is_here_is_not_fetched_over(proxy: FaultyProxy) -> None:
     shutil.rmtree(folder)
     StoredRun(RUN, folder).bring()
     assert (folder / "metrics.jsonl").read_text() == "old\n"
+
+
+def test_a_fetch_that_ends_between_the_checkpoint_and_the_small_files_goes_on(
+    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the run would begin new records, and store them over the old ones."""
+    folder = local(RUN)
+    save(make_saver(StoredRun(RUN, folder), folder), 1)
+    ObjectStore().write(f"{RUN}/metrics.jsonl", b"old\n")
+    shutil.rmtree(folder)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+        def stop(_: StoredRun) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(StoredRun, "_bring_files", stop)
+        StoredRun(RUN, folder).bring()
+    assert store.list_checkpoints(folder / "checkpoints")
+    StoredRun(RUN, folder).bring()
+    assert (folder / "metrics.jsonl").read_text() == "old\n"
+    (folder / "metrics.jsonl").write_text("new\n")
+    StoredRun(RUN, folder).bring()
+    assert (folder / "metrics.jsonl").read_text() == "new\n", "only what was not fetched is fetched again"
 
 
 def test_a_finished_fine_tuning_is_stored_without_checkpoints(proxy: FaultyProxy) -> None:

@@ -49,12 +49,12 @@ def cache() -> Path:
 
 
 def local(text: Path | str) -> Path:
-    """The local folder or file of an address; a path as it is."""
+    """The local folder or file of an address; a path, with ~ as the home folder."""
     return _below(cache(), text)
 
 
 def local_run(text: Path | str) -> Path:
-    """The local folder in which the run at an address trains; a path as it is."""
+    """The local folder in which the run at an address trains; a path, with ~ as the home folder."""
     return _below(Path(os.environ.get(RUNS_VARIABLE) or cache()).expanduser().absolute(), text)
 
 
@@ -69,7 +69,7 @@ def shown(path: Path | str) -> str:
 
 def _below(folder: Path, text: Path | str) -> Path:
     if not is_remote(text):
-        return Path(text)
+        return Path(text).expanduser()
     scheme, _, rest = str(text).partition("://")
     return folder / scheme / rest.rstrip("/")
 

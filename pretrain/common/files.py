@@ -34,7 +34,10 @@ _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _OTHER_FILES = 4096  # generous for the sockets, libraries and logs of a large run
 # Errors of flock if the file system or its mount does not support locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_NO_SUCH_PATH = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+_NO_SUCH_PATH = (
+    *(errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
+    *(errno.ENAMETOOLONG, errno.ELOOP),
+)
 
 
 def check_local(path: Path | str) -> None:
@@ -57,7 +60,8 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        # numpy's tofile gives no number: "81400 requested and 74096 written".
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and str(error).endswith(" written")):
             free = shutil.disk_usage(existing_parent(path)).free
             raise MachineError(
                 f"{path}: disk full ({free / 1e9:.2f} GB free). No incomplete file is kept; "
@@ -243,6 +247,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         return parse_manifest(path.read_bytes(), path)
     except FileNotFoundError:
         raise InputError(f"{path}: not found, so the folder is incomplete. Create the folder again.") from None
+    except PermissionError:
+        raise InputError(f"{path}: cannot be read by this user. Check its permissions.") from None
 
 
 def parse_manifest(content: bytes, where: Path | str) -> dict[str, Any]:

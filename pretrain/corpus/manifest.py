@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import read_manifest, sha256_file
+from pretrain.common.files import MANIFEST, read_manifest, sha256_file
 from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus.card import CARD_FILES
 from pretrain.corpus.filters import filter_settings
@@ -18,6 +18,8 @@ from pretrain.corpus.inputs import Input
 from pretrain.corpus.shards import FORMAT, token_dtype
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.vocabulary import TOKENIZER_FILES, vocabulary_size
+
+_OTHER_FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")  # of models
 
 
 def make_manifest(
@@ -113,13 +115,62 @@ def accepted_manifest(
             of the vocabulary must be the same.
     """
     manifest = read_manifest(folder)
-    _accept_copies(manifest, inputs, settings)
-    before = manifest["settings"]
     if same_tokenizer is not None:
         check_same_tokenizer(folder, same_tokenizer)
-        before, settings = _without_vocabulary(before), _without_vocabulary(settings)
-    refuse_changes(folder, before, settings)
+    refuse_other_settings(folder, manifest, inputs, settings, vocabulary=same_tokenizer is None)
     return manifest
+
+
+def refuse_other_settings(
+    folder: Path, manifest: dict[str, Any], inputs: list[list[Input]], now: dict[str, Any], *, vocabulary: bool
+) -> None:
+    """Raise `InputError` if the settings of a manifest, or the content of its sources, are others.
+
+    Copies of the sources are the same, and the manifest takes their state. Without `vocabulary`, the settings that
+    describe it may differ.
+    """
+    _accept_copies(manifest, inputs, now)
+    before = manifest["settings"]
+    if not vocabulary:
+        before, now = _without_vocabulary(before), _without_vocabulary(now)
+    refuse_changes(folder, before, now)
+
+
+def readable_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a corpus, which may be damaged; None if it cannot be read."""
+    try:
+        manifest = read_manifest(folder)
+    except InputError:
+        return None
+    return manifest if isinstance(manifest.get("settings"), dict) and "sources" in manifest else None
+
+
+def refuse_other_content(folder: Path) -> None:
+    """Raise `InputError` if `folder` holds something else than a corpus of this version, complete or not."""
+    other = next((path for pattern in _OTHER_FILES for path in sorted(folder.glob(pattern))), None)
+    if (folder / MANIFEST).exists():
+        try:
+            manifest = read_manifest(folder)
+        except InputError:  # damaged: the corpus is prepared again
+            manifest = {"format": FORMAT, "shards": []}
+        if "shards" not in manifest:
+            other = folder / MANIFEST
+        elif manifest.get("format") != FORMAT:
+            raise InputError(
+                f"{folder / MANIFEST}: has format {manifest.get('format')}, this version reads {FORMAT}. Install the "
+                "version that wrote it, or choose another corpus.dir."
+            )
+    if other is not None:
+        raise InputError(f"{folder}: holds something else than a corpus ({other.name}). Choose another corpus.dir.")
+
+
+def refuse_changed_settings(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """As `refuse_changes`, without a look at the files of the sources."""
+    refuse_changes(folder, *({key: x for key, x in one.items() if not _is_files(key)} for one in (before, now)))
+
+
+def _is_files(key: str) -> bool:
+    return key.startswith("corpus.sources.") and key.endswith(".path")
 
 
 def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -48,7 +48,11 @@ from pretrain.corpus.manifest import (
     fingerprint,
     fingerprint_settings,
     make_manifest,
+    readable_manifest,
+    refuse_changed_settings,
     refuse_changes,
+    refuse_other_content,
+    refuse_other_settings,
     source_facts,
     source_name,
 )
@@ -104,20 +108,27 @@ def prepare(
 
 
 def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """What `prepare` would read, for --dry-run: dir, state, processes, bytes, and the files of every source.
+    """What `prepare` would read, for --dry-run: dir, state, whether its sources were compared with those
+    of a finished corpus, processes, bytes, and the files of every source.
 
     `tokenizer` as for `prepare`.
 
     Raises `InputError` as `prepare` does, also if the corpus is finished and was prepared with other settings.
     """
     corpus, folder = config.corpus, config.corpus.folder
+    refuse_other_content(folder)
     state = "finished" if prepared_manifest(corpus) else "started" if (folder / WORK).exists() else "new"
+    ours = tokenizer or _given_tokenizer(corpus)
     found = [sources.list_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
     if state != "finished":
         check_filters(corpus.filters)
-    if (folder / MANIFEST).exists() and found and not any(is_remote(source.path) for source in corpus.sources):
-        settings = fingerprint_settings(corpus, found, tokenizer or _given_tokenizer(corpus))
-        accepted_manifest(folder, found, settings, None if corpus.vocabulary.added_words else tokenizer)
+    compared = not any(is_remote(source.path) for source in corpus.sources)  # those at addresses are not fetched
+    if (folder / MANIFEST).exists() and found:
+        settings = fingerprint_settings(corpus, found if compared else [[] for _ in found], ours)
+        if compared:
+            accepted_manifest(folder, found, settings, None if corpus.vocabulary.added_words else tokenizer)
+        elif tokenizer is None:
+            refuse_changed_settings(folder, read_manifest(folder)["settings"], settings)
     rows = [
         {
             "name": source_name(source),
@@ -131,6 +142,7 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
     return {
         "dir": str(folder),
         "state": state,
+        "sources_compared": compared,
         "processes": _processes(config),
         "address": config.scheduling.address,
         "bytes": sum(row["bytes"] for row in rows),
@@ -192,30 +204,44 @@ class _Preparation:
 
     def run(self) -> str:
         started = time.monotonic()
-        finished = (self._folder / MANIFEST).exists()
-        if finished and not self._is_whole():
-            (self._folder / MANIFEST).unlink()
-            finished = False
-        if finished:
-            self._check_finished()
-            outcome = "already prepared"
-        else:
+        refuse_other_content(self._folder)
+        outcome = "already prepared"
+        if not self._is_finished():
             check_filters(self._corpus.filters)
             # The pool comes first: forked processes would hold the lock, too, and catch signals meant for this one.
             pool = self._pool()
             with pool, self._locked_work(), _stoppable(self._folder), self._bar:
-                self._stages(pool)
-            outcome = f"prepared in {time.monotonic() - started:.1f} s"
+                if not self._is_finished():  # another process may have finished it since
+                    self._stages(pool)
+                    outcome = f"prepared in {time.monotonic() - started:.1f} s"
+                shutil.rmtree(self._work, ignore_errors=True)
         shutil.rmtree(self._work, ignore_errors=True)
         return card.summary_line(self._folder, outcome)
 
-    def _is_whole(self) -> bool:
-        """Whether every file is as the manifest says; if not, the corpus is prepared again."""
+    def _is_finished(self) -> bool:
+        """Whether the corpus is prepared and whole. One that is damaged may be prepared again with its own settings.
+
+        Names, weights and licences of sources may change: the manifest takes them. Raises `InputError` if it was
+        prepared with other settings.
+        """
+        if not (self._folder / MANIFEST).exists():
+            return False
         try:
             verify_shards(self._folder)
         except InputError as error:
+            if manifest := readable_manifest(self._folder):
+                refuse_other_settings(
+                    self._folder, manifest, self._inputs, self._settings, vocabulary=self._of_start is None
+                )
             self._bar.say(f"{error} Preparing it again.")
             return False
+        same_tokenizer = None if self._of_start is None else self._tokenizer
+        manifest = accepted_manifest(self._folder, self._inputs, self._settings, same_tokenizer)
+        for number, entry in enumerate(manifest["sources"]):
+            entry |= source_facts(self._corpus.sources[number])
+        manifest["fingerprint"] = fingerprint(manifest)
+        if manifest != read_manifest(self._folder):
+            put_manifest(self._folder, manifest)
         return True
 
     def _stages(self, pool: Pool) -> None:
@@ -230,6 +256,7 @@ class _Preparation:
             self._tokenize(pool, summaries)
         documents = self._documents(summaries)
         plan = documents.plan(self._corpus.shard_tokens)
+        (self._folder / MANIFEST).unlink(missing_ok=True)  # of a damaged corpus, readable until now
         results = self._write_shards(pool, documents, plan)
         pool.finish()
         self._finish(tokenizer, documents, plan, results, hashes)
@@ -249,16 +276,6 @@ class _Preparation:
             filters=self._corpus.filters,
         )
         return Pool(self._processes, settings, self._tokenizer, self._address)
-
-    def _check_finished(self) -> None:
-        """Refuse a folder made with other settings. Names, weights and licences may change: the manifest takes them."""
-        same_tokenizer = None if self._of_start is None else self._tokenizer
-        manifest = accepted_manifest(self._folder, self._inputs, self._settings, same_tokenizer)
-        for number, entry in enumerate(manifest["sources"]):
-            entry |= source_facts(self._corpus.sources[number])
-        manifest["fingerprint"] = fingerprint(manifest)
-        if manifest != read_manifest(self._folder):
-            put_manifest(self._folder, manifest)
 
     @contextlib.contextmanager
     def _locked_work(self) -> Iterator[None]:

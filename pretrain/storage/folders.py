@@ -32,7 +32,7 @@ from pretrain.common.files import (
     sha256_file,
     write_json,
 )
-from pretrain.storage.objects import Listed, ObjectStore
+from pretrain.storage.objects import Listed, ObjectStore, bytes_to_fetch
 
 _AT_ONCE = 4  # files on their way
 _SAME_TIME_SECONDS = 0.01  # what a file system may round
@@ -72,14 +72,9 @@ def fetch(
             return folder
         if not same:
             (folder / MANIFEST).unlink(missing_ok=True)
-        _check_space(folder, sum(files[name]["bytes"] for name in missing))
-
-        def bring(name: str) -> None:
-            entry = files[name]
-            expected = Listed(entry["bytes"], "", 0.0)
-            objects.download(join(address, name), folder / name, expected, entry["sha256"])
-
-        _all(bring, missing)
+        expected = {name: (Listed(files[name]["bytes"], "", 0.0), files[name]["sha256"]) for name in missing}
+        _check_space(folder, sum(bytes_to_fetch(folder / name, *expected[name]) for name in missing))
+        _all(lambda name: objects.download(join(address, name), folder / name, *expected[name]), missing)
         if not but:
             with atomic_open(folder / MANIFEST) as file:
                 file.write(content)
@@ -109,9 +104,11 @@ def store(folder: Path, address: str, objects: ObjectStore | None = None) -> Non
     with _Uploaded(folder, address) as uploaded:
 
         def put(name: str) -> None:
-            if not uploaded.has(name, manifest["files"][name]["sha256"]):
+            entry = manifest["files"][name]
+            there = uploaded.has(name, entry["sha256"]) and objects.facts(join(address, name))
+            if not there or there.bytes != entry["bytes"]:  # also what was deleted since the interrupted call
                 objects.upload(folder / name, join(address, name))
-                uploaded.add(name, manifest["files"][name]["sha256"])
+                uploaded.add(name, entry["sha256"])
 
         _all(put, changed)
         objects.write(join(address, MANIFEST), content)
@@ -140,11 +137,12 @@ def fetch_files(address: str, suffixes: tuple[str, ...] = (), objects: ObjectSto
     objects = objects or ObjectStore()
     found = find(address, suffixes, objects)
     root = local(_root(address))
-    _check_space(root, sum(one.bytes for one in found.values()))
+    missing = [name for name, facts in found.items() if not _is_current(local(name), facts)]
+    _check_space(root, sum(bytes_to_fetch(local(name), found[name]) for name in missing))
 
     def bring(name: str) -> Path:
         path = local(name)
-        if not _is_current(path, found[name]):
+        if not _is_current(path, found[name]):  # another process may have brought it
             objects.download(name, path, found[name])
         return path
 

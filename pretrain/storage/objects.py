@@ -122,8 +122,7 @@ class ObjectStore:
         A download that was cut goes on where it ended, also in another process. The content must have the given
         SHA-256, or else the tag of `expected` still after the last byte.
         """
-        tag = hashlib.sha256(f"{sha256 or expected.tag} {expected.bytes}".encode()).hexdigest()[:8]
-        part = path.with_name(f".{path.name}.{tag}.part")
+        part = _part_file(path, expected, sha256)
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             for retries_left in (1, 0):
@@ -231,6 +230,18 @@ class ObjectStore:
             time.sleep(min(left, wait * random.uniform(0.5, 1.0)))
             wait = min(_LONGEST_WAIT_SECONDS, 2 * wait)
         raise AssertionError("unreachable")
+
+
+def bytes_to_fetch(path: Path, expected: Listed, sha256: str = "") -> int:
+    """How many bytes `ObjectStore.download` with these arguments still has to fetch."""
+    part = _part_file(path, expected, sha256)
+    return expected.bytes - (part.stat().st_size if part.is_file() else 0)
+
+
+def _part_file(path: Path, expected: Listed, sha256: str) -> Path:
+    """Where a download collects what it has fetched."""
+    tag = hashlib.sha256(f"{sha256 or expected.tag} {expected.bytes}".encode()).hexdigest()[:8]
+    return path.with_name(f".{path.name}.{tag}.part")
 
 
 def _system(address: str) -> Any:

@@ -26,7 +26,14 @@ from typing import Any
 
 from pretrain.common.addresses import is_remote, join, local
 from pretrain.common.errors import InputError
-from pretrain.common.files import MANIFEST, atomic_open, checkpoint_names, read_manifest, verify_manifest
+from pretrain.common.files import (
+    MANIFEST,
+    atomic_open,
+    checkpoint_names,
+    disk_errors,
+    read_manifest,
+    verify_manifest,
+)
 from pretrain.storage import folders
 from pretrain.storage.objects import RETRY_SECONDS, ObjectStore
 
@@ -42,6 +49,7 @@ RUN_FILES = (
     "scores.json",
 )
 _STATE, _MODEL = "state.json", "model"
+_FETCHING = ".fetching"  # a file that is there until the run's small files have been fetched behind a checkpoint
 _CHECKPOINT = re.compile(r"step-\d{8}")
 
 logger = logging.getLogger(__name__)
@@ -104,14 +112,17 @@ class StoredRun:
 
         The model of a finished fine-tuning is fetched too. One process per machine fetches; others wait.
         """
-        model = self._folder / _MODEL
+        model, begun = self._folder / _MODEL, self._folder / _FETCHING
         with folders.alone(self._folder):
-            fetched = self._bring_newest()
+            fetched = self._bring_newest(begun)
             if self.has_model():
-                fetched |= not (model / MANIFEST).is_file()
+                if not (model / MANIFEST).is_file():
+                    fetched = True
+                    _mark(begun)
                 folders.fetch(self._at(_MODEL), self._objects, folder=model)
-            if fetched:  # else a run may be writing these files
+            if fetched or begun.is_file():  # else a run may be writing these files
                 self._bring_files()
+                begun.unlink(missing_ok=True)
 
     def bring_all(self) -> None:
         """Fetch all stored checkpoints."""
@@ -219,13 +230,17 @@ class StoredRun:
     def _at(self, *names: str) -> str:
         return join(self.address, *names)
 
-    def _bring_newest(self) -> bool:
-        """Fetch the newest intact stored checkpoint, unless the local folder has it or a newer one; whether it did."""
+    def _bring_newest(self, begun: Path) -> bool:
+        """Fetch the newest intact stored checkpoint, unless the local folder has it or a newer one; whether it did.
+
+        The file `begun` is written first.
+        """
         ours = self._newest_intact()
         for name in reversed(self.names()):
             if ours >= name:
                 return False
             try:
+                _mark(begun)
                 self._fetch(name)
                 return True
             except InputError as error:
@@ -277,3 +292,9 @@ class StoredRun:
             if content is not None:
                 with atomic_open(self._folder / name) as file:
                     file.write(content)
+
+
+def _mark(path: Path) -> None:
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
