@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -56,7 +57,30 @@ def exit_code(run: Callable[[], int | None]) -> int:
 
     A `RunError` is printed as `error: ...` and gives its own exit code. A bug keeps its traceback. A reader of the
     output that ends, such as `head`, ends the command quietly, with the code of SIGPIPE.
+
+    One of torchrun's processes that has failed beside others ends at once, as `_has_group` says why.
     """
+    try:
+        code = _exit_code(run)
+    except Exception:
+        if not _has_group():
+            raise
+        traceback.print_exc()
+        code = 1
+    if code and _has_group():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _has_group() -> bool:
+    """Whether NCCL's process group is left: the interpreter's end would wait for its other ranks."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized() and distributed.get_backend() == "nccl"
+
+
+def _exit_code(run: Callable[[], int | None]) -> int:
     try:
         code = run() or 0
         sys.stdout.flush()

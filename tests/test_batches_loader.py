@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -229,3 +230,14 @@ def test_pinned_batches_are_the_same_ones(shards: TokenShards) -> None:
         for one, other in zip(plain.micro_batches, pinned.micro_batches, strict=True):
             assert other.input_ids.is_pinned()
             assert torch.equal(one.input_ids, other.to(torch.device("cuda")).input_ids.cpu())
+
+
+def test_threads_pin_on_the_gpu_of_the_one_that_trains(shards: TokenShards, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: chosen.append((threading.current_thread().name, gpu)))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self)
+    loader = Loader(shards, run_config(), 0, rank=0, world_size=1, pinned=True)
+    next(loader)
+    loader.close()
+    assert set(chosen) == {("loader-0", 3)}

@@ -465,6 +465,36 @@ def test_fine_tuning_refuses_remote_addresses(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("what", "backend", "code", "late"),
+    [
+        ("raise InputError('wrong')", "nccl", 2, False),
+        ("raise RuntimeError('a bug')", "nccl", 1, False),
+        ("raise InputError('wrong')", "gloo", 2, True),
+        ("print('fine')", "nccl", 0, True),
+    ],
+)
+def test_a_failed_process_does_not_wait_for_a_group_that_is_left(
+    what: str, backend: str, code: int, late: bool
+) -> None:
+    """NCCL's destructor may wait for other ranks; `late` is printed by what runs when the interpreter ends."""
+    program = f"""
+import atexit, sys
+import torch.distributed as dist
+from pretrain.commands import exit_code
+from pretrain.common.errors import InputError
+dist.is_initialized, dist.get_backend = lambda: True, lambda: {backend!r}
+atexit.register(lambda: print("late"))
+def run():
+    {what}
+sys.exit(exit_code(run))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("late" in done.stdout) == late
+    assert not code or ("error: wrong" in done.stderr) or ("RuntimeError: a bug" in done.stderr)
+
+
 def test_a_stopped_stage_leaves_the_advice_to_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     def stop() -> None:
         raise StoppedError(f"stopped at step 2 of 4.{StoppedError.CONTINUE}")

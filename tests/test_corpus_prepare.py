@@ -276,7 +276,7 @@ def test_a_folder_with_something_else_is_left_as_it_is(sources: Path, tmp_path: 
         with pytest.raises(InputError, match="something else" if folder != newer else "format 99") as error:
             prepare(config(sources, folder), quiet=True)
         assert "another corpus.dir" in str(error.value)
-        with pytest.raises(InputError, match="another corpus.dir"):
+        with pytest.raises(InputError, match=r"another corpus\.dir"):
             describe(config(sources, folder))
         assert {path.name: path.read_text() for path in folder.iterdir()} == files
 

@@ -510,13 +510,14 @@ def test_a_fetch_that_ends_between_the_checkpoint_and_the_small_files_goes_on(
     save(make_saver(StoredRun(RUN, folder), folder), 1)
     ObjectStore().write(f"{RUN}/metrics.jsonl", b"old\n")
     shutil.rmtree(folder)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
 
-        def stop(_: StoredRun) -> None:
-            raise KeyboardInterrupt
+    def stop(_: StoredRun) -> None:
+        raise KeyboardInterrupt
 
+    with monkeypatch.context() as patch:
         patch.setattr(StoredRun, "_bring_files", stop)
-        StoredRun(RUN, folder).bring()
+        with pytest.raises(KeyboardInterrupt):
+            StoredRun(RUN, folder).bring()
     assert store.list_checkpoints(folder / "checkpoints")
     StoredRun(RUN, folder).bring()
     assert (folder / "metrics.jsonl").read_text() == "old\n"

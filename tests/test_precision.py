@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pretrain import preflight
-from pretrain.common.errors import MachineError
+from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 from pretrain.common.worker import Worker
 from pretrain.config import EngineConfig, PretrainConfig, changed_for_resume, keep_precision
 from pretrain.model import precision
@@ -286,6 +287,35 @@ def test_a_worker_takes_its_gpu_before_the_workers_connect(
         pass
     assert order == [number, "nccl"]
     assert os.environ["LOCAL_RANK"] == str(number), "DeepSpeed's"
+
+
+@pytest.mark.parametrize(
+    ("error", "workers", "ended"),
+    [
+        (None, 2, True),
+        (StoppedError("stopped"), 2, True),
+        (DivergedError("diverged"), 2, True),
+        (InputError("a damaged shard"), 2, False),
+        (torch.OutOfMemoryError(), 2, False),
+        (InputError("a damaged shard"), 1, True),
+    ],
+)
+def test_an_error_of_one_rank_does_not_wait_for_the_end_of_nccl(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, workers: int, ended: bool
+) -> None:
+    """Its group ends when all ranks end it, and the others wait for this one elsewhere."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(session, "take_gpu", lambda _: None)
+    monkeypatch.setattr(session.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(session.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    ends: list[bool] = []
+    monkeypatch.setattr(session, "end_process_group", lambda: ends.append(True))
+    worker = Worker(world_size=workers)
+    with pytest.raises(type(error)) if error else contextlib.nullcontext(), session.process_group(worker):
+        if error is not None:
+            raise error
+    assert ends == [True] * ended
 
 
 def test_torch_takes_the_allocators_settings_while_it_runs() -> None:

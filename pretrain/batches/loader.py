@@ -102,7 +102,8 @@ class Loader:
         exchange: Exchange | None = None,
     ) -> None:
         self.stall_seconds = 0.0
-        self._pinned, self._exchange = pinned, exchange
+        self._exchange = exchange
+        self._gpu = torch.cuda.current_device() if pinned else None  # the current one of the thread that trains
         self._maker = BatchMaker(shards, config, phase, seed=config.seed, rank=rank, world_size=world_size)
         self._maker.check_batch()
         settings = config.phases[phase]
@@ -187,7 +188,11 @@ class Loader:
         self._put(last)
 
     def _placed(self, made: M) -> M:
-        return made.pinned() if self._pinned else made
+        if self._gpu is None:
+            return made
+        # In a new thread it is the first one, on which pinning would open another context of this process.
+        torch.cuda.set_device(self._gpu)
+        return made.pinned()
 
     def _put(self, item: _Made) -> bool:
         """Queue `item` for the consumer; False if the loader was closed meanwhile."""

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# Inductor's own launcher of kernels holds Python's lock while a GPU's queue is full, so the threads that report
+# heartbeats stand still; Triton's does not. Inductor reads the variable when it is imported.
+os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
 
 # Whether this torch supports axes whose size the compiler must not rely on; older versions were not tested.
 MARKS_UNKNOWN_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
@@ -20,8 +26,14 @@ def program(function: Callable[..., Any], fused: bool) -> Callable[..., Any]:
     """`function`, compiled once for all sizes of batches when `fused`."""
     if not fused:
         return function
-    _configure()
-    return torch.compile(function, dynamic=True)
+    compiled = torch.compile(function, dynamic=True)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        _configure()
+        return compiled(*arguments, **keywords)
+
+    return call
 
 
 def program_of_any_size(function: Callable[..., Any], axes: tuple[str, ...], fused: bool) -> Callable[..., Any]:
@@ -50,9 +62,14 @@ def program_of_any_size(function: Callable[..., Any], axes: tuple[str, ...], fus
     return call
 
 
-@functools.cache
+_configured = threading.local()
+
+
 def _configure() -> None:
-    """Apply the settings of the whole process, once."""
+    """Apply the settings, once in each thread: torch keeps them apart, and CUDA's backward pass has its own thread."""
+    if hasattr(_configured, "done"):
+        return
+    _configured.done = True
     # Sizes that happen to be equal in the first batch must not be taken for one size: that compiles again later.
     torch.fx.experimental._config.use_duck_shape = False  # pyright: ignore[reportAttributeAccessIssue]
     torch._dynamo.config.recompile_limit = 32

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pretrain import preflight
 from pretrain.checkpoint import store
 from pretrain.common.addresses import RUNS_VARIABLE
-from pretrain.common.errors import InputError, MachineError
+from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 from pretrain.common.files import allow_open_files, disk_errors
 from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import Worker
@@ -84,11 +84,19 @@ def process_group(worker: Worker) -> Iterator[None]:
         dist.init_process_group(backend, timeout=_CONNECT_TIMEOUT)
     else:
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportAttributeAccessIssue]
+    agreed = False
     try:
         with sleeping_when_crowded():
             yield
+        agreed = True
+    except (StoppedError, DivergedError):  # every rank raises them after the same step
+        agreed = True
+        raise
     finally:
-        end_process_group()
+        # NCCL's end is a collective, too: after an error of this rank alone it would wait, and nobody would learn of
+        # the error. The process ends without it.
+        if agreed or backend == "gloo" or worker.world_size == 1:
+            end_process_group()
 
 
 def collective_timeout(config: RunConfig) -> timedelta:

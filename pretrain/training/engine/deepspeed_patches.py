@@ -120,8 +120,10 @@ def import_deepspeed() -> Any:
     import deepspeed.ops
     import deepspeed.runtime.engine
 
-    # Its shared-memory collectives for CPU take 18 to 25 s of C++ compilation at the first start.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not torch.cuda.is_available():
+        # Its shared-memory collectives for CPU take 18 to 25 s of C++ compilation at the first start. To read the list
+        # tests all ops by compiling, so a GPU's start leaves it alone.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _choose_zero_for_bf16(deepspeed.runtime.engine)
     _align_parts(deepspeed.runtime.engine.DeepSpeedZeroOptimizer)
     _do_without_nvml()
