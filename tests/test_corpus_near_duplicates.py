@@ -91,6 +91,11 @@ def test_copies_do_not_hide_or_drop_their_original(tmp_path: Path) -> None:
     assert found == {1: 0, 3: 0}
 
 
+def test_texts_without_a_known_letter_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    adlam = [" ".join(chr(0x1E900 + (7 * number * k) % 60) * 3 for k in range(1, 30)) for number in range(1, 8)]
+    assert not search(adlam, tmp_path / "work")
+
+
 def test_short_and_empty_documents_have_sketches(tmp_path: Path) -> None:
     found = search(["One two.", "one two", "three four", "5", "", "…"], tmp_path / "short")
     assert found.items() >= {1: 0}.items()

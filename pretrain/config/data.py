@@ -132,7 +132,10 @@ class CorpusConfig(Section):
     )
     vocabulary: VocabularyConfig = Field(default=VocabularyConfig(), description="The WordPiece vocabulary.")
     min_document_words: int = Field(
-        default=20, ge=0, description="Words that a document needs; shorter ones are dropped and counted. 0 keeps all."
+        default=20,
+        ge=0,
+        description="Words that a document needs; shorter ones are dropped and counted. Blanks separate words, so text "
+        "in Chinese, Japanese or Thai needs 0, which keeps all.",
     )
     filters: FiltersConfig = Field(
         default=FiltersConfig(), description="Optional steps that drop or repair documents, all off by default."

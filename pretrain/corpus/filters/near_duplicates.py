@@ -11,6 +11,7 @@ compared with two of the documents that share a band with it: the first, and the
 from __future__ import annotations
 
 import bisect
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -78,13 +79,18 @@ def sketches(texts: Sequence[str], columns: TextColumns, config: NearDuplicatesC
 
 
 def _gram_sets(texts: Sequence[str], columns: TextColumns, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of the n-grams of all documents, and how many each has. One with fewer than n words has one hash."""
+    """Hashes of the n-grams of all documents, and how many each has. One with fewer than n words has one hash: of all
+    its words or, without any, such as in a script whose letters `TextColumns` does not know, of its text.
+    """
     grams = columns.grams(n)
     first, counts = columns.gram_documents(n)
     if counts.all():
         within = np.repeat(first - np.append(0, np.cumsum(counts)[:-1]), counts) + np.arange(counts.sum())
         return grams[within], counts
     whole = columns.sequence_hashes(columns.terms[:-1], columns.terms[1:])
+    for number in np.flatnonzero(np.diff(columns.terms) == 0):
+        digest = hashlib.blake2b(texts[number].encode(), digest_size=8).digest()
+        whole[number] = int.from_bytes(digest, "little")
     pieces = [grams[a : a + c] if c else whole[d : d + 1] for d, (a, c) in enumerate(zip(first, counts, strict=True))]
     return np.concatenate(pieces), np.maximum(1, counts)
 
