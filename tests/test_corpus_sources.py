@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pretrain.common.errors import InputError
 from pretrain.config import SourceConfig
 from pretrain.corpus import inputs, records
-from pretrain.corpus.inputs import Problems
+from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.sources import books, cut, docstrings, documents, find_inputs, mediawiki, wikiextractor
 
 
@@ -233,11 +233,71 @@ def test_csv_with_quotes_newlines_and_bad_rows(tmp_path: Path) -> None:
     texts, problems = read(SourceConfig(kind="csv", path=str(path)))
     assert texts == ['Two\nlines, and "quotes".', "plain", "bad \ufffd byte"]
     assert faults(problems) == {
-        "1 row left out, the first with 3 columns instead of 2": 1,
+        "row left out": 1,
         "bytes that are not UTF-8": 1,
     }
+    assert problems[-1]["first"] == "3 columns instead of 2"
     (tmp_path / "t.tsv.gz").write_bytes(gzip.compress(b"text\tid\nfrom a tab\t1\n"))
     assert read(SourceConfig(kind="csv", path=str(tmp_path / "t.tsv.gz"))) == (["from a tab"], [])
+
+
+def test_rows_left_out_are_counted_and_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("id,text\n1,one\n" + "2,too,many\n" * 3 + "3\n4,two\n")
+    texts, problems = read(SourceConfig(kind="csv", path=str(path)))
+    assert texts == ["one", "two"]
+    assert problems == [{"path": str(path), "fault": "row left out", "first": "3 columns instead of 2", "count": 4}]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_csv_row_may_be_larger_than_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    monkeypatch.setattr(inputs, "PIECE_BYTES", 64)
+    texts = [f"Row {n}." * (1 + 100 * (n in (20, 30))) for n in range(60)]
+    rows = [f"{n},{text}\n" + "1,2,3\n" * (n % 20 == 0) for n, text in enumerate(texts)]
+    path = tmp_path / f"t.csv{suffix}"
+    path.write_bytes(COMPRESS[suffix](("id,text\n" + "".join(rows)).encode()))
+    found, problems = read(SourceConfig(kind="csv", path=str(path)))
+    assert found == texts
+    assert faults(problems) == {"row left out": 3}
+    spans = [piece.data for piece in cut(SourceConfig(kind="csv", path=str(path)), 0, 0, Input((str(path),), 1))]
+    assert max(len(texts) for texts in spans) <= 10, "pieces stay small after a long row"
+
+
+def test_a_csv_row_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "PIECE_BYTES", 64)
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1 << 20)
+    path = tmp_path / "t.csv"
+    path.write_text('id,text\n1,"It never ends.\n' + "2,x\n" * (1 << 19))
+    with pytest.raises(InputError, match=r"t\.csv: a row of more than 1 MB\. Check that its quotes are closed"):
+        read(SourceConfig(kind="csv", path=str(path)))
+
+
+def test_a_quote_at_the_beginning_of_a_tsv_cell_swallows_no_rows(tmp_path: Path) -> None:
+    texts = ['"' * (n in (10, 60)) + f"Row {n}." for n in range(100)]
+    path = tmp_path / "t.tsv"
+    path.write_text("id\ttext\tlabel\n" + "".join(f"{n}\t{text}\t0\n" for n, text in enumerate(texts)))
+    assert read(SourceConfig(kind="csv", path=str(path))) == (texts, [])
+    path.write_text(path.read_text() + '100\t"A ""doubled"" one."\t0\n')
+    found, problems = read(SourceConfig(kind="csv", path=str(path)))
+    assert found == [*texts, '"A ""doubled"" one."']
+    assert faults(problems) == {"cell that looks quoted, but others have bare quotes: read as it is": 1}
+    assert problems[0]["first"] == "line 102"
+
+
+@pytest.mark.parametrize("suffix", ["", ".xz"])
+def test_a_tsv_file_that_its_writer_quoted_is_read_so(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"t.tsv{suffix}"
+    rows = 'text\tid\n"Two\nlines, and ""quotes""."\t1\nplain\t2\n"a\ttab"\t3\n'
+    path.write_bytes(COMPRESS[suffix](rows.encode()))
+    assert read(SourceConfig(kind="csv", path=str(path))) == (['Two\nlines, and "quotes".', "plain", "a\ttab"], [])
+
+
+def test_a_broken_tsv_file_is_a_fault_on_the_card(tmp_path: Path) -> None:
+    path = tmp_path / "t.tsv.gz"
+    rows = "".join(f'{n}\t"Row {n * n}.\n' for n in range(5000))
+    path.write_bytes(gzip.compress(("id\ttext\n" + rows).encode())[:-40])
+    _, problems = read(SourceConfig(kind="csv", path=str(path)))
+    assert [fault.partition(":")[0] for fault in faults(problems)] == ["broken file"]
 
 
 def test_parquet_by_row_groups(tmp_path: Path) -> None:

@@ -185,19 +185,22 @@ class BrokenInputError(Exception):
     """A file that cannot be read to its end or in part; the rest has been yielded."""
 
 
-def carried_spans(item: Input, blocks: Iterator[tuple[Any, int]], nothing: Any) -> Iterator[Span]:
+def carried_spans(
+    item: Input, blocks: Iterator[tuple[Any, int]], nothing: Any, problems: Problems | None = None
+) -> Iterator[Span]:
     """Spans that carry their data, read in order by one process. The last has no data, only the faults.
 
     `blocks` yields (data, bytes of the file read so far) and may raise `BrokenInputError`; `nothing` is empty data.
+    `problems` are those that reading the blocks finds besides.
     """
-    path, problems = item.paths[0], Problems()
+    path, problems = item.paths[0], problems or Problems()
     position = 0
     is_empty = True
     try:
         for data, read in blocks:
-            yield Span(data=data, bytes=read - position)
-            position, is_empty = read, False
-        if is_empty:
+            yield Span(data=data, bytes=max(0, read - position))
+            position, is_empty = max(position, read), False
+        if is_empty and not problems.entries():
             problems.add(path, "empty file")
     except BrokenInputError as error:
         problems.add(path, str(error), f"in its last {item.bytes - position} bytes")
@@ -213,14 +216,20 @@ def file_size(path: Path, where: str) -> int:
         raise InputError(f"{where}.path: {path}: cannot be read ({error.strerror}). Check its permissions.") from None
 
 
+def compression(path: Path) -> str:
+    """The suffix of a compressed file, among COMPRESSED; "" of another."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in COMPRESSED else ""
+
+
 def plain_suffix(path: Path) -> str:
     """The suffix without a compression's: `.xml` of `a.xml.bz2`."""
-    return (Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix).lower()
+    return Path(path.stem if compression(path) else path).suffix.lower()
 
 
 def open_file(path: Path) -> IO[Any]:
     """The file open for reading bytes, decompressed."""
-    return cast(IO[Any], COMPRESSED[path.suffix](path)) if path.suffix in COMPRESSED else path.open("rb")
+    return cast(IO[Any], COMPRESSED[compression(path)](path)) if compression(path) else path.open("rb")
 
 
 def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:
