@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -362,6 +364,68 @@ def test_a_source_that_is_not_there() -> None:
         find_inputs(SourceConfig(kind="books", path="nowhere/*.txt"), "corpus.sources.0")
 
 
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    for name in ("texts/own/a.txt", "texts/.hidden.txt", "other/b.txt", "other/below/c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"This is {name}.\n")
+    (texts / "linked").symlink_to(tmp_path / "other")
+    (texts / "part").symlink_to(tmp_path / "other" / "below")
+    (texts / "again").symlink_to(texts / "own")
+    (tmp_path / "other" / "up").symlink_to(texts)
+    (texts / "loop.txt").symlink_to(texts / "loop.txt")
+    (texts / "nowhere.txt").symlink_to(tmp_path / "gone.txt")
+    found = find_inputs(SourceConfig(kind="books", path=str(texts)), "corpus.sources.0")
+    names = [Path(path).relative_to(texts).as_posix() for path in found[0].paths]
+    assert names == ["linked/b.txt", "linked/below/c.txt", "own/a.txt"]
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text("A text.\n")
+    listed = os.scandir
+
+    def scandir(path: str) -> Any:
+        """As a user who may not list b; tests may run as root, who may list all."""
+        if Path(path).name == "b":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    refusal = rf"corpus\.sources\.0\.path: {re.escape(str(tmp_path))}/b: cannot be read \(Permission denied\)"
+    with pytest.raises(InputError, match=refusal):
+        find_inputs(SourceConfig(kind="books", path=str(tmp_path)), "corpus.sources.0")
+
+
+@pytest.mark.parametrize("name", ["b.txt.zst", "b.ZIP", "b.tar.gz", "b.tgz", "b.txt.Z"])
+def test_a_file_that_cannot_be_unpacked_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.txt").write_text("A text.\n")
+    (tmp_path / name).write_bytes(bytes(range(256)))
+    for kind, path in (("books", "*"), ("books", name), ("wikiextractor", "")):
+        with pytest.raises(
+            InputError, match=rf"sources\.0\.path: .*{name}: \.\w+ files are not unpacked here\. Unpack"
+        ):
+            find_inputs(SourceConfig(kind=kind, path=str(tmp_path / path)), "corpus.sources.0")
+
+
+@pytest.mark.parametrize("suffix", [".GZ", ".Bz2", ".XZ"])
+def test_a_compression_may_be_in_capitals(tmp_path: Path, suffix: str) -> None:
+    compress = COMPRESS[suffix.lower()]
+    (tmp_path / f"A.TXT{suffix}").write_bytes(compress(b"This is a compressed text.\n"))
+    (tmp_path / f"b.csv{suffix}").write_bytes(compress(b"id,text\n1,one\n"))
+    (tmp_path / f"c.jsonl{suffix}").write_bytes(compress(b'{"text": "two"}\n'))
+    for kind, texts in (("books", ["This is a compressed text."]), ("csv", ["one"]), ("jsonl", ["two"])):
+        assert read(SourceConfig(kind=kind, path=str(tmp_path))) == (texts, [])
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    for name in (b"a.txt", b"caf\xe9.txt"):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text("A text.\n")
+    with pytest.raises(InputError, match=r"sources\.0\.path: .*/caf\\xe9\.txt: its name is not UTF-8\. Rename it\."):
+        find_inputs(SourceConfig(kind="books", path=str(tmp_path)), "corpus.sources.0")
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "data"), [("jsonl", "a.jsonl", b'{"body": "x"}\n'), ("csv", "a.csv", b"id,body\n1,x\n")]
 )
@@ -551,8 +615,30 @@ def test_docstrings_are_read_as_running_text_without_import(tmp_path: Path) -> N
     assert faults(problems) == {"not valid Python: SyntaxError": 1}
 
 
+@pytest.mark.parametrize("path", ["pkg/module.py", "pkg/*.py", "pkg/**/*.py", "~/pkg", "src [old]"])
+def test_docstrings_are_read_from_a_file_a_glob_or_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("pkg/module.py", "pkg/tests/helper.py", "src [old]/module.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f'"""This is all that the module {name} has to say."""\n')
+    texts, problems = read(SourceConfig(kind="docstrings", path=path))
+    assert [text.split()[6] for text in texts] == ["src" if "src" in path else "pkg/module.py"]
+    assert problems == []
+
+
+@pytest.mark.parametrize("path", ["nowhere", "empty", "test_module.py"])
+def test_docstrings_that_are_not_there(tmp_path: Path, path: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "test_module.py").write_text('"""A test is left out of the text, with all that it says."""\n')
+    with pytest.raises(InputError, match=rf"corpus\.sources\.0\.path: .*{path}: no docstrings file found"):
+        find_inputs(SourceConfig(kind="docstrings", path=str(tmp_path / path)), "corpus.sources.0")
+
+
 def test_the_embedded_corpus_is_the_standard_library_and_the_packages() -> None:
-    modules = docstrings.find_modules("")
+    modules = docstrings.installed_modules()
     assert len(modules) == len(set(modules))
     for wanted in ("pydoc_data/topics.py", "/argparse.py", "site-packages/pydantic/root_model.py"):
         assert sum(module.endswith(wanted) for module in modules) == 1, wanted

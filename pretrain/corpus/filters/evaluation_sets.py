@@ -23,7 +23,7 @@ from pretrain.common.files import atomic_open
 from pretrain.common.quoting import bare_rows, detect_quoting, quoted_rows
 from pretrain.config import ContaminationConfig, EvaluationSetConfig
 from pretrain.corpus.filters.text_columns import text_columns
-from pretrain.corpus.inputs import BROKEN, open_file, plain_suffix
+from pretrain.corpus.inputs import BROKEN, files_in, open_file, plain_suffix
 
 TABLE = "evaluation.npz"
 _TEXTS_AT_ONCE = 4096
@@ -98,7 +98,7 @@ def _grams(texts: Sequence[str], first: int, config: ContaminationConfig) -> _Gr
 
 def _files(one: EvaluationSetConfig, where: str) -> list[Path]:
     path = Path(one.path).expanduser()
-    found = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    found = files_in(path, f"{where}.path") if path.is_dir() else [path]
     files = [file for file in found if plain_suffix(file) in _READERS] if path.is_dir() else found
     for file in files:
         if not file.is_file():
