@@ -10,7 +10,7 @@ import lzma
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, MachineError
 from pretrain.config import SourceConfig
 from pretrain.corpus import inputs, records
 from pretrain.corpus.inputs import Input, Problems
@@ -319,6 +319,29 @@ def test_parquet_by_row_groups(tmp_path: Path) -> None:
     assert problems[0]["fault"].startswith("broken file")
 
 
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_bad_bytes_in_parquet_are_counted(tmp_path: Path, kind: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text = pa.array([b"fine", b"caf\xe9", None], pa.binary())
+    kinds = {"string": pa.string(), "large_string": pa.large_string(), "string_view": pa.string_view()}
+    column = text.cast(pa.string(), safe=False).dictionary_encode() if kind == "dictionary" else text
+    table = pa.table({"text": column if kind == "dictionary" else column.cast(kinds[kind], safe=False)})
+    pq.write_table(table, tmp_path / "t.parquet")
+    texts, problems = read(SourceConfig(kind="parquet", path=str(tmp_path)))
+    assert texts == ["fine", "caf\ufffd"]
+    assert faults(problems) == {"bytes that are not UTF-8": 1, "row whose 'text' is not text": 1}
+
+
+def test_a_saved_data_set_without_rows_is_refused(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(str(tmp_path / "set"))
+    with pytest.raises(InputError, match=r"set: no rows in it, or in one of its splits\."):
+        find_inputs(SourceConfig(kind="huggingface", dataset=str(tmp_path / "set")), "corpus.sources.0")
+
+
 def test_a_data_set_from_disk(tmp_path: Path, piece_bytes: int) -> None:
     import datasets
 
@@ -357,6 +380,61 @@ def test_a_data_set_of_the_hub_is_streamed_by_shards(monkeypatch: pytest.MonkeyP
     assert set(map(str, asked)) == {
         str(("some/set", "20231101.en", {"split": "train", "revision": "abc123", "streaming": True}))
     }
+
+
+class _Shard:
+    """A streamed data set of one shard, which may break off."""
+
+    num_shards = 1
+
+    def __init__(self, rows: list[dict[str, Any]], error: Exception | None = None, names: Any = None) -> None:
+        self.rows, self.error, self.column_names = rows, error, names
+
+    def shard(self, num_shards: int, index: int) -> _Shard:
+        return self
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from self.rows
+        if self.error:
+            raise self.error
+
+
+HUB = SourceConfig(kind="huggingface", dataset="some/set", revision="abc123")
+
+
+@pytest.mark.parametrize("error", [ConnectionError("Server Disconnected"), RuntimeError("Read timed out\nTrace")])
+def test_a_lost_connection_to_the_hub_is_no_fault_of_the_data(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: _Shard([{"text": "one"}], error))
+    said = (
+        rf"hub:some/set@abc123#0/1: cannot be read to its end \({type(error).__name__}: {str(error)[:8]}.*it resumes\.$"
+    )
+    with pytest.raises(MachineError, match=said):
+        read(HUB)
+
+
+def test_broken_data_of_the_hub_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import pyarrow as pa
+
+    shard = _Shard([{"text": "one"}], pa.ArrowInvalid("Parquet magic bytes not found"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: shard)
+    texts, problems = read(HUB)
+    assert texts == ["one"]
+    assert faults(problems) == {"broken file: Parquet magic bytes not found": 1}
+
+
+@pytest.mark.parametrize("names", [None, ["body"]])
+def test_a_data_set_of_the_hub_without_the_column_is_refused(monkeypatch: pytest.MonkeyPatch, names: Any) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: _Shard([{"body": "one"}], names=names))
+    with pytest.raises(InputError, match=r"some/set has no column 'text'; it has body\.") as refusal:
+        read(HUB)
+    assert str(refusal.value).startswith("corpus.sources.0.text_column: ") == (names is not None)
 
 
 def test_a_source_that_is_not_there() -> None:
