@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.files import atomic_open
-from pretrain.corpus.sources.docstrings import find_modules, running_text
+from pretrain.corpus.sources.docstrings import installed_modules, running_text
 
 PACKAGES = 6
 # Training examples at most. Pretraining matters most with few labels: with 1,600, the words of a passage tell its
@@ -138,7 +138,7 @@ def _returns(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
 def _docstrings() -> Iterator[_Docstring]:
     """Docstrings from some modules of each of the largest packages. The standard library counts as a package."""
     by_package: dict[str, list[str]] = defaultdict(list)
-    for path in find_modules(""):
+    for path in installed_modules():
         by_package[_package(path)].append(path)
     largest = sorted(by_package, key=lambda package: (-len(by_package[package]), package))[:PACKAGES]
     for path in (path for package in largest for path in sorted(by_package[package], key=_hash)[:_MODULES_PER_PACKAGE]):

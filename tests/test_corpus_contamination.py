@@ -55,6 +55,35 @@ def test_a_text_is_found_in_each_format(name: str, tmp_path: Path) -> None:
     assert str(verdicts.found[1]).startswith("IN,\n WHICH,")
 
 
+def _texts_in(path: Path, *columns: str) -> int:
+    config = ContaminationConfig(sets=(EvaluationSetConfig(path=str(path), columns=columns),))
+    return write_table(config, path.with_suffix(".npz"))[0]
+
+
+def test_a_quote_at_the_beginning_of_a_tsv_cell_swallows_no_rows(tmp_path: Path) -> None:
+    lines = [f"{n}\t" + '"' * (n == 3) + f"{prose(n)}\n" for n in range(20)]
+    (tmp_path / "bare.tsv").write_text("id\tquestion\n" + "".join(lines))
+    assert _texts_in(tmp_path / "bare.tsv", "question") == 20
+    (tmp_path / "quoted.tsv").write_text('question\tid\n"One of\ntwo ""lines""."\t1\nAnother one.\t2\n')
+    assert _texts_in(tmp_path / "quoted.tsv", "question") == 2
+
+
+def test_a_long_cell_of_a_csv_file_is_read_and_an_open_quote_refused(tmp_path: Path) -> None:
+    (tmp_path / "long.csv").write_text(f"id,context\n1,{'word ' * 30_000}\n2\n")
+    assert _texts_in(tmp_path / "long.csv", "context") == 1
+    (tmp_path / "open.csv").write_text('id,context\n1,"It never ends.\n2,Another one.\n')
+    with pytest.raises(InputError, match=r"open\.csv: cannot be read as an evaluation set \(line 2: not CSV"):
+        _texts_in(tmp_path / "open.csv")
+
+
+def test_linked_folders_belong_to_an_evaluation_set(tmp_path: Path) -> None:
+    for name in ("set", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"{QUESTION}\n")
+    (tmp_path / "set" / "linked").symlink_to(tmp_path / "other")
+    assert _texts_in(tmp_path / "set") == 2
+
+
 def test_thirteen_words_are_needed_but_of_shorter_texts_all(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(f"{QUESTION}\n{SHORT}\nToo short to be looked for.\n")
     words = QUESTION.split()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, MachineError
 from pretrain.config import SourceConfig
 from pretrain.corpus import inputs, records
-from pretrain.corpus.inputs import Problems
+from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.sources import books, cut, docstrings, documents, find_inputs, mediawiki, wikiextractor
 
 
@@ -233,11 +235,71 @@ def test_csv_with_quotes_newlines_and_bad_rows(tmp_path: Path) -> None:
     texts, problems = read(SourceConfig(kind="csv", path=str(path)))
     assert texts == ['Two\nlines, and "quotes".', "plain", "bad \ufffd byte"]
     assert faults(problems) == {
-        "1 row left out, the first with 3 columns instead of 2": 1,
+        "row left out": 1,
         "bytes that are not UTF-8": 1,
     }
+    assert problems[-1]["first"] == "3 columns instead of 2"
     (tmp_path / "t.tsv.gz").write_bytes(gzip.compress(b"text\tid\nfrom a tab\t1\n"))
     assert read(SourceConfig(kind="csv", path=str(tmp_path / "t.tsv.gz"))) == (["from a tab"], [])
+
+
+def test_rows_left_out_are_counted_and_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("id,text\n1,one\n" + "2,too,many\n" * 3 + "3\n4,two\n")
+    texts, problems = read(SourceConfig(kind="csv", path=str(path)))
+    assert texts == ["one", "two"]
+    assert problems == [{"path": str(path), "fault": "row left out", "first": "3 columns instead of 2", "count": 4}]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_csv_row_may_be_larger_than_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    monkeypatch.setattr(inputs, "PIECE_BYTES", 64)
+    texts = [f"Row {n}." * (1 + 100 * (n in (20, 30))) for n in range(60)]
+    rows = [f"{n},{text}\n" + "1,2,3\n" * (n % 20 == 0) for n, text in enumerate(texts)]
+    path = tmp_path / f"t.csv{suffix}"
+    path.write_bytes(COMPRESS[suffix](("id,text\n" + "".join(rows)).encode()))
+    found, problems = read(SourceConfig(kind="csv", path=str(path)))
+    assert found == texts
+    assert faults(problems) == {"row left out": 3}
+    spans = [piece.data for piece in cut(SourceConfig(kind="csv", path=str(path)), 0, 0, Input((str(path),), 1))]
+    assert max(len(texts) for texts in spans) <= 10, "pieces stay small after a long row"
+
+
+def test_a_csv_row_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "PIECE_BYTES", 64)
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1 << 20)
+    path = tmp_path / "t.csv"
+    path.write_text('id,text\n1,"It never ends.\n' + "2,x\n" * (1 << 19))
+    with pytest.raises(InputError, match=r"t\.csv: a row of more than 1 MB\. Check that its quotes are closed"):
+        read(SourceConfig(kind="csv", path=str(path)))
+
+
+def test_a_quote_at_the_beginning_of_a_tsv_cell_swallows_no_rows(tmp_path: Path) -> None:
+    texts = ['"' * (n in (10, 60)) + f"Row {n}." for n in range(100)]
+    path = tmp_path / "t.tsv"
+    path.write_text("id\ttext\tlabel\n" + "".join(f"{n}\t{text}\t0\n" for n, text in enumerate(texts)))
+    assert read(SourceConfig(kind="csv", path=str(path))) == (texts, [])
+    path.write_text(path.read_text() + '100\t"A ""doubled"" one."\t0\n')
+    found, problems = read(SourceConfig(kind="csv", path=str(path)))
+    assert found == [*texts, '"A ""doubled"" one."']
+    assert faults(problems) == {"cell that looks quoted, but others have bare quotes: read as it is": 1}
+    assert problems[0]["first"] == "line 102"
+
+
+@pytest.mark.parametrize("suffix", ["", ".xz"])
+def test_a_tsv_file_that_its_writer_quoted_is_read_so(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"t.tsv{suffix}"
+    rows = 'text\tid\n"Two\nlines, and ""quotes""."\t1\nplain\t2\n"a\ttab"\t3\n'
+    path.write_bytes(COMPRESS[suffix](rows.encode()))
+    assert read(SourceConfig(kind="csv", path=str(path))) == (['Two\nlines, and "quotes".', "plain", "a\ttab"], [])
+
+
+def test_a_broken_tsv_file_is_a_fault_on_the_card(tmp_path: Path) -> None:
+    path = tmp_path / "t.tsv.gz"
+    rows = "".join(f'{n}\t"Row {n * n}.\n' for n in range(5000))
+    path.write_bytes(gzip.compress(("id\ttext\n" + rows).encode())[:-40])
+    _, problems = read(SourceConfig(kind="csv", path=str(path)))
+    assert [fault.partition(":")[0] for fault in faults(problems)] == ["broken file"]
 
 
 def test_parquet_by_row_groups(tmp_path: Path) -> None:
@@ -255,6 +317,29 @@ def test_parquet_by_row_groups(tmp_path: Path) -> None:
     assert texts == []
     assert len(problems) == 1
     assert problems[0]["fault"].startswith("broken file")
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_bad_bytes_in_parquet_are_counted(tmp_path: Path, kind: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text = pa.array([b"fine", b"caf\xe9", None], pa.binary())
+    kinds = {"string": pa.string(), "large_string": pa.large_string(), "string_view": pa.string_view()}
+    column = text.cast(pa.string(), safe=False).dictionary_encode() if kind == "dictionary" else text
+    table = pa.table({"text": column if kind == "dictionary" else column.cast(kinds[kind], safe=False)})
+    pq.write_table(table, tmp_path / "t.parquet")
+    texts, problems = read(SourceConfig(kind="parquet", path=str(tmp_path)))
+    assert texts == ["fine", "caf\ufffd"]
+    assert faults(problems) == {"bytes that are not UTF-8": 1, "row whose 'text' is not text": 1}
+
+
+def test_a_saved_data_set_without_rows_is_refused(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(str(tmp_path / "set"))
+    with pytest.raises(InputError, match=r"set: no rows in it, or in one of its splits\."):
+        find_inputs(SourceConfig(kind="huggingface", dataset=str(tmp_path / "set")), "corpus.sources.0")
 
 
 def test_a_data_set_from_disk(tmp_path: Path, piece_bytes: int) -> None:
@@ -297,9 +382,126 @@ def test_a_data_set_of_the_hub_is_streamed_by_shards(monkeypatch: pytest.MonkeyP
     }
 
 
+class _Shard:
+    """A streamed data set of one shard, which may break off."""
+
+    num_shards = 1
+
+    def __init__(self, rows: list[dict[str, Any]], error: Exception | None = None, names: Any = None) -> None:
+        self.rows, self.error, self.column_names = rows, error, names
+
+    def shard(self, num_shards: int, index: int) -> _Shard:
+        return self
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from self.rows
+        if self.error:
+            raise self.error
+
+
+HUB = SourceConfig(kind="huggingface", dataset="some/set", revision="abc123")
+
+
+@pytest.mark.parametrize("error", [ConnectionError("Server Disconnected"), RuntimeError("Read timed out\nTrace")])
+def test_a_lost_connection_to_the_hub_is_no_fault_of_the_data(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: _Shard([{"text": "one"}], error))
+    said = (
+        rf"hub:some/set@abc123#0/1: cannot be read to its end \({type(error).__name__}: {str(error)[:8]}.*it resumes\.$"
+    )
+    with pytest.raises(MachineError, match=said):
+        read(HUB)
+
+
+def test_broken_data_of_the_hub_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import pyarrow as pa
+
+    shard = _Shard([{"text": "one"}], pa.ArrowInvalid("Parquet magic bytes not found"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: shard)
+    texts, problems = read(HUB)
+    assert texts == ["one"]
+    assert faults(problems) == {"broken file: Parquet magic bytes not found": 1}
+
+
+@pytest.mark.parametrize("names", [None, ["body"]])
+def test_a_data_set_of_the_hub_without_the_column_is_refused(monkeypatch: pytest.MonkeyPatch, names: Any) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: _Shard([{"body": "one"}], names=names))
+    with pytest.raises(InputError, match=r"some/set has no column 'text'; it has body\.") as refusal:
+        read(HUB)
+    assert str(refusal.value).startswith("corpus.sources.0.text_column: ") == (names is not None)
+
+
 def test_a_source_that_is_not_there() -> None:
     with pytest.raises(InputError, match=r"corpus\.sources\.0\.path: nowhere/\*\.txt: no books file"):
         find_inputs(SourceConfig(kind="books", path="nowhere/*.txt"), "corpus.sources.0")
+
+
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    for name in ("texts/own/a.txt", "texts/.hidden.txt", "other/b.txt", "other/below/c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"This is {name}.\n")
+    (texts / "linked").symlink_to(tmp_path / "other")
+    (texts / "part").symlink_to(tmp_path / "other" / "below")
+    (texts / "again").symlink_to(texts / "own")
+    (tmp_path / "other" / "up").symlink_to(texts)
+    (texts / "loop.txt").symlink_to(texts / "loop.txt")
+    (texts / "nowhere.txt").symlink_to(tmp_path / "gone.txt")
+    found = find_inputs(SourceConfig(kind="books", path=str(texts)), "corpus.sources.0")
+    names = [Path(path).relative_to(texts).as_posix() for path in found[0].paths]
+    assert names == ["linked/b.txt", "linked/below/c.txt", "own/a.txt"]
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text("A text.\n")
+    listed = os.scandir
+
+    def scandir(path: str) -> Any:
+        """As a user who may not list b; tests may run as root, who may list all."""
+        if Path(path).name == "b":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    refusal = rf"corpus\.sources\.0\.path: {re.escape(str(tmp_path))}/b: cannot be read \(Permission denied\)"
+    with pytest.raises(InputError, match=refusal):
+        find_inputs(SourceConfig(kind="books", path=str(tmp_path)), "corpus.sources.0")
+
+
+@pytest.mark.parametrize("name", ["b.txt.zst", "b.ZIP", "b.tar.gz", "b.tgz", "b.txt.Z"])
+def test_a_file_that_cannot_be_unpacked_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.txt").write_text("A text.\n")
+    (tmp_path / name).write_bytes(bytes(range(256)))
+    for kind, path in (("books", "*"), ("books", name), ("wikiextractor", "")):
+        with pytest.raises(
+            InputError, match=rf"sources\.0\.path: .*{name}: \.\w+ files are not unpacked here\. Unpack"
+        ):
+            find_inputs(SourceConfig(kind=kind, path=str(tmp_path / path)), "corpus.sources.0")
+
+
+@pytest.mark.parametrize("suffix", [".GZ", ".Bz2", ".XZ"])
+def test_a_compression_may_be_in_capitals(tmp_path: Path, suffix: str) -> None:
+    compress = COMPRESS[suffix.lower()]
+    (tmp_path / f"A.TXT{suffix}").write_bytes(compress(b"This is a compressed text.\n"))
+    (tmp_path / f"b.csv{suffix}").write_bytes(compress(b"id,text\n1,one\n"))
+    (tmp_path / f"c.jsonl{suffix}").write_bytes(compress(b'{"text": "two"}\n'))
+    for kind, texts in (("books", ["This is a compressed text."]), ("csv", ["one"]), ("jsonl", ["two"])):
+        assert read(SourceConfig(kind=kind, path=str(tmp_path))) == (texts, [])
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    for name in (b"a.txt", b"caf\xe9.txt"):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text("A text.\n")
+    with pytest.raises(InputError, match=r"sources\.0\.path: .*/caf\\xe9\.txt: its name is not UTF-8\. Rename it\."):
+        find_inputs(SourceConfig(kind="books", path=str(tmp_path)), "corpus.sources.0")
 
 
 @pytest.mark.parametrize(
@@ -491,8 +693,30 @@ def test_docstrings_are_read_as_running_text_without_import(tmp_path: Path) -> N
     assert faults(problems) == {"not valid Python: SyntaxError": 1}
 
 
+@pytest.mark.parametrize("path", ["pkg/module.py", "pkg/*.py", "pkg/**/*.py", "~/pkg", "src [old]"])
+def test_docstrings_are_read_from_a_file_a_glob_or_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("pkg/module.py", "pkg/tests/helper.py", "src [old]/module.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f'"""This is all that the module {name} has to say."""\n')
+    texts, problems = read(SourceConfig(kind="docstrings", path=path))
+    assert [text.split()[6] for text in texts] == ["src" if "src" in path else "pkg/module.py"]
+    assert problems == []
+
+
+@pytest.mark.parametrize("path", ["nowhere", "empty", "test_module.py"])
+def test_docstrings_that_are_not_there(tmp_path: Path, path: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "test_module.py").write_text('"""A test is left out of the text, with all that it says."""\n')
+    with pytest.raises(InputError, match=rf"corpus\.sources\.0\.path: .*{path}: no docstrings file found"):
+        find_inputs(SourceConfig(kind="docstrings", path=str(tmp_path / path)), "corpus.sources.0")
+
+
 def test_the_embedded_corpus_is_the_standard_library_and_the_packages() -> None:
-    modules = docstrings.find_modules("")
+    modules = docstrings.installed_modules()
     assert len(modules) == len(set(modules))
     for wanted in ("pydoc_data/topics.py", "/argparse.py", "site-packages/pydantic/root_model.py"):
         assert sum(module.endswith(wanted) for module in modules) == 1, wanted

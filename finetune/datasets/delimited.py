@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import logging
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from finetune.datasets.table import Format, Key, Quoting, Table, TableFormat, Wanted, listed, shown
+from finetune.datasets.table import Format, Key, Table, TableFormat, Wanted, listed, shown
 from pretrain.common.errors import InputError
+from pretrain.common.quoting import Quoting, QuotingError, bare_rows, detect_quoting, quoted_rows, split_lines
 from pretrain.common.wording import counted
 
 logger = logging.getLogger(__name__)
@@ -62,94 +61,48 @@ def _quoting(path: Path, text: str, kind: Format, layout: TableFormat) -> Quotin
         return "none"
     if layout.quoting != "auto":
         return layout.quoting
-    return "standard" if kind == "csv" else _quotingshown(path, text, _delimiter(kind, layout))
+    return "standard" if kind == "csv" else _detected(path, text, _delimiter(kind, layout))
 
 
 def _rows(path: Path, text: str, kind: Format, delimiter: str, quoting: Quoting) -> Iterator[tuple[int, list[str]]]:
     """(first line, fields) of each row that is not blank; in files of one column, also of blank rows between others."""
     if kind == "lines":
-        yield from ((number, line.split(None, 1)) for number, line in enumerate(split_lines(text), 1) if line)
+        yield from ((number, line.split(None, 1)) for number, line in enumerate(split_lines(opened(text)), 1) if line)
         return
-    yield from _quoted_rows(path, text, delimiter) if quoting == "standard" else _bare_rows(text, delimiter)
+    yield from _quoted_rows(path, text, delimiter) if quoting == "standard" else bare_rows(opened(text), delimiter)
 
 
-def split_lines(text: str) -> list[str]:
-    """Lines end with "\\n" or "\\r\\n"; a text may contain other characters that Python counts as line ends."""
-    lines = [line.removesuffix("\r") for line in text.split("\n")]
-    return lines[:-1] if not lines[-1] else lines
-
-
-def _bare_rows(text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Rows in which quotes are ordinary characters."""
-    lines = split_lines(text)
-    filled = [number for number, line in enumerate(lines) if line]
-    lines = lines[: filled[-1] + 1]
-    is_single = delimiter not in lines[filled[0]]
-    for number, line in enumerate(lines, 1):
-        if line or (is_single and number > filled[0]):
-            yield number, line.split(delimiter)
+def opened(text: str) -> Iterable[str]:
+    """A text as the parts between its line ends, as `pretrain.common.quoting` wants it."""
+    return io.StringIO(text, newline="")
 
 
 def _quoted_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Rows by RFC 4180."""
-    csv.field_size_limit(sys.maxsize if sys.maxsize < 1 << 31 else (1 << 31) - 1)  # the default is 128 kB
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    first = 1
     try:
-        for fields in reader:
-            if fields:
-                yield first, fields
-            first = reader.line_num + 1
-    except csv.Error as error:
+        yield from quoted_rows(opened(text), delimiter)
+    except QuotingError as error:
         raise InputError(
-            f"{path}:{first}: not CSV ({error}). Double the quotes inside quoted texts, or set `quoting: none`."
+            f"{path}:{error.line}: not CSV ({error.reason}). Double the quotes inside quoted texts, or set "
+            "`quoting: none`."
         ) from None
 
 
-def _quotingshown(path: Path, text: str, delimiter: str) -> Quoting:
-    """Whether the quotes of a .tsv file come from its writer (RFC 4180) or belong to its texts.
-
-    GLUE's official files quote nothing, and many of their cells start with a quote; pandas and spreadsheets quote.
-    A writer that quotes does so for every cell with a quote in it, so one bare quote shows that nothing is quoted.
-    A doubled quote inside a cell, a fully quoted header or column, or rows that span lines show the opposite. A file
-    that shows neither is read as it is, with a warning in the log.
-    """
+def _detected(path: Path, text: str, delimiter: str) -> Quoting:
+    """How the quotes of a .tsv file are meant, with a warning in the log if that is not certain."""
     if '"' not in text:
         return "none"
-    rows = list(_bare_rows(text, delimiter))
-    if len({len(fields) for _, fields in rows}) > 1:
-        return "standard" if _is_rectangular(path, text, delimiter) else "none"
-    quoted = [(line, cell) for line, fields in rows for cell in fields if '"' in cell]
-    doubled = [(line, cell) for line, cell in quoted if _is_quoted(cell) and '""' in cell[1:-1]]
-    is_bare = not all(_is_quoted(cell) for _, cell in quoted)
-    throughout = [rows[0][1], *zip(*(fields for _, fields in rows[1:]), strict=True)]
-    if not is_bare and (doubled or any(all(map(_is_quoted, cells)) for cells in throughout)):
-        return "standard"
-    if doubled or not is_bare:
-        line, cell = (doubled or quoted)[0]
+    quoting, doubt = detect_quoting(lambda: opened(text), delimiter)
+    if doubt:
         logger.warning(
             "%s:%d: the cell %s looks quoted, but %s; quotes are read as part of the texts. If they are not, "
             "set `quoting: standard`.",
             path,
-            line,
-            shown(cell),
-            "others have bare quotes" if is_bare else "nothing else shows that it is",
+            doubt.line,
+            shown(doubt.cell),
+            doubt.reason,
         )
-    return "none"
-
-
-def _is_quoted(cell: str) -> bool:
-    """Whether the whole cell is quoted by RFC 4180."""
-    inner = cell[1:-1].replace('""', "")
-    return len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner
-
-
-def _is_rectangular(path: Path, text: str, delimiter: str) -> bool:
-    """Whether, read by RFC 4180, all rows have the same number of cells."""
-    try:
-        return len({len(fields) for _, fields in _quoted_rows(path, text, delimiter)}) == 1
-    except InputError:
-        return False
+    return quoting
 
 
 def _chain(line: int, fields: list[str], rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:

@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pretrain.common.errors import InputError
+from pretrain.common.quoting import Quoting
 
 Key = str | int
 """A column's name, or its number from 0."""
 
 Format = Literal["", "csv", "tsv", "jsonl", "json", "parquet", "lines"]
 """lines: a label, a blank, and the text up to the line's end, as in TREC; columns `label` and `text`."""
-
-Quoting = Literal["standard", "none"]
-"""standard: RFC 4180; none: quotes are ordinary characters."""
 
 
 @dataclass(frozen=True)

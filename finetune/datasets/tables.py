@@ -12,10 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 from finetune.datasets.arrow import read_parquet
-from finetune.datasets.delimited import read_delimited, split_lines
+from finetune.datasets.delimited import opened, read_delimited
 from finetune.datasets.files import plain_suffix, read_text
 from finetune.datasets.table import Format, Key, Table, TableFormat, Wanted, listed, shown
 from pretrain.common.errors import InputError
+from pretrain.common.quoting import split_lines
 
 _FORMATS: dict[str, Format] = {
     ".csv": "csv",
@@ -66,7 +67,7 @@ def read_table(
 def read_texts(path: Path | str, encoding: str = "utf-8") -> Table:
     """The column `text` of a file with one text per line; an empty line is an empty text."""
     path = Path(path).expanduser()
-    lines = split_lines(read_text(path, encoding, _OTHER_ENCODING))
+    lines = list(split_lines(opened(read_text(path, encoding, _OTHER_ENCODING))))
     return Table({"text": lines}, str(path), range(1, 1 + len(lines)), ":")
 
 

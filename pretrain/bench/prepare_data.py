@@ -47,7 +47,7 @@ def source_file(options: argparse.Namespace, scratch: Path) -> Path:
 
 def _write_docstrings(path: Path, limit: int) -> Path:
     """About `limit` bytes of the docstrings of this Python and its packages, as WikiExtractor would write them."""
-    modules = tuple(docstrings.find_modules(""))
+    modules = tuple(docstrings.installed_modules())
     with path.open("wb") as file:
         for number, text in enumerate(docstrings.documents(modules, lambda *_: None)):
             title = f"Module {number}"

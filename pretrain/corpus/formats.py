@@ -8,7 +8,7 @@ from pathlib import Path
 from pretrain.common.errors import InputError
 from pretrain.config import SourceConfig
 from pretrain.corpus import sources
-from pretrain.corpus.inputs import Problems, open_file, plain_suffix
+from pretrain.corpus.inputs import Problems, files_in, open_file, plain_suffix
 from pretrain.corpus.sources import books, csv, jsonl, mediawiki, parquet
 
 PLAIN = books.__name__.rpartition(".")[2]
@@ -23,10 +23,10 @@ _HEAD = 1_000  # bytes that show the format of a file without a known suffix
 def files_below(path: Path) -> list[Path]:
     """The file `path`, or all files of the folder, hidden ones left out.
 
-    Raises `InputError` if there is none.
+    Raises `InputError` if there is none, or a folder cannot be listed.
     """
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+        files = [file for file in files_in(path) if not file.name.startswith(".")]
         if not files:
             raise InputError(f"{path}: an empty folder. Give one with text.")
         return files

@@ -12,6 +12,7 @@ import bz2
 import glob
 import gzip
 import lzma
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,11 @@ from pretrain.storage import folders
 PIECE_BYTES = 8 << 20  # least text per piece
 
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_PACKED = frozenset(
+    (".7z", ".br", ".lz4", ".lzma", ".lzo", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".z", ".zip", ".zst", ".zstd")
+)
+"""What cannot be unpacked here, and would be read as text."""
+
 BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error)
 """The errors that reading a broken file raises, compressed or not."""
 
@@ -130,7 +136,7 @@ class SourceReader:
         if is_remote(self.config.path):
             files = folders.fetch_files(self.config.path, self.suffixes)
         elif path.is_dir():
-            files = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
+            files = [file for file in files_in(path, f"{where}.path") if not file.name.startswith(".")]
             if self.suffixes:
                 files = [file for file in files if plain_suffix(file) in self.suffixes]
         elif path.exists():
@@ -140,7 +146,56 @@ class SourceReader:
             files = [file for file in files if file.is_file()]
         if not files:
             raise nothing_found(self.config, where)
+        for file in files:
+            _check_name(file, where)
         return sorted(files)
+
+
+def files_in(folder: Path, where: str = "") -> list[Path]:
+    """All files below a folder, sorted, also those in linked folders, each of which is visited once.
+
+    Raises `InputError` if a folder cannot be listed; `where` is its setting.
+    """
+    visited = [folder.resolve()]  # with all below them
+
+    def is_new(link: Path) -> bool:
+        real = link.resolve()
+        if any(real.is_relative_to(one) for one in visited):
+            return False
+        visited.append(real)
+        return True
+
+    files: list[Path] = []
+    folders = [str(folder)]
+    try:
+        for here in folders:  # which grows
+            with os.scandir(here) as entries:
+                for entry in sorted(entries, key=lambda one: one.name):
+                    link = Path(entry.path) if entry.is_symlink() else None
+                    kind = link or entry  # only a path may lead nowhere, in a circle even, and be neither
+                    if kind.is_file():
+                        files.append(Path(entry.path))
+                    elif kind.is_dir() and (link is None or is_new(link)):
+                        folders.append(entry.path)
+    except OSError as error:
+        place = f"{where}: {error.filename}" if where else error.filename
+        raise InputError(f"{place}: cannot be read ({error.strerror}). Check its permissions.") from None
+    return sorted(files)
+
+
+def _check_name(file: Path, where: str) -> None:
+    """Raise `InputError` for a name that no card or manifest can hold, and for a file that must be unpacked first."""
+    try:
+        str(file).encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(file).decode("utf-8", "backslashreplace")
+        raise InputError(f"{where}.path: {shown}: its name is not UTF-8. Rename it.") from None
+    suffixes = {plain_suffix(file), file.suffix.lower()}
+    if packed := suffixes & _PACKED:
+        raise InputError(
+            f"{where}.path: {file}: {min(packed)} files are not unpacked here. Unpack it, or compress it as one of "
+            f"{', '.join(COMPRESSED)}."
+        )
 
 
 def nothing_found(config: SourceConfig, where: str) -> InputError:
@@ -185,19 +240,22 @@ class BrokenInputError(Exception):
     """A file that cannot be read to its end or in part; the rest has been yielded."""
 
 
-def carried_spans(item: Input, blocks: Iterator[tuple[Any, int]], nothing: Any) -> Iterator[Span]:
+def carried_spans(
+    item: Input, blocks: Iterator[tuple[Any, int]], nothing: Any, problems: Problems | None = None
+) -> Iterator[Span]:
     """Spans that carry their data, read in order by one process. The last has no data, only the faults.
 
     `blocks` yields (data, bytes of the file read so far) and may raise `BrokenInputError`; `nothing` is empty data.
+    `problems` are those that reading the blocks finds besides.
     """
-    path, problems = item.paths[0], Problems()
+    path, problems = item.paths[0], problems or Problems()
     position = 0
     is_empty = True
     try:
         for data, read in blocks:
-            yield Span(data=data, bytes=read - position)
-            position, is_empty = read, False
-        if is_empty:
+            yield Span(data=data, bytes=max(0, read - position))
+            position, is_empty = max(position, read), False
+        if is_empty and not problems.entries():
             problems.add(path, "empty file")
     except BrokenInputError as error:
         problems.add(path, str(error), f"in its last {item.bytes - position} bytes")
@@ -213,14 +271,20 @@ def file_size(path: Path, where: str) -> int:
         raise InputError(f"{where}.path: {path}: cannot be read ({error.strerror}). Check its permissions.") from None
 
 
+def compression(path: Path) -> str:
+    """The suffix of a compressed file, among COMPRESSED; "" of another."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in COMPRESSED else ""
+
+
 def plain_suffix(path: Path) -> str:
     """The suffix without a compression's: `.xml` of `a.xml.bz2`."""
-    return (Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix).lower()
+    return Path(path.stem if compression(path) else path).suffix.lower()
 
 
 def open_file(path: Path) -> IO[Any]:
     """The file open for reading bytes, decompressed."""
-    return cast(IO[Any], COMPRESSED[path.suffix](path)) if path.suffix in COMPRESSED else path.open("rb")
+    return cast(IO[Any], COMPRESSED[compression(path)](path)) if compression(path) else path.open("rb")
 
 
 def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:

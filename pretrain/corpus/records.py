@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from pretrain.common.errors import InputError
 from pretrain.corpus import bzip2, inputs
-from pretrain.corpus.inputs import COMPRESSED, BrokenInputError, Input, Piece, Problems, SourceReader, Span
+from pretrain.corpus.inputs import COMPRESSED, BrokenInputError, Input, Piece, Problems, SourceReader, Span, compression
 
 MAX_PIECE_BYTES = 64 << 20  # files over 512 MB are cut into 64 pieces, up to this size
 MAX_RECORD_BYTES = 512 << 20  # a single record this large means that the file is not what its kind says
@@ -26,11 +26,11 @@ class RecordReader(SourceReader):
 
     def is_stream(self, item: Input) -> bool:
         path = Path(item.paths[0])
-        return path.suffix in COMPRESSED and not self._is_cut_bzip2(path)
+        return bool(compression(path)) and not self._is_cut_bzip2(path)
 
     def cut(self, item: Input) -> Iterator[Span]:
         path = Path(item.paths[0])
-        if path.suffix not in COMPRESSED:
+        if not compression(path):
             return _ranges(item, min(MAX_PIECE_BYTES, max(inputs.PIECE_BYTES, item.bytes // 64)))
         if self._is_cut_bzip2(path):
             return _ranges(item, BZIP2_PIECE_BYTES)
@@ -41,13 +41,13 @@ class RecordReader(SourceReader):
         return piece.data if piece.data is not None else self._read_range(piece, problems)
 
     def _is_cut_bzip2(self, path: Path) -> bool:
-        return self.cuts_bzip2 and path.suffix == ".bz2" and bzip2.has_several_streams(path)
+        return self.cuts_bzip2 and compression(path) == ".bz2" and bzip2.has_several_streams(path)
 
     def _blocks(self, path: Path) -> Iterator[tuple[bytes, int]]:
         """(whole records of about PIECE_BYTES, bytes of the compressed file read so far)."""
         rest, searched = bytearray(), 0
         fault, ended = "", False
-        with path.open("rb") as raw, COMPRESSED[path.suffix](raw) as stream:
+        with path.open("rb") as raw, COMPRESSED[compression(path)](raw) as stream:
             while not ended:
                 try:
                     read = stream.read(STREAM_READ_BYTES)
@@ -75,7 +75,7 @@ class RecordReader(SourceReader):
             problems.add(str(path), "empty file")
             return b""
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            if path.suffix == ".bz2":
+            if compression(path) == ".bz2":
                 return bzip2.read_records(text, piece, self.record_start, problems)
             begin, end = self._next_record(text, piece.start), self._next_record(text, piece.end)
             if end - begin > MAX_RECORD_BYTES:

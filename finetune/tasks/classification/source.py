@@ -17,10 +17,11 @@ from finetune.datasets import glue, tables
 from finetune.datasets.arrow import read_dataset
 from finetune.datasets.files import plain_suffix
 from finetune.datasets.labels import Label, Problem, listed, ordered, parse, renamed, shown
-from finetune.datasets.table import Key, Quoting, Table, TableFormat
+from finetune.datasets.table import Key, Table, TableFormat
 from finetune.tasks.classification import checks
 from finetune.tasks.classification.settings import ClassificationSettings
 from pretrain.common.errors import InputError
+from pretrain.common.quoting import Quoting
 from pretrain.common.wording import counted
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ Files may be compressed (.gz, .bz2, .xz).
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,9 +20,10 @@ import numpy as np
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
+from pretrain.common.quoting import bare_rows, detect_quoting, quoted_rows
 from pretrain.config import ContaminationConfig, EvaluationSetConfig
 from pretrain.corpus.filters.text_columns import text_columns
-from pretrain.corpus.inputs import BROKEN, open_file, plain_suffix
+from pretrain.corpus.inputs import BROKEN, files_in, open_file, plain_suffix
 
 TABLE = "evaluation.npz"
 _TEXTS_AT_ONCE = 4096
@@ -98,7 +98,7 @@ def _grams(texts: Sequence[str], first: int, config: ContaminationConfig) -> _Gr
 
 def _files(one: EvaluationSetConfig, where: str) -> list[Path]:
     path = Path(one.path).expanduser()
-    found = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    found = files_in(path, f"{where}.path") if path.is_dir() else [path]
     files = [file for file in found if plain_suffix(file) in _READERS] if path.is_dir() else found
     for file in files:
         if not file.is_file():
@@ -117,7 +117,7 @@ def _texts(files: Iterable[Path], one: EvaluationSetConfig) -> Iterator[str]:
                 for text in _READERS[plain_suffix(file)](raw, one):
                     if text.strip():
                         yield text.replace("\0", "").encode("utf-8", "replace").decode()
-        except (ValueError, csv.Error, KeyError, *BROKEN) as error:
+        except (ValueError, KeyError, *BROKEN) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise InputError(f"{file}: cannot be read as an evaluation set ({reason}). Check the file.") from None
 
@@ -127,12 +127,19 @@ def _lines(raw: IO[Any], _: EvaluationSetConfig) -> Iterator[str]:
 
 
 def _cells(raw: IO[Any], one: EvaluationSetConfig, delimiter: str = ",") -> Iterator[str]:
-    rows = csv.DictReader(io.TextIOWrapper(raw, "utf-8-sig", newline=""), delimiter=delimiter)
-    names = list(rows.fieldnames or [])
+    text = raw.read().decode("utf-8-sig")
+
+    def opened() -> io.StringIO:
+        return io.StringIO(text, newline="")
+
+    is_bare = delimiter == "\t" and detect_quoting(opened, delimiter)[0] == "none"
+    rows = bare_rows(opened(), delimiter) if is_bare else quoted_rows(opened(), delimiter)
+    _, names = next(rows, (1, []))
     if missing := [name for name in one.columns if name not in names]:
         raise ValueError(f"no column {missing[0]!r}; it has {', '.join(names)}")
-    for row in rows:
-        yield from (row[name] or "" for name in one.columns or names)
+    for _, cells in rows:
+        row = dict(zip(names, cells, strict=False))
+        yield from (row.get(name, "") for name in one.columns or names)
 
 
 def _json_lines(raw: IO[Any], one: EvaluationSetConfig) -> Iterator[str]:

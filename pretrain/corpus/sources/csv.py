@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from pretrain.common.errors import InputError
+from pretrain.common.quoting import Quoting, detect_quoting
 from pretrain.common.wording import counted
-from pretrain.corpus import inputs
-from pretrain.corpus.inputs import COMPRESSED, BrokenInputError, Input, Piece, Span
+from pretrain.corpus import inputs, records
+from pretrain.corpus.inputs import COMPRESSED, BrokenInputError, Input, Piece, Problems, Span, compression
 from pretrain.corpus.text_columns import ColumnReader
 
 
@@ -28,42 +31,95 @@ class Reader(ColumnReader):
         return True
 
     def cut(self, item: Input) -> Iterator[Span]:
-        return inputs.carried_spans(item, self._blocks(Path(item.paths[0])), [])
+        problems = Problems()
+        return inputs.carried_spans(item, self._blocks(Path(item.paths[0]), problems), [], problems)
 
     def values(self, piece: Piece) -> Iterable[Any]:
         return piece.data
 
-    def _blocks(self, path: Path) -> Iterator[tuple[list[bytes | None], int]]:
+    def _blocks(self, path: Path, problems: Problems) -> Iterator[tuple[list[bytes | None], int]]:
         """(texts of a block of rows as bytes, bytes of the file read so far)."""
         import pyarrow as pa
 
-        bad_rows: list[str] = []
-        with path.open("rb") as raw:
-            try:
-                for batch in _open_csv(path, raw, self.config.text_column, bad_rows):
-                    yield batch.column(0).to_pylist(), raw.tell()
-            except (ValueError, pa.ArrowException, *inputs.BROKEN) as error:
-                if "Empty CSV" not in str(error):
-                    raise BrokenInputError(f"broken file: {inputs.one_line(error)}") from None
-        if bad_rows:
-            raise BrokenInputError(f"{counted(len(bad_rows), 'row')} left out, the first with {bad_rows[0]}")
+        try:
+            for batch, read in _batches(path, self.config.text_column, _quoting(path, problems), problems):
+                yield batch.column(0).to_pylist(), read
+        except (ValueError, pa.ArrowException, *inputs.BROKEN) as error:
+            if "Empty CSV" not in str(error):
+                raise BrokenInputError(f"broken file: {inputs.one_line(error)}") from None
 
 
-def _open_csv(path: Path, raw: IO[bytes], column: str, bad_rows: list[str]) -> Any:
-    """A reader of record batches with only the text column, as bytes. Rows of another width go to `bad_rows`."""
+def _quoting(path: Path, problems: Problems) -> Quoting:
+    """How the quotes of a file are meant; a cell that speaks against it goes to `problems`."""
+    if _delimiter(path) == ",":
+        return "standard"
+    quoting, doubt = detect_quoting(lambda: _text(path), _delimiter(path))
+    if doubt:
+        problems.add(str(path), f"cell that looks quoted, but {doubt.reason}: read as it is", f"line {doubt.line}")
+    return quoting
+
+
+def _text(path: Path) -> Iterator[str]:
+    """A file as text, up to where it is broken: reading its rows counts that."""
+    with contextlib.suppress(*inputs.BROKEN), inputs.open_file(path) as raw:
+        yield from io.TextIOWrapper(raw, "utf-8-sig", "replace", newline="")
+
+
+def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> Iterator[tuple[Any, int]]:
+    """(record batch of the text column, bytes of the file read so far). Rows of another width go to `problems`.
+
+    Arrow reads no row that is larger than its blocks. The file is then read again with larger ones, from its start:
+    Arrow cannot continue where it stopped.
+    """
+    done, block_bytes = 0, inputs.PIECE_BYTES
+    while True:
+        rows, left_out = 0, Problems()
+        try:
+            with path.open("rb") as raw:
+                for batch in _open_csv(path, raw, column, quoting, block_bytes, left_out):
+                    new = batch.slice(max(0, done - rows))
+                    rows += batch.num_rows
+                    for part in _parts(new) if block_bytes > inputs.PIECE_BYTES else [new]:
+                        yield part, raw.tell()
+            problems.extend(left_out.entries())
+            return
+        except ValueError as error:
+            if "straddling" not in str(error):
+                problems.extend(left_out.entries())
+                raise
+        if block_bytes >= records.MAX_RECORD_BYTES:
+            raise InputError(
+                f"{path}: a row of more than {records.MAX_RECORD_BYTES >> 20} MB. Check that its quotes are closed."
+            )
+        done, block_bytes = max(done, rows), 2 * block_bytes
+
+
+def _parts(batch: Any) -> Iterator[Any]:
+    """A batch as batches of about PIECE_BYTES."""
+    rows = max(1, batch.num_rows * inputs.PIECE_BYTES // max(1, batch.nbytes))
+    return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
+
+
+def _open_csv(path: Path, raw: IO[bytes], column: str, quoting: Quoting, block_bytes: int, left_out: Problems) -> Any:
+    """A reader of record batches with only the text column, as bytes. Rows of another width go to `left_out`."""
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 
     def skip(row: Any) -> str:
-        bad_rows.append(f"{counted(row.actual_columns, 'column')} instead of {row.expected_columns}")
+        width = f"{counted(row.actual_columns, 'column')} instead of {row.expected_columns}"
+        left_out.add(str(path), "row left out", width)
         return "skip"
 
-    stream = COMPRESSED[path.suffix](raw) if path.suffix in COMPRESSED else raw
+    stream = COMPRESSED[compression(path)](raw) if compression(path) else raw
+    is_quoted = quoting == "standard"
     return arrow_csv.open_csv(
         pa.PythonFile(stream, "r"),
-        read_options=arrow_csv.ReadOptions(block_size=inputs.PIECE_BYTES, use_threads=False),
+        read_options=arrow_csv.ReadOptions(block_size=block_bytes, use_threads=False),
         parse_options=arrow_csv.ParseOptions(
-            delimiter=_delimiter(path), newlines_in_values=True, invalid_row_handler=skip
+            delimiter=_delimiter(path),
+            quote_char='"' if is_quoted else False,
+            newlines_in_values=is_quoted,
+            invalid_row_handler=skip,
         ),
         convert_options=arrow_csv.ConvertOptions(
             include_columns=[column],

@@ -7,15 +7,16 @@ running text is kept: doctests, code, tables, signatures and field lists are not
 from __future__ import annotations
 
 import ast
-import glob
 import inspect
+import os
 import re
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pretrain.corpus.inputs import Input, Piece, Problems, SourceReader, grouped
+from pretrain.common.addresses import local
+from pretrain.corpus.inputs import Input, Piece, Problems, SourceReader, files_in, grouped, nothing_found
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "testing", "idle_test", "__pycache__"})
 _MIN_WORDS = 6
@@ -41,33 +42,40 @@ _END = (".", "!", "?", ".)", '."', ".'")
 class Reader(SourceReader):
     """The running text of Python modules, one document each."""
 
+    suffixes = (".py",)
+
     def find(self, where: str) -> list[Input]:
-        return grouped(map(Path, find_modules(self.config.path)), where)
+        return grouped(self._modules(where) if self.config.path else map(Path, installed_modules()), where)
 
     def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
         return documents(piece.paths, problems.add)
 
+    def _modules(self, where: str) -> list[Path]:
+        """The files at `path` that are no tests."""
+        files = self.find_files(where)
+        folder = local(self.config.path).expanduser()
+        root = folder if folder.is_dir() else Path(os.path.commonpath([file.parent for file in files]))
+        if modules := [file for file in files if not _is_left_out(file, root)]:
+            return modules
+        raise nothing_found(self.config, where)
 
-def find_modules(path: str) -> list[str]:
-    """Python files below `path` (file, folder or glob), or of the standard library and the installed packages.
 
-    Tests are left out, and so are files without a docstring's quotes.
+def installed_modules() -> list[str]:
+    """Python files of the standard library and the installed packages, without tests."""
+    paths = sysconfig.get_paths()
+    roots = sorted({Path(paths[key]) for key in ("stdlib", "purelib", "platlib")})
+    files = ((file, root) for root in roots for file in files_in(root) if file.suffix == ".py")
+    return list(dict.fromkeys(str(file) for file, root in files if not _is_left_out(file, root)))
+
+
+def _is_left_out(file: Path, root: Path) -> bool:
+    """Whether a file below `root` is a test, or belongs to an environment below it.
+
+    The standard library's folder may hold site-packages: this Python's come by their own root, and those of the Python
+    that a virtual environment was made from are not installed here.
     """
-    if path:
-        roots = sorted(Path(name) for name in glob.glob(path, recursive=True))  # noqa: PTH207 (absolute patterns)
-    else:
-        paths = sysconfig.get_paths()
-        roots = sorted({Path(paths[key]) for key in ("stdlib", "purelib", "platlib")})
-    files: dict[Path, None] = {}
-    for root in roots:
-        below = sorted(root.rglob("*.py")) if root.is_dir() else [root]
-        for file in below:
-            parts = file.relative_to(root).parts
-            # The standard library's folder may hold site-packages: this Python's come by their own root, and
-            # those of the Python that a virtual environment was made from are not installed here.
-            if not (_is_test(parts) or "site-packages" in parts):
-                files[file] = None
-    return [str(file) for file in files if file.is_file()]
+    parts = file.relative_to(root).parts
+    return _is_test(parts) or "site-packages" in parts
 
 
 def _is_test(parts: tuple[str, ...]) -> bool:

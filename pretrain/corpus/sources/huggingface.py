@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, MachineError
 from pretrain.config import SourceConfig
 from pretrain.corpus import inputs
 from pretrain.corpus.inputs import Input, Piece, Span
@@ -25,7 +25,10 @@ class Reader(ColumnReader):
                 f"{where}.revision: empty. A hub data set changes over time; give the commit to read, as shown on "
                 f"https://huggingface.co/datasets/{source.dataset}/commits/main"
             )
-        shards = hub_dataset(source, where).num_shards
+        dataset = hub_dataset(source, where)
+        if dataset.column_names is not None:  # they are unknown until a row of some data sets is read
+            _check_column(source, f"{where}.text_column: ", dataset.column_names)
+        shards = dataset.num_shards
         return [Input((f"hub:{source.dataset}@{source.revision}#{shard}/{shards}",), 0) for shard in range(shards)]
 
     def cut(self, item: Input) -> Iterator[Span]:
@@ -42,7 +45,8 @@ class Reader(ColumnReader):
     def values(self, piece: Piece) -> Iterator[Any]:
         column = self.config.text_column
         if piece.paths and piece.paths[0].startswith("hub:"):
-            for row in hub_dataset(self.config, "huggingface").shard(num_shards=piece.end, index=piece.start):
+            for row in _hub_rows(self.config, piece):
+                _check_column(self.config, "", row)
                 yield row[column]
             return
         dataset = saved_dataset(self.config).select_columns([column])
@@ -58,6 +62,8 @@ def saved_dataset(source: SourceConfig) -> Any:
         dataset = datasets.load_from_disk(source.dataset)
     except (OSError, ValueError) as error:
         raise InputError(f"{source.dataset}: not a folder written by save_to_disk ({error}).") from None
+    except IndexError:  # of `datasets`, which writes no file for a data set without rows
+        raise InputError(f"{source.dataset}: no rows in it, or in one of its splits. Remove what is empty.") from None
     if isinstance(dataset, datasets.DatasetDict):
         if source.split not in dataset:
             raise InputError(f"{source.dataset}: no split {source.split!r}; it has {', '.join(dataset)}.")  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -67,28 +73,52 @@ def saved_dataset(source: SourceConfig) -> Any:
 
 def hub_dataset(source: SourceConfig, where: str) -> Any:
     """The `datasets.IterableDataset` of the split on the hub, streamed. `where` is the config's place, for errors."""
-    import datasets
-
     try:
-        return datasets.load_dataset(
-            source.dataset,
-            source.subset or None,
-            split=source.split,
-            revision=source.revision,
-            streaming=True,
-        )
+        return _streamed(source)
     except Exception as error:  # any error of the hub's client: no network, no such name, commit or split
         raise InputError(
-            f"{where}.dataset: {source.dataset}@{source.revision}: {type(error).__name__}: {str(error).splitlines()[0]}"
+            f"{where}.dataset: {source.dataset}@{source.revision}: {type(error).__name__}: {inputs.one_line(error)}"
         ) from None
+
+
+def _streamed(source: SourceConfig) -> Any:
+    import datasets
+
+    return datasets.load_dataset(
+        source.dataset,
+        source.subset or None,
+        split=source.split,
+        revision=source.revision,
+        streaming=True,
+    )
+
+
+def _hub_rows(source: SourceConfig, piece: Piece) -> Iterator[dict[str, Any]]:
+    """The rows of a shard on the hub.
+
+    Raises `MachineError` if they cannot be read to the end, whatever the hub's client raises then: a connection is
+    no fault of the data, and a shard that is read in part would count as read.
+    """
+    import pyarrow as pa
+
+    try:
+        yield from _streamed(source).shard(num_shards=piece.end, index=piece.start)
+    except pa.ArrowException:
+        raise  # the data is at fault, which is counted
+    except Exception as error:
+        raise MachineError(
+            f"{piece.paths[0]}: cannot be read to its end ({type(error).__name__}: {inputs.one_line(error)}). "
+            "Check the connection and run the same command again; it resumes."
+        ) from error
+
+
+def _check_column(source: SourceConfig, where: str, names: Collection[str]) -> None:
+    if source.text_column not in names:
+        raise InputError(f"{where}{source.dataset} has no column {source.text_column!r}; it has {', '.join(names)}.")
 
 
 def _saved_input(source: SourceConfig, where: str) -> Input:
     dataset = saved_dataset(source)
-    if source.text_column not in dataset.column_names:
-        raise InputError(
-            f"{where}.text_column: {source.dataset} has no column {source.text_column!r}; "
-            f"it has {', '.join(dataset.column_names)}."
-        )
+    _check_column(source, f"{where}.text_column: ", dataset.column_names)
     files = sorted(Path(file["filename"]) for file in dataset.cache_files)
     return Input(tuple(map(str, files)), sum(file.stat().st_size for file in files))

@@ -37,7 +37,6 @@ class Reader(ColumnReader):
             yield Span(problems=problems.entries())
 
     def values(self, piece: Piece) -> Iterator[Any]:
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
         if piece.start == piece.end:
@@ -47,9 +46,16 @@ class Reader(ColumnReader):
             if column not in names:
                 raise InputError(f"{piece.paths[0]}: no column {column!r}; it has {', '.join(names)}.")
             for batch in file.iter_batches(ROWS_PER_READ, row_groups=[piece.start], columns=[column]):
-                texts = batch.column(0)
-                # Not validated by Arrow: as bytes, this reader reports bad bytes itself.
-                yield from (texts.cast(pa.binary()) if pa.types.is_string(texts.type) else texts).to_pylist()
+                yield from _as_bytes(batch.column(0)).to_pylist()
+
+
+def _as_bytes(column: Any) -> Any:
+    """A column of strings as bytes: Arrow does not validate them, and this reader reports bad ones itself."""
+    import pyarrow as pa
+
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    return column.cast(pa.large_binary()) if is_text else column
 
 
 def _column_names(file: Path) -> list[str]:
