@@ -357,6 +357,22 @@ def test_a_full_disk_ends_in_one_line_and_passes_for_nothing(sources: Path, tmp_
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_corpus_without_a_document_for_training_is_refused(count: int, tmp_path: Path) -> None:
+    for number in range(count):
+        (tmp_path / f"{number}.txt").write_text(text(number), encoding="utf-8")
+    source = SourceConfig(kind="books", path=str(tmp_path / "*.txt"))
+    with pytest.raises(InputError, match=rf"^corpus.sources: {count} documents?, all held out"):
+        prepare(config(tmp_path, tmp_path / "refused", sources=(source,)), quiet=True)
+    assert "(0 held out" in prepare(
+        config(tmp_path, tmp_path / "trained", sources=(source,), validation_fraction=0), quiet=True
+    )
+    # A corpus that is only evaluated on says so of its sources.
+    only_held_out = source.model_copy(update={"held_out": True})
+    summary = prepare(config(tmp_path, tmp_path / "evaluated", sources=(only_held_out,)), quiet=True)
+    assert f"({count} held out" in summary
+
+
 def test_an_altered_or_truncated_shard_is_refused(sources: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     prepare(config(sources, target), quiet=True)
