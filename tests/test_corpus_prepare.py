@@ -30,6 +30,7 @@ from pretrain.corpus.parts import DOCUMENT
 from pretrain.corpus.prepare import describe, prepare
 from pretrain.corpus.shards import open_shards, verify_shards
 from pretrain.corpus.stage_bar import StageBar
+from pretrain.corpus.stages import PreparationSettings
 
 ROOT = Path(__file__).parent.parent
 WORDS = [
@@ -226,6 +227,35 @@ def test_a_killed_coordinator_leaves_neither_processes_nor_a_lock(tmp_path: Path
     with locked(tmp_path / "out" / ".work" / "lock", "still held"):
         pass
     assert not psutil.wait_procs(children, timeout=120)[1]
+
+
+def _sleep(folder: Path, name: str) -> None:
+    (folder / f"{name}.began").touch()
+    time.sleep(60)
+    (folder / f"{name}.ended").touch()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_error_or_ctrl_c_does_not_wait_for_the_calls_that_run(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "_start_method", lambda: method)
+    settings = PreparationSettings(
+        str(tmp_path), lowercase=True, language="en", min_document_words=1, vocabulary_given=False
+    )
+
+    def interrupted() -> None:
+        with parallel.Pool(2, settings, None, "") as pool:
+            for name in "abcdef":
+                pool.submit(_sleep, (tmp_path, name))
+            while len(list(tmp_path.glob("*.began"))) < 2:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len(list(tmp_path.glob("*.began"))) == 2
+    assert not list(tmp_path.glob("*.ended"))
 
 
 def test_a_vocabulary_taken_over_gives_the_same_shards(sources: Path, prepared: Path, tmp_path: Path) -> None:
