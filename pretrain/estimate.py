@@ -6,6 +6,7 @@ needed, except to measure this machine.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -42,9 +43,11 @@ def dry_run(
         show_config: add the resolved config.
 
     Raises:
-        InputError: `on` is not a known cluster, the model has no such norm or activation, or the prepared corpus is
-            damaged.
+        InputError: `on` is not a known cluster, `mean_length` is not above 0, the model has no such norm or activation,
+            or the prepared corpus is damaged.
     """
+    if mean_length is not None and not 0 < mean_length < math.inf:
+        raise InputError(f"--mean-length: {mean_length:g}; expected a number above 0.")
     size = vocabulary_size(config)
     on = on or config.scheduling.cluster
     config, why = resolve_precision(config, on)
@@ -78,10 +81,10 @@ def _teacher(config: PretrainConfig) -> ModelConfig | None:
 def vocabulary_size(config: PretrainConfig) -> int:
     """Rows of the word embeddings for the prepared corpus's vocabulary, else the given one, else that to train."""
     manifest = prepared_manifest(config.corpus)
-    given = Path(config.corpus.vocabulary.path)
+    given = Path(config.corpus.vocabulary.path).expanduser()
     if manifest:
         entries = int(manifest["vocabulary_size"])
-    elif config.corpus.vocabulary.path and given.is_file():
+    elif config.corpus.vocabulary.path and given.exists():
         from pretrain.corpus.vocabulary import given_entries
 
         entries = len(given_entries(given))
@@ -255,10 +258,11 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
         return Cluster("this machine", config.scheduling.workers, device, peak)
     match = re.fullmatch(r"(?:(\d{1,9})\s*[xX]\s*)?([A-Za-z0-9]+)", text.strip())
     names = {name.upper(): name for name in GPUS}
-    if not match or match[2].upper() not in names or match[1] == "0":
+    count = int(match[1] or 1) if match else 0
+    if not match or match[2].upper() not in names or not count:
         known = ", ".join(GPUS)
         raise InputError(f"--on {text}: not a known cluster. Give here, or COUNTxNAME with one of {known}.")
-    name, count = names[match[2].upper()], int(match[1] or 1)
+    name = names[match[2].upper()]
     if config.engine.precision == "fp32":
         raise InputError(f"--on {text}: its figures are for bf16 and fp16; engine.precision is fp32.")
     return Cluster(f"{count} x {name}", count, "cuda", count * GPUS[name].peak_flops, GPUS[name], name)

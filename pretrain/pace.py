@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import statistics
 import subprocess
@@ -46,7 +47,7 @@ def fit(config: PretrainConfig, minutes: float) -> PretrainConfig:
         InputError: `minutes` is not above 0, or other processes than this one's would train.
         MachineError: the timed run failed.
     """
-    if minutes <= 0:
+    if not 0 < minutes < math.inf:
         raise InputError(f"--minutes: {minutes:g}; expected a number above 0.")
     if config.scheduling.address or "RANK" in os.environ:
         raise InputError("--minutes: times steps on this machine alone; leave out --address and torchrun.")

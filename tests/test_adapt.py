@@ -224,6 +224,7 @@ def test_gains_compare_the_first_evaluation_with_the_last(tmp_path: Path) -> Non
     ("words", "message"),
     [
         (["--minutes", "0"], "--minutes: 0; expected a number above 0"),
+        (["--minutes", "nan"], "--minutes: nan; expected a number above 0"),
         (["--replay", "1"], "--replay: 1; expected a share from 0 to below 1"),
         (["--seeds", "3"], "--seeds: counts the runs of each fine-tuning"),
         (["--finetune", "nowhere.yaml"], "--finetune: nowhere.yaml: no such file"),

@@ -178,6 +178,21 @@ def test_validation_batches_are_fixed(folder, shards):
     assert validation_batches(replace(shards, shards=[]), run_config(), 0, rank=0, world_size=1) == []
 
 
+@pytest.mark.parametrize("budget", [512, 64])
+def test_fewer_held_out_samples_than_ranks_are_evaluated_by_every_rank(folder, budget):
+    held_out = open_shards(folder, "validation")
+    config = run_config(budget=budget, evaluation=2)
+    alone = validation_batches(held_out, config, 0, rank=0, world_size=1)
+    ranks = [validation_batches(held_out, config, 0, rank=rank, world_size=5) for rank in range(5)]
+    expected = global_batches([alone])
+    assert [global_batches([batches]) for batches in ranks] == [expected] * 5
+    # Losses are sums over all ranks, divided by these counts (invariant 3), so they are those of one rank.
+    for batches in ranks:
+        assert len(batches[0].micro_batches) == len(alone[0].micro_batches)
+        assert (batches[0].sequences, batches[0].tokens) == (10, 5 * alone[0].tokens)
+        assert batches[0].masked == 5 * alone[0].masked
+
+
 def test_large_evaluations_come_in_parts(folder):
     held_out = open_shards(folder, "train")
     config = run_config(length=16, evaluation=2500, budget=4096)

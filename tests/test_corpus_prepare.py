@@ -32,6 +32,7 @@ from pretrain.corpus.parts import DOCUMENT
 from pretrain.corpus.prepare import describe, prepare
 from pretrain.corpus.shards import open_shards, verify_shards
 from pretrain.corpus.stage_bar import StageBar
+from pretrain.corpus.stages import PreparationSettings
 
 ROOT = Path(__file__).parent.parent
 WORDS = [
@@ -230,6 +231,35 @@ def test_a_killed_coordinator_leaves_neither_processes_nor_a_lock(tmp_path: Path
     assert not psutil.wait_procs(children, timeout=120)[1]
 
 
+def _sleep(folder: Path, name: str) -> None:
+    (folder / f"{name}.began").touch()
+    time.sleep(60)
+    (folder / f"{name}.ended").touch()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_error_or_ctrl_c_does_not_wait_for_the_calls_that_run(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "_start_method", lambda: method)
+    settings = PreparationSettings(
+        str(tmp_path), lowercase=True, language="en", min_document_words=1, vocabulary_given=False
+    )
+
+    def interrupted() -> None:
+        with parallel.Pool(2, settings, None, "") as pool:
+            for name in "abcdef":
+                pool.submit(_sleep, (tmp_path, name))
+            while len(list(tmp_path.glob("*.began"))) < 2:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len(list(tmp_path.glob("*.began"))) == 2
+    assert not list(tmp_path.glob("*.ended"))
+
+
 def test_a_vocabulary_taken_over_gives_the_same_shards(sources: Path, prepared: Path, tmp_path: Path) -> None:
     for given in (prepared / "vocab.txt", prepared / "tokenizer.json"):
         target = tmp_path / given.suffix[1:]
@@ -408,6 +438,22 @@ def test_a_full_disk_ends_in_one_line_and_passes_for_nothing(sources: Path, tmp_
         assert sum(len(shard.tokens) for shard in open_shards(disk / "corpus", "train").shards) > 0
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_corpus_without_a_document_for_training_is_refused(count: int, tmp_path: Path) -> None:
+    for number in range(count):
+        (tmp_path / f"{number}.txt").write_text(text(number), encoding="utf-8")
+    source = SourceConfig(kind="books", path=str(tmp_path / "*.txt"))
+    with pytest.raises(InputError, match=rf"^corpus.sources: {count} documents?, all held out"):
+        prepare(config(tmp_path, tmp_path / "refused", sources=(source,)), quiet=True)
+    assert "(0 held out" in prepare(
+        config(tmp_path, tmp_path / "trained", sources=(source,), validation_fraction=0), quiet=True
+    )
+    # A corpus that is only evaluated on says so of its sources.
+    only_held_out = source.model_copy(update={"held_out": True})
+    summary = prepare(config(tmp_path, tmp_path / "evaluated", sources=(only_held_out,)), quiet=True)
+    assert f"({count} held out" in summary
 
 
 def test_an_altered_or_truncated_shard_is_refused(sources: Path, tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_clusters_are_known_by_count_and_name(text: str):
     assert estimate.parse_cluster("A100", make_config()).workers == 1
 
 
-@pytest.mark.parametrize("text", ["8xTPU", "0xH100", "H100x8", ""])
+@pytest.mark.parametrize("text", ["8xTPU", "0xH100", "00xH100", "H100x8", ""])
 def test_other_clusters_are_refused(text: str):
     with pytest.raises(InputError, match="not a known cluster"):
         estimate.parse_cluster(text, make_config())
@@ -337,6 +337,21 @@ def test_vocabulary_size_of_a_given_file(tmp_path: Path):
     # Only line feeds end an entry: a vocabulary may have other line ends as tokens.
     (tmp_path / "vocab.txt").write_text("a\n\u2028\n\x85\nb\n", encoding="utf-8")
     assert estimate.vocabulary_size(make_config(corpus=corpus)) == 4
+
+
+def test_a_given_vocabulary_is_found_as_preparing_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As the folder that holds it, and below the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "vocab.txt").write_text("a\nb\nc\n")
+    for path in (str(tmp_path), "~/vocab.txt", "~"):
+        corpus = CorpusConfig(dir=str(tmp_path / "none"), vocabulary=VocabularyConfig(path=path))
+        assert estimate.vocabulary_size(make_config(corpus=corpus)) == 3
+
+
+@pytest.mark.parametrize("length", [0.0, -5.0, float("nan"), float("inf")])
+def test_a_mean_length_must_be_positive(length: float):
+    with pytest.raises(InputError, match=r"^--mean-length: .*; expected a number above 0"):
+        estimate.dry_run(make_config(), mean_length=length)
 
 
 def test_a_rehearsal_masks_a_token_however_rarely_training_does():

@@ -396,6 +396,33 @@ def test_a_pod_with_nothing_of_the_run_asks_nothing(config: Path, tmp_path: Path
     assert not (tmp_path / "runs/my-run/stop").exists()
 
 
+def test_a_run_at_an_address_trains_in_storage_that_all_nodes_share(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is asked for a checkpoint there, not in the cache of the machine that wrote the manifest."""
+    monkeypatch.setenv("BERTRAIN_CACHE", "/my/cache")
+    monkeypatch.setenv("BERTRAIN_RUNS", "/my/runs")
+    address = "run_dir=s3://bucket/runs/my-run"
+    folder = "stored-runs/s3/bucket/runs/my-run"
+    assert "/my/" not in "".join(render(kind, config, [*needed, address]) for kind, needed in NEEDED.items())
+
+    documents = kuberay(config, address)
+    assert f"touch -- /shared/{folder}/stop" in documents["ConfigMap"]["data"]["stop.sh"]
+    pods = [pod for pod in pod_templates(documents["RayJob"]["spec"]) if "env" in pod["spec"]["containers"][0]]
+    assert len(pods) == 2
+    for pod in pods:
+        variables = {one["name"]: one.get("value") for one in pod["spec"]["containers"][0]["env"]}
+        monkeypatch.setenv("BERTRAIN_RUNS", variables["BERTRAIN_RUNS"])
+        assert load_config(config, [address]).folder == Path("/shared", folder)
+    with pytest.raises(InputError, match="BERTRAIN_RUNS is set for all pods"):
+        kuberay(config, "place.worker_environment={BERTRAIN_RUNS: /tmp}")
+
+    assert "--env=BERTRAIN_RUNS=/shared/stored-runs" in rayup(config, address)["docker"]["run_options"]
+    script = render("slurm", config, [address])
+    assert f"run={folder}\n" in script
+    assert 'export BERTRAIN_RUNS="$PWD/stored-runs"\n' in script
+
+
 # ray up
 
 

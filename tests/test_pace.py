@@ -88,7 +88,7 @@ def test_a_ramp_is_timed_at_full_batches(tmp_path: Path, monkeypatch: pytest.Mon
     assert fitted.total_steps == pytest.approx(0.95 * 600 / 0.75, abs=2)
 
 
-@pytest.mark.parametrize("minutes", [0.0, -3.0])
+@pytest.mark.parametrize("minutes", [0.0, -3.0, float("nan"), float("inf")])
 def test_a_time_must_be_positive(tmp_path: Path, minutes: float) -> None:
     with pytest.raises(InputError, match="expected a number above 0"):
         pace.fit(make_config(tmp_path), minutes)

@@ -190,6 +190,23 @@ def test_batches_grow_with_the_square_root_of_the_tokens() -> None:
     assert with_batch(mini(), 1e15).phases[0].peak_learning_rate == mini().phases[0].peak_learning_rate
 
 
+@pytest.mark.parametrize(("scheduling", "expected"), [({"workers": 3}, 66), ({"workers": 4, "min_workers": 3}, 72)])
+def test_batches_can_be_balanced_across_the_workers(scheduling: dict[str, int], expected: int) -> None:
+    """If a micro-batch holds one sequence, a batch is a multiple of every number of workers."""
+    phase = {"sequence_length": 128, "global_sequences": 36, "steps": 10, "peak_learning_rate": 1e-3}
+    config = mini(phases=[phase], scheduling=scheduling, engine={"micro_batch_tokens": 128})
+    assert with_batch(config, 1.2e7).phases[0].global_sequences == expected
+    roomy = mini(phases=[phase], scheduling=scheduling, engine={"micro_batch_tokens": 256})
+    assert with_batch(roomy, 1.2e7).phases[0].global_sequences == 64
+
+
+def test_a_size_that_the_config_cannot_have_is_named() -> None:
+    model = {**mini().model.model_dump(), "heads": 64, "kv_heads": 2, "attention_init": "normal"}
+    config = mini(model=model, engine={"fp8": True, "precision": "bf16"})
+    with pytest.raises(InputError, match=r"^--budget: this config has no size 2x128: engine.fp8 needs multiples of 16"):
+        with_shape(config, 2, 128)
+
+
 def test_phases_keep_their_proportions() -> None:
     phase = {**mini().phases[0].model_dump(), "ramp_from": 0, "ramp_steps": 0}
     long = {**phase, "sequence_length": 64, "global_sequences": 32, "ramp_from": 8, "ramp_steps": 40}

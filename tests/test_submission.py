@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,8 +60,31 @@ def test_a_checkpoint_on_the_cluster_decides_model_and_vocabulary(config: Path) 
 def test_a_run_has_one_name_everywhere(config: Path) -> None:
     job = read(config, "--set", "seed=7")
     assert (job.name, job.config["tracking"]["run_id"], job.config["seed"]) == ("trial", "trial", 7)
-    assert job.run_dir == Path("runs/trial")
+    assert job.run_dir == "runs/trial"
     assert json.loads(json.dumps(job.config)) == job.config
+
+
+def test_a_run_at_an_address_is_known_by_it(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it trains, the cluster decides; this machine can see what is in the folder that it would have here."""
+    monkeypatch.setenv("BERTRAIN_RUNS", str(tmp_path / "shared"))
+    metadata = client._metadata(read(config, "--set", "run_dir=s3://bucket/trial"))
+    assert metadata["run_dir"] == "s3://bucket/trial"
+    assert client._metadata(read(config))["run_dir"] == "/shared/runs/trial"
+    job: Any = SimpleNamespace(
+        submission_id="trial",
+        metadata=metadata,
+        status=SimpleNamespace(value="RUNNING"),
+        start_time=0,
+        end_time=0,
+        driver_exit_code=None,
+        message="",
+    )
+    assert "run folder s3://bucket/trial" in client.describe(job)
+    assert client.progress(job) == []
+    folder = tmp_path / "shared/s3/bucket/trial"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 2.0, "tokens_per_second": 7}) + "\n")
+    assert client.progress(job) == ["step 3, loss 2.0000, 7 tokens/s"]
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, (1, 1)), ("3", (3, 3)), ("2-4", (2, 4)), ("2-2", (2, 2))])
@@ -428,10 +452,7 @@ def test_mistakes_are_reported_before_anything_is_sent(
 
 def test_the_list_of_jobs_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Whoever reaches the cluster names jobs."""
-    from types import SimpleNamespace
-
     from cluster import __main__
-    from cluster.jobs import client
 
     status = SimpleNamespace(value="RUNNING")
     job = SimpleNamespace(

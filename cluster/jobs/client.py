@@ -23,6 +23,7 @@ from cluster.workers.driver import choose_token
 from cluster.workers.nodes import nodes_fit
 from cluster.workers.processes import JOB_ENTRYPOINT
 from pretrain.commands import program
+from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import WAITING_FILE
 
@@ -52,7 +53,7 @@ class Job:
         kind: pretrain, finetune or prepare.
         name: the run's id.
         config: the resolved settings, as plain data for JSON.
-        run_dir: the run folder.
+        run_dir: the run folder, or the address of a run that is stored; the cluster decides where that one trains.
         folder: working directory on the cluster; relative paths of the config start there.
         workers: the smallest and the largest number.
         cpus_per_worker: 0 divides the cluster's CPUs among the workers.
@@ -61,7 +62,7 @@ class Job:
     kind: str
     name: str
     config: dict[str, Any]
-    run_dir: Path
+    run_dir: str
     folder: Path
     workers: tuple[int, int]
     cpus_per_worker: int
@@ -292,7 +293,7 @@ def run_folder(name: str, address: str = "", *, plain_http: bool = False) -> Pat
     jobs = Jobs(address, plain_http=plain_http)
     job = jobs.get(name) if address else jobs.find(name)
     folder = (job.metadata or {}).get("run_dir") if job else None
-    return Path(folder) if folder else None
+    return local_run(folder) if folder else None
 
 
 def describe(job: JobDetails) -> str:
@@ -328,7 +329,7 @@ def exit_code(job: JobDetails) -> int:
 
 def progress(job: JobDetails) -> list[str]:
     """The progress of a job's run, from its folder, and what it waits for; [] if the folder is not on this machine."""
-    run_dir = Path((job.metadata or {}).get("run_dir", "/nowhere"))
+    run_dir = local_run((job.metadata or {}).get("run_dir", "/nowhere"))
     return [*(_waiting(run_dir) if job.status not in FINISHED else ()), *_trained(run_dir)]
 
 
@@ -360,7 +361,7 @@ def _metadata(job: Job) -> dict[str, str]:
         "bertrain": job.kind,
         "config": json.dumps(job.config, separators=(",", ":")),
         "folder": str(job.folder),
-        "run_dir": str(job.folder / job.run_dir),
+        "run_dir": job.run_dir if is_remote(job.run_dir) else str(job.folder / job.run_dir),
         "workers": str(job.workers[0]),
         "most_workers": str(job.workers[1]),
         "cpus_per_worker": str(job.cpus_per_worker),

@@ -41,7 +41,7 @@ def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> 
         options.kind,
         name,
         values,
-        config.folder,
+        config.address or str(config.folder),
         folder.absolute(),
         (scheduling.min_workers or scheduling.workers, scheduling.workers),
         scheduling.cpus_per_worker,

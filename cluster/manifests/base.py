@@ -12,12 +12,14 @@ from pydantic import Field, create_model
 
 from finetune.config import TASKS, FinetuneConfig
 from pretrain.common import settings as yaml_settings
+from pretrain.common.addresses import cache, local
 from pretrain.common.errors import InputError
 from pretrain.common.settings import Section
 from pretrain.config import PretrainConfig, RunConfig
 
 IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST
 RUN_COMMANDS = _PRETRAIN, _FINETUNE = "pretrain pretrain", "finetune finetune"  # of python -m; they train
+STORED_RUNS = "stored-runs"  # in place.storage: BERTRAIN_RUNS of all nodes, below which runs at addresses train
 _LOCK = Path(__file__).resolve().parents[2] / "requirements.lock"
 
 
@@ -112,7 +114,7 @@ def _job(path: Path | str, config: RunConfig, settings: ManifestSettings) -> Man
     per_node = min(scheduling.workers, settings.workers_per_node)
     return ManifestJob(
         name=config.name,
-        folder=str(config.folder),
+        folder=_folder(config),
         config=yaml_settings.dump(resolved, exclude={"place"}),
         subcommands=(_FINETUNE,) if finetunes else (*(["pretrain prepare"] if settings.prepare else []), _PRETRAIN),
         nodes=_nodes(scheduling.workers, per_node),
@@ -121,6 +123,13 @@ def _job(path: Path | str, config: RunConfig, settings: ManifestSettings) -> Man
         cpus_per_worker=cpus,
         gpus=settings.gpus,
     )
+
+
+def _folder(config: RunConfig) -> str:
+    """The run folder on the nodes; that of an address does not depend on this machine's cache."""
+    if not config.address:
+        return str(config.folder)
+    return f"{STORED_RUNS}/{local(config.address).relative_to(cache())}"
 
 
 def _nodes(workers: int, per_node: int) -> int:

@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator
 
-from cluster.manifests.base import IMAGE, RUN_COMMANDS, ManifestJob, ManifestSettings, locked_version
+from cluster.manifests.base import IMAGE, RUN_COMMANDS, STORED_RUNS, ManifestJob, ManifestSettings, locked_version
 from cluster.manifests.text import as_yaml
 from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
+from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import InputError
 from pretrain.common.settings import NO_SECRETS, LocalPath
 from pretrain.common.wording import counted
@@ -159,6 +160,8 @@ class KubeRaySettings(ManifestSettings):
         for name in variables:
             if name.startswith("RAY_"):
                 raise ValueError(f"{name} belongs to Ray and is set by the manifest; remove it here")
+            if name == RUNS_VARIABLE:
+                raise ValueError(f"{name} is set for all pods by place.storage; remove it here")
         return variables
 
 
@@ -313,6 +316,7 @@ def _container(name: str, job: ManifestJob, settings: KubeRaySettings, *, cpus: 
                 "name": "WANDB_API_KEY",
                 "valueFrom": {"secretKeyRef": {"name": settings.wandb_secret, "key": "api-key", "optional": True}},
             },
+            {"name": RUNS_VARIABLE, "value": f"{settings.storage}/{STORED_RUNS}"},
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
             {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(settings.grace_seconds)},  # Ray's default is 3
         ],

@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import Field
 
-from cluster.manifests.base import IMAGE, ManifestJob, ManifestSettings
+from cluster.manifests.base import IMAGE, STORED_RUNS, ManifestJob, ManifestSettings
 from cluster.manifests.text import as_yaml
+from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import InputError
 from pretrain.common.settings import LocalPath
 from pretrain.common.wording import counted
@@ -204,6 +205,7 @@ def _docker(job: ManifestJob, settings: RayUpSettings, efa: int) -> dict[str, An
         "--cap-drop=ALL",
         "--security-opt=no-new-privileges",
         f"--volume={settings.storage}:{settings.storage}",
+        f"--env={RUNS_VARIABLE}={settings.storage}/{STORED_RUNS}",
         "--env=RAY_AUTH_MODE=token",
         f"--env=RAY_AUTH_TOKEN_PATH={_TOKEN}",
         "--env=RAY_USAGE_STATS_ENABLED=0",

@@ -6,8 +6,9 @@ import shlex
 
 from pydantic import Field
 
-from cluster.manifests.base import ManifestJob, ManifestSettings
+from cluster.manifests.base import STORED_RUNS, ManifestJob, ManifestSettings
 from cluster.manifests.text import as_comment, here_document
+from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.settings import SEVERAL_LINES, LocalPath
 from pretrain.common.wording import counted
 
@@ -86,6 +87,7 @@ def _setup(job: ManifestJob, settings: SlurmSettings) -> str:
     return f"""cd -- {shlex.quote(settings.storage)}
 # shellcheck disable=SC1091
 {settings.environment}
+export {RUNS_VARIABLE}="$PWD/{STORED_RUNS}"
 run={shlex.quote(f"./{job.folder}" if job.folder.startswith("-") else job.folder)}
 mkdir -p "$run"
 rm -f "$run/exit-code" "$run/preparing"

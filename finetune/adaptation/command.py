@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace, pretrain: RunCommand, finetune: RunComman
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.minutes is not None and arguments.minutes <= 0:
+    if arguments.minutes is not None and not 0 < arguments.minutes < math.inf:
         raise InputError(f"--minutes: {arguments.minutes:g}; expected a number above 0.")
     if not 0 <= arguments.replay < 1:
         raise InputError(f"--replay: {arguments.replay:g}; expected a share from 0 to below 1.")

@@ -211,19 +211,27 @@ def validation_batches(
     """The held-out batches of a phase: the same samples every time, for every `config.seed`.
 
     At most `config.evaluation.sequences` samples; none if the corpus has no validation split. If a micro-batch holds
-    only one sequence, up to `world_size` - 1 samples are left out so that every rank gets as many.
+    only one sequence, up to `world_size` - 1 samples are left out so that every rank gets as many. If there are fewer
+    samples than ranks, as after a small run has grown, every rank evaluates all of them.
     """
     if not shards.shards:
         return []
     maker = BatchMaker(shards, config, phase, seed=0, rank=rank, world_size=world_size, held_out=True)
     count = min(config.evaluation.sequences, maker.samples_per_epoch)
+    if count < world_size:
+        alone = BatchMaker(shards, config, phase, seed=0, rank=0, world_size=1, held_out=True)
+        return [_on_all_ranks(alone.make(0, count), world_size)]
     if config.engine.micro_batch_tokens < 2 * config.phases[phase].sequence_length:
         count -= count % world_size
-    where = f"{shards.folder}, validation split, evaluation.sequences"
-    _check_balance(config, phase, where, count, world_size)
     parts = max(1, count // max(_EVALUATION_SEQUENCES, world_size))
     bounds = [*(count // world_size * part // parts * world_size for part in range(parts)), count]
     return [maker.make(first, last - first) for first, last in itertools.pairwise(bounds)]
+
+
+def _on_all_ranks(batch: StepBatch, world_size: int) -> StepBatch:
+    """The batch of one rank as that of each of `world_size` ranks: the sums over them grow as the counts do."""
+    names = ("sequences", "tokens", "masked", "causal", "causal_targets")
+    return dataclasses.replace(batch, **{name: world_size * getattr(batch, name) for name in names})
 
 
 class BatchMaker:

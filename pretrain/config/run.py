@@ -300,14 +300,17 @@ class PretrainConfig(RunConfig):
                     f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than "
                     f"phases.{number}.sequence_length ({phase.sequence_length})"
                 )
-            fewest = self.scheduling.min_workers or self.scheduling.workers
-            for workers in range(fewest, self.scheduling.workers + 1):
-                # The batches of a ramp are multiples of its first one.
-                if phase.ramp_from and (why := self.why_not_balanced(number, phase.ramp_from, workers)):
-                    raise ValueError(f"phases.{number}.ramp_from ({phase.ramp_from}) {why}")
-                if why := self.why_not_balanced(number, phase.global_sequences, workers):
-                    raise ValueError(f"phases.{number}.global_sequences ({phase.global_sequences}) {why}")
+            # The batches of a ramp are multiples of its first one.
+            if phase.ramp_from and (why := self.why_no_batch(number, phase.ramp_from)):
+                raise ValueError(f"phases.{number}.ramp_from ({phase.ramp_from}) {why}")
+            if why := self.why_no_batch(number, phase.global_sequences):
+                raise ValueError(f"phases.{number}.global_sequences ({phase.global_sequences}) {why}")
         return self
+
+    def why_no_batch(self, phase: int, sequences: int) -> str:
+        """Why a batch of `sequences` cannot be balanced at some size of the run; "" if it can at each."""
+        counts = range(self.scheduling.min_workers or self.scheduling.workers, self.scheduling.workers + 1)
+        return next(filter(None, (self.why_not_balanced(phase, sequences, workers) for workers in counts)), "")
 
     def why_not_balanced(self, phase: int, sequences: int, workers: int) -> str:
         """Why a batch of `sequences` cannot be balanced across `workers` (`batches.dealing.balance`); "" if it can."""

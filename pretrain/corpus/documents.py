@@ -16,6 +16,7 @@ import numpy as np
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
+from pretrain.common.wording import counted
 from pretrain.corpus.filters.near_duplicates import NearDuplicates
 from pretrain.corpus.filters.report import MOST_EXAMPLES, Report
 from pretrain.corpus.partitions import Partitions, partition_of
@@ -97,6 +98,7 @@ class Documents:
         self._first = np.cumsum([0, *(count_documents(work / part) for part, _ in self._parts)])
         self._count = int(self._first[-1])
         self._held_out_sources = {number for number, is_held_out in enumerate(held_out) if is_held_out}
+        self._only_held_out = bool(held_out) and all(held_out)  # as a corpus that is only evaluated on may be
         self._last_held_out = -1  # the highest hash of those that are held out
         self._near: NearDuplicates | None = None
         self._near_counts = np.zeros(1 + max((one.source for one in read), default=-1), np.int64)
@@ -165,6 +167,16 @@ class Documents:
             )
         enough = fraction == 0 or held_out >= _MIN_VALIDATION_DOCUMENTS
         self._last_held_out = int(below) - 1 if enough else int(lowest[-1])
+        if not self._has_training_documents() and not self._only_held_out:
+            kept = sum(int(part.kept.sum()) for part in self._decided())
+            raise InputError(
+                f"corpus.sources: {counted(kept, 'document')}, all held out for validation; none remains for training. "
+                "Add text, split the files, or set corpus.validation_fraction: 0, which otherwise holds out at least "
+                f"{_MIN_VALIDATION_DOCUMENTS}. Delete {self._work} before."
+            )
+
+    def _has_training_documents(self) -> bool:
+        return any(part.of_split("train").any() for part in self._decided())
 
     def _advice(self) -> str:
         dropped = sum(summary.dropped for summary in self._read)
@@ -200,7 +212,7 @@ class Documents:
 
     def _candidates(self) -> Iterator[tuple[_DecidedPart, np.ndarray]]:
         """Each part, and which of its documents are for training; those that are kept, if none in the corpus is."""
-        is_any = any(part.of_split("train").any() for part in self._decided())
+        is_any = self._has_training_documents()
         for part in self._decided():
             yield part, part.of_split("train") if is_any else part.kept
 

@@ -67,6 +67,8 @@ class Pool:
         if self._ending is not None:
             self._ending.join()
         elif self._executor is not None:
+            if error is not None and isinstance(self._executor, ProcessPoolExecutor):
+                _stop_calls(self._executor)
             self._executor.shutdown(cancel_futures=True)
 
     def finish(self) -> None:
@@ -80,6 +82,8 @@ class Pool:
         with _report_killed():
             if self._executor is None:
                 return functools.partial(function, *arguments)
+            if isinstance(self._executor, ProcessPoolExecutor):
+                return self._executor.submit(stages.stoppable, function, *arguments)
             return self._executor.submit(function, *arguments)
 
     def run(
@@ -99,6 +103,14 @@ class Pool:
         while waiting:
             item, result = waiting.popleft()
             yield item, result_of(result)
+
+
+def _stop_calls(executor: ProcessPoolExecutor) -> None:
+    """Interrupt the calls that run: one may read a shard of a data set for hours."""
+    # The executor has no public name for its processes; it is None after a process was killed.
+    for process in list(executor._processes or ()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, stages.STOP)
 
 
 def _start_method() -> str:

@@ -10,7 +10,8 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -116,16 +117,42 @@ class _Process:
 _process: _Process | None = None
 
 
+# Ends the call that runs in a child; the child itself goes on. A killed one could leave half a result in the pipe of
+# its pool, which would wait for the rest. Not SIGTERM, with which the executor ends the others when one was killed.
+STOP = signal.SIGUSR1
+_is_called = _is_stopped = False
+
+
+def stoppable(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a call in a child; STOP interrupts it, and all calls after it. Its files are atomic."""
+    global _is_called
+    _is_called = True
+    try:
+        if _is_stopped:
+            raise KeyboardInterrupt
+        return function(*arguments)
+    finally:
+        _is_called = False
+
+
+def _stop(signum: int, frame: types.FrameType | None) -> None:
+    global _is_stopped
+    _is_stopped = True
+    if _is_called:
+        raise KeyboardInterrupt
+
+
 def start_process(settings: PreparationSettings, tokenizer: Tokenizer | None, *, child: bool = True) -> None:
     """Initialise this process for calls, with the tokenizer of the vocabulary if that is given.
 
-    A child leaves Ctrl-C to its parent and never outlives it.
+    A child leaves Ctrl-C to its parent, which sends STOP, and never outlives it.
     """
     global _process
     if child:
         gc.freeze()  # objects of the parent need not be collected here
         _divide_cores()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(STOP, _stop)
         threading.Thread(target=_end_with_parent, daemon=True).start()
     _process = _Process(settings, tokenizer)
 

@@ -5,12 +5,16 @@ The rules that are not measured by the law stand here, with their sources.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from pretrain import pace
+from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.estimate import vocabulary_size
 from pretrain.planning.budget import Budget
@@ -106,12 +110,12 @@ def with_batch(config: PretrainConfig, tokens: float) -> PretrainConfig:
     phases = [
         {
             **phase.model_dump(),
-            "global_sequences": max(1, config.scheduling.workers, round(factor * phase.global_sequences)),
+            "global_sequences": _balanced(config, number, round(factor * phase.global_sequences)),
             "peak_learning_rate": _rate(rate * phase.peak_learning_rate),
             "ramp_from": 0,
             "ramp_steps": 0,
         }
-        for phase in config.phases
+        for number, phase in enumerate(config.phases)
     ]
     return _changed(config, phases=phases)
 
@@ -157,6 +161,11 @@ def plan(config: PretrainConfig, budget: Budget, text: Text, speed: Speed | None
     )
 
 
+def _balanced(config: PretrainConfig, phase: int, sequences: int) -> int:
+    """The smallest batch of at least `sequences` that can be balanced across the workers, as the config's own can."""
+    return next(count for count in itertools.count(max(1, sequences)) if not config.why_no_batch(phase, count))
+
+
 def _rate(rate: float) -> float:
     """With three digits."""
     return float(f"{rate:.3g}")
@@ -171,4 +180,14 @@ def _affordable(config: PretrainConfig, work: Sequence[Work], budget: Budget, sp
 
 
 def _changed(config: PretrainConfig, **values: Any) -> PretrainConfig:
-    return PretrainConfig.model_validate({**config.model_dump(), **values})
+    try:
+        return PretrainConfig.model_validate({**config.model_dump(), **values})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        reason = first["msg"].removeprefix("Value error, ")
+        shape = "{layers}x{hidden}".format(**values.get("model", config.model.model_dump()))
+        raise InputError(
+            f"--budget: this config has no size {shape}: {f'{where}: ' if where else ''}{reason}. Give --minutes "
+            "instead, which scales the steps of this config."
+        ) from None
