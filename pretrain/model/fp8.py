@@ -43,7 +43,9 @@ def _product(x_RI: Tensor, y_OI: Tensor, *, fast: bool) -> Tensor:
     """bf16 [R, O], `x @ y.T`."""
     (x8_RI, x_scale_R1), (y8_OI, y_scale_O1) = _in_rows(x_RI), _in_rows(y_OI)
     # Not F.scaled_mm: torch.compile cannot trace it before torch 2.13.
-    return torch._scaled_mm(x8_RI, y8_OI.T, x_scale_R1, y_scale_O1.T, out_dtype=x_RI.dtype, use_fast_accum=fast)
+    return torch.ops.aten._scaled_mm.default(
+        x8_RI, y8_OI.T, x_scale_R1, y_scale_O1.T, out_dtype=x_RI.dtype, use_fast_accum=fast
+    )
 
 
 def _in_rows(x_RI: Tensor) -> tuple[Tensor, Tensor]:

@@ -134,7 +134,9 @@ def write_kernels(call: Call) -> None:
 def leaf(x: Tensor) -> Tensor:
     """The tensor without its history; as a parameter, if it is one, whose sizes are constants, and with its marks."""
     new = nn.Parameter(x.detach()) if isinstance(x, nn.Parameter) else x.detach().requires_grad_(x.requires_grad)
-    new.__dict__.update({name: value for name, value in vars(x).items() if name.startswith("_dynamo")})
+    for name, value in vars(x).items():
+        if name.startswith("_dynamo"):
+            setattr(new, name, value)
     return new
 
 

@@ -37,7 +37,7 @@ STEPS = 3  # the first ones keep constants; DeepSpeed's timers, if they were on,
 PACKAGES = ("pretrain", "finetune", "deepspeed")
 RANKS, VOCABULARY, LENGTHS, TYPES = 8, 1000, (40, 128, 9, 77), {"bf16": torch.bfloat16, "fp16": torch.float16}
 # The bodies of operators of ours, of which fake tensors would only ask the shapes.
-ATTENTION: dict[Any, Callable[..., Any]] = {
+ATTENTION: dict[Any, Any] = {
     torch.ops.bertrain.grouped_attention.default: grouped_op._forward._init_fn,
     torch.ops.bertrain.grouped_attention_backward.default: grouped_op._backward._init_fn,
 }

@@ -297,7 +297,8 @@ class Engine:
         """The same ranks for another thread: its collectives are separate from those of training."""
         if self.world_size == 1:
             return SideGroup(self.rank, self.world_size, None)
-        timeout = dist.group.WORLD._get_backend(self.device).options._timeout  # a new group has torch's own
+        ranks: Any = dist.group.WORLD
+        timeout = ranks._get_backend(self.device).options._timeout  # a new group has torch's own
         return SideGroup(self.rank, self.world_size, dist.new_group(backend="gloo", timeout=timeout))
 
     def seed_device(self, seed: int, start: int) -> None:
