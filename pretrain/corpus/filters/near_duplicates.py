@@ -88,7 +88,7 @@ def _gram_sets(texts: Sequence[str], columns: TextColumns, n: int) -> tuple[np.n
         within = np.repeat(first - np.append(0, np.cumsum(counts)[:-1]), counts) + np.arange(counts.sum())
         return grams[within], counts
     whole = columns.sequence_hashes(columns.terms[:-1], columns.terms[1:])
-    for number in np.flatnonzero(np.diff(columns.terms) == 0).tolist():
+    for number in map(int, np.flatnonzero(np.diff(columns.terms) == 0)):
         digest = hashlib.blake2b(texts[number].encode(), digest_size=8).digest()
         whole[number] = int.from_bytes(digest, "little")
     pieces = [grams[a : a + c] if c else whole[d : d + 1] for d, (a, c) in enumerate(zip(first, counts, strict=True))]
