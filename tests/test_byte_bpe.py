@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -303,6 +303,7 @@ def is_inside_word(before: str, here: str) -> bool:
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_entries_spell_the_text(text: str) -> None:
+    assume(not any(token in text for token in SPECIAL_TOKENS))  # which hypothesis finds in the code
     encoding = trained().encode(text, add_special_tokens=False)
     assert "".join(spelt(encoding.tokens)) == (text if text[:1] == " " or not text else f" {text}")
 
