@@ -205,18 +205,23 @@ class _Preparation:
     def run(self) -> str:
         started = time.monotonic()
         refuse_other_content(self._folder)
-        outcome = "already prepared"
+        manifest, outcome = self._manifest_bytes(), "already prepared"
         if not self._is_finished():
             check_filters(self._corpus.filters)
             # The pool comes first: forked processes would hold the lock, too, and catch signals meant for this one.
             pool = self._pool()
             with pool, self._locked_work(), _stoppable(self._folder), self._bar:
-                if not self._is_finished():  # another process may have finished it since
+                # Another process may have finished it since.
+                if self._manifest_bytes() == manifest or not self._is_finished():
                     self._stages(pool)
                     outcome = f"prepared in {time.monotonic() - started:.1f} s"
                 shutil.rmtree(self._work, ignore_errors=True)
         shutil.rmtree(self._work, ignore_errors=True)
         return card.summary_line(self._folder, outcome)
+
+    def _manifest_bytes(self) -> bytes:
+        path = self._folder / MANIFEST
+        return path.read_bytes() if path.exists() else b""
 
     def _is_finished(self) -> bool:
         """Whether the corpus is prepared and whole. One that is damaged may be prepared again with its own settings.
