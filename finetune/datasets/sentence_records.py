@@ -1,6 +1,6 @@
-"""Sentences from records: JSON lines, Parquet rows, or a single object or text.
+"""Sentences from records: JSON, Parquet rows, or a single object or text.
 
-JSON lines have one object per sentence. Adjacent ones with the same `document` (text or a number) form a document:
+JSON lines have one object per sentence, as has a list in a .json file. Adjacent ones with the same `document` (text or a number) form a document:
 
     {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"]}
     {"text": "Ann left", "entities": [{"start": 0, "end": 3, "type": "PER"}]}
@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from finetune.datasets.sentences import Cut, Remarks, Sentence, in_documents
-from finetune.datasets.tables import read_table
+from finetune.datasets.table import Format
+from finetune.datasets.tables import json_values, read_table
 from finetune.datasets.words import cut_words
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
@@ -50,7 +51,9 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut:
         raise InputError(f'{where}: {_shown(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
     entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
     text, tokens = record.get("text"), record.get("tokens")
-    if text is not None and (not tokens or _are_objects(tokens)):
+    # A record without words may have its empty list of tags.
+    without_tokens = not tokens and (bool(text) or tags is None)
+    if text is not None and (without_tokens or _are_objects(tokens)):
         if tokens and tags is not None and entities is None:
             raise InputError(f"{where}: tags need tokens that are strings. Give those, or entities.")
         one, tags = _from_text(text, where, cut), None
@@ -66,15 +69,11 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut:
     return one if tags is not None or entities is None else _with_spans(one, entities, where, remarks)
 
 
-def json_records(path: str, lines: list[str]) -> Iterator[tuple[str, int, Any]]:
-    """(path, line from 1, value) of each line that is not blank; `InputError` for a line that is not JSON."""
-    for number, line in enumerate(lines, 1):
-        if not line or line.isspace():
-            continue
-        try:
-            yield path, number, json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}:{number}: not JSON ({error}). Write one object on each line.") from None
+def json_records(path: Path, text: str, kind: Format) -> Iterator[tuple[str, int, Any]]:
+    """(path, line from 1, value) of each line that is not blank, or (place, 0, item) of the list in a .json file."""
+    place, numbered = json_values(path, text, kind)
+    for number, value in numbered:
+        yield (str(path), number, value) if place == ":" else (f"{path}{place}{number}", 0, value)
 
 
 def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
@@ -232,16 +231,18 @@ def _tags_of(
     for begin, end, kind in spans:
         first = int(np.searchsorted(ends, begin, "right"))
         stop = int(np.searchsorted(begins, end, "left"))
+        shown = _shown(text[begin:end])
         if first >= stop:
-            raise InputError(
-                f"{where}: the entity {kind} from {begin} to {end} is {_shown(text[begin:end])}, which contains "
-                "no word."
+            raise InputError(f"{where}: the entity {kind} from {begin} to {end} is {shown}, which contains no word.")
+        if stop <= taken:
+            remarks.add(
+                "an entity shares its word with the one before it and is left out; give `tokens` that separate them",
+                f"{where}, {shown}",
             )
+            continue
         if begins[first] < begin or ends[stop - 1] > end:
             remarks.add(
-                f"the entity {_shown(text[begin:end])} begins or ends inside a word; such entities are "
-                f"extended to whole words",
-                where,
+                "an entity begins or ends inside a word; such entities are extended to whole words", f"{where}, {shown}"
             )
         first = max(first, taken)
         for word in range(first, stop):

@@ -85,18 +85,27 @@ def _known_format(path: Path) -> Format:
     return known
 
 
-def _read_json(path: Path, text: str, kind: Format, wanted: Wanted) -> Table:
+def json_values(path: Path, text: str, kind: Format) -> tuple[str, Iterator[tuple[int, Any]]]:
+    """(separator of file and number in messages, (number, value) of each line or of each item of a .json list).
+
+    `InputError` for a line that is not JSON.
+    """
     whole = _parsed(text) if kind == "json" else None
-    is_list = isinstance(whole, list)
+    if isinstance(whole, list):
+        return ": record ", enumerate(whole, 1)
+    return ":", _line_records(path, text, whole)
+
+
+def _read_json(path: Path, text: str, kind: Format, wanted: Wanted) -> Table:
+    before, numbered = json_values(path, text, kind)
     places, records = [], []
-    for place, record in enumerate(whole, 1) if is_list else _line_records(path, text, whole):
+    for place, record in numbered:
         if not isinstance(record, dict):
-            at = f"{path}: record {place}" if is_list else f"{path}:{place}"
-            raise InputError(f"{at}: {shown(record)}, not an object with {listed(wanted.columns)}.")
+            raise InputError(f"{path}{before}{place}: {shown(record)}, not an object with {listed(wanted.columns)}.")
         places.append(place)
         records.append(record)
     cells: dict[Key, list[Any]] = {}
-    table = Table(cells, str(path), places, ": record " if is_list else ":")
+    table = Table(cells, str(path), places, before)
     for column in wanted.columns:
         names = [wanted.name(column, record) for record in records]
         values = [record.get(name) for record, name in zip(records, names, strict=True)]

@@ -158,9 +158,10 @@ def _check_tags(sentences: list[Sentence], distinct: set[str]) -> None:
     for one in sentences:
         for number, tag in enumerate(cast(Sequence[str], one.tags)):
             if tag in wrong:
+                advice = "Check label_column; each line has one word and its tag." if one.lined else "Correct it."
                 raise InputError(
                     f"{one.where(number)}: {tag!r} is not a tag; expected O, or a prefix and a type such as B-PER. "
-                    f"Check label_column."
+                    f"{advice}"
                 )
 
 
