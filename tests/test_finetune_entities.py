@@ -406,6 +406,9 @@ SPAN = {"start": 0, "end": 3, "type": "PER"}
         ({"text": "Ann", "tokens": [{"text": "Ann"}], "tags": ["O"]}, r"a.jsonl:2: tags need tokens that are strings"),
         ({"tokens": None, "tags": ["O"]}, r'a.jsonl:2: has neither "text" nor "tokens"'),
         ({"text": 5, "entities": []}, r"a.jsonl:2: text is 5; expected text"),
+        ({"text": "", "entities": [], "id": ["\ud83d"]}, r"a.jsonl:2: the id has half of a surrogate pair"),
+        ({"tokens": ["a"], "tags": ["B-\ud83d"]}, r"a.jsonl:2: the tag has half of a surrogate pair at character 2"),
+        ({"text": "Ann", "entities": [SPAN | {"type": "\ud83d"}]}, r"a.jsonl:2: the tag has half of a surrogate pair"),
         ({"text": 5, "tokens": ["Ann"], "tags": ["O"]}, r"a.jsonl:2: text is 5; expected text"),
         (
             {"text": "Ann B", "tokens": ["Ann", "Bo"], "tags": ["O", "O"]},

@@ -13,7 +13,6 @@ from finetune.datasets.words import cut_words
 from pretrain.common.errors import InputError
 
 
-
 def read_sentences(
     path: Path | str,
     remarks: Remarks,

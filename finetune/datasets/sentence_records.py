@@ -1,6 +1,7 @@
 """Sentences from records: JSON, Parquet rows, or a single object or text.
 
-JSON lines have one object per sentence, as has a list in a .json file. Adjacent ones with the same `document` (text or a number) form a document:
+JSON lines have one object per sentence, as has a list in a .json file. Adjacent ones with the same `document` (text or
+a number) form a document:
 
     {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"]}
     {"text": "Ann left", "entities": [{"start": 0, "end": 3, "type": "PER"}]}
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from finetune.datasets.sentences import Cut, Remarks, Sentence, in_documents
+from finetune.datasets.surrogates import check_id, replaced
 from finetune.datasets.table import Format
 from finetune.datasets.tables import json_values, read_table
 from finetune.datasets.words import cut_words
@@ -33,7 +34,6 @@ from pretrain.common.wording import counted
 
 _TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
 _COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "document")  # of a Parquet file
-_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Cut = cut_words) -> Sentence:
@@ -65,6 +65,7 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut:
         raise InputError(
             f'{where}: has neither "text" nor "tokens". Its keys: {", ".join(map(str, list(record)[:10])) or "none"}.'
         )
+    check_id(record.get("id"), where)
     one = replace(one, name=_document_name(record, where), id=record.get("id"))
     return one if tags is not None or entities is None else _with_spans(one, entities, where, remarks)
 
@@ -122,7 +123,7 @@ def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, needless: str) -
     """Words with their tags; if `text` is given, their offsets are found in it from left to right."""
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise InputError(f"{where}: tokens is {_shown(tokens)}; expected a list of strings.")
-    words = [_whole(token) for token in tokens]
+    words = [replaced(token) for token in tokens]
     text, offsets = (None, None) if text is None else _find(words, text, where, needless)
     if tags is None:
         return Sentence(words, None, where, text=text, offsets=offsets)
@@ -142,7 +143,7 @@ def _find(words: list[str], text: Any, where: str, needless: str) -> tuple[str, 
     """The text, and int64 [W, 2]: character offsets of each word."""
     if not isinstance(text, str):
         raise InputError(f"{where}: text is {_shown(text)}; expected text.")
-    text, after = _whole(text), 0
+    text, after = replaced(text), 0
     offsets = np.zeros((len(words), 2), np.int64)
     for number, word in enumerate(words):
         begin = text.find(word, after)
@@ -159,7 +160,7 @@ def _find(words: list[str], text: Any, where: str, needless: str) -> tuple[str, 
 def _from_text(text: Any, where: str, cut: Cut) -> Sentence:
     if not isinstance(text, str):
         raise InputError(f"{where}: text is {_shown(text)}; expected text.")
-    text = _whole(text)
+    text = replaced(text)
     offsets = cut(text)
     words = [text[begin:end] for begin, end in offsets.tolist()]
     return Sentence(words, None, where, text=text, offsets=offsets, from_text=True)
@@ -194,7 +195,7 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
                 f"characters from 0; `end` is the index after the last."
             )
         expected = entity.get("text")
-        if isinstance(expected, str) and _whole(expected) != text[begin:end]:
+        if isinstance(expected, str) and replaced(expected) != text[begin:end]:
             raise InputError(
                 f"{name} is {_shown(expected)}, but {begin} to {end} of the text is {_shown(text[begin:end])}. "
                 f"Count Unicode characters from 0, not bytes; `end` is the index after the last."
@@ -249,11 +250,6 @@ def _tags_of(
             tags[word] = f"I-{kind}" if word > first else f"B-{kind}"
         taken = stop
     return tags
-
-
-def _whole(text: str) -> str:
-    """Replace lone surrogates ("\\ud83d" in JSON), which no encoding can write. The length stays the same."""
-    return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _first_of(record: Mapping[str, Any], names: Sequence[str]) -> Any:

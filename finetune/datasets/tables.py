@@ -37,6 +37,7 @@ def read_table(
     layout: TableFormat = _BY_SUFFIX,
     optional: Collection[Key] = (),
     aliases: Mapping[Key, str] = MappingProxyType({}),
+    spare: Collection[Key] = (),
     skipped: Callable[[str], None] | None = None,
 ) -> Table:
     """The named `columns` of a file, plain or compressed (.gz, .bz2, .xz).
@@ -44,15 +45,17 @@ def read_table(
     Args:
         optional: those of `columns` that may be missing.
         aliases: other names of `columns`, used if a column is not under its own.
+        spare: those of `optional` that count as missing if there are several; others are then an error.
         skipped: called with the place of each row with a wrong number of columns, which is then left out;
             None makes such a row an error.
 
     Raises:
-        InputError: no such file, unknown format, bytes that are not in the encoding, ragged rows, no such column.
+        InputError: no such file, unknown format, bytes that are not in the encoding, ragged rows, no such column or
+            several of it.
     """
     path = Path(path).expanduser()
     kind = layout.format or _known_format(path)
-    wanted = Wanted(columns, optional, aliases)
+    wanted = Wanted(columns, optional, aliases, spare)
     if kind == "parquet":
         return read_parquet(path, wanted)
     text = read_text(path, layout.encoding, _OTHER_ENCODING)
