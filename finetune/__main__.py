@@ -329,8 +329,9 @@ def _add_predict(commands: Any) -> None:
         "input",
         nargs="?",
         metavar="FILE",
-        help=".csv, .tsv, .jsonl, .json or .parquet with the config's columns, or .txt with one text per line; "
-        "without FILE or with -, lines of text or JSON are read from standard input",
+        help=".csv, .tsv, .jsonl, .json or .parquet with the config's columns, or .txt with one text per line; for "
+        "entities .jsonl, .json, .parquet, .txt or CoNLL columns; without FILE or with -, lines of text or JSON are "
+        "read from standard input",
     )
     parser.add_argument(
         "--out",

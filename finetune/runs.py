@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.artifacts.card import repeated_remark
 from finetune.artifacts.saved import MODEL, load_saved, read_details, result_lines
 from finetune.config import FinetuneConfig, changed_for_resume, load_config
 from finetune.datasets.text import TextEncoder
 from finetune.model.start import start_table
-from finetune.tasks.base import data_digest
+from finetune.tasks.base import Task, data_digest
 from finetune.tasks.registry import make_task
 from pretrain import launch, preflight
 from pretrain.commands import next_step, program
@@ -131,10 +132,8 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Fine
     launch.check_cores(config, alone)
     released, encoder = _read_start(config)
     check_fit(config, released.model)
-    units, tokens = len(examples), 0
-    if task.head != "sequence":
-        windows = task.windows(examples, encoder, training=True)
-        units, tokens = windows.training_examples, len(windows.ids)
+    task.check(encoder)
+    units, tokens = _measured(config, task, examples, encoder)
     return FinetunePlan(
         examples=len(examples),
         units=units,
@@ -147,6 +146,26 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Fine
         parameters=sum(tensor.numel() for tensor in released.backbone.values()),
         model=released.model,
     )
+
+
+def _measured(
+    config: FinetuneConfig, task: Task[Any], examples: Sequence[Any], encoder: TextEncoder
+) -> tuple[int, int]:
+    """`units` and `tokens` of the plan. Windows, which take long, are cut only if units or fit depend on them.
+
+    Raises:
+        InputError: an example does not fit into a micro-batch.
+    """
+    from finetune.model.batches import Batches
+
+    workers, budget = config.scheduling.workers, config.engine.micro_batch_tokens
+    if task.head == "sequence" and task.most_windows * config.max_length * min(workers, 2) <= budget:
+        return len(examples), 0
+    windows = task.windows(examples, encoder, training=True)
+    Batches(windows, seed=config.seed, budget=budget, rank=0, world_size=workers).check(
+        f"{config.task_name}, training set"
+    )
+    return windows.training_examples, len(windows.ids)
 
 
 def check_fit(config: FinetuneConfig, model: ModelConfig) -> None:

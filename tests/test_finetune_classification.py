@@ -240,6 +240,46 @@ def test_other_bad_files(write: Callable[..., str], tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": bad}), tmp_path / "bad.parquet")
     with pytest.raises(InputError, match=r"bad\.parquet: row 2: bytes that are not UTF-8"):
         read_table(tmp_path / "bad.parquet", ["text"])
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(InputError, match=r"twice\.parquet: column 'text' occurs 2 times\. Rename all but one\."):
+        read_table(tmp_path / "twice.parquet", ["text"])
+
+
+@pytest.mark.parametrize("encoding", ["punycode", "undefined"])
+def test_encodings_that_say_nothing_of_the_place(write: Callable[..., str], encoding: str) -> None:
+    path = write("a.csv", "text,label\na-!,b\n")
+    with pytest.raises(InputError, match=rf"a\.csv.* not {encoding.upper()}.* Save the file as UTF-8") as error:
+        read_table(path, ["text"], layout=TableFormat(encoding=encoding))
+    assert "\n" not in str(error.value)
+
+
+def test_ids_are_read_only_if_there_is_one_column_of_them(write: Callable[..., str], tmp_path: Path) -> None:
+    """They are ours alone, so no setting could name another column."""
+    csv = write("a.csv", "id,text,label,id\n1,a,x,2\n3,b,y,4\n")
+    columns = [pa.array([1, 3]), pa.array(["a", "b"]), pa.array(["x", "y"]), pa.array([2, 4])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["id", "text", "label", "id"]), tmp_path / "a.parquet")
+    for path in (csv, str(tmp_path / "a.parquet")):
+        assert [(one.text, one.id) for one in task(train=path).read_train()] == [("a", None), ("b", None)]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl"])
+@pytest.mark.parametrize("setting", ["text_column", "label_column"])
+def test_a_column_id_that_a_setting_names_is_required(
+    write: Callable[..., str], tmp_path: Path, name: str, setting: str
+) -> None:
+    def put(text: str, label: str) -> Classification:
+        rows = [{text: "a", label: "x"}, {text: "b", label: "y"}]
+        if name == "a.parquet":
+            pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+        else:
+            write(name, rows if name == "a.jsonl" else f"{text},{label}\na,x\nb,y\n")
+        return task(train=str(tmp_path / name), **{setting: "id"})
+
+    with pytest.raises(InputError, match=r"a\.\w+.*: no (column )?'id'; it has text, label"):
+        put("text", "label").read_train()
+    named = put("id", "label") if setting == "text_column" else put("text", "id")
+    assert [(one.text, one.label) for one in named.read_train()] == [("a", "x"), ("b", "y")]
 
 
 def test_data_sets_keep_the_names_and_order_of_their_classes(tmp_path: Path) -> None:
@@ -354,6 +394,14 @@ def test_sets_of_labels(write: Callable[..., str], values: dict[str, str]) -> No
             None,
             {"labels": ("a", "b")},
             "train.jsonl:1: the text has half of a surrogate pair at character 1 (\\ud83d)",
+        ),
+        (sayings("a", "b\ud83d"), None, {}, "train.jsonl:2: the label has half of a surrogate pair at character 1"),
+        (sayings("a", "b", id="\ud83d"), None, {}, "train.jsonl:1: the id has half of a surrogate pair at character 0"),
+        (
+            sayings(["a", "\ud83d"]),
+            None,
+            {"problem_type": "multi_label"},
+            "train.jsonl:1: the label has half of a surrogate pair",
         ),
         (sayings("a", "b", pair=None), None, {"pair_column": "pair"}, "train.jsonl:1: the second text is empty"),
         (sayings("a", "b"), None, {"pair_column": "pair"}, "train.jsonl:1: no 'pair'; it has text, label"),

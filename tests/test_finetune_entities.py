@@ -222,6 +222,25 @@ def test_records_of_tokens_and_of_text(tmp_path):
     assert sentences[3].where(2) == f"{path}:4"
 
 
+def test_json_is_a_list_an_object_or_lines(tmp_path):
+    records = [{"tokens": ["Ann"], "tags": ["B-PER"]}, {"text": "Ann left", "entities": [SPAN]}]
+    as_list = read(write(tmp_path / "list.json", json.dumps(records, indent=1)))
+    as_lines = read(write_records(tmp_path / "lines.json", *records))
+    for read_so in (as_list, as_lines):
+        assert [(one.words, one.tags) for one in read_so] == [(["Ann"], ["B-PER"]), (["Ann", "left"], ["B-PER", "O"])]
+    assert [one.where() for one in as_list] == [f"{tmp_path}/list.json: record {number}" for number in (1, 2)]
+    assert [one.where() for one in as_lines] == [f"{tmp_path}/lines.json:{number}" for number in (1, 2)]
+    assert len(read(write(tmp_path / "one.json", json.dumps(records[0], indent=1)))) == 1
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_csv_is_no_file_of_words(tmp_path, labelled):
+    task = Entities(EntitiesSettings(train=write(tmp_path / "train", GOOD)))
+    path = write(tmp_path / "a.csv", "id,text\n1,hello\n2,bye\n")
+    with pytest.raises(InputError, match=r"a.csv: entities are not read from .csv. Give .jsonl, .json or .parquet"):
+        task.read_file(path, labelled=labelled)
+
+
 def test_tags_of_records_follow_the_scheme_and_spans_need_not(tmp_path):
     path = write_records(tmp_path / "a.jsonl", {"tokens": ["a", "b"], "tags": ["I-PER", "B-PER"]})
     task = Entities(EntitiesSettings(train=path))
@@ -249,24 +268,28 @@ def test_a_held_out_file_may_have_another_scheme_than_the_training_file(tmp_path
 
 def test_boundaries_inside_of_words_are_counted(tmp_path):
     cut = {"text": "in NYCity now", "entities": [{"start": 3, "end": 5, "type": "LOC"}]}
-    two = {
-        "text": "RomeParis",
-        "entities": [{"start": 0, "end": 4, "type": "LOC"}, {"start": 4, "end": 9, "type": "X"}],
-    }
+    cut_too = {"text": "the NYState", "entities": [{"start": 4, "end": 6, "type": "LOC"}]}
+    spans = [{"start": 0, "end": 4, "type": "LOC"}, {"start": 4, "end": 9, "type": "X"}]
+    lost = {"text": "RomeParis", "entities": spans}
+    half_lost = {"text": "RomeParis Bo", "entities": [spans[0], spans[1] | {"end": 12}]}
     blanks = {"text": " Ann ", "entities": [{"start": 0, "end": 5, "type": "PER"}]}
     task = Entities(
-        EntitiesSettings(train=write_records(tmp_path / "a.jsonl", blanks, cut, cut, two), labels=("PER", "LOC", "X"))
+        EntitiesSettings(train=write_records(tmp_path / "a.jsonl", blanks, cut, cut_too, lost, lost, half_lost))
     )
     assert [one.tags for one in task.read_train()] == [
         ["B-PER"],
         ["O", "B-LOC", "O"],
-        ["O", "B-LOC", "O"],
+        ["O", "B-LOC"],
         ["B-LOC"],
+        ["B-LOC"],
+        ["B-LOC", "B-X"],
     ]
-    assert [remark.partition(": the entity")[0] for remark in task.remarks] == [
-        f"{tmp_path}/a.jsonl:{line}" for line in (2, 4, 4)
+    assert task.remarks == [
+        f'{tmp_path}/a.jsonl:2, "NY": an entity begins or ends inside a word; such entities are extended to whole '
+        "words; 6 in all, this is the first",
+        f'{tmp_path}/a.jsonl:4, "Paris": an entity shares its word with the one before it and is left out; give '
+        "`tokens` that separate them; 2 in all, this is the first",
     ]
-    assert "2 in all" in task.remarks[0]
 
 
 def test_half_a_surrogate_pair_keeps_its_place():
@@ -317,6 +340,8 @@ def test_a_file_to_predict_may_hold_texts(tmp_path):
     labelled, unlabelled = task.read_file(columns), task.read_file(columns, labelled=False)
     assert [(one.words, one.tags) for one in labelled] == [(one.words, one.tags) for one in unlabelled]
     assert labelled[0].words == ["Ann", "B."]
+    with pytest.raises(InputError, match=r"d.txt:1: lines end with CR alone"):
+        task.read_file(write(tmp_path / "d.txt", "Ann left\rBob saw\r"), labelled=False)
     alone = task.read_file(write(tmp_path / "c.conll", "Ann\nB.\n\nleft\n"), labelled=False)
     assert [one.words for one in alone] == [["Ann", "B."], ["left"]]
 
@@ -348,6 +373,9 @@ GOOD = "Ann B-PER\nleft O\n"
             {"labels": ("PER",)},
             r"a.txt:2: the type 'LOC' is not in labels \(PER\)",
         ),
+        ("id\ttext\n1\tAnn left\n", {}, r"a.txt:1: 'text' is not a tag.* each line has one word and its tag\."),
+        ("Ann B-PER\rleft O\r\rBob B-PER\r", {}, r"a.txt:1: lines end with CR alone. Convert"),
+        ("Ann B-PER\r\nleft O\rBob O\r\n", {}, r"a.txt:2: lines end with CR alone. Convert"),
         (GOOD, {"label_column": 2}, r"a.txt:1: the line has 2 columns, numbered from 0, but label_column is 2\."),
         (GOOD, {"token_column": -3}, r"a.txt:1: the line has 2 columns, numbered from 0, but token_column is -3\."),
     ],
@@ -378,6 +406,9 @@ SPAN = {"start": 0, "end": 3, "type": "PER"}
         ({"text": "Ann", "tokens": [{"text": "Ann"}], "tags": ["O"]}, r"a.jsonl:2: tags need tokens that are strings"),
         ({"tokens": None, "tags": ["O"]}, r'a.jsonl:2: has neither "text" nor "tokens"'),
         ({"text": 5, "entities": []}, r"a.jsonl:2: text is 5; expected text"),
+        ({"text": "", "entities": [], "id": ["\ud83d"]}, r"a.jsonl:2: the id has half of a surrogate pair"),
+        ({"tokens": ["a"], "tags": ["B-\ud83d"]}, r"a.jsonl:2: the tag has half of a surrogate pair at character 2"),
+        ({"text": "Ann", "entities": [SPAN | {"type": "\ud83d"}]}, r"a.jsonl:2: the tag has half of a surrogate pair"),
         ({"text": 5, "tokens": ["Ann"], "tags": ["O"]}, r"a.jsonl:2: text is 5; expected text"),
         (
             {"text": "Ann B", "tokens": ["Ann", "Bo"], "tags": ["O", "O"]},
@@ -459,6 +490,12 @@ def test_tokens_that_are_objects_leave_the_words_to_the_text(tmp_path):
     assert task.example(record, "line 1").words == one.words
 
 
+def test_a_record_without_words_may_have_its_empty_list_of_tags(tmp_path):
+    tagged = {"text": "Ann", "tokens": ["Ann"], "tags": ["B-PER"]}
+    sentences = read(write_records(tmp_path / "a.jsonl", tagged, {"text": "", "tokens": [], "tags": []}))
+    assert [one.tags for one in sentences] == [["B-PER"], []]
+
+
 @pytest.mark.parametrize("tokens", [None, []])
 def test_no_tokens_leave_the_words_to_the_text(tmp_path, tokens):
     record = {"text": "Ann left", "tokens": tokens, "entities": [SPAN]}
@@ -492,8 +529,10 @@ def test_bad_bytes_and_missing_files(tmp_path):
     with pytest.raises(InputError, match=r"b.jsonl:1: not JSON"):
         read(str(tmp_path / "b.jsonl"))
     (tmp_path / "a.gz").write_bytes(b"Ann B-PER\n")
-    with pytest.raises(InputError, match=r"c.json:1: \[1\] is not an object"):
+    with pytest.raises(InputError, match=r"c.json: record 1: 1 is not an object"):
         read(write(tmp_path / "c.json", "[1]"))
+    with pytest.raises(InputError, match=r"d.json:1: not JSON"):
+        read(write(tmp_path / "d.json", "[1"))
     with pytest.raises(InputError, match=r"a.gz: cannot be read"):
         read(str(tmp_path / "a.gz"))
     with pytest.raises(InputError, match=r"nowhere: not found"):

@@ -18,6 +18,7 @@ from tiny_checkpoints import make_bert, write_reviews
 from finetune import runs
 from finetune.__main__ import main
 from finetune.artifacts import evaluation, folders
+from finetune.artifacts.predictor import Predictor
 from finetune.artifacts.saved import save_model
 from finetune.config import FinetuneConfig
 from finetune.datasets.table import TableFormat
@@ -28,6 +29,7 @@ from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.task import Classification
 from finetune.tasks.registry import make_task
 from pretrain.checkpoint.released import read_released
+from pretrain.common.errors import InputError
 
 CONTEXT = "the film was good and the book was bad"
 
@@ -201,6 +203,15 @@ def test_files_that_cannot_be_predicted_are_reported_in_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_an_id_that_cannot_be_written_is_named_after_the_answers_before_it(folder: Path) -> None:
+    made = Predictor(folder / "reviews", precision="fp32").stream(
+        [{"text": "a", "id": 1}, {"text": "b", "id": "\ud83d"}]
+    )
+    assert next(made)["id"] == 1
+    with pytest.raises(InputError, match=r"record:2: the id has half of a surrogate pair at character 0 \(\\ud83d\)"):
+        next(made)
 
 
 def test_an_empty_text_is_a_text(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

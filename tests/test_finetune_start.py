@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,9 @@ from finetune.train import make_model
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, read_config
 from pretrain.checkpoint.released_writer import their_tensors
+from pretrain.common.errors import InputError
 from pretrain.model.heads import PretrainingModel
+from tests.starts import with_changes
 
 LABELS = ("bad", "good")
 CONFIG = {
@@ -151,6 +154,35 @@ def test_a_pretraining_run_is_reported_like_an_export(tmp_path: Path) -> None:
         "heads.mlm_bias: 1 tensor left out: pretraining heads",
         "initialised at random: head.out.*",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"classification__overlap": 100}, r"classification.overlap: 100 must be less than half of the 30 tokens"),
+        ({"engine__micro_batch_tokens": 32}, r"classification, training set: an example has 64 tokens .* fits 32"),
+        ({"engine__micro_batch_tokens": 64, "scheduling__workers": 2}, r"an example has 64 tokens .* fits 32"),
+        ({"engine__micro_batch_tokens": 64}, ""),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_refuses(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    sets = write_reviews(tmp_path, train=8, dev=4)
+    (tmp_path / "long.jsonl").write_text(
+        Path(sets["train"]).read_text() + json.dumps({"text": "the film " * 28, "label": "positive"}) + "\n"
+    )
+    values = {
+        "name": "x",
+        "start_from": str(make_bert(tmp_path / "bert")),
+        "max_length": 32,
+        "classification": {**sets, "train": str(tmp_path / "long.jsonl"), "overlap": 4},
+        "training": {"examples_per_step": 4},
+    }
+    config = FinetuneConfig.model_validate(with_changes(values, changes))
+    if not message:
+        assert plan(config, alone=True).units == 9
+        return
+    with pytest.raises(InputError, match=message):
+        plan(config, alone=True)
 
 
 def test_a_dry_run_shows_the_table_of_its_own_settings(tmp_path: Path) -> None:

@@ -371,7 +371,7 @@ def test_a_dry_run_shows_the_plan_first_and_the_config_on_request(
         lines = capsys.readouterr().out.splitlines()
         folder = root / ("other" if state == "new" else "whole")
         assert lines[0] == f"{folder}: {state}"
-        assert re.fullmatch(r"classification: \d+ training examples, \d+ steps", lines[1])
+        assert re.fullmatch(r"classification: \d+ training examples of [\d,]+ tokens, \d+ steps", lines[1])
         assert lines[2].startswith("  held out: dev (")
         assert ("Resolved config" in lines) == ("--show-config" in options)
         assert len(lines) < 20 or "Resolved config" in lines

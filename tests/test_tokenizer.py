@@ -279,6 +279,20 @@ def test_null_settings_count_as_missing(tmp_path: Path) -> None:
         read_tokenizer(tmp_path)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_token(tmp_path: Path) -> None:
+    write_files(tmp_path, ["\ufeff" + UNCASED[0], *UNCASED[1:]])
+    assert read_tokenizer(tmp_path).get_vocab() == {token: number for number, token in enumerate(UNCASED)}
+
+
+@pytest.mark.parametrize("name", ["spm.model", "sentencepiece.bpe.model"])
+def test_a_sentencepiece_model_alone_needs_a_tokenizer_json(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(
+        InputError, match=rf"has {name} but no tokenizer\.json.* Write one with transformers \(save_pre"
+    ):
+        read_tokenizer(tmp_path)
+
+
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no tokenizer: neither"):
         read_tokenizer(tmp_path)

@@ -15,6 +15,7 @@ import torch
 
 from finetune.artifacts.folders import model_folder
 from finetune.artifacts.saved import load_saved
+from finetune.datasets.surrogates import check_id
 from finetune.datasets.text import TextEncoder
 from finetune.model.batches import Batches
 from finetune.model.inference import inference_model, predict_logits
@@ -114,7 +115,9 @@ class Predictor:
         try:
             for portion in portions:
                 for number, record in portion:
-                    waiting.append(self.task.example(record, f"{where}:{number}"))
+                    place = f"{where}:{number}"
+                    check_id(_identity(record).get("id"), place)
+                    waiting.append(self.task.example(record, place))
                     records.append(record)
                 ready, waiting = self.task.with_context(waiting, ended=False)
                 if ready:

@@ -48,7 +48,7 @@ def read_dataset(
             )
         dataset = hub_dataset(source, where)
         rows = list(dataset)
-        names = list(rows[0]) if rows else columns
+        names = list(rows[0] if rows else dict.fromkeys(columns))
         present = wanted.among(names, label).values()
         values = {column: [row.get(column) for row in rows] for column in present}
     return _with_classes(values, wanted.among(names, label), dataset.features or {}, label)

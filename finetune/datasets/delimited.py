@@ -117,10 +117,8 @@ def _positions(path: Path, wanted: Wanted, names: list[str], width: int) -> dict
         if isinstance(column, int) and 0 <= column < width:
             positions[column] = column
             continue
-        name = wanted.name(column, names)
+        name = wanted.single(column, names, f"{path}:1")
         if isinstance(name, str):
-            if names.count(name) > 1:
-                raise InputError(f"{path}:1: column {name!r} occurs {names.count(name)} times. Rename all but one.")
             positions[column] = names.index(name)
             continue
         if column not in wanted.optional:

@@ -62,3 +62,5 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
         raise InputError(
             f"{path}:{line}: byte {at} (0x{raw[at]:02x}) is not {encoding.upper()}. Save the file as UTF-8{advice}."
         ) from None
+    except UnicodeError as error:  # of encodings that say less, such as punycode
+        raise InputError(f"{path}: not {encoding.upper()} ({error}). Save the file as UTF-8{advice}.") from None

@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
+from finetune.datasets.surrogates import check_whole
 from pretrain.common.errors import InputError
 
 Problem = Literal["single_label", "multi_label", "regression"]
@@ -67,6 +68,7 @@ def _name(cell: Any, where: str) -> str:
         return json.dumps(cell)
     if not isinstance(cell, str) or not (name := cell.strip()):
         raise InputError(f"{where}: label is {shown(cell)}. Give each example one, or remove it.")
+    check_whole(name, "the label", where)
     return name
 
 

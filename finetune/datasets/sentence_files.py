@@ -1,4 +1,4 @@
-"""Files of sentences with or without entities: CoNLL columns, JSON lines, Parquet, or plain texts."""
+"""Files of sentences with or without entities: CoNLL columns, JSON, Parquet, or plain texts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from finetune.datasets.conll import are_tagged, read_columns
 from finetune.datasets.files import plain_suffix, read_text
 from finetune.datasets.sentence_records import json_records, of_records, of_texts, parquet_records
 from finetune.datasets.sentences import Cut, Remarks, Sentence
+from finetune.datasets.tables import format_of
 from finetune.datasets.words import cut_words
 from pretrain.common.errors import InputError
-
-_LINES = (".jsonl", ".ndjson", ".json")
 
 
 def read_sentences(
@@ -25,7 +24,7 @@ def read_sentences(
     texts: bool = False,
     cut: Cut = cut_words,
 ) -> list[Sentence]:
-    """The sentences of a file: .jsonl and .parquet as records, anything else as columns.
+    """The sentences of a file: .jsonl, .json and .parquet as records, anything else but .csv as columns.
 
     All but Parquet may be compressed (.gz, .bz2, .xz). Tags are as the file has them. Either all sentences have some
     or none has. Where they need none (`labelled` False), a single column holds the words, whatever the columns are
@@ -36,22 +35,37 @@ def read_sentences(
         cut: where the words of texts are.
 
     Raises:
-        InputError: no such file, other bytes than `encoding` has, ragged columns, a record of another form,
+        InputError: no such file, a .csv, other bytes than `encoding` has, ragged columns, a record of another form,
             spans that do not fit their text, no sentence at all.
     """
     path = Path(path).expanduser()
-    if plain_suffix(path) == ".parquet":
+    kind = format_of(path)
+    if kind == "parquet":
         sentences = of_records(parquet_records(path), remarks, cut)
         return _some(sentences, path)
-    # Not splitlines: U+2028 and others may be words.
-    lines = read_text(path, encoding, ", or set `encoding`, such as latin-1").split("\n")
-    if plain_suffix(path) in _LINES:
-        sentences = of_records(json_records(str(path), lines), remarks, cut)
-    elif texts and plain_suffix(path) == ".txt" and not are_tagged(lines, label_column):
+    if kind == "csv":
+        raise InputError(
+            f"{path}: entities are not read from .csv. Give .jsonl, .json or .parquet with text or tokens, or one word "
+            "on each line of a .txt, .tsv or .conll."
+        )
+    text = read_text(path, encoding, ", or set `encoding`, such as latin-1")
+    if kind in ("jsonl", "json"):
+        sentences = of_records(json_records(path, text, kind), remarks, cut)
+        return _some(sentences, path)
+    lines = _lines(path, text)
+    if texts and plain_suffix(path) == ".txt" and not are_tagged(lines, label_column):
         sentences = of_texts(str(path), lines, cut)
     else:
         sentences = read_columns(str(path), lines, token_column, label_column, remarks, labelled=labelled)
     return _some(sentences, path)
+
+
+def _lines(path: Path, text: str) -> list[str]:
+    lines = text.split("\n")  # not splitlines: U+2028 and others may be words
+    for number, line in enumerate(lines, 1):
+        if "\r" in line.rstrip("\r"):
+            raise InputError(f"{path}:{number}: lines end with CR alone. Convert the file to LF.")
+    return lines
 
 
 def _some(sentences: list[Sentence], path: Path) -> list[Sentence]:

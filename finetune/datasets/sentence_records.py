@@ -1,6 +1,7 @@
-"""Sentences from records: JSON lines, Parquet rows, or a single object or text.
+"""Sentences from records: JSON, Parquet rows, or a single object or text.
 
-JSON lines have one object per sentence. Adjacent ones with the same `document` (text or a number) form a document:
+JSON lines have one object per sentence, as has a list in a .json file. Adjacent ones with the same `document` (text or
+a number) form a document:
 
     {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"]}
     {"text": "Ann left", "entities": [{"start": 0, "end": 3, "type": "PER"}]}
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +25,15 @@ from typing import Any
 import numpy as np
 
 from finetune.datasets.sentences import Cut, Remarks, Sentence, in_documents
-from finetune.datasets.tables import read_table
+from finetune.datasets.surrogates import check_id, replaced
+from finetune.datasets.table import Format
+from finetune.datasets.tables import json_values, read_table
 from finetune.datasets.words import cut_words
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
 _TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
 _COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "document")  # of a Parquet file
-_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Cut = cut_words) -> Sentence:
@@ -50,7 +51,9 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut:
         raise InputError(f'{where}: {_shown(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
     entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
     text, tokens = record.get("text"), record.get("tokens")
-    if text is not None and (not tokens or _are_objects(tokens)):
+    # A record without words may have its empty list of tags.
+    without_tokens = not tokens and (bool(text) or tags is None)
+    if text is not None and (without_tokens or _are_objects(tokens)):
         if tokens and tags is not None and entities is None:
             raise InputError(f"{where}: tags need tokens that are strings. Give those, or entities.")
         one, tags = _from_text(text, where, cut), None
@@ -62,19 +65,16 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut:
         raise InputError(
             f'{where}: has neither "text" nor "tokens". Its keys: {", ".join(map(str, list(record)[:10])) or "none"}.'
         )
+    check_id(record.get("id"), where)
     one = replace(one, name=_document_name(record, where), id=record.get("id"))
     return one if tags is not None or entities is None else _with_spans(one, entities, where, remarks)
 
 
-def json_records(path: str, lines: list[str]) -> Iterator[tuple[str, int, Any]]:
-    """(path, line from 1, value) of each line that is not blank; `InputError` for a line that is not JSON."""
-    for number, line in enumerate(lines, 1):
-        if not line or line.isspace():
-            continue
-        try:
-            yield path, number, json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}:{number}: not JSON ({error}). Write one object on each line.") from None
+def json_records(path: Path, text: str, kind: Format) -> Iterator[tuple[str, int, Any]]:
+    """(path, line from 1, value) of each line that is not blank, or (place, 0, item) of the list in a .json file."""
+    place, numbered = json_values(path, text, kind)
+    for number, value in numbered:
+        yield (str(path), number, value) if place == ":" else (f"{path}{place}{number}", 0, value)
 
 
 def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
@@ -123,7 +123,7 @@ def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, needless: str) -
     """Words with their tags; if `text` is given, their offsets are found in it from left to right."""
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise InputError(f"{where}: tokens is {_shown(tokens)}; expected a list of strings.")
-    words = [_whole(token) for token in tokens]
+    words = [replaced(token) for token in tokens]
     text, offsets = (None, None) if text is None else _find(words, text, where, needless)
     if tags is None:
         return Sentence(words, None, where, text=text, offsets=offsets)
@@ -143,7 +143,7 @@ def _find(words: list[str], text: Any, where: str, needless: str) -> tuple[str, 
     """The text, and int64 [W, 2]: character offsets of each word."""
     if not isinstance(text, str):
         raise InputError(f"{where}: text is {_shown(text)}; expected text.")
-    text, after = _whole(text), 0
+    text, after = replaced(text), 0
     offsets = np.zeros((len(words), 2), np.int64)
     for number, word in enumerate(words):
         begin = text.find(word, after)
@@ -160,7 +160,7 @@ def _find(words: list[str], text: Any, where: str, needless: str) -> tuple[str, 
 def _from_text(text: Any, where: str, cut: Cut) -> Sentence:
     if not isinstance(text, str):
         raise InputError(f"{where}: text is {_shown(text)}; expected text.")
-    text = _whole(text)
+    text = replaced(text)
     offsets = cut(text)
     words = [text[begin:end] for begin, end in offsets.tolist()]
     return Sentence(words, None, where, text=text, offsets=offsets, from_text=True)
@@ -195,7 +195,7 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
                 f"characters from 0; `end` is the index after the last."
             )
         expected = entity.get("text")
-        if isinstance(expected, str) and _whole(expected) != text[begin:end]:
+        if isinstance(expected, str) and replaced(expected) != text[begin:end]:
             raise InputError(
                 f"{name} is {_shown(expected)}, but {begin} to {end} of the text is {_shown(text[begin:end])}. "
                 f"Count Unicode characters from 0, not bytes; `end` is the index after the last."
@@ -232,27 +232,24 @@ def _tags_of(
     for begin, end, kind in spans:
         first = int(np.searchsorted(ends, begin, "right"))
         stop = int(np.searchsorted(begins, end, "left"))
+        shown = _shown(text[begin:end])
         if first >= stop:
-            raise InputError(
-                f"{where}: the entity {kind} from {begin} to {end} is {_shown(text[begin:end])}, which contains "
-                "no word."
+            raise InputError(f"{where}: the entity {kind} from {begin} to {end} is {shown}, which contains no word.")
+        if stop <= taken:
+            remarks.add(
+                "an entity shares its word with the one before it and is left out; give `tokens` that separate them",
+                f"{where}, {shown}",
             )
+            continue
         if begins[first] < begin or ends[stop - 1] > end:
             remarks.add(
-                f"the entity {_shown(text[begin:end])} begins or ends inside a word; such entities are "
-                f"extended to whole words",
-                where,
+                "an entity begins or ends inside a word; such entities are extended to whole words", f"{where}, {shown}"
             )
         first = max(first, taken)
         for word in range(first, stop):
             tags[word] = f"I-{kind}" if word > first else f"B-{kind}"
         taken = stop
     return tags
-
-
-def _whole(text: str) -> str:
-    """Replace lone surrogates ("\\ud83d" in JSON), which no encoding can write. The length stays the same."""
-    return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _first_of(record: Mapping[str, Any], names: Sequence[str]) -> Any:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.datasets.files import plain_suffix, read_text
+from finetune.datasets.surrogates import check_whole
 from finetune.datasets.tables import read_table
 from pretrain.common.errors import InputError
 
@@ -236,7 +237,8 @@ def _lines(path: str) -> Iterator[tuple[str, Any, Any]]:
             raise InputError(f"{place}: cannot be read ({error}).") from None
         if not isinstance(record, dict) or "question" not in record or "context" not in record:
             kind = f"an object of {_keys(record)}" if isinstance(record, dict) else _kind(record)
-            hint = ' A nested SQuAD file must be named ".json".' if "data" in (record or ()) else ""
+            is_nested = isinstance(record, dict) and "data" in record
+            hint = ' A nested SQuAD file must be named ".json".' if is_nested else ""
             raise InputError(
                 f"{place}: is {kind}; expected a flat record with id, question, context and answers.{hint}"
             )
@@ -348,14 +350,7 @@ def _answer(item: Any, place: str) -> Answer:
 def _string(value: Any, name: str, place: str) -> str:
     if not isinstance(value, str):
         raise InputError(f"{place}: {name} is {_kind(value)}; expected text.")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(
-                f"{place}: character {error.start} of {name} is a lone surrogate "
-                f"(\\u{ord(value[error.start]):04x}), which no encoding can write. Correct it."
-            ) from None
+    check_whole(value, name, place)
     return value
 
 

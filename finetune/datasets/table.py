@@ -54,16 +54,26 @@ class Wanted:
     columns: Sequence[Key]
     optional: Collection[Key] = ()
     aliases: Mapping[Key, str] = field(default_factory=dict)
+    spare: Collection[Key] = ()  # those that are missing, not wrong, if a table has several of them
 
     def among(self, names: Sequence[Any], source: str) -> dict[Key, str]:
         """Column -> its name among `names`, without missing optional ones."""
         present: dict[Key, str] = {}
         for column in self.columns:
-            if (name := self.name(column, names)) is not None:
+            if (name := self.single(column, names, source)) is not None:
                 present[column] = str(name)
             elif column not in self.optional:
                 raise InputError(f"{source}: no column {column!r}; it has {listed(names)}.")
         return present
+
+    def single(self, column: Key, names: Sequence[Any], source: str) -> Key | None:
+        """`name` in a table, whose `names` may repeat; `InputError` if that of the column does."""
+        name = self.name(column, names)
+        if name is None or names.count(name) == 1:
+            return name
+        if column in self.spare:
+            return None
+        raise InputError(f"{source}: column {name!r} occurs {names.count(name)} times. Rename all but one.")
 
     def name(self, column: Key, names: Collection[Any]) -> Key | None:
         """The name of the column among `names`; None if it is missing."""

@@ -38,6 +38,7 @@ def read_table(
     layout: TableFormat = _BY_SUFFIX,
     optional: Collection[Key] = (),
     aliases: Mapping[Key, str] = MappingProxyType({}),
+    spare: Collection[Key] = (),
     skipped: Callable[[str], None] | None = None,
 ) -> Table:
     """The named `columns` of a file, plain or compressed (.gz, .bz2, .xz).
@@ -45,15 +46,17 @@ def read_table(
     Args:
         optional: those of `columns` that may be missing.
         aliases: other names of `columns`, used if a column is not under its own.
+        spare: those of `optional` that count as missing if there are several; others are then an error.
         skipped: called with the place of each row with a wrong number of columns, which is then left out;
             None makes such a row an error.
 
     Raises:
-        InputError: no such file, unknown format, bytes that are not in the encoding, ragged rows, no such column.
+        InputError: no such file, unknown format, bytes that are not in the encoding, ragged rows, no such column or
+            several of it.
     """
     path = Path(path).expanduser()
     kind = layout.format or _known_format(path)
-    wanted = Wanted(columns, optional, aliases)
+    wanted = Wanted(columns, optional, aliases, spare)
     if kind == "parquet":
         return read_parquet(path, wanted)
     text = read_text(path, layout.encoding, _OTHER_ENCODING)
@@ -86,18 +89,27 @@ def _known_format(path: Path) -> Format:
     return known
 
 
-def _read_json(path: Path, text: str, kind: Format, wanted: Wanted) -> Table:
+def json_values(path: Path, text: str, kind: Format) -> tuple[str, Iterator[tuple[int, Any]]]:
+    """(separator of file and number in messages, (number, value) of each line or of each item of a .json list).
+
+    `InputError` for a line that is not JSON.
+    """
     whole = _parsed(text) if kind == "json" else None
-    is_list = isinstance(whole, list)
+    if isinstance(whole, list):
+        return ": record ", enumerate(whole, 1)
+    return ":", _line_records(path, text, whole)
+
+
+def _read_json(path: Path, text: str, kind: Format, wanted: Wanted) -> Table:
+    before, numbered = json_values(path, text, kind)
     places, records = [], []
-    for place, record in enumerate(whole, 1) if is_list else _line_records(path, text, whole):
+    for place, record in numbered:
         if not isinstance(record, dict):
-            at = f"{path}: record {place}" if is_list else f"{path}:{place}"
-            raise InputError(f"{at}: {shown(record)}, not an object with {listed(wanted.columns)}.")
+            raise InputError(f"{path}{before}{place}: {shown(record)}, not an object with {listed(wanted.columns)}.")
         places.append(place)
         records.append(record)
     cells: dict[Key, list[Any]] = {}
-    table = Table(cells, str(path), places, ": record " if is_list else ":")
+    table = Table(cells, str(path), places, before)
     for column in wanted.columns:
         names = [wanted.name(column, record) for record in records]
         values = [record.get(name) for record, name in zip(records, names, strict=True)]

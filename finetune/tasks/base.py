@@ -95,6 +95,7 @@ class Task(ABC, Generic[E]):
     outputs: int  # width C of the head's last layer
     labels: tuple[str, ...] = ()  # names of the outputs in order; () if they have no names
     summary: str  # what a model of this task does, such as "Finds named entities"
+    most_windows: int = 1  # of one example in training
     sample: str | dict[str, str]  # a record that `example` takes: a text, or an object of text, pair, question, context
     settings: Any
 
@@ -144,6 +145,10 @@ class Task(ABC, Generic[E]):
         """The example in a file of predictions: its id and text, and its label as "gold" if it has one."""
 
     # ------------------------------------------------------------ the model's input and output
+
+    def check(self, encoder: TextEncoder) -> None:
+        """Raise `InputError` if the settings do not fit the encoder's windows, before any are cut."""
+        return None
 
     @abstractmethod
     def windows(self, examples: Sequence[E], encoder: TextEncoder, *, training: bool) -> Windows:

@@ -18,6 +18,7 @@ from pretrain.config import load_config
 from pretrain.corpus.stored import fetch_without_tokens
 from pretrain.corpus.vocabulary import bert_tokenizer, numbered, read_vocabulary
 
+_SENTENCE_PIECES = ("sentencepiece.bpe.model", "spm.model")
 # Besides tokenizer.json and tokenizer_config.json, which `copy_tokenizer` writes itself.
 _COPIED = (
     "vocab.txt",
@@ -25,8 +26,7 @@ _COPIED = (
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
-    "sentencepiece.bpe.model",
-    "spm.model",
+    *_SENTENCE_PIECES,
 )
 
 
@@ -58,10 +58,7 @@ def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
         tokenizer = _from_merges(folder, declared)
         _add_tokens(tokenizer, folder, declared)
     else:
-        raise InputError(
-            f"{folder}: has no tokenizer: neither tokenizer.json, nor vocab.txt, nor vocab.json with merges.txt. "
-            "Add the model's own tokenizer files to the folder."
-        )
+        raise InputError(_missing(folder))
     last = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if rows is not None and last >= rows:
         raise InputError(
@@ -71,6 +68,19 @@ def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _missing(folder: Path) -> str:
+    pieces = next((name for name in _SENTENCE_PIECES if (folder / name).is_file()), None)
+    if pieces is not None:
+        return (
+            f"{folder}: has {pieces} but no tokenizer.json, which is read in its place. Write one with transformers "
+            "(save_pretrained of a fast tokenizer)."
+        )
+    return (
+        f"{folder}: has no tokenizer: neither tokenizer.json, nor vocab.txt, nor vocab.json with merges.txt. "
+        "Add the model's own tokenizer files to the folder."
+    )
 
 
 def released_folder(folder: Path) -> Path:

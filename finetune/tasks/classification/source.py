@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from finetune.datasets import glue, tables
 from finetune.datasets.arrow import read_dataset
 from finetune.datasets.files import plain_suffix
 from finetune.datasets.labels import Label, Problem, listed, ordered, parse, renamed, shown
+from finetune.datasets.surrogates import check_id, check_whole
 from finetune.datasets.table import Key, Table, TableFormat
 from finetune.tasks.classification import checks
 from finetune.tasks.classification.settings import ClassificationSettings
@@ -219,6 +221,7 @@ class ExampleSource:
             where = table.where(row)
             pair = None if pairs is None else _text(pairs[row], where, "the second text")
             text = _text(text, where, "the text")
+            check_id(ids[row], where)
             identity = ids[row] if ids[row] is None or isinstance(ids[row], str | int) else str(ids[row])
             examples.append(Example(text, pair, renamed(label, self.names, where), where, identity))
         if warn:
@@ -350,8 +353,7 @@ class TableSource:
         keys = self._keys()
         if place.is_dir():
             split = (settings.dev if settings.dataset else "") or "train"
-            optional = [keys["id"]] if labelled else [keys["id"], keys["label"]]
-            table = read_dataset(str(place), [*keys.values()], split=split, optional=optional)
+            table = read_dataset(str(place), [*keys.values()], split=split, optional=self._optional(labelled=labelled))
             return self._named(table)
         kind, layout = tables.format_of(place), self._layout(path)
         if kind and kind != tables.format_of(settings.train):
@@ -363,9 +365,8 @@ class TableSource:
                 raise InputError(self._formless(path))
         if settings.glue and kind in ("", "tsv"):
             return glue.read_file(settings.glue, place, labelled=labelled)
-        optional = [keys["id"]] if labelled else [keys["id"], keys["label"]]
         aliases = {} if labelled else {keys[name]: name for name in ("text", "pair") if name in keys}
-        table = tables.read_table(place, [*keys.values()], layout=layout, optional=optional, aliases=aliases)
+        table = self._read_table(place, layout, labelled=labelled, aliases=aliases)
         return self._named(table)
 
     def _formless(self, path: str) -> str:
@@ -410,24 +411,39 @@ class TableSource:
         settings = self._settings
         if settings.glue:
             return glue.read_split(settings.glue, settings.glue_dir, part)
-        keys = self._keys()
-        optional = [keys["id"]] if labelled else [keys["id"], keys["label"]]
         named = getattr(settings, part)
         if not settings.dataset:
-            return self._named(
-                tables.read_table(named, [*keys.values()], layout=self._layout(named), optional=optional)
-            )
+            return self._named(self._read_table(named, self._layout(named), labelled=labelled))
         return self._named(
             read_dataset(
                 settings.dataset,
-                [*keys.values()],
+                [*self._keys().values()],
                 subset=settings.subset,
                 split=named or "train",
                 revision=settings.revision,
                 where="classification",
-                optional=optional,
+                optional=self._optional(labelled=labelled),
             )
         )
+
+    def _read_table(
+        self,
+        path: Path | str,
+        layout: TableFormat,
+        *,
+        labelled: bool,
+        aliases: Mapping[Key, str] = MappingProxyType({}),
+    ) -> Table:
+        keys, optional = [*self._keys().values()], self._optional(labelled=labelled)
+        spare = ["id"] if keys.count("id") == 1 else []  # no setting asks for it
+        return tables.read_table(path, keys, layout=layout, optional=optional, aliases=aliases, spare=spare)
+
+    def _optional(self, *, labelled: bool) -> list[Key]:
+        """Columns that may be missing: ids, and labels unless `labelled`; never one that is also the text."""
+        keys = self._keys()
+        optional = {"id"} if labelled else {"id", "label"}
+        required = {key for name, key in keys.items() if name not in optional}
+        return [key for name, key in keys.items() if name in optional and key not in required]
 
     def _keys(self) -> dict[str, Key]:
         """Our names of the columns -> those in the files. Only GLUE's official files may use numbers."""
@@ -473,13 +489,5 @@ def _field(record: Mapping[str, Any], where: str, *names: Key | None) -> str:
 def _text(value: Any, where: str, what: str) -> str:
     if not isinstance(value, str):
         raise InputError(f"{where}: {what} is {shown(value)}, not text. Correct or remove it.")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(
-                f"{where}: {what} has half of a surrogate pair at character {error.start} "
-                f"(\\u{ord(value[error.start]):x}). "
-                "Write the whole character."
-            ) from None
+    check_whole(value, what, where)
     return value

@@ -45,6 +45,7 @@ class Classification(Task[Example]):
         self.problem: Problem = "regression" if settings.glue == "stsb" else settings.problem_type
         self.objective: Objective = _OBJECTIVES[self.problem]
         self.metric: str = settings.metric or (self._glue.metric if self._glue else SCORES[self.problem][0])
+        self.most_windows: int = settings.max_windows
         self.threshold = float(state["threshold"]) if state else settings.threshold or THRESHOLD
         self._source = ExampleSource(settings, self.problem, self.metric, state)
 
@@ -171,6 +172,9 @@ class Classification(Task[Example]):
         return self._outputs().true([example.label for example in examples])
 
     # ------------------------------------------------------------ windows
+
+    def check(self, encoder: TextEncoder) -> None:
+        self._overlap(encoder.capacity(pair=self.takes_pairs))
 
     def windows(self, examples: Sequence[Example], encoder: TextEncoder, *, training: bool) -> Windows:
         example, framed = self._cut(examples, encoder, thin=training)

@@ -10,8 +10,8 @@ from finetune.datasets.files import is_encoding
 from pretrain.common.settings import LocalPath, Section
 
 _FORM = (
-    ".jsonl and .parquet hold records (tokens and tags, or text and entities); any other file holds CoNLL columns. "
-    "May be compressed (.gz, .bz2, .xz)."
+    ".jsonl, .json and .parquet hold records (tokens and tags, or text and entities); any other file but .csv, which "
+    "is refused, holds CoNLL columns. May be compressed (.gz, .bz2, .xz)."
 )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from finetune.datasets.sentence_files import read_sentences
 from finetune.datasets.sentences import Cut, Remarks, Sentence
+from finetune.datasets.surrogates import check_whole, replaced
 from finetune.datasets.word_cuts import WordCuts
 from finetune.datasets.words import cut_words
 from finetune.metrics import entities as metrics
@@ -152,16 +153,22 @@ def _read_tags(sentences: list[Sentence]) -> metrics.Tagged:
 
 
 def _check_tags(sentences: list[Sentence], distinct: set[str]) -> None:
-    wrong = {tag for tag in distinct if tag != "O" and not (tag[:1] in "BIESLU" and tag[1:2] == "-" and tag[2:])}
+    wrong = {tag for tag in distinct if not _is_tag(tag)}
     if not wrong:
         return
     for one in sentences:
         for number, tag in enumerate(cast(Sequence[str], one.tags)):
             if tag in wrong:
+                check_whole(tag, "the tag", one.where(number))
+                advice = "Check label_column; each line has one word and its tag." if one.lined else "Correct it."
                 raise InputError(
                     f"{one.where(number)}: {tag!r} is not a tag; expected O, or a prefix and a type such as B-PER. "
-                    f"Check label_column."
+                    f"{advice}"
                 )
+
+
+def _is_tag(tag: str) -> bool:
+    return tag == "O" or (tag[:1] in "BIESLU" and tag[1:2] == "-" and tag[2:] != "" and tag == replaced(tag))
 
 
 def _check_scheme(sentences: list[Sentence], tags: metrics.Tagged, scheme: metrics.Scheme, remarks: Remarks) -> None:

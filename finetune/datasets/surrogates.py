@@ -1,0 +1,35 @@
+r"""Half surrogate pairs, which JSON can hold ("\ud83d") and no encoding can write."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from pretrain.common.errors import InputError
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def replaced(text: str) -> str:
+    """`text` with replacement characters for half surrogate pairs. The length stays the same."""
+    return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def check_whole(text: str, what: str, where: str) -> None:
+    """Raise `InputError` if `text` has half of a surrogate pair."""
+    if text.isascii():
+        return
+    if half := _SURROGATES.search(text):
+        raise InputError(
+            f"{where}: {what} has half of a surrogate pair at character {half.start()} (\\u{ord(half[0]):x}). "
+            "Write the whole character."
+        )
+
+
+def check_id(value: Any, where: str) -> None:
+    """`check_whole` of a record's id, which may be any JSON."""
+    if isinstance(value, list | dict):
+        value = json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, str):
+        check_whole(value, "the id", where)
