@@ -124,7 +124,7 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "finetune.adaptation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.work pretrain.pace "
-        "pretrain.commands pretrain.reporting finetune.artifacts"
+        "pretrain.commands pretrain.reporting finetune.artifacts finetune.config finetune.runs"
     ),
     "finetune.demo_data": "pretrain.common pretrain.corpus",
     "finetune.demo": (
