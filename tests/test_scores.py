@@ -450,6 +450,17 @@ def test_two_configs_of_one_name_are_refused(work: Path, bert: Path) -> None:
         finetuning_scores(bert, work / "out", "n", settings)
 
 
+def test_a_config_without_a_dev_set_is_refused_before_all_else(
+    work: Path, bert: Path, trained: list[tuple[str, bool, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (work / "reviews.yaml").write_text((work / "reviews.yaml").read_text().replace("  dev: dev.jsonl\n", ""))
+    words = ["--blimp", str(write_blimp(work / "blimp")), "--finetune", str(work / "reviews.yaml")]
+    words += ["--data", str(work / "data"), "--out", str(work / "out")]
+    assert main(["evaluate-pretrained", str(bert), *words]) == 2
+    assert "--finetune: reviews: no dev set, so there is no score." in capsys.readouterr().err
+    assert (trained, (work / "out").exists()) == ([], False)
+
+
 # ---- the command
 
 
@@ -525,6 +536,7 @@ def test_a_failed_run_leaves_all_other_scores(
 
     monkeypatch.setattr("finetune.scores.command.finetuning_scores", fail)
     words = ["--blimp", str(write_blimp(work / "blimp")), "--finetune", str(work / "reviews.yaml")]
+    words += ["--data", str(work / "data")]
     assert main(["evaluate-pretrained", str(bert), "--out", str(work / "out"), "--name", "one", *words]) == 3
     assert "BLiMP, all paradigms" in capsys.readouterr().out
     assert (work / "out" / "scores.html").is_file()

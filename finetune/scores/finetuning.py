@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 from finetune import runs
 from finetune.artifacts.saved import MODEL
-from finetune.config import FinetuneConfig, load_config
+from finetune.config import FinetuneConfig, load_config, run_name
 from finetune.experiments.outcomes import Outcome, Spread, Trial
 from finetune.experiments.trials import TrialRuns, raise_failure, read_outcome, run_all, trial_config
 from finetune.scores.masked_model import fingerprint, text_digest
@@ -127,7 +126,7 @@ def finetuning_scores(
         Config's name -> its scores.
 
     Raises:
-        InputError: a config, its data or the checkpoint is wrong, or a run folder has a run with other settings.
+        InputError: as `read_plans`, or a run folder has a run with other settings.
         MachineError: Ray cannot start.
         StoppedError: a signal; the same call continues.
         RunError: runs failed; all others have finished and are recorded.
@@ -182,6 +181,20 @@ def read_configs(folder: Path, settings: FinetuningSettings) -> dict[str, Finetu
     return configs
 
 
+def read_plans(folder: Path, settings: FinetuningSettings) -> dict[str, tuple[FinetuneConfig, runs.FinetunePlan]]:
+    """File name without suffix -> config that starts from `folder`, and what is known about its runs before they train.
+
+    Raises `InputError` if a config, its data or the checkpoint is wrong, or a config has no dev set.
+    """
+    plans = {}
+    for name, config in read_configs(folder, settings).items():
+        plan = runs.plan(config, alone=True, test_sets=False)
+        if not plan.held_out:
+            raise InputError(f"--finetune: {name}: no dev set, so there is no score. Give one.")
+        plans[name] = config, plan
+    return plans
+
+
 def _placed(path: Path, overrides: Sequence[str], data: Path | None) -> list[str]:
     """Overrides that let relative paths of the task's files begin at `data`."""
     if data is None:
@@ -199,10 +212,8 @@ def _placed(path: Path, overrides: Sequence[str], data: Path | None) -> list[str
 def _members(folder: Path, out: Path, name: str, settings: FinetuningSettings) -> list[_Member]:
     """All runs, small configs first: faults show early."""
     members = []
-    configs, own = read_configs(folder, settings), f"{name}-{fingerprint(folder)[:12]}"
-    plans = {key: runs.plan(config, alone=True, test_sets=False) for key, config in configs.items()}
-    for key in sorted(configs, key=lambda key: plans[key].steps):
-        config, steps = configs[key], plans[key].steps
+    own = f"{name}-{fingerprint(folder)[:12]}"
+    for key, (config, plan) in sorted(read_plans(folder, settings).items(), key=lambda item: item[1][1].steps):
         folders = {False: out / _FINETUNED / own / key}
         if settings.random:
             folders[True] = out / RANDOM / f"{key}-{random_fingerprint(config)[:16]}"
@@ -210,10 +221,9 @@ def _members(folder: Path, out: Path, name: str, settings: FinetuningSettings) -
             chosen = config.model_copy(update={"random_weights": random})
             for seed in range(config.seed, config.seed + settings.seeds):
                 label = f"{key}-random-{seed}" if random else f"{key}-{seed}"
-                own_name = re.sub(r"[^a-z0-9-]", "-", label.lower())
-                one = trial_config(chosen, own_name, folder=place / f"seed-{seed}", seed=seed)
+                one = trial_config(chosen, run_name(label), folder=place / f"seed-{seed}", seed=seed)
                 title = f"{key}, random weights, seed {seed}" if random else f"{key}, seed {seed}"
-                members.append(_Member(key, random, Trial(title, one, steps, test_sets=False)))
+                members.append(_Member(key, random, Trial(title, one, plan.steps, test_sets=False)))
     return members
 
 
