@@ -280,8 +280,8 @@ def _check_state(state: dict[str, Any], checkpoint: Path, config: FinetuneConfig
     held_out = job.data_digest({})
     if state.get("held_out", held_out) != held_out:
         raise InputError(
-            f"{checkpoint}: was scored on another dev set than the files of {config.task_name} give now, and its scores "
-            "choose the model. Put the dev set back as it was, or choose another name or run_dir."
+            f"{checkpoint}: was scored on another dev set than the files of {config.task_name} give now, and scores on "
+            "it choose the model. Put the dev set back as it was, or choose another name or run_dir."
         )
 
 
