@@ -85,7 +85,7 @@ def _same_outputs(config: FinetuneConfig, task: Task[Any], released: Released) -
         names = {int(number): name for number, name in given.items()}
     except (AttributeError, ValueError):
         raise InputError(
-            f"{config.start_from}: id2label in config.json is {shortened(repr(given), _SHOWN)}; expected a label for each "
-            "number from 0. Correct it, or remove it to train a new output layer."
+            f"{config.start_from}: id2label in config.json is {shortened(repr(given), _SHOWN)}; expected a label for "
+            "each number from 0. Correct it, or remove it to train a new output layer."
         ) from None
     return bool(names) and tuple(names[n] for n in sorted(names)) == task.labels
