@@ -21,6 +21,7 @@ from finetune.experiments.outcomes import Outcome, Spread, Trial
 from finetune.experiments.trials import TrialRuns, raise_failure, read_outcome, run_all, trial_config
 from finetune.scores.masked_model import fingerprint, text_digest
 from finetune.scores.record import Record
+from finetune.tasks.registry import make_task
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
@@ -132,6 +133,8 @@ def finetuning_scores(
         RunError: runs failed; all others have finished and are recorded.
     """
     members = _members(folder, out, name, settings)
+    configs = {one.config: one.trial.config for one in members}
+    hows = {key: _how(config, settings) for key, config in configs.items()} if record is not None else {}
     found: list[Outcome | None] = [_earlier(one) for one in members]
     left = [number for number, outcome in enumerate(found) if outcome is None]
 
@@ -145,7 +148,8 @@ def finetuning_scores(
             if outcome is not None:  # scores are what is wanted, and models take space
                 shutil.rmtree(members[number].trial.config.folder / MODEL, ignore_errors=True)
         if record is not None:
-            _write(record, _scores(members, found), settings)
+            new = {key: {**one.as_data(), **hows[key]} for key, one in _scores(members, found).items()}
+            record.write(PART, {}, new, beside=True)
 
     stopped = None
     if left:
@@ -160,10 +164,27 @@ def finetuning_scores(
     return _scores(members, found)
 
 
-def _write(record: Record, scores: Mapping[str, FinetuningScore], settings: FinetuningSettings) -> None:
-    """Put the scores beside those of other configs."""
-    new = {name: {**one.as_data(), "overrides": list(settings.overrides)} for name, one in scores.items()}
-    record.write(PART, {}, new, beside=True)
+def _how(config: FinetuneConfig, settings: FinetuningSettings) -> dict[str, Any]:
+    """How the scores of a config are measured: scores of models that differ in it cannot be compared.
+
+    The data are told apart by their texts and labels: their tokens are those of a model's own tokenizer.
+    """
+    task = make_task(config.task_settings)
+    sets = {"train": task.read_train(), **task.read_held_out()}
+    records = ([name, task.record(example)] for name, examples in sets.items() for example in examples)
+    return {
+        "overrides": list(settings.overrides),
+        "config": text_digest(json.dumps(_lasting(config), sort_keys=True)),
+        "data": text_digest(*(json.dumps(one, sort_keys=True) for one in records)),
+    }
+
+
+def _lasting(config: FinetuneConfig) -> dict[str, Any]:
+    """The settings that change what a run comes to, except for the places of its data."""
+    return {
+        "config": config.model_dump(mode="json", exclude={*_FREE, config.task_name}),
+        "task": config.task_settings.model_dump(mode="json", exclude=set(_FILES)),
+    }
 
 
 def read_configs(folder: Path, settings: FinetuningSettings) -> dict[str, FinetuneConfig]:
@@ -239,8 +260,7 @@ def random_fingerprint(config: FinetuneConfig) -> str:
         "model": released.model.model_dump(mode="json"),
         "vocabulary": released.vocabulary_size,
         "token_types": released.token_types,
-        "config": config.model_dump(mode="json", exclude={*_FREE, config.task_name}),
-        "task": config.task_settings.model_dump(mode="json", exclude=set(_FILES)),
+        **_lasting(config),
     }
     tokenizer = read_tokenizer(folder, released.vocabulary_size).to_str()
     return text_digest(json.dumps(shape, sort_keys=True), tokenizer, runs.digest(config, test_sets=False))
