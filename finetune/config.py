@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -277,6 +278,11 @@ class FinetuneConfig(_WithTask):
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> FinetuneConfig:
     """The fine-tuning described by the YAML file `path` with `key.path=value` overrides."""
     return settings.load(path, FinetuneConfig, overrides)
+
+
+def run_name(text: str) -> str:
+    """`text`, such as one with the name of a file, as the `name` of a run. It has to begin with a letter or digit."""
+    return re.sub(r"[^a-z0-9-]", "-", text.lower())[:63]
 
 
 # What may differ between a run and its continuation.

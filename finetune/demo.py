@@ -103,13 +103,13 @@ def _train(task: DemoTask, start: str, folder: Path, data: Path, run_command: Ru
         shutil.rmtree(target, ignore_errors=True)
     settings = {
         "name": f"demo-{task.name}-{start}",
-        "run_dir": target,
-        "start_from": folder / "export",
-        "random_weights": str(STARTS[start]).lower(),
-        f"{task.section}.train": data / f"{task.name}-train.jsonl",
-        f"{task.section}.dev": data / f"{task.name}-dev.jsonl",
+        "run_dir": str(target),
+        "start_from": str(folder / "export"),
+        "random_weights": STARTS[start],
+        f"{task.section}.train": str(data / f"{task.name}-train.jsonl"),
+        f"{task.section}.dev": str(data / f"{task.name}-dev.jsonl"),
     }
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     config = pretraining.CONFIGS / "finetune" / "demo" / f"{task.name}.yaml"
     with as_stage():
         return run_command(["finetune", str(config), "--no-ray", *words, *(["--resume"] if resume else [])])

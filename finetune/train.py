@@ -70,7 +70,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             _plan(config, job),
             job_type="finetune",
             card={"examples": len(examples), "labels": list(task.labels)},
-            identity={"data": job.digest},
+            identity={"data": job.digest, "held_out": job.data_digest({})},
             check=lambda state, checkpoint: _check_state(state, checkpoint, config, job),
             finish=lambda tracker: _finish(
                 config, job, released, engine, tracker, test_sets=payload.get("test_sets", True)
@@ -276,6 +276,12 @@ def _check_state(state: dict[str, Any], checkpoint: Path, config: FinetuneConfig
         raise InputError(
             f"{checkpoint}: was trained on other data, or with another tokenizer, than {config.start_from} and the "
             f"files of {config.task_name} give now. Put them back as they were, or choose another name or run_dir."
+        )
+    held_out = job.data_digest({})
+    if state.get("held_out", held_out) != held_out:
+        raise InputError(
+            f"{checkpoint}: was scored on another dev set than the files of {config.task_name} give now, and scores on "
+            "it choose the model. Put the dev set back as it was, or choose another name or run_dir."
         )
 
 

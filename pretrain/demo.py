@@ -6,6 +6,8 @@ Each stage is a command that a user would type, run through the same command lin
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -113,8 +115,8 @@ def _stages(arguments: argparse.Namespace, resume: bool) -> list[tuple[str, list
     """(title, command) of each stage."""
     values = [
         "name=demo",
-        f"run_dir={arguments.run_dir}",
-        f"corpus.dir={arguments.data_dir}",
+        f"run_dir={json.dumps(str(arguments.run_dir))}",
+        f"corpus.dir={json.dumps(str(arguments.data_dir))}",
         f"scheduling.workers={usual_workers() if arguments.workers is None else arguments.workers}",
         *arguments.set,
     ]
@@ -137,4 +139,4 @@ def _remove_run(folder: Path) -> None:
 def _shell(command: list[str]) -> str:
     """The command as one would type it, with paths relative to the working directory."""
     here = f"{Path.cwd()}/"
-    return " ".join(word.removeprefix(here) for word in command)
+    return shlex.join(word.removeprefix(here) for word in command)

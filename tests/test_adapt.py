@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,16 @@ import pytest
 
 from finetune.__main__ import build_parser
 from finetune.adaptation import settings
-from finetune.adaptation.command import _Stages, run
+from finetune.adaptation.command import _check, _finetuning, _folder, _Stages, run
 from finetune.adaptation.texts import held_out_share, sources_of
+from finetune.config import load_config as load_finetuning
 from pretrain import pace
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_manifest
 from pretrain.config import ModelConfig, load_config
 from pretrain.reporting.gains import COMPARED, gain_lines, gains
 from tests.test_start import JARGON, make_pretrained, write_text
-from tests.tiny_checkpoints import WORDS
+from tests.tiny_checkpoints import WORDS, write_reviews
 
 ROOT = Path(__file__).parent.parent
 
@@ -117,16 +119,71 @@ def test_each_seed_is_fine_tuned_from_both_checkpoints_and_compared(tmp_path: Pa
     config, started = load_config(path), []
     config.folder.mkdir()
     for command in _Stages(arguments)._finetunings(config):
-        given = dict(word.split("=") for word in command if "=" in word)
+        given = {key: json.loads(value) for key, _, value in (word.partition("=") for word in command) if value}
         started.append((command[:2], given["start_from"], given["seed"]))
         folder = Path(given["run_dir"])
         write_manifest(folder / "model", {})
-        (folder / "scores.json").write_text(json.dumps({"metric": "f1", "scores": {"dev": {"f1": len(started)}}}))
+        (folder / "scores.json").write_text(json.dumps(scored(len(started))))
     starts, words = ("start", str(tmp_path / "model")), ["finetune", "task.yaml"]
-    assert started == [(words, start, seed) for seed in "01" for start in starts]
+    assert started == [(words, start, seed) for seed in (0, 1) for start in starts]
     compared = json.loads((config.folder / COMPARED).read_text())
-    assert compared == [{"title": "task", "metric": "f1", "set": "dev", "before": [1, 3], "after": [2, 4]}]
+    assert compared == [{"title": "task", "metric": "f1", "set": "b", "before": [1, 3], "after": [2, 4]}]
     assert list(_Stages(arguments)._finetunings(config)) == [], "all are finished"
+
+
+def scored(value: float) -> dict[str, Any]:
+    """A run with two sets, the second of which chose the checkpoint."""
+    return {"metric": "f1", "chosen_on": "b", "scores": {"a": {"f1": -1.0}, "b": {"f1": value}}}
+
+
+@pytest.mark.parametrize("name", ["my.task", "squad v2", "tâche", "a#b: c"])
+def test_any_path_may_hold_a_fine_tuning(tmp_path: Path, name: str) -> None:
+    """Every name of a config, and folders in which YAML would see a comment or a key."""
+    path = write_finetuning(tmp_path / f"{name}.yaml")
+    arguments = options("x", "--from", str(tmp_path / "a #b"), "--out", str(tmp_path / "c: d"))
+    folder = _folder(arguments.out, str(path), "before", 0)
+    command = _finetuning(str(path), folder, str(arguments.start_from), 3)
+    config = load_finetuning(path, [value for word, value in pairwise(command) if word == "--set"])
+    assert (config.folder, config.start_from, config.seed) == (folder, str(arguments.start_from), 3)
+    assert config.folder.name == f"{name}-before-0"
+
+
+def test_a_fine_tuning_without_a_score_is_refused_before_all_else(tmp_path: Path) -> None:
+    make_pretrained(tmp_path / "start")
+    write_reviews(tmp_path)
+    path, train, dev = tmp_path / "task.yaml", str(tmp_path / "train.jsonl"), str(tmp_path / "dev.jsonl")
+    arguments = options("x", "--from", str(tmp_path / "start"), "--out", str(tmp_path / "out"), "--finetune", str(path))
+    write_finetuning(path, train=train, dev=dev)
+    _check(arguments)
+    write_finetuning(path, train=train)
+    with pytest.raises(InputError, match=r"task\.yaml: no dev set, so there is no score to compare"):
+        _check(arguments)
+    write_finetuning(path, train=str(tmp_path / "none.jsonl"), dev=dev)
+    with pytest.raises(InputError, match=r"none\.jsonl"):
+        _check(arguments)
+
+
+def test_fine_tunings_may_change_after_the_training(tmp_path: Path) -> None:
+    def config(*words: str) -> Any:
+        arguments = options("x", "--from", "start", "--out", str(tmp_path), *words)
+        values = settings.run_values(arguments, {"dir": "corpus"}, ModelConfig(size="mini"), 1)
+        (tmp_path / "values.yaml").write_text(json.dumps(values))
+        return load_config(tmp_path / "values.yaml")
+
+    path = tmp_path / "adapt.yaml"
+    settings.write_config(path, config("--finetune", "a.yaml"), begun=False)
+    settings.write_config(path, config("--finetune", "b.yaml", "--finetune", "c.yaml", "--seeds", "2"), begun=True)
+    assert load_config(path).adaptation.finetuning == ("b.yaml", "c.yaml")
+    settings.write_config(path, config(), begun=True)
+    assert load_config(path).adaptation.finetuning == ()
+    with pytest.raises(InputError, match=r"was begun with other options: start_from \(start -> other\)"):
+        settings.write_config(path, config("--from", "other"), begun=True)
+
+
+def write_finetuning(path: Path, **section: str) -> Path:
+    values = {"name": "task", "max_length": 32, "classification": {"train": "train.jsonl", **section}}
+    path.write_text(json.dumps(values))
+    return path
 
 
 # ---- texts

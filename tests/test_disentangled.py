@@ -138,6 +138,8 @@ V3: dict[str, Any] = {**parity._usual(parity.SHAPES[0], **parity._DEBERTA), "mod
         ({"pos_att_type": None}, r"pos_att_type is None; only"),
         ({"norm_rel_ebd": "batch_norm"}, "norm_rel_ebd is 'batch_norm'"),
         ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new'"),
+        ({"pooler_hidden_act": "gelu_new"}, "pooler_hidden_act is 'gelu_new'; only 'gelu'"),
+        ({"num_attention_heads": 0}, "heads"),
         ({"model_type": "deberta"}, "model_type is 'deberta'; .*deberta-v2"),
     ],
 )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from finetune import demo
 from finetune.__main__ import build_parser
+from pretrain.common.yaml_text import parse
 from pretrain.reporting import report
 from pretrain.reporting.report import FINETUNED
 
@@ -39,12 +42,12 @@ class Commands:
 
     def __call__(self, argv: Sequence[str]) -> int:
         self.seen.append(list(argv))
-        settings = {word.partition("=")[0]: word.partition("=")[2] for word in argv if "=" in word}
+        settings = settings_of(argv)
         if settings.get("name") == self.fails_at:
             return self.code
         if argv[0] == "finetune":
             folder, task = Path(settings["run_dir"]), settings["name"].split("-")[1]
-            score = 0.5 if settings["random_weights"] == "true" else 0.75
+            score = 0.5 if settings["random_weights"] else 0.75
             for file, content in {
                 "model/manifest.json": {},
                 "scores.json": {"metric": "exact_match", "scores": {"dev": {"exact_match": score}}},
@@ -57,7 +60,13 @@ class Commands:
     @property
     def names(self) -> list[str]:
         """The runs that were fine-tuned."""
-        return [argv[argv.index("--no-ray") + 2].partition("=")[2] for argv in self.seen if argv[0] == "finetune"]
+        return [settings_of(argv)["name"] for argv in self.seen if argv[0] == "finetune"]
+
+
+def settings_of(argv: Sequence[str]) -> dict[str, Any]:
+    """The settings that --set gives, as a config reads them."""
+    given = (value.partition("=") for word, value in pairwise(argv) if word == "--set")
+    return {key: parse(value, "--set")[1] for key, _, value in given}
 
 
 @pytest.fixture
@@ -87,8 +96,8 @@ def test_each_task_is_trained_from_pretrained_and_from_random_weights(
     assert finetune.names == expected
     for argv in finetune.seen:
         assert Path(argv[1]).is_file()
-        assert "start_from=runs/demo/export" in argv
-    assert "entities.train=runs/demo/labelled/names-train.jsonl" in finetune.seen[2]
+        assert settings_of(argv)["start_from"] == "runs/demo/export"
+    assert settings_of(finetune.seen[2])["entities.train"] == "runs/demo/labelled/names-train.jsonl"
     out = capsys.readouterr().out
     assert "[1/8] tokenizing" in out
     assert "[7/8] What does the function return? (3 examples, 1 held out)" in out
@@ -109,6 +118,17 @@ def test_each_task_is_trained_from_pretrained_and_from_random_weights(
             "note": "What does dumps return? Truth: a string",
         },
     ]
+
+
+def test_a_demo_may_be_in_any_folder(arguments: argparse.Namespace, tmp_path: Path) -> None:
+    """YAML would see a comment in one and a key in the other."""
+    arguments.run_dir, arguments.data_dir = tmp_path / "a #b", tmp_path / "c: d"
+    pretrain, finetune = Commands(), Commands()
+    assert demo.run(arguments, pretrain, finetune) == 0
+    given = settings_of(pretrain.seen[1])
+    assert (given["run_dir"], given["corpus.dir"]) == (str(tmp_path / "a #b"), str(tmp_path / "c: d"))
+    assert (tmp_path / "a #b/finetuned/returns-random/model/manifest.json").is_file()
+    assert settings_of(finetune.seen[0])["start_from"] == str(tmp_path / "a #b/export")
 
 
 def test_a_failed_demo_continues_with_the_unfinished_models(

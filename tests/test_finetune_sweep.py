@@ -367,6 +367,10 @@ def test_axes_are_laid_over_a_grid_and_wrong_ones_refused() -> None:
     for name in ("seed", "name", "run_dir", "scheduling.workers", "tracking.group"):
         with pytest.raises(InputError, match=f"{name}=1,2: is not a setting to compare by"):
             parse_grid("", [f"{name}=1,2"])
+    assert parse_grid("", ["classification.class_weights=none,balanced"])
+    for name in ("classification.metric", "entities.dev", "classification.dev_share", "questions", "entities.labels.0"):
+        with pytest.raises(InputError, match=f"{name}=a,b: decides what the scores mean"):
+            parse_grid("", [f"{name}=a,b"])
     for wrong in ("training.epochs", "=1,2", "training.epochs=", "training.epochs=1,,2"):
         with pytest.raises(InputError, match="--grid-set"):
             parse_grid("", [wrong])
@@ -376,6 +380,10 @@ def test_a_grid_of_epochs_is_refused_where_steps_go_before_them(work: Path) -> N
     config = sweep.load_config(work / "tiny.yaml", ["training.steps=5"])
     with pytest.raises(InputError, match=r"training\.steps"):
         sweep.sweep_trials(config, work / "tiny.yaml", ["training.steps=5"], expand({"training.epochs": ["1"]}), 1)
+    config = sweep.load_config(work / "tiny.yaml")
+    both = expand({"training.epochs": ["1", "2"], "training.steps": ["5"]})
+    with pytest.raises(InputError, match=r"training\.steps"):
+        sweep.sweep_trials(config, work / "tiny.yaml", [], both, 1)
 
 
 def test_names_stay_within_63_characters(work: Path) -> None:

@@ -75,6 +75,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Start(cut, resume=True),
             Start(edited, stop_at=7),
             Start(settings(root, "edited", classification__train=str(root / "reversed.jsonl")), resume=True),
+            Start(settings(root, "edited", classification__dev=str(root / "test.jsonl")), resume=True),
             Start(settings(root, "zero3", engine__zero_stage=3)),
             Start(settings(root, "patient", training__patience=1, training__learning_rate=1e-9)),
             Start(settings(root, "random", random_weights=True, training__epochs=1.0)),
@@ -84,7 +85,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
     )[0]
     stopped = "StoppedError: stopped at step 7"
-    assert [outcome[:31] for outcome in outcomes if "other data" not in outcome] == [
+    assert [outcome[:31] for outcome in outcomes if "InputError" not in outcome] == [
         "",
         stopped,
         "",
@@ -92,6 +93,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *[""] * 6,
     ]
     assert "step-00000007: was trained on other data" in outcomes[4]
+    assert "step-00000007: was scored on another dev set" in outcomes[5]
     assert run_workers(2, starts, [Start(settings(root, "two"))]) == [[""], [""]]
     return root
 

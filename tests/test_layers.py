@@ -114,7 +114,8 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "finetune.scores": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint "
-        "pretrain.commands pretrain.reporting finetune.artifacts finetune.config finetune.runs finetune.experiments"
+        "pretrain.commands pretrain.reporting finetune.tasks finetune.artifacts finetune.config finetune.runs "
+        "finetune.experiments"
     ),
     "finetune.bench": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
@@ -124,7 +125,7 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "finetune.adaptation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.work pretrain.pace "
-        "pretrain.commands pretrain.reporting finetune.artifacts"
+        "pretrain.commands pretrain.reporting finetune.artifacts finetune.config finetune.runs"
     ),
     "finetune.demo_data": "pretrain.common pretrain.corpus",
     "finetune.demo": (

@@ -492,12 +492,21 @@ def test_weights_of_another_config_are_refused() -> None:
         read_tensors(electra, model_type="electra", embedding_size=24)
 
 
-def test_a_tensor_given_twice_and_quantised_weights_are_refused() -> None:
+def test_a_tensor_given_twice_is_refused() -> None:
     word = TENSORS["bert.embeddings.word_embeddings.weight"]
     with pytest.raises(InputError, match=r"both are embeddings\.word"):
         read_tensors({**TENSORS, "embeddings.word_embeddings.weight": word})
-    with pytest.raises(InputError, match=r"word_embeddings.weight is torch.int8; quantised"):
-        read_tensors({**TENSORS, "bert.embeddings.word_embeddings.weight": word.to(torch.int8)})
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "name",
+    ["bert.embeddings.word_embeddings.weight", "bert.encoder.layer.0.output.dense.weight", "bert.pooler.dense.weight"],
+)
+def test_quantised_weights_are_refused(name: str, kind: torch.dtype) -> None:
+    """Values of FP8 are floating-point numbers, but without their scales not the weights."""
+    with pytest.raises(InputError, match=rf"{name} is {kind}; quantised"):
+        read_tensors({**TENSORS, name: TENSORS[name].to(kind)})
 
 
 @pytest.mark.parametrize(

@@ -433,8 +433,8 @@ class TestDemo:
     def test_runs_the_stages_in_order(self, commands: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
         assert self.run(commands, "--workers", "1", "--set", "phases.0.steps=5") == 0
         assert [command[0] for command in commands] == ["prepare", "pretrain", "export"]
-        assert "run_dir=runs/demo" in commands[0]
-        assert "corpus.dir=data/demo" in commands[1]
+        assert 'run_dir="runs/demo"' in commands[0]
+        assert 'corpus.dir="data/demo"' in commands[1]
         assert "scheduling.workers=1" in commands[1]
         assert "phases.0.steps=5" in commands[1]
         assert "--resume" not in commands[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from finetune.scores.finetuning import FinetuningScore, FinetuningSettings, fine
 from finetune.scores.held_out import HeldOutSettings, held_out_score, masked_sequences, read_documents
 from finetune.scores.masked_model import MaskedModel, ModelSettings
 from finetune.scores.record import Record
-from finetune.scores.view import _finetuning_charts, score_rows
+from finetune.scores.view import _finetuning_charts, score_notes, score_rows
 from pretrain.common.errors import InputError, MachineError
 from tests.tiny_checkpoints import SPECIALS, WORDS, make_bert, write_reviews
 
@@ -422,6 +423,37 @@ def test_a_fingerprint_knows_what_changes_random_runs(work: Path, bert: Path) ->
     assert digest(make_masked_lm(work / "same")) == own
 
 
+def test_scores_of_one_row_that_were_measured_differently_have_marks(
+    work: Path, bert: Path, trained: list[tuple[str, bool, int]]
+) -> None:
+    settings = FinetuningSettings((work / "reviews.yaml",), seeds=1, random=False, data=work / "data")
+
+    def measured(name: str, folder: Path = bert, **changes: Any) -> dict[str, Any]:
+        record = Record(work / f"{name}.json", {"fingerprint": name, "name": name, "folder": "d"})
+        finetuning_scores(folder, work / "out", name, replace(settings, **changes), record=record)
+        return record.content
+
+    first = measured("first")
+    moved = Path(shutil.copytree(work / "data", work / "moved"))
+    lower = make_masked_lm(work / "cased")
+    (lower / "tokenizer_config.json").write_text('{"do_lower_case": false, "tokenizer_class": "BertTokenizer"}')
+    same = [first, measured("elsewhere", data=moved), measured("other-tokens", lower)]
+    assert score_notes(same) == []
+    assert score_rows(same) == [("reviews, accuracy", ["0.6000"] * 3)]
+    with (moved / "dev.jsonl").open("a") as file:
+        file.write('{"text": "the film was good", "label": "positive"}\n')
+    other_data = measured("other-data", data=moved)
+    assert score_rows([*same, other_data])[0][1] == [*["0.6000 [1]"] * 3, "0.6000 [2]"]
+    assert [note[:18] for note in score_notes([first, other_data])] == [f"reviews [{n}]: data " for n in "12"]
+    (work / "reviews.yaml").write_text((work / "reviews.yaml").read_text().replace("steps: 2", "steps: 3"))
+    assert ["config" in note for note in score_notes([first, measured("other-config")])] == [True, True]
+    assert score_notes([measured("set", overrides=("training.steps=2",)), first]) != []
+    before = json.loads(json.dumps(first))  # of an older version
+    for key in ("config", "data"):
+        del before["finetuning"]["scores"]["reviews"][key]
+    assert "config unknown, data unknown" in score_notes([first, before])[1]
+
+
 def test_differences_are_in_standard_errors() -> None:
     score = FinetuningScore("f1", "dev", (0.8, 0.9, 0.7), (0.5, 0.5, 0.8))
     # Deviations 0.1 and 0.1732; errors 0.0577 and 0.1.
@@ -448,6 +480,17 @@ def test_two_configs_of_one_name_are_refused(work: Path, bert: Path) -> None:
     settings = FinetuningSettings((work / "reviews.yaml", work / "again" / "reviews.yaml"), data=work / "data")
     with pytest.raises(InputError, match="another config is called reviews"):
         finetuning_scores(bert, work / "out", "n", settings)
+
+
+def test_a_config_without_a_dev_set_is_refused_before_all_else(
+    work: Path, bert: Path, trained: list[tuple[str, bool, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (work / "reviews.yaml").write_text((work / "reviews.yaml").read_text().replace("  dev: dev.jsonl\n", ""))
+    words = ["--blimp", str(write_blimp(work / "blimp")), "--finetune", str(work / "reviews.yaml")]
+    words += ["--data", str(work / "data"), "--out", str(work / "out")]
+    assert main(["evaluate-pretrained", str(bert), *words]) == 2
+    assert "--finetune: reviews: no dev set, so there is no score." in capsys.readouterr().err
+    assert (trained, (work / "out").exists()) == ([], False)
 
 
 # ---- the command
@@ -525,6 +568,7 @@ def test_a_failed_run_leaves_all_other_scores(
 
     monkeypatch.setattr("finetune.scores.command.finetuning_scores", fail)
     words = ["--blimp", str(write_blimp(work / "blimp")), "--finetune", str(work / "reviews.yaml")]
+    words += ["--data", str(work / "data")]
     assert main(["evaluate-pretrained", str(bert), "--out", str(work / "out"), "--name", "one", *words]) == 3
     assert "BLiMP, all paradigms" in capsys.readouterr().out
     assert (work / "out" / "scores.html").is_file()

@@ -267,6 +267,36 @@ def test_tokens_added_to_a_vocabulary(where: str, tmp_path: Path) -> None:
         read_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("added_tokens.json", {"[E1]": "a"}, r"the token '\[E1\]' has the id 'a'"),
+        ("added_tokens.json", {"[E1]": None}, "has the id None"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "[E1]"}}}, "has the id 'x'"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"9": {"special": True}}}, r"\{'special': True\} is not a"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"9": {"content": 5}}}, "is not a token"),
+        ("tokenizer_config.json", {"additional_special_tokens": [{"id": 9}]}, "is not a token"),
+        ("special_tokens_map.json", {"additional_special_tokens": [{"id": 9}]}, "is not a token"),
+        ("special_tokens_map.json", {"additional_special_tokens": 9}, "9 is not a list of tokens"),
+    ],
+)
+def test_malformed_tokens_are_refused_by_file(tmp_path: Path, file: str, content: dict[str, Any], message: str) -> None:
+    write_files(tmp_path, UNCASED)
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(InputError, match=rf"{file}: .*{message}.*Download it again"):
+        read_tokenizer(tmp_path)
+
+
+def test_a_malformed_special_token_of_byte_pairs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps({"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4}))
+    (tmp_path / "merges.txt").write_text("")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "RobertaTokenizer", "mask_token": {"lstrip": True}})
+    )
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: \{'lstrip': True\} is not a token"):
+        read_tokenizer(tmp_path)
+
+
 def test_null_settings_count_as_missing(tmp_path: Path) -> None:
     settings = {"model_max_length": None, "do_lower_case": None, "strip_accents": None}
     write_files(tmp_path, UNCASED, **settings)

@@ -10,12 +10,14 @@ import argparse
 import contextlib
 import json
 import math
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune import runs
 from finetune.adaptation.settings import (
     CONFIG_FILE,
     config_of,
@@ -26,6 +28,8 @@ from finetune.adaptation.settings import (
 )
 from finetune.adaptation.texts import held_out_share, sources_of
 from finetune.artifacts.saved import MODEL, SCORES
+from finetune.config import load_config as load_finetuning
+from finetune.config import run_name
 from pretrain.commands import as_stage, program
 from pretrain.common import settings
 from pretrain.common.errors import InputError
@@ -78,6 +82,17 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError("--finetune: two configs have the same file name, and so would their results. Rename one.")
     if not arguments.start_from.is_dir():
         raise InputError(f"--from: {arguments.start_from}: no such folder. Give one with a checkpoint.")
+    for path in arguments.finetune or ():
+        _check_finetuning(path, arguments)
+
+
+def _check_finetuning(path: Path, arguments: argparse.Namespace) -> None:
+    """Refuse a fine-tuning that cannot run, or has no score to compare: it begins when all else has been done."""
+    folder = _folder(arguments.out, str(path), "before", 0)
+    config = load_finetuning(path, _settings(folder, str(arguments.start_from), 0))
+    runs.is_finished(config, resume=True)  # refuses one with other settings
+    if not runs.plan(config, alone=True).held_out:
+        raise InputError(f"--finetune: {path}: no dev set, so there is no score to compare. Give one.")
 
 
 class _Stages:
@@ -107,7 +122,7 @@ class _Stages:
 
     def _titled(self, title: str, words: list[str]) -> list[str]:
         self._number += 1
-        print(f"\n[{self._number}/{self._count}] {title}: {program()} {' '.join(words)}", flush=True)
+        print(f"\n[{self._number}/{self._count}] {title}: {program()} {shlex.join(words)}", flush=True)
         return words
 
     def _corpus(self, name: str, texts: Sequence[Path], added_words: int) -> Path:
@@ -148,7 +163,7 @@ class _Stages:
         for path in named:
             for seed in range(config.adaptation.finetuning_seeds):
                 for when, start in starts.items():
-                    folder = self._folder(path, when, seed)
+                    folder = _folder(self._out, path, when, seed)
                     if not (folder / MODEL / MANIFEST).is_file():
                         yield _finetuning(path, folder, start, seed)
         write_json(
@@ -158,16 +173,14 @@ class _Stages:
     def _compared(self, path: str, seeds: int) -> dict[str, Any]:
         """The scores of a fine-tuning before and after, for the report."""
         found = {
-            when: [json.loads((self._folder(path, when, seed) / SCORES).read_text("utf-8")) for seed in range(seeds)]
+            when: [
+                json.loads((_folder(self._out, path, when, seed) / SCORES).read_text("utf-8")) for seed in range(seeds)
+            ]
             for when in ("before", "after")
         }
-        metric = found["before"][0]["metric"]
-        part = next(iter(found["before"][0]["scores"]))
+        metric, part = (found["before"][0][name] for name in ("metric", "chosen_on"))
         scores = {when: [one["scores"][part][metric] for one in ones] for when, ones in found.items()}
         return {"title": Path(path).stem, "metric": metric, "set": part, **scores}
-
-    def _folder(self, path: str, when: str, seed: int) -> Path:
-        return self._out / "finetuned" / f"{Path(path).stem}-{when}-{seed}"
 
 
 def _of_corpus(overrides: Sequence[str]) -> list[str]:
@@ -175,18 +188,28 @@ def _of_corpus(overrides: Sequence[str]) -> list[str]:
     return [text for text in overrides if text.startswith("corpus.") and not text.startswith("corpus.dir")]
 
 
-def _finetuning(path: str, folder: Path, start: str, seed: int) -> list[str]:
-    resume = bool(checkpoint_names(folder))
-    if not resume:
-        shutil.rmtree(folder, ignore_errors=True)
+def _folder(out: Path, path: str, when: str, seed: int) -> Path:
+    """The run folder of a fine-tuning from the checkpoint ("before") or from the result ("after")."""
+    return out / "finetuned" / f"{Path(path).stem}-{when}-{seed}"
+
+
+def _settings(folder: Path, start: str, seed: int) -> list[str]:
+    """The overrides of a fine-tuning in this run folder."""
     values = {
-        "name": f"adapt-{folder.name}".lower().replace("_", "-")[:63],
-        "run_dir": folder,
+        "name": run_name(f"adapt-{folder.name}"),
+        "run_dir": str(folder),
         "start_from": start,
         "seed": seed,
         "scheduling.workers": 1,
     }
-    words = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def _finetuning(path: str, folder: Path, start: str, seed: int) -> list[str]:
+    resume = bool(checkpoint_names(folder))
+    if not resume:
+        shutil.rmtree(folder, ignore_errors=True)
+    words = [word for one in _settings(folder, start, seed) for word in ("--set", one)]
     return ["finetune", path, "--no-ray", *words, *(["--resume"] if resume else [])]
 
 

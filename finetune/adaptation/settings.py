@@ -16,6 +16,8 @@ from pretrain.common.files import atomic_open, read_manifest
 from pretrain.config import ModelConfig, PretrainConfig, load_config
 
 CONFIG_FILE = "adapt.yaml"
+# What may change once a stage was begun: fine-tunings come after all others.
+_FREE = ("adaptation.finetuning", "adaptation.finetuning_seeds")
 _LENGTH = 128
 _SEQUENCES = 32
 # How often the text is read: more often if there is less of it (tokens, passes), as Gururangan et al. 2020, "Don't Stop
@@ -72,15 +74,14 @@ def config_of(values: dict[str, Any], overrides: list[str]) -> PretrainConfig:
 
 
 def write_config(path: Path, config: PretrainConfig, *, begun: bool) -> None:
-    """Write a config of the folder; `InputError` if its stage was `begun` with another one."""
+    """Write a config of the folder; `InputError` if its stage was `begun` with another one, fine-tunings aside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if begun and path.is_file():
-        others = settings.differences(load_config(path), config, free=())
+        others = settings.differences(load_config(path), config, free=_FREE)
         if others:
             raise InputError(
                 f"{path}: was begun with other options: {', '.join(others)}. Give the same ones, or another --out."
             )
-        return
     with atomic_open(path, "w") as file:
         file.write(settings.dump(config))
 

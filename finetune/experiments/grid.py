@@ -7,10 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from finetune.config import GRIDS
+from finetune.config import GRIDS, TASKS
 from pretrain.common.errors import InputError
 
 _NO_AXES = ("seed", "name", "run_dir", "scheduling", "tracking")  # different in every run, or common to all
+# Settings of a task that decide what its scores mean: those of different values cannot be compared.
+_MEASURE = {"metric", "dev", "dev_share", "test", "labels", "positive", "problem_type", "glue", "dataset", "subset"}
 
 Grid = Mapping[str, Sequence[str]]
 """A setting's dotted name -> its values as YAML writes them."""
@@ -57,6 +59,12 @@ def parse_grid(name: str, given: Sequence[str]) -> dict[str, list[str]]:
         if key.strip().partition(".")[0] in _NO_AXES:
             instead = " Use --seeds N." if key.strip() == "seed" else " Use --set, for all runs."
             raise InputError(f"--grid-set {text}: is not a setting to compare by.{instead}")
+        section, _, setting = key.strip().partition(".")
+        if section in TASKS and (not setting or setting.partition(".")[0] in _MEASURE):
+            raise InputError(
+                f"--grid-set {text}: decides what the scores mean, so that they could not be compared. Use --set, for "
+                "all runs."
+            )
         grid[key.strip()] = list(dict.fromkeys(values))
     return grid
 

@@ -104,14 +104,14 @@ def sweep_trials(
     config: FinetuneConfig, path: Path, overrides: Sequence[str], points: Sequence[Point], seeds: int
 ) -> list[tuple[Point, Trial]]:
     """The trials of all points, the seeds of a point next to each other. Their steps are not known yet."""
-    if config.training.steps and any("training.epochs" in point.settings for point in points):
-        raise InputError(
-            "training.steps: is set and overrides training.epochs, so a grid of epochs has no effect. Remove one "
-            "of the two."
-        )
     trials, folders = [], set()
     for point in points:
         chosen = load_config(path, [*overrides, *point.overrides])
+        if chosen.training.steps and "training.epochs" in point.settings:
+            raise InputError(
+                "training.steps: is set and overrides training.epochs, so a grid of epochs has no effect. Remove one "
+                "of the two."
+            )
         if point.folder in folders:
             raise InputError(f"--grid-set: two points would share the folder {point.folder}. Remove one of them.")
         folders.add(point.folder)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import FinetuneConfig
+from pretrain.common.errors import InputError
+from pretrain.common.setting_errors import shortened
 from pretrain.model.parameters import layer_of
 
 if TYPE_CHECKING:
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 
     from finetune.tasks.base import Task
     from pretrain.checkpoint.released import Released
+
+_SHOWN = 60  # characters of a wrong value in a message
 
 
 def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -> dict[str, Tensor]:
@@ -59,12 +63,12 @@ def _why_left_out(name: str, config: FinetuneConfig, task: Task[Any], released: 
             return f"the head of {config.task_name} has only one layer"
         if config.training.reinitialise_pooler:
             return "initialised at random (training.reinitialise_pooler)"
-    if rest.startswith("out_") and part == "head" and not _same_outputs(task, released):
+    if rest.startswith("out_") and part == "head" and not _same_outputs(config, task, released):
         return "an output layer of another task or of other labels"
     return ""
 
 
-def _same_outputs(task: Task[Any], released: Released) -> bool:
+def _same_outputs(config: FinetuneConfig, task: Task[Any], released: Released) -> bool:
     """Whether the checkpoint's output layer fits this task: the same labels, a value, or a span."""
     weight = released.head.get("out_weight")
     if weight is None or len(weight) != task.outputs:
@@ -76,5 +80,12 @@ def _same_outputs(task: Task[Any], released: Released) -> bool:
         # transformers also treats a single output without a problem_type as a regression (modeling_bert.py, forward).
         kind = released.config.get("problem_type") or "regression"
         return kind == "regression" and any(name.endswith("ForSequenceClassification") for name in classes)
-    names = {int(number): name for number, name in (released.config.get("id2label") or {}).items()}
+    given = released.config.get("id2label") or {}
+    try:
+        names = {int(number): name for number, name in given.items()}
+    except (AttributeError, ValueError):
+        raise InputError(
+            f"{config.start_from}: id2label in config.json is {shortened(repr(given), _SHOWN)}; expected a label for "
+            "each number from 0. Correct it, or remove it to train a new output layer."
+        ) from None
     return bool(names) and tuple(names[n] for n in sorted(names)) == task.labels

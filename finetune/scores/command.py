@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.experiments.results import show
 from finetune.scores.blimp import blimp_score, read_blimp
-from finetune.scores.finetuning import FinetuningSettings, finetuning_scores, read_configs
+from finetune.scores.finetuning import FinetuningSettings, finetuning_scores, read_plans
 from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import ModelSettings, fingerprint
 from finetune.scores.record import Record, read_record
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     name = _name(arguments)
     if arguments.blimp:
         read_blimp(arguments.blimp, arguments.blimp_limit)
-    read_configs(arguments.model, _finetunings(arguments))
+    read_plans(arguments.model, _finetunings(arguments))  # the parts before the fine-tunings may take hours
     record = Record(arguments.out / _MODELS / f"{name}.json", _identity(arguments.model, name))
     failure: RunError | None = None
     with sleeping_when_crowded():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,11 +16,12 @@ from typing import Any
 
 from finetune import runs
 from finetune.artifacts.saved import MODEL
-from finetune.config import FinetuneConfig, load_config
+from finetune.config import FinetuneConfig, load_config, run_name
 from finetune.experiments.outcomes import Outcome, Spread, Trial
 from finetune.experiments.trials import TrialRuns, raise_failure, read_outcome, run_all, trial_config
 from finetune.scores.masked_model import fingerprint, text_digest
 from finetune.scores.record import Record
+from finetune.tasks.registry import make_task
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
@@ -127,12 +127,14 @@ def finetuning_scores(
         Config's name -> its scores.
 
     Raises:
-        InputError: a config, its data or the checkpoint is wrong, or a run folder has a run with other settings.
+        InputError: as `read_plans`, or a run folder has a run with other settings.
         MachineError: Ray cannot start.
         StoppedError: a signal; the same call continues.
         RunError: runs failed; all others have finished and are recorded.
     """
     members = _members(folder, out, name, settings)
+    configs = {one.config: one.trial.config for one in members}
+    hows = {key: _how(config, settings) for key, config in configs.items()} if record is not None else {}
     found: list[Outcome | None] = [_earlier(one) for one in members]
     left = [number for number, outcome in enumerate(found) if outcome is None]
 
@@ -146,7 +148,8 @@ def finetuning_scores(
             if outcome is not None:  # scores are what is wanted, and models take space
                 shutil.rmtree(members[number].trial.config.folder / MODEL, ignore_errors=True)
         if record is not None:
-            _write(record, _scores(members, found), settings)
+            new = {key: {**one.as_data(), **hows[key]} for key, one in _scores(members, found).items()}
+            record.write(PART, {}, new, beside=True)
 
     stopped = None
     if left:
@@ -161,10 +164,27 @@ def finetuning_scores(
     return _scores(members, found)
 
 
-def _write(record: Record, scores: Mapping[str, FinetuningScore], settings: FinetuningSettings) -> None:
-    """Put the scores beside those of other configs."""
-    new = {name: {**one.as_data(), "overrides": list(settings.overrides)} for name, one in scores.items()}
-    record.write(PART, {}, new, beside=True)
+def _how(config: FinetuneConfig, settings: FinetuningSettings) -> dict[str, Any]:
+    """How the scores of a config are measured: scores of models that differ in it cannot be compared.
+
+    The data are told apart by their texts and labels: their tokens are those of a model's own tokenizer.
+    """
+    task = make_task(config.task_settings)
+    sets = {"train": task.read_train(), **task.read_held_out()}
+    records = ([name, task.record(example)] for name, examples in sets.items() for example in examples)
+    return {
+        "overrides": list(settings.overrides),
+        "config": text_digest(json.dumps(_lasting(config), sort_keys=True)),
+        "data": text_digest(*(json.dumps(one, sort_keys=True) for one in records)),
+    }
+
+
+def _lasting(config: FinetuneConfig) -> dict[str, Any]:
+    """The settings that change what a run comes to, except for the places of its data."""
+    return {
+        "config": config.model_dump(mode="json", exclude={*_FREE, config.task_name}),
+        "task": config.task_settings.model_dump(mode="json", exclude=set(_FILES)),
+    }
 
 
 def read_configs(folder: Path, settings: FinetuningSettings) -> dict[str, FinetuneConfig]:
@@ -180,6 +200,20 @@ def read_configs(folder: Path, settings: FinetuningSettings) -> dict[str, Finetu
         overrides = [*settings.overrides, start]
         configs[path.stem] = load_config(path, [*overrides, *_placed(path, overrides, settings.data)])
     return configs
+
+
+def read_plans(folder: Path, settings: FinetuningSettings) -> dict[str, tuple[FinetuneConfig, runs.FinetunePlan]]:
+    """File name without suffix -> config that starts from `folder`, and what is known about its runs before they train.
+
+    Raises `InputError` if a config, its data or the checkpoint is wrong, or a config has no dev set.
+    """
+    plans = {}
+    for name, config in read_configs(folder, settings).items():
+        plan = runs.plan(config, alone=True, test_sets=False)
+        if not plan.held_out:
+            raise InputError(f"--finetune: {name}: no dev set, so there is no score. Give one.")
+        plans[name] = config, plan
+    return plans
 
 
 def _placed(path: Path, overrides: Sequence[str], data: Path | None) -> list[str]:
@@ -199,10 +233,8 @@ def _placed(path: Path, overrides: Sequence[str], data: Path | None) -> list[str
 def _members(folder: Path, out: Path, name: str, settings: FinetuningSettings) -> list[_Member]:
     """All runs, small configs first: faults show early."""
     members = []
-    configs, own = read_configs(folder, settings), f"{name}-{fingerprint(folder)[:12]}"
-    plans = {key: runs.plan(config, alone=True, test_sets=False) for key, config in configs.items()}
-    for key in sorted(configs, key=lambda key: plans[key].steps):
-        config, steps = configs[key], plans[key].steps
+    own = f"{name}-{fingerprint(folder)[:12]}"
+    for key, (config, plan) in sorted(read_plans(folder, settings).items(), key=lambda item: item[1][1].steps):
         folders = {False: out / _FINETUNED / own / key}
         if settings.random:
             folders[True] = out / RANDOM / f"{key}-{random_fingerprint(config)[:16]}"
@@ -210,10 +242,9 @@ def _members(folder: Path, out: Path, name: str, settings: FinetuningSettings) -
             chosen = config.model_copy(update={"random_weights": random})
             for seed in range(config.seed, config.seed + settings.seeds):
                 label = f"{key}-random-{seed}" if random else f"{key}-{seed}"
-                own_name = re.sub(r"[^a-z0-9-]", "-", label.lower())
-                one = trial_config(chosen, own_name, folder=place / f"seed-{seed}", seed=seed)
+                one = trial_config(chosen, run_name(label), folder=place / f"seed-{seed}", seed=seed)
                 title = f"{key}, random weights, seed {seed}" if random else f"{key}, seed {seed}"
-                members.append(_Member(key, random, Trial(title, one, steps, test_sets=False)))
+                members.append(_Member(key, random, Trial(title, one, plan.steps, test_sets=False)))
     return members
 
 
@@ -229,8 +260,7 @@ def random_fingerprint(config: FinetuneConfig) -> str:
         "model": released.model.model_dump(mode="json"),
         "vocabulary": released.vocabulary_size,
         "token_types": released.token_types,
-        "config": config.model_dump(mode="json", exclude={*_FREE, config.task_name}),
-        "task": config.task_settings.model_dump(mode="json", exclude=set(_FILES)),
+        **_lasting(config),
     }
     tokenizer = read_tokenizer(folder, released.vocabulary_size).to_str()
     return text_digest(json.dumps(shape, sort_keys=True), tokenizer, runs.digest(config, test_sets=False))

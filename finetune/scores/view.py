@@ -29,7 +29,7 @@ def score_rows(models: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]
 def score_notes(models: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the marks in the rows mean: the settings in which measurements of one row differ."""
     parts = [("held-out text", _settings(models, held_out.PART)), ("BLiMP", _settings(models, blimp.PART))]
-    parts += [(name, _overrides(models, name)) for name, _ in _by_config(models)]
+    parts += [(name, _hows(models, name)) for name, _ in _by_config(models)]
     return [f"{title} {line}" for title, hows in parts for line in _explained(hows)]
 
 
@@ -108,7 +108,7 @@ def _unfinished(scores: Mapping[str, Any]) -> str:
 def _finetuning_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     for name, ones in _by_config(models):
         metric = next(one.metric for one in ones if one)
-        hows = _overrides(models, name)
+        hows = _hows(models, name)
         yield f"{name}, {_readable(metric)}", _marked([_spread(one.pretrained) if one else _NONE for one in ones], hows)
         if any(one and one.random for one in ones):
             random = [_spread(one.random) if one else _NONE for one in ones]
@@ -132,9 +132,18 @@ def _settings(models: Sequence[Mapping[str, Any]], part: str) -> list[dict[str, 
     return [None if how is None else {key: how[key] for key in how if key != "shifted"} for how in hows]
 
 
-def _overrides(models: Sequence[Mapping[str, Any]], config: str) -> list[dict[str, Any] | None]:
+def _hows(models: Sequence[Mapping[str, Any]], config: str) -> list[dict[str, Any] | None]:
+    """How each model was fine-tuned with a config of this name; older records do not know its content and data."""
     found = [_scores(model, finetuning.PART).get(config) for model in models]
-    return [None if one is None else {"overrides": " ".join(one.get("overrides", [])) or "none"} for one in found]
+    return [
+        None
+        if one is None
+        else {
+            "overrides": " ".join(one.get("overrides", [])) or "none",
+            **{key: one.get(key, "unknown") for key in ("config", "data")},
+        }
+        for one in found
+    ]
 
 
 def _distinct(hows: Sequence[Mapping[str, Any] | None]) -> list[Mapping[str, Any]]:

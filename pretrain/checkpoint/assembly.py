@@ -16,6 +16,8 @@ from pretrain.config import ModelConfig
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import head_parameters
 
+# All others are quantised: their values mean something only with scales, which other tensors hold.
+_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _REFUSAL = "A partly filled model is refused; use a whole checkpoint."
 Shapes = dict[str, tuple[int | None, ...]]
 """Our parameters -> their shapes; None is any number."""
@@ -87,7 +89,7 @@ def assemble(
         names = {ours: source.places[StackedName(ours)].name for ours in shapes if StackedName(ours) in source.places}
         if not names:
             continue
-        head = {ours: source.take(StackedName(ours)).float().contiguous() for ours in names}
+        head = {ours: source.take(StackedName(ours)).contiguous() for ours in names}
         reason = _why_no_head(head, shapes, source, backbone)
         if reason:
             reasons |= dict.fromkeys(names.values(), f"{LEFT_OUT}{reason}")
@@ -139,9 +141,14 @@ class _Source:
         self._refuse_further_layers(known)
 
     def take(self, place: StackedName) -> Tensor:
-        """The values that fill a place."""
+        """The values that fill a place, fp32."""
         name, number, of = self.places[place]
-        return self.tensors[name] if of == 1 else self.tensors[name].chunk(of)[number]
+        whole = self.tensors[name]
+        if whole.dtype not in _TYPES:
+            raise InputError(
+                f"{self.where}: {name} is {whole.dtype}; quantised weights are not supported. Give the weights in fp32."
+            )
+        return (whole if of == 1 else whole.chunk(of)[number]).float()
 
     def _known(self, groups: list[Shapes]) -> dict[str, list[StackedName]]:
         """Today's name -> the places that it fills: several if a task's head begins as that of pretraining."""
@@ -225,12 +232,7 @@ def _gather(source: _Source, ours: str, shape: tuple[int, ...]) -> Tensor:
                 f"{source.where}: {name} has the shape {list(whole.shape)}; expected {expected}. "
                 "The weights do not belong to this config."
             )
-        if not whole.is_floating_point():
-            raise InputError(
-                f"{source.where}: {name} is {whole.dtype}; quantised weights are not supported. "
-                "Give the weights in fp32."
-            )
-        parts.append(source.take(StackedName(ours, part)).float())
+        parts.append(source.take(StackedName(ours, part)))
     return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 

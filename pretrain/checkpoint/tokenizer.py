@@ -14,6 +14,7 @@ from pretrain.checkpoint.weight_files import read_json
 from pretrain.common import settings
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
+from pretrain.common.setting_errors import shortened
 from pretrain.config import load_config
 from pretrain.corpus.stored import fetch_without_tokens
 from pretrain.corpus.vocabulary import bert_tokenizer, numbered, read_vocabulary
@@ -212,19 +213,22 @@ _KINDS = {
 
 def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) -> None:
     """Add the tokens that the vocabulary's own file does not hold: markers of a task or a domain."""
-    path = folder / "added_tokens.json"
-    listed: dict[str, Any] = read_json(path) if path.is_file() else {}
+    path, config, special_map = (
+        folder / name for name in ("added_tokens.json", "tokenizer_config.json", "special_tokens_map.json")
+    )
+    added_tokens = read_json(path) if path.is_file() else {}
+    listed = {token: _number(number, token, path) for token, number in added_tokens.items()}
     described = declared.get("added_tokens_decoder", {})
-    listed = listed | {_content(token): number for number, token in described.items()}
-    special_map = folder / "special_tokens_map.json"
-    specials = {*map(_content, declared.get("additional_special_tokens", []))}
-    specials |= {_content(token) for token in described.values() if isinstance(token, dict) and token.get("special")}
+    for number, token in described.items():
+        listed[_content(token, config)] = _number(number, token, config)
+    marked = [token for token in described.values() if isinstance(token, dict) and token.get("special")]
+    specials = _contents([*marked, *declared.get("additional_special_tokens", [])], config)
     if special_map.is_file():
-        specials |= {*map(_content, read_json(special_map).get("additional_special_tokens") or [])}
-    for token, number in sorted(listed.items(), key=lambda item: int(item[1])):
+        specials |= _contents(read_json(special_map).get("additional_special_tokens") or [], special_map)
+    for token, number in sorted(listed.items(), key=lambda item: item[1]):
         if tokenizer.token_to_id(token) is not None:
             continue
-        if int(number) != tokenizer.get_vocab_size():
+        if number != tokenizer.get_vocab_size():
             raise InputError(
                 f"{folder}: the added token {token!r} has the id {number}, but the next free one is "
                 f"{tokenizer.get_vocab_size()}. Add the model's own tokenizer files to the folder."
@@ -265,7 +269,10 @@ def _from_merges(folder: Path, declared: dict[str, Any]) -> Tokenizer:
         tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{folder}: vocab.json and merges.txt are damaged ({error}). Download them again.") from None
-    specials = {name: _content(declared.get(f"{name}_token", default)) for name, default in _ROBERTA_SPECIALS.items()}
+    config = folder / "tokenizer_config.json"
+    specials = {
+        name: _content(declared.get(f"{name}_token", default), config) for name, default in _ROBERTA_SPECIALS.items()
+    }
     missing = [token for token in specials.values() if token not in vocabulary]
     if missing:
         raise InputError(f"{folder / 'vocab.json'}: has no {', '.join(missing)}. Give the vocabulary of RoBERTa.")
@@ -285,6 +292,28 @@ def _from_merges(folder: Path, declared: dict[str, Any]) -> Tokenizer:
 _ROBERTA_SPECIALS = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
 
 
-def _content(token: Any) -> str:
-    """A special token as tokenizer_config.json writes it: its text, or an object that has it."""
-    return token["content"] if isinstance(token, dict) else str(token)
+def _contents(tokens: Any, path: Path) -> set[str]:
+    """The texts of a list of tokens in the file `path`."""
+    if not isinstance(tokens, list):
+        raise InputError(f"{path}: {_shown(tokens)} is not a list of tokens. Download it again.")
+    return {_content(token, path) for token in tokens}
+
+
+def _content(token: Any, path: Path) -> str:
+    """The text of a token as the file `path` writes it: that alone, or an object that has it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise InputError(f"{path}: {_shown(token)} is not a token. Download it again.")
+    return text
+
+
+def _number(number: Any, token: Any, path: Path) -> int:
+    """The id of a token as the file `path` writes it."""
+    if isinstance(number, int) or (isinstance(number, str) and number.isdecimal()):
+        return int(number)
+    raise InputError(f"{path}: the token {_shown(token)} has the id {_shown(number)}. Download it again.")
+
+
+def _shown(value: Any) -> str:
+    """A wrong value for a message."""
+    return shortened(repr(value), 60)

@@ -29,9 +29,10 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, (default, only) in _ONLY.items():
         if config.get(key, default) != only:
             raise ValueError(f"{key} is {config.get(key, default)!r}; only {only!r} is supported")
+    _pooler_activation(config)
     hidden = config["hidden_size"]
     own = {
-        "attention_head_size": hidden // config["num_attention_heads"],
+        "attention_head_size": hidden // max(1, config["num_attention_heads"]),  # the shape's own check refuses 0
         "embedding_size": hidden,
         "pooler_hidden_size": hidden,
     }
@@ -88,7 +89,11 @@ def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHe
         return TaskHead(dropout=HeadDropout(0.0, model.hidden_dropout))
     share = config.get("cls_dropout")
     dropout = HeadDropout(config.get("pooler_dropout") or 0.0, model.hidden_dropout if share is None else share)
-    return TaskHead(activation_name("pooler_hidden_act", config.get("pooler_hidden_act", "gelu")), dropout=dropout)
+    return TaskHead(_pooler_activation(config), dropout=dropout)
+
+
+def _pooler_activation(config: Mapping[str, Any]) -> str:
+    return activation_name("pooler_hidden_act", config.get("pooler_hidden_act", "gelu"))
 
 
 _TABLES = bert.tables("deberta")
