@@ -339,6 +339,8 @@ def test_stopping_a_pod_asks_for_a_checkpoint_and_waits(
     program(tmp_path / "bin", "pgrep", f'exec {shutil.which("pgrep")} -s {process.pid} "$@"\n')
     program(tmp_path / "bin", "ray", f'echo "$@" >>{tmp_path}/calls\nexit 1\n')
     environment = with_programs(tmp_path / "bin", HOSTNAME=host)
+    while not Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(title.encode()):
+        time.sleep(0.01)
     hook = subprocess.Popen(["bash", "-c", data["stop.sh"]], env=environment)
     try:
         while not (tmp_path / "runs/my-run/stop").exists():

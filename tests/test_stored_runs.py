@@ -277,7 +277,7 @@ def test_a_corpus_on_s3_is_that_on_disk_and_a_cut_upload_goes_on(proxy: FaultyPr
     proxy.requests.clear()
     assert main(["prepare", stored]) == 0
     assert not proxy.plan
-    tokens = [request for request in proxy.requests if "tokens.npy" in request]
+    tokens = [one for one in proxy.requests if "tokens.npy" in one and not one.startswith("HEAD")]
     assert not tokens, "files that were stored before are not stored again"
     files = read_manifest(tmp_path / "corpus")["files"]
     for name in files:
