@@ -58,7 +58,7 @@ def package_of(words: Sequence[str]) -> str:
     if command == "export":
         return "finetune" if _exports_finetuned(rest) else "pretrain"
     if command == "bench":
-        return "finetune" if rest[:1] in (["finetune"], ["speedrun"]) else "pretrain"
+        return "finetune" if rest[:1] in (["finetune"], ["speedrun"], ["law"]) else "pretrain"
     packages = {"pretrain": _PRETRAIN, "finetune": _FINETUNE, "cluster": _CLUSTER}
     return next((package for package, members in packages.items() if command in members), "")
 

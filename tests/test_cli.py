@@ -15,6 +15,7 @@ import pytest
 import yaml
 from corpora import make_corpus
 
+from finetune.cli import package_of
 from pretrain.__main__ import BENCHMARKS, main
 from pretrain.commands import as_stage, exit_code, usual_workers
 from pretrain.common.errors import DivergedError, MachineError, StoppedError
@@ -511,3 +512,13 @@ def test_every_gpu_has_a_worker(gpus: int, cores: int, expected: int, monkeypatc
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     assert usual_workers() == expected
+
+
+def test_every_benchmark_of_the_help_is_run_by_its_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        raise SystemExit(main(["bench", "--help"]))
+    listed = capsys.readouterr().out.partition("benchmarks:\n")[2].splitlines()
+    names = [line.split()[0] for line in listed if line.startswith("  ")]
+    assert len(names) > 10
+    for name in names:
+        assert package_of(["bench", name]) == ("pretrain" if name in BENCHMARKS else "finetune"), name
