@@ -118,13 +118,13 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
     corpus, folder = config.corpus, config.corpus.folder
     refuse_other_content(folder)
     state = "finished" if prepared_manifest(corpus) else "started" if (folder / WORK).exists() else "new"
-    ours = tokenizer or _given_tokenizer(corpus)
     found = [sources.list_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
     if state != "finished":
         check_filters(corpus.filters)
     compared = not any(is_remote(source.path) for source in corpus.sources)  # those at addresses are not fetched
     if (folder / MANIFEST).exists() and found:
-        settings = fingerprint_settings(corpus, found if compared else [[] for _ in found], ours)
+        inputs = found if compared else [[] for _ in found]
+        settings = fingerprint_settings(corpus, inputs, tokenizer or _given_tokenizer(corpus))
         if compared:
             accepted_manifest(folder, found, settings, None if corpus.vocabulary.added_words else tokenizer)
         elif tokenizer is None:
@@ -206,7 +206,9 @@ class _Preparation:
         started = time.monotonic()
         refuse_other_content(self._folder)
         manifest, outcome = self._manifest_bytes(), "already prepared"
-        if not self._is_finished():
+        if self._is_finished():
+            shutil.rmtree(self._work, ignore_errors=True)
+        else:
             check_filters(self._corpus.filters)
             # The pool comes first: forked processes would hold the lock, too, and catch signals meant for this one.
             pool = self._pool()
@@ -215,8 +217,7 @@ class _Preparation:
                 if self._manifest_bytes() == manifest or not self._is_finished():
                     self._stages(pool)
                     outcome = f"prepared in {time.monotonic() - started:.1f} s"
-                shutil.rmtree(self._work, ignore_errors=True)
-        shutil.rmtree(self._work, ignore_errors=True)
+                shutil.rmtree(self._work, ignore_errors=True)  # within the lock: it may be another process's later
         return card.summary_line(self._folder, outcome)
 
     def _manifest_bytes(self) -> bytes:

@@ -30,9 +30,9 @@ from pretrain.common.files import (
     MANIFEST,
     atomic_open,
     checkpoint_names,
-    disk_errors,
     read_manifest,
     verify_manifest,
+    write_json,
 )
 from pretrain.storage import folders
 from pretrain.storage.objects import RETRY_SECONDS, ObjectStore
@@ -118,7 +118,7 @@ class StoredRun:
             if self.has_model():
                 if not (model / MANIFEST).is_file():
                     fetched = True
-                    _mark(begun)
+                    write_json(begun, {})
                 folders.fetch(self._at(_MODEL), self._objects, folder=model)
             if fetched or begun.is_file():  # else a run may be writing these files
                 self._bring_files()
@@ -240,7 +240,7 @@ class StoredRun:
             if ours >= name:
                 return False
             try:
-                _mark(begun)
+                write_json(begun, {})
                 self._fetch(name)
                 return True
             except InputError as error:
@@ -292,9 +292,3 @@ class StoredRun:
             if content is not None:
                 with atomic_open(self._folder / name) as file:
                     file.write(content)
-
-
-def _mark(path: Path) -> None:
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
