@@ -328,8 +328,8 @@ def test_cpus_are_divided_among_as_many_workers_as_possible(nodes, low: int, hig
 
 
 def test_capacity_beside_others_counts_what_is_free_and_what_is_ours() -> None:
-    def count(nodes: list[Node], most: int, cpus: int, **options: Any) -> int:
-        request = replace(_request(Path(), 0), min_workers=1, workers=most, cpus_per_worker=cpus)
+    def count(nodes: list[Node], most: int, cpus: int, use_gpu: bool | None = None, **options: Any) -> int:
+        request = replace(_request(Path(), 0), min_workers=1, workers=most, cpus_per_worker=cpus, use_gpu=use_gpu)
         return capacity.find_capacity(nodes, request, **options).workers
 
     nodes = [Node("a", 4, 0, False, 1, 0), Node("b", 4, 0, False, 0, 0), Node("c", 4, 0, True, 4, 0)]
@@ -338,6 +338,9 @@ def test_capacity_beside_others_counts_what_is_free_and_what_is_ours() -> None:
     assert count(nodes, 12, 1, held={"a": 3, "b": 2}) == 6
     assert count(nodes, 12, 1, avoid={"b"}) == 4
     assert count([Node("a", 16, 4, False, 12, 1)], 4, 4, held={"a": 1}) == 2
+    assert count([Node("a", 64, 8, False, 60, 0)], 8, 4, held={}, use_gpu=None) == 0, "all GPUs are in use"
+    assert count([Node("a", 64, 8, False, 60, 1), Node("b", 8, 0, False, 8, 0)], 8, 4, held={}, use_gpu=True) == 1
+    assert count([Node("a", 64, 8, False, 64, 8)], 32, 4, use_gpu=False) == 16, "its workers were started without GPUs"
 
 
 def test_a_crowded_cluster_gets_a_smaller_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

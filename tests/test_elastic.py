@@ -150,6 +150,15 @@ def test_a_placed_group_ends_the_wait(
     assert wait_for_capacity(request_, crowded=True).workers == 4
 
 
+def test_an_elastic_run_takes_no_single_resources_on_a_crowded_cluster(
+    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would give it what becomes free one by one, and never as many as it needs at once."""
+    show(monkeypatch, lambda: [node("a", 8, free=4 if groups.sizes else 3)])
+    assert wait_for_capacity(replace(request_, min_workers=4, workers=8), crowded=True).workers == 4
+    assert groups.sizes == [(4, {"CPU": 1})]
+
+
 def test_a_wait_is_limited(request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, lambda: [node("a", 3)])
     request = replace(request_, wait_for_nodes_seconds=0.01)

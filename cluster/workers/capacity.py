@@ -88,7 +88,9 @@ def find_capacity(
     staying = [node for node in nodes if not node.draining]
     usable = [node for node in staying if node.id not in avoid]
     low = request.fewest_workers if fewest is None else fewest
-    workers = most_that_fit([size_of(node) for node in usable], low, request.workers, cpus)
+    # Free GPUs do not show it: all may be in use.
+    use_gpu = any(node.gpus for node in usable) if request.use_gpu is None else request.use_gpu
+    workers = most_that_fit([size_of(node) for node in usable], low, request.workers, cpus, use_gpu)
     return Capacity(usable, workers, frozenset(node.id for node in staying))
 
 
@@ -116,7 +118,7 @@ def wait_for_capacity(
     if deadline is None:
         deadline = began + waiting_seconds(request)
     stop = request.launch.stop_flag()
-    with _Demand(request, avoid) as demand, _Notice(request.launch.run_dir) as notice:
+    with _Demand(request, avoid, crowded) as demand, _Notice(request.launch.run_dir) as notice:
         while True:
             capacity, missing = _check(request, crowded, avoid, demand)
             waited = time.monotonic() - began
@@ -195,11 +197,12 @@ class _Demand:
     """What a waiting run needs, as placement groups that Ray's autoscaler sees; they are removed after the wait.
 
     The fewest workers are one group, which an autoscaler serves as a whole. An elastic run requests the others one by
-    one, since an autoscaler starts nothing for a group that it cannot serve.
+    one, since an autoscaler starts nothing for a group that it cannot serve. Not on a crowded cluster: Ray would place
+    them on the resources that become free, one by one, and never the group.
     """
 
-    def __init__(self, request: LaunchRequest, avoid: Collection[str]) -> None:
-        self._request, self._avoid = request, avoid
+    def __init__(self, request: LaunchRequest, avoid: Collection[str], crowded: bool) -> None:
+        self._request, self._avoid, self._crowded = request, avoid, crowded
         self._groups: list[Any] = []
         self._gpus: bool | None = request.use_gpu
 
@@ -217,7 +220,8 @@ class _Demand:
         with_gpu = self.gpus or any(node.gpus for node in nodes)
         resources = resources_of(self._request.cpus_per_worker or 1, with_gpu)
         low, high = self._request.fewest_workers, self._request.workers
-        for size in [low] + [1] * min(high - low, _SINGLE_BUNDLES):
+        singles = 0 if self._crowded else min(high - low, _SINGLE_BUNDLES)
+        for size in [low] + [1] * singles:
             self._groups.append(request_bundles(size, resources, self._avoid))
 
     def placed(self) -> int:

@@ -65,9 +65,15 @@ def nodes_fit(
     )
 
 
-def most_that_fit(nodes: Sequence[NodeSize], low: int, high: int, cpus_per_worker: int) -> int:
-    """How many of `low` to `high` workers fit on `nodes`; 0 if not even `low` do."""
-    workers = min(high, _capacity(nodes, cpus_per_worker or 1))
+def most_that_fit(
+    nodes: Sequence[NodeSize], low: int, high: int, cpus_per_worker: int, use_gpu: bool | None = None
+) -> int:
+    """How many of `low` to `high` workers fit on `nodes`; 0 if not even `low` do.
+
+    Args:
+        use_gpu: whether each worker takes a GPU; None: if any node has GPUs.
+    """
+    workers = min(high, _capacity(nodes, cpus_per_worker or 1, use_gpu))
     return workers if workers >= low else 0
 
 
@@ -105,9 +111,9 @@ def usable_nodes() -> list[Node]:
     return nodes
 
 
-def _capacity(nodes: Sequence[NodeSize], each: int) -> int:
+def _capacity(nodes: Sequence[NodeSize], each: int, use_gpu: bool | None = None) -> int:
     """How many workers of `each` CPUs fit."""
-    gpus = any(gpu for _, gpu in nodes)
+    gpus = any(gpu for _, gpu in nodes) if use_gpu is None else use_gpu
     return sum(min(cpu // each, gpu) if gpus else cpu // each for cpu, gpu in nodes)
 
 
