@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from cluster.workers import capacity, supervisor
-from cluster.workers.actors import PROCESS_TITLE, WorkersNotStartedError
+from cluster.workers import actors, capacity, supervisor
+from cluster.workers.actors import PROCESS_TITLE, WorkerGroup, WorkersNotStartedError
 from cluster.workers.launch import _Signals, end_session, last_line, run
 from cluster.workers.nodes import Node, cpus_that_fit, nodes_fit
 from cluster.workers.outcomes import CRASH, WorkerError, error_from, one_line
@@ -249,6 +250,19 @@ def test_unreachable_cluster(folder: Path) -> None:
         _run("fine", folder, address=f"127.0.0.1:{_free_port()}")
 
 
+@pytest.mark.usefixtures("nothing_left")
+def test_a_stop_ends_the_wait_for_a_cluster_that_does_not_answer(folder: Path) -> None:
+    """Ray's call, which nothing interrupts, would take six seconds more."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        launched = Launched("fine", folder, address=f"127.0.0.1:{silent.getsockname()[1]}")
+        launched.wait_for((folder / "run/logs/ray.log").exists)
+        launched.process.send_signal(signal.SIGINT)
+        code, output = launched.end()
+    assert (code, output) == (75, f"StoppedError {folder}/run: stopped while no workers ran. Continue with --resume.\n")
+
+
 @pytest.mark.parametrize("address", ["auto", "ray://10.0.0.1:10001"])
 def test_only_host_and_port_are_an_address(folder: Path, address: str) -> None:
     with pytest.raises(InputError, match="not host:port"):
@@ -356,6 +370,34 @@ def test_a_crowded_cluster_gets_a_smaller_request(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(supervisor, "_run_attempt", run)
     supervisor.supervise(replace(_request(tmp_path, 3), min_workers=1), keep_logs=lambda: None)
     assert requested == [2, 1]
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_stop_is_heard_while_workers_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placed: bool) -> None:
+    """Ray does not place them, or their processes do not start."""
+    import ray
+
+    launch, removed = _request(tmp_path, 0).launch, []
+
+    def wait(_: float) -> bool:
+        if not placed:
+            launch.stop_flag().set()
+        return placed
+
+    def get(*_: Any, **__: Any) -> Any:
+        launch.stop_flag().set()
+        raise ray.exceptions.GetTimeoutError
+
+    group, actor = SimpleNamespace(wait=wait), SimpleNamespace()
+    actor.options = lambda **_: SimpleNamespace(remote=lambda: actor)
+    actor.locate = SimpleNamespace(remote=lambda: None)
+    monkeypatch.setattr(actors, "request_bundles", lambda *_: group)
+    monkeypatch.setattr(ray, "remote", lambda _: actor)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(sys.modules["ray.util.placement_group"], "remove_placement_group", removed.append)
+    with pytest.raises(StoppedError):
+        WorkerGroup(2, {"CPU": 1}, 60.0, (), launch.check_stop)
+    assert removed == [group]
 
 
 def test_a_head_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

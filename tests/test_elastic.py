@@ -19,7 +19,7 @@ from rich.console import Console
 
 from cluster.jobs import client
 from cluster.workers import capacity, supervisor
-from cluster.workers.actors import WorkerLocation, _WorkerActor, assign_ranks
+from cluster.workers.actors import WorkerLocation, WorkersNotStartedError, _WorkerActor, assign_ranks
 from cluster.workers.capacity import ScaleUp, wait_for_capacity
 from cluster.workers.crash_history import CrashHistory
 from cluster.workers.launch import drive
@@ -175,9 +175,26 @@ def test_a_stop_ends_a_wait(request_: LaunchRequest, groups: PlacementGroups, mo
         return [node("a", 3)]
 
     show(monkeypatch, nodes)
-    with pytest.raises(StoppedError, match="stopped while waiting for nodes"):
+    with pytest.raises(StoppedError, match="stopped while no workers ran"):
         wait_for_capacity(request_)
     assert groups.removed == 1
+
+
+def test_a_stop_is_heard_between_starts_that_fail(
+    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show(monkeypatch, lambda: [node("a", 4)])
+    numbers: list[int] = []
+
+    def run(attempt: Attempt, _: Any) -> None:
+        numbers.append(attempt.number)
+        attempt.request.launch.stop_flag().set()
+        raise WorkersNotStartedError
+
+    monkeypatch.setattr(supervisor, "_run_attempt", run)
+    with pytest.raises(StoppedError, match=r"stopped while no workers ran\. Continue with --resume"):
+        supervisor.supervise(request_, keep_logs=lambda: None)
+    assert numbers == [0]
 
 
 def test_a_notice_of_a_driver_that_was_killed_is_removed(

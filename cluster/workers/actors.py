@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from cluster.workers.target import RankAssignment, run_worker
 
 _LAST_LINES_SECONDS = 2.0  # after the first failure, in which the other workers can report theirs
 _START_SECONDS = 120.0  # for a process to start on the node where Ray has placed it
+_POLL_SECONDS = 1.0  # between two checks for a stop while workers start
 _NODE_LABEL = "ray.io/node-id"
 _MIG = "MIG-"
 
@@ -40,17 +41,27 @@ class WorkerGroup:
     """`workers` processes with `resources` each, ready to run; use as a context manager, which ends them.
 
     None is placed on the nodes with the ids `avoid`. Raises `WorkersNotStartedError` if Ray cannot place them within
-    `patience` seconds.
+    `patience` seconds. Until they have started, `check_stop` is called every second and may raise.
     """
 
-    def __init__(self, workers: int, resources: dict[str, float], patience: float, avoid: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        workers: int,
+        resources: dict[str, float],
+        patience: float,
+        avoid: Collection[str],
+        check_stop: Callable[[], None],
+    ) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._group = request_bundles(workers, resources, avoid)
         try:
-            if not self._group.wait(patience):
-                raise WorkersNotStartedError
+            deadline = time.monotonic() + patience
+            while not self._group.wait(_POLL_SECONDS):
+                check_stop()
+                if time.monotonic() > deadline:
+                    raise WorkersNotStartedError
             actor: Any = ray.remote(_WorkerActor)
             self._actors = [
                 actor.options(
@@ -61,7 +72,7 @@ class WorkerGroup:
                 ).remote()
                 for number in range(workers)
             ]
-            locations = self._locate()
+            locations = self._locate(check_stop)
         except BaseException:
             self._remove()
             raise
@@ -120,16 +131,20 @@ class WorkerGroup:
             ray.kill(actor)
         self._remove()
 
-    def _locate(self) -> list[WorkerLocation]:
+    def _locate(self, check_stop: Callable[[], None]) -> list[WorkerLocation]:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
-        try:
-            return ray.get([actor.locate.remote() for actor in self._actors], timeout=_START_SECONDS)
-        except GetTimeoutError:
-            raise WorkersNotStartedError(f"a worker did not start within {_START_SECONDS:.0f} s") from None
-        except RayActorError as error:
-            raise WorkersNotStartedError(f"a worker died while it was started ({one_line(error)})") from None
+        locations = [actor.locate.remote() for actor in self._actors]
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                return ray.get(locations, timeout=_POLL_SECONDS)
+            except GetTimeoutError:
+                check_stop()
+            except RayActorError as error:
+                raise WorkersNotStartedError(f"a worker died while it was started ({one_line(error)})") from None
+        raise WorkersNotStartedError(f"a worker did not start within {_START_SECONDS:.0f} s")
 
     def _remove(self) -> None:
         from ray.util.placement_group import remove_placement_group

@@ -14,7 +14,6 @@ from cluster.workers.actors import request_bundles
 from cluster.workers.nodes import Node, NodeSize, most_that_fit, resources_of, usable_nodes
 from cluster.workers.outcomes import one_line
 from cluster.workers.request import LaunchRequest, new_event
-from pretrain.common.errors import StoppedError
 from pretrain.common.files import write_json
 from pretrain.common.wording import counted
 from pretrain.common.worker import WAITING_FILE
@@ -112,20 +111,18 @@ def wait_for_capacity(
         avoid: ids of nodes to leave out.
         deadline: by `time.monotonic`, instead of the request's wait from now on.
 
-    Raises `StoppedError` if a stop is requested meanwhile.
+    Raises `StoppedError` if a stop is requested before or meanwhile.
     """
     began = time.monotonic()
     if deadline is None:
         deadline = began + waiting_seconds(request)
-    stop = request.launch.stop_flag()
     with _Demand(request, avoid, crowded) as demand, _Notice(request.launch.run_dir) as notice:
         while True:
             capacity, missing = _check(request, crowded, avoid, demand)
             waited = time.monotonic() - began
+            request.launch.check_stop()
             if capacity.workers or time.monotonic() > deadline:
                 return replace(capacity, waited_seconds=waited)
-            if stop.is_set():
-                raise StoppedError(f"{request.launch.run_dir}: stopped while waiting for nodes. --resume continues.")
             if waited > POLL_SECONDS:  # most waits are over at the second check
                 notice.show(missing)
                 demand.make(capacity.nodes)

@@ -28,7 +28,7 @@ from cluster.workers.outcomes import as_data, one_line
 from cluster.workers.request import DriverRequest, Launch, LaunchRequest, R
 from cluster.workers.supervisor import supervise
 from pretrain.commands import program
-from pretrain.common.errors import MachineError, RunError
+from pretrain.common.errors import MachineError, RunError, StoppedError
 from pretrain.common.files import write_json
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 _CONNECT_SECONDS = 3.0  # for the cluster's port to accept a connection
 _ANSWER_SECONDS = 6.0  # for Ray to answer there; together they stay under 10
 _JOIN_SECONDS = 60.0  # for a cluster that answers to accept this driver
+_POLL_SECONDS = 0.5
 _OBJECT_STORE_BYTES = 100 << 20  # nothing large passes through Ray; its minimum is 75 MiB
 
 # Memory that one thread of a worker frees must serve the others (pretrain/common/memory.py): one heap for all threads.
@@ -102,12 +103,14 @@ def ray_session(request: R, fit: Callable[[Sequence[NodeSize], str], R]) -> Iter
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the import has set a handler of its own
     if request.address:
-        join_ray(request.address, lambda error: _write_outcome(request.launch, error))
+        with _ends_on_stop(request.launch):
+            join_ray(request.address, lambda error: _write_outcome(request.launch, error))
         sizes = [(node.cpus, node.gpus) for node in usable_nodes()]
         fitted = fit(sizes, f"the cluster at {request.address}")
     else:
         fitted = fit([(_cores(), _gpus())], _here())
-        _start_ray(fitted)
+        with _ends_on_stop(request.launch):
+            _start_ray(fitted)
     try:
         yield fitted
     finally:
@@ -182,6 +185,29 @@ def _runtime_env() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def _ends_on_stop(launch: Launch) -> Iterator[None]:
+    """Exit this process, with its outcome, if a stop is requested during the block, since nothing interrupts Ray."""
+    left = threading.Event()
+
+    def watch() -> None:
+        while not left.is_set():
+            try:
+                launch.check_stop()
+            except StoppedError as stopped:
+                try:
+                    _write_outcome(launch, stopped)
+                finally:
+                    os._exit(stopped.exit_code)
+            left.wait(_POLL_SECONDS)
+
+    threading.Thread(target=watch, daemon=True, name="stop-watch").start()
+    try:
+        yield
+    finally:
+        left.set()
+
+
+@contextlib.contextmanager
 def _limit(seconds: float, on_timeout: Callable[[], None]) -> Iterator[None]:
     """Exit this process if the block takes longer, since nothing interrupts Ray; `on_timeout` is called first."""
 
@@ -234,7 +260,7 @@ def die_with(parent: int, folder: Path | None = None) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(0.5)
+            time.sleep(_POLL_SECONDS)
         end_session(os.getsid(0))
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from pretrain.common.errors import StoppedError
 from pretrain.common.worker import Flag
 
 STOP_FILE = "stop"  # in the run folder: the run saves a checkpoint and finishes
@@ -40,6 +41,11 @@ class Launch:
     def stop_flag(self) -> Flag:
         """Asks the whole launch to stop. `touch` may set it, too: so does a pod's hook, or a user."""
         return Flag(self.run_dir / STOP_FILE, self.id, self.since)
+
+    def check_stop(self) -> None:
+        """Raise `StoppedError` if a stop is requested, for when no workers run."""
+        if self.stop_flag().is_set():
+            raise StoppedError(f"{self.run_dir}: stopped while no workers ran.{StoppedError.CONTINUE}")
 
     def restart_flag(self, attempt: int) -> Flag:
         """Asks the workers of one attempt of the launch to save a checkpoint and finish."""

@@ -168,6 +168,7 @@ class _Supervisor:
                     return lost
             if not self._crashes.exhausted or time.monotonic() > deadline:
                 return []
+            self._request.launch.check_stop()
             time.sleep(POLL_SECONDS)
 
     def _gives_up(self, rank: int, reason: str) -> MachineError:
@@ -279,7 +280,8 @@ def _run_attempt(attempt: Attempt, started: Callable[[Sequence[WorkerLocation]],
     resources = resources_of(request.cpus_per_worker, request.use_gpu)
     began = time.monotonic()
     try:
-        with WorkerGroup(attempt.workers, resources, PLACEMENT_SECONDS, attempt.avoid) as workers:
+        stop = request.launch.check_stop
+        with WorkerGroup(attempt.workers, resources, PLACEMENT_SECONDS, attempt.avoid, stop) as workers:
             started(workers.locations)
             logger.info("start %d has its %d workers after %.1f s", start, attempt.workers, time.monotonic() - began)
             outcomes = workers.run(attempt)
