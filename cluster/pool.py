@@ -43,7 +43,7 @@ _RAY_ENVIRONMENT = {
     "RAY_task_oom_retries": str(_MAX_RETRIES),  # counted separately, and unlimited by default
 }
 # Not `-m cluster.pool`: as `__main__` its functions could not be found by the tasks.
-_DRIVER = "import sys; from cluster.pool import main; main(int(sys.argv[1]))"
+_DRIVER = "import sys; from cluster.pool import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class RayPool(Executor):
             log = append_open(self._log)
         with log, theirs:
             self._child = subprocess.Popen(
-                [sys.executable, "-c", _DRIVER, str(theirs.fileno())],
+                [sys.executable, "-c", _DRIVER, str(theirs.fileno()), str(os.getpid())],
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -221,10 +221,10 @@ def _settle(future: Future[Any], kind: str, value: Any) -> None:
 # ---------------------------------------------------------------- the child: Ray's driver
 
 
-def main(descriptor: int) -> None:
-    """Join the cluster that the first message names, and run lists of jobs until None arrives."""
+def main(descriptor: int, parent: int) -> None:
+    """Join the cluster that the first message names, and run lists of jobs until None arrives, or `parent` is gone."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    die_with(os.getppid())
+    die_with(parent)
     os.set_inheritable(descriptor, False)
     os.environ.update(_RAY_ENVIRONMENT)
     with Connection(descriptor) as connection:

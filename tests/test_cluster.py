@@ -20,13 +20,20 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.workers import actors, capacity, supervisor
-from cluster.workers.actors import PROCESS_TITLE, WorkerGroup, WorkersNotStartedError
+from cluster.workers import actors, capacity, driver, supervisor
+from cluster.workers.actors import (
+    PROCESS_TITLE,
+    WorkerGroup,
+    WorkerLocation,
+    WorkersFailedError,
+    WorkersNotStartedError,
+)
 from cluster.workers.launch import _Signals, end_session, last_line, run
 from cluster.workers.nodes import Node, cpus_that_fit, nodes_fit
 from cluster.workers.outcomes import CRASH, WorkerError, error_from, one_line
 from cluster.workers.request import Attempt, Launch, LaunchRequest
 from cluster.workers.supervisor import _AttemptCrashed, _cause
+from cluster.workers.target import RankAssignment, run_worker
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import Flag
 
@@ -136,7 +143,7 @@ class Launched:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_stops_and_is_resumable(folder: Path, number: signal.Signals) -> None:
     (folder / "run").mkdir()
     (folder / "run/stop").touch()  # of an earlier stop; must not stop this one
@@ -186,6 +193,25 @@ def test_killed_launcher_leaves_nothing(folder: Path) -> None:
     while _processes_in(folder) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _processes_in(folder)
+
+
+def test_a_driver_whose_launcher_is_gone_ends(tmp_path: Path) -> None:
+    """The launcher was killed while its driver imported."""
+    launcher = subprocess.Popen(["true"])
+    launcher.wait()
+    request = _request(tmp_path, 0)
+    launch = replace(request.launch, launcher=launcher.pid)
+    launch.ray_dir.mkdir()
+    with socket.socket() as silent:  # as a cluster whose answer is awaited
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        request = replace(request, launch=launch, address=f"127.0.0.1:{silent.getsockname()[1]}")
+        (tmp_path / "request.json").write_text(request.to_json())
+        command = [sys.executable, "-m", "cluster.workers.driver", str(tmp_path / "request.json")]
+        done = subprocess.run(command, cwd=ROOT, start_new_session=True, timeout=120, check=False)
+    assert done.returncode == MachineError.exit_code
+    assert not launch.ray_dir.exists()
+    assert not launch.outcome.exists()
 
 
 @pytest.mark.slow
@@ -321,6 +347,33 @@ def test_users_mistake_comes_before_the_crash_it_caused() -> None:
     assert str(cause) == "bad corpus"
 
 
+def test_a_worker_that_cannot_write_its_log_is_a_mistake(tmp_path: Path) -> None:
+    """The other machines do not share the run folder."""
+    (tmp_path / "file").touch()
+    launch = replace(_request(tmp_path, 0).launch, run_dir=tmp_path / "file" / "run")
+    attempt = Attempt(replace(_request(tmp_path, 0), launch=launch), 0, 1, {}, frozenset())
+    with pytest.raises(WorkerError, match=r"InputError: .*worker-0\.log: cannot write here .* is the machine "):
+        run_worker(attempt, RankAssignment(0, 1, 0, 1, "127.0.0.1", "127.0.0.1", 1))
+
+
+def test_code_that_does_not_load_is_no_dead_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import ray
+
+    def get(_: Any) -> None:
+        raise ray.exceptions.RayTaskError("run", "Traceback", ImportError("no module named cluster"))
+
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(ray, "get", get)
+    group = object.__new__(WorkerGroup)
+    group.locations = [WorkerLocation("a", "10.0.0.1", 1, ())]
+    group._actors = [SimpleNamespace(run=SimpleNamespace(remote=lambda *_: "reference"))]
+    with pytest.raises(WorkersFailedError) as caught:
+        group.run(Attempt(_request(tmp_path, 0), 0, 1, {}, frozenset()))
+    cause = _cause(caught.value.failures)
+    assert isinstance(cause, _AttemptCrashed)
+    assert cause.reason == "ImportError: no module named cluster"
+
+
 def test_dead_worker_is_blamed_before_those_that_lost_it() -> None:
     cause = _cause({0: WorkerError(CRASH, "lost its peer"), 1: RuntimeError("actor died")})
     assert isinstance(cause, _AttemptCrashed)
@@ -415,10 +468,28 @@ def test_a_head_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
     assert not answers
 
 
+def test_a_head_that_is_slow_when_it_is_joined_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: Any) -> Any:
+        raise TimeoutError("Deadline Exceeded")
+
+    answers = iter([slow, lambda: [Node("here", 2, 0, False, 2, 0)]])
+    before, fitted = signal.getsignal(signal.SIGTERM), []
+    monkeypatch.setattr(driver, "join_ray", lambda *_: None)
+    monkeypatch.setattr(driver, "usable_nodes", slow)
+    monkeypatch.setattr(capacity, "usable_nodes", lambda: next(answers)())
+    monkeypatch.setattr(driver, "supervise", lambda request, **_: fitted.append(request))
+    request = replace(_request(tmp_path, 0), address="10.0.0.5:6379", wait_for_nodes_seconds=60.0)
+    try:
+        driver._run(request)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert fitted == [request]
+
+
 def _request(folder: Path, max_failures: int) -> LaunchRequest:
     """Of a run of two workers on this machine."""
     return LaunchRequest(
-        launch=Launch("this", folder, folder, folder / "ray", folder / "outcome.json", since=0),
+        launch=Launch("this", folder, folder, folder / "ray", folder / "outcome.json", since=0, launcher=0),
         target="module:function",
         name="test",
         address="",
@@ -520,6 +591,21 @@ def test_signals_first_asks_second_ends(tmp_path: Path) -> None:
         assert ended
         assert signals.ended_at_once
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_stop_is_requested_when_storage_can_be_written_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = tmp_path / "away" / "stop"
+    with _Signals(Flag(stop)) as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.parent.mkdir()
+        deadline = time.monotonic() + 60
+        while not stop.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert stop.exists()
+        assert not signals.ended_at_once
+    assert "stop: cannot be written now (No such file or directory)" in capsys.readouterr().err
 
 
 def test_signals_are_left_alone_off_the_main_thread(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> PlacementGroups:
 
 def make_request(folder: Path, **changes: Any) -> LaunchRequest:
     """Of a run of four workers on a cluster."""
-    launch = Launch("this", folder, folder, folder / "ray", folder / "outcome.json", since=0)
+    launch = Launch("this", folder, folder, folder / "ray", folder / "outcome.json", since=0, launcher=0)
     request = LaunchRequest(
         launch=launch,
         target="module:function",
@@ -228,13 +228,20 @@ def train(
     request: LaunchRequest,
     nodes: list[Node],
     run: Callable[[Attempt], None],
+    *,
+    started: bool = True,
 ) -> None:
-    """`supervisor.supervise` on these nodes, which an attempt may change; its workers run on as many as there are."""
+    """`supervisor.supervise` on these nodes, which an attempt may change.
+
+    If its workers are started, they run on as many as there are.
+    """
     show(monkeypatch, lambda: list(nodes))
     monkeypatch.setattr(supervisor._NodeMonitor, "_watch", lambda self: None)
 
-    def stand_in(attempt: Attempt, started: Any) -> None:
-        started([WorkerLocation(one.id, f"10.0.0.{one.id}", 1, ()) for one in nodes if one.id not in attempt.avoid])
+    def stand_in(attempt: Attempt, show_locations: Any) -> None:
+        usable = [one.id for one in nodes if one.id not in attempt.avoid]
+        if started:
+            show_locations([WorkerLocation(name, f"10.0.0.{name}", 1, ()) for name in usable])
         run(attempt)
 
     monkeypatch.setattr(supervisor, "_run_attempt", stand_in)
@@ -258,6 +265,54 @@ def test_a_preemption_is_not_a_failure(
             raise _AttemptCrashed(0, "killed")
 
     train(monkeypatch, request, nodes, run)
+
+
+def test_a_node_that_is_lost_while_workers_start_is_no_failure(
+    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = replace(request_, max_failures=1, workers=2)
+    nodes = [node("0")]
+
+    def run(attempt: Attempt) -> None:
+        if attempt.number < 5:
+            nodes[0] = node(str(attempt.number + 1))
+            raise WorkersNotStartedError("a worker died while it was started")
+        message = attempt.payload["events"][0]["message"]
+        assert message == "lost the node 4 (a worker died while it was started)"
+
+    train(monkeypatch, request, nodes, run, started=False)
+
+
+def test_workers_that_never_start_are_failures(
+    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_NODE_LOSS_SECONDS", 0.0)
+    numbers: list[int] = []
+
+    def run(attempt: Attempt) -> None:
+        numbers.append(attempt.number)
+        raise WorkersNotStartedError("a worker did not start within 120 s")
+
+    with pytest.raises(
+        MachineError, match=r"logs/ray\.log: starting 4 workers failed: a worker did not start .* with --resume\."
+    ):
+        train(monkeypatch, request_, [node("a", 4)], run, started=False)
+    assert numbers == [0, 1, 2, 3]
+
+
+def test_a_crowded_cluster_gets_a_smaller_request_though_nothing_is_waited_for(
+    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = replace(request_, workers=8, min_workers=2, wait_for_nodes_seconds=0.0)
+    sizes: list[int] = []
+
+    def run(attempt: Attempt) -> None:
+        sizes.append(attempt.workers)
+        if attempt.workers > 4:
+            raise WorkersNotStartedError
+
+    train(monkeypatch, request, [node("a", 8, free=4)], run, started=False)
+    assert sizes == [8, 4]
 
 
 def test_a_crash_on_nodes_that_stay_is_a_failure(

@@ -132,15 +132,15 @@ def test_a_pipe_in_the_place_of_a_log_does_not_hang(tmp_path: Path) -> None:
 def test_a_workers_log_follows_no_link(tmp_path: Path, precious: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "from cluster.workers.outcomes import WorkerError; from cluster.workers.target import log_to\n"
+        "from cluster.workers.target import log_to; from pretrain.common.errors import InputError\n"
         "try: log_to(Path(sys.argv[1]), 0)\n"
-        "except WorkerError as error: print(error.kind)\n"
+        "except InputError: print('refused')\n"
     )
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "worker-0.log").symlink_to(precious)
     command = [sys.executable, "-c", program, str(tmp_path / "logs" / "worker-0.log")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "InputError\n"
+    assert done.stdout == "refused\n"
     assert precious.read_text() == "not yours"
 
 

@@ -14,7 +14,13 @@ from cluster.trials.request import TrialRequest, TrialsRequest
 from cluster.workers.request import Attempt, DriverRequest, Launch, LaunchRequest
 
 LAUNCH = Launch(
-    "a1b2", Path("/runs/x"), Path("/home/me"), Path("/tmp/ray"), Path("/tmp/ray/outcome.json"), since=10**18
+    "a1b2",
+    Path("/runs/x"),
+    Path("/home/me"),
+    Path("/tmp/ray"),
+    Path("/tmp/ray/outcome.json"),
+    since=10**18,
+    launcher=4711,
 )
 COMMON: dict[str, Any] = {
     "launch": LAUNCH,

@@ -17,7 +17,7 @@ from pretrain.common.worker import Flag, Worker
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -106,12 +106,19 @@ def test_a_link_is_not_a_flag_and_is_not_followed(tmp_path: Path) -> None:
     assert target.read_text() == "kept"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_is_heard(number: signal.Signals) -> None:
     worker = Worker.from_environment({})
     os.kill(os.getpid(), number)
     assert worker.stop_requested()
     assert not Worker().stop_requested(), "one worker's ear is not another's"
+
+
+def test_a_closed_terminal_is_ignored_under_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    worker = Worker.from_environment({})
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not worker.stop_requested()
 
 
 def test_second_interrupt_ends_the_process() -> None:

@@ -131,7 +131,7 @@ def _alive_nodes() -> list[CheckedNode]:
     import ray
 
     here = ray.get_runtime_context().get_node_id()
-    usable = {node.id: node for node in usable_nodes()}
+    usable = {node.id: node for node in usable_nodes(_ANSWER_SECONDS)}
     alive = [node for node in ray.nodes() if node["Alive"]]
     addresses = [node["NodeManagerAddress"] for node in alive]
     checked = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cluster.trials.request import TrialsRequest
@@ -33,7 +33,8 @@ def trials_that_fit(
 
 def _run_trials(request: TrialsRequest) -> None:
 
-    def fit(nodes: Sequence[NodeSize], where: str) -> TrialsRequest:
+    def fit(find_sizes: Callable[[], Sequence[NodeSize]], where: str) -> TrialsRequest:
+        nodes = find_sizes()
         at_once, cpus = trials_that_fit(nodes, len(request.trials), request.parallel, request.cpus_per_trial, where)
         return replace(request, parallel=at_once, cpus_per_trial=cpus, use_gpu=any(gpu for _, gpu in nodes))
 

@@ -18,10 +18,10 @@ def run_trial(config: dict[str, int], request: TrialsRequest) -> dict[str, str]:
     repeats only crashes, which raise `WorkerError`.
     """
     trial = request.trials[config["number"]]
-    log_to(trial.run_dir / "logs" / "worker-0.log", 0)
     worker = Worker(threads=request.cpus_per_trial, flags=(request.launch.stop_flag(),))
     with crashes_as_data():
         try:
+            log_to(trial.run_dir / "logs" / "worker-0.log", 0)
             if worker.stop_requested():
                 raise StoppedError(f"{trial.run_dir}: stopped before the first step.")
             change_folder(request.launch.working_dir)

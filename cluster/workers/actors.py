@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.workers.outcomes import WorkerError, one_line
+from cluster.workers.outcomes import CRASH, WorkerError, one_line
 from cluster.workers.request import Attempt
 from cluster.workers.target import RankAssignment, run_worker
 
@@ -110,7 +110,8 @@ class WorkerGroup:
             try:
                 outcomes[rank] = ray.get(done[0])
             except RayTaskError as error:
-                failures[rank] = error.cause if isinstance(error.cause, Exception) else error
+                cause = error.cause or error  # of another class if the process could not even load our code
+                failures[rank] = cause if isinstance(cause, WorkerError) else WorkerError(CRASH, one_line(cause))
             except RayError as error:
                 failures[rank] = error
             if any(not isinstance(error, WorkerError) for error in failures.values()):

@@ -22,7 +22,7 @@ class _Crash:
 
 
 class CrashHistory:
-    """Counts crashes.
+    """Counts crashes, and starts that failed.
 
     A crash counts until a newer checkpoint has been written. If one of its nodes is gone or draining within a minute,
     the crash was a preemption: it counts neither against the run nor against a node. Preemptions have a limit, too,
@@ -38,7 +38,7 @@ class CrashHistory:
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
-        self._counted: list[_Crash | None] = []  # None: the workers did not start
+        self._counted: list[_Crash] = []
         self._remembered: list[_Crash] = []
         self._addresses: dict[str, str] = {}
         self.losses = 0
@@ -58,12 +58,17 @@ class CrashHistory:
         self._remembered.append(crash)
         self._addresses.update(nodes)
 
-    def add_failed_start(self) -> None:
-        """Record that workers did not start, for a reason other than a lack of capacity."""
-        self._counted.append(None)
+    def add_failed_start(self, nodes: Collection[str]) -> None:
+        """Record that workers did not start on these nodes (ids), for a reason other than a lack of capacity."""
+        start = _Crash(self._clock(), frozenset(nodes), blamed="")
+        self._counted.append(start)
+        self._remembered.append(start)
 
     def forgive(self, staying: Collection[str]) -> list[str]:
-        """Drop the crashes of the last minute whose nodes are not all in `staying`; the addresses of the lost nodes."""
+        """Drop the crashes of the last minute whose nodes are not all in `staying`.
+
+        Returns the addresses of the lost nodes, or the ids of those on which no worker ran.
+        """
         lost: set[str] = set()
         for crash in list(self._remembered):
             gone = crash.nodes.difference(staying)
@@ -72,7 +77,7 @@ class CrashHistory:
                 self._remembered.remove(crash)
                 self._counted = [one for one in self._counted if one is not crash]
                 self.losses += 1
-        return sorted(self._addresses[node] for node in lost)
+        return sorted(self._addresses.get(node, node) for node in lost)
 
     @property
     def exhausted(self) -> bool:

@@ -37,6 +37,7 @@ _CONNECT_SECONDS = 3.0  # for the cluster's port to accept a connection
 _ANSWER_SECONDS = 6.0  # for Ray to answer there; together they stay under 10
 _JOIN_SECONDS = 60.0  # for a cluster that answers to accept this driver
 _POLL_SECONDS = 0.5
+_HEAD_SECONDS = 30.0  # for a busy head to list the nodes
 _OBJECT_STORE_BYTES = 100 << 20  # nothing large passes through Ray; its minimum is 75 MiB
 
 # Memory that one thread of a worker frees must serve the others (pretrain/common/memory.py): one heap for all threads.
@@ -53,7 +54,7 @@ def main(request_path: str, kind: type[R], work: Callable[[R], None]) -> None:
     """Do `work` with the request of class `kind` at this path, and write its outcome to the request's file."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     request = kind.from_json(Path(request_path).read_text(encoding="utf-8"))
-    die_with(os.getppid(), request.launch.ray_dir)
+    die_with(request.launch.launcher, request.launch.ray_dir)
     # Stopping a job signals all processes below it; the launcher above this one decides what follows.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ.update(_RAY_ENVIRONMENT)
@@ -73,13 +74,15 @@ def _run(request: LaunchRequest) -> None:
     fewest = request.fewest_workers
     waited: list[dict[str, Any]] = []
 
-    def fit(nodes: Sequence[NodeSize], where: str) -> LaunchRequest:
+    def fit(find_sizes: Callable[[], Sequence[NodeSize]], where: str) -> LaunchRequest:
         if request.address:
             capacity = wait_for_capacity(request)
             waited.extend(capacity.events())
             nodes = capacity.sizes
             if seconds := request.wait_for_nodes_seconds:
                 where += f", after a wait of up to {seconds:.0f} s (scheduling.wait_for_nodes_seconds),"
+        else:
+            nodes = find_sizes()
         cpus = cpus_that_fit(nodes, fewest, request.workers, request.cpus_per_worker, where)
         return replace(request, cpus_per_worker=cpus, use_gpu=any(gpu for _, gpu in nodes))
 
@@ -90,13 +93,13 @@ def _run(request: LaunchRequest) -> None:
 
 
 @contextlib.contextmanager
-def ray_session(request: R, fit: Callable[[Sequence[NodeSize], str], R]) -> Iterator[R]:
+def ray_session(request: R, fit: Callable[[Callable[[], Sequence[NodeSize]], str], R]) -> Iterator[R]:
     """A Ray of our own, or the cluster at `request.address`; left at the end. Yields the request as `fit` completed it.
 
     Args:
-        fit: called with the sizes of the nodes and their name for messages. Returns the request with what depends on
-            them; raises `MachineError` if the request does not fit. A Ray of our own is started with just the CPUs that
-            this request needs.
+        fit: called with a function that finds the sizes of the nodes, and their name for messages. Returns the request
+            with what depends on them; raises `MachineError` if the request does not fit. A Ray of our own is started
+            with just the CPUs that this request needs.
     """
     choose_token(request.address)  # Ray reads it while it is imported
     import ray
@@ -105,16 +108,19 @@ def ray_session(request: R, fit: Callable[[Sequence[NodeSize], str], R]) -> Iter
     if request.address:
         with _ends_on_stop(request.launch):
             join_ray(request.address, lambda error: _write_outcome(request.launch, error))
-        sizes = [(node.cpus, node.gpus) for node in usable_nodes()]
-        fitted = fit(sizes, f"the cluster at {request.address}")
+        fitted = fit(_sizes_in_cluster, f"the cluster at {request.address}")
     else:
-        fitted = fit([(_cores(), _gpus())], _here())
+        fitted = fit(lambda: [(_cores(), _gpus())], _here())
         with _ends_on_stop(request.launch):
             _start_ray(fitted)
     try:
         yield fitted
     finally:
         ray.shutdown()
+
+
+def _sizes_in_cluster() -> list[NodeSize]:
+    return [(node.cpus, node.gpus) for node in usable_nodes(_HEAD_SECONDS)]
 
 
 def choose_token(address: str) -> None:
@@ -256,7 +262,10 @@ def _here() -> str:
 
 
 def die_with(parent: int, folder: Path | None = None) -> None:
-    """End this session and remove `folder` once `parent` is gone: a killed launcher leaves no processes and files."""
+    """End this session and remove `folder` once `parent` is gone: a killed launcher leaves no processes and files.
+
+    It may be gone already: this process has imported a lot before it calls this.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -32,7 +32,7 @@ from cluster.workers.request import STOP_FILE, DriverRequest, Launch, LaunchRequ
 from pretrain.commands import program
 from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.common.files import append_open, disk_errors
-from pretrain.common.worker import Flag
+from pretrain.common.worker import Flag, stop_signals
 
 LOGS = "logs"
 RAY_LOG = "ray.log"
@@ -67,7 +67,7 @@ def run(
 
     A `RunError` raised in a worker is raised here, same class and message, and never retried. Any other exit of a
     worker restarts all of them with payload["resume"] = True, at most `max_failures` times without a new checkpoint;
-    then a `MachineError` names the worker's log and its last line. SIGTERM or SIGINT to this process creates
+    then a `MachineError` names the worker's log and its last line. SIGTERM, SIGINT or SIGHUP to this process creates
     `run_dir`/stop and waits for the workers to finish; a second SIGINT ends everything at once. Call from the main
     thread: elsewhere Python allows no signal handlers, and signals keep their old meaning.
 
@@ -131,6 +131,7 @@ def drive(
             ray_dir=folder,
             outcome=folder / "outcome.json",
             since=since,
+            launcher=os.getpid(),
         )
         with disk_errors(run_dir), _Signals(launch.stop_flag()) as signals:
             exit_code = _run_driver(module, make_request(launch), signals, poll)
@@ -251,22 +252,27 @@ def environment() -> dict[str, str]:
 
 
 class _Signals:
-    """While entered, the first SIGTERM or SIGINT sets the stop flag; a SIGINT after it ends everything at once."""
+    """While entered, the first of the `stop_signals` sets the stop flag; a SIGINT after it ends everything at once.
+
+    If the flag cannot be written now, as when storage fails for a while, it is tried again.
+    """
 
     def __init__(self, stop: Flag):
         self.ended_at_once = False
         self.on_second: Callable[[], None] = lambda: None
         self._stop = stop
         self._requested = False
+        self._left = threading.Event()
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in stop_signals():
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._left.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -275,7 +281,22 @@ class _Signals:
             self.ended_at_once = True
             self.on_second()
         self._requested = True
-        self._stop.set()
+        try:
+            self._stop.set()
+        except OSError as error:  # the run goes on meanwhile, as training survives that
+            threading.Thread(target=self._set_later, args=[error], daemon=True, name="stop").start()
+
+    def _set_later(self, error: OSError) -> None:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(
+                f"{self._stop.path}: cannot be written now ({error.strerror}). The run stops as soon as it can be; "
+                "Ctrl-C ends it at once, without a checkpoint.",
+                file=sys.stderr,
+            )
+        while not self._left.wait(_POLL_SECONDS):
+            with contextlib.suppress(OSError):
+                self._stop.set()
+                return
 
 
 def _raise_outcome(launch: Launch, exit_code: int | None, ended_at_once: bool) -> None:

@@ -88,12 +88,15 @@ def resources_of(cpus: int, with_gpu: bool | None) -> dict[str, float]:
     return {"CPU": cpus, "GPU": 1} if with_gpu else {"CPU": cpus}
 
 
-def usable_nodes() -> list[Node]:
-    """Nodes that are alive and answer. Ray itself takes some seconds to notice that one is lost."""
+def usable_nodes(patience: float = _CONNECT_SECONDS) -> list[Node]:
+    """Nodes that are alive and answer. Ray itself takes some seconds to notice that one is lost.
+
+    Raises one of Ray's errors if the head does not answer within `patience` seconds.
+    """
     import ray
     from ray._private.state import available_resources_per_node
 
-    draining, free = _draining(), available_resources_per_node()
+    draining, free = _draining(patience), available_resources_per_node()
     nodes = []
     for node in ray.nodes():
         if node["Alive"] and _answers(node["NodeManagerAddress"], node["NodeManagerPort"]):
@@ -117,12 +120,12 @@ def _capacity(nodes: Sequence[NodeSize], each: int, use_gpu: bool | None = None)
     return sum(min(cpu // each, gpu) if gpus else cpu // each for cpu, gpu in nodes)
 
 
-def _draining() -> set[str]:
+def _draining(patience: float) -> set[str]:
     """Ids of the nodes whose end is announced: by `ray drain-node`, an autoscaler or a spot notice."""
     from ray._private.worker import global_worker
 
     client: Any = global_worker.gcs_client  # pyright: ignore[reportAttributeAccessIssue]
-    ids = client.get_draining_nodes(timeout=_CONNECT_SECONDS)
+    ids = client.get_draining_nodes(timeout=patience)
     return {key.hex() if isinstance(key, bytes) else str(key) for key in ids}
 
 

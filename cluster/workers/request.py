@@ -29,6 +29,7 @@ class Launch:
         ray_dir: private temporary folder; a Ray of our own lives there, and drivers report progress there.
         outcome: file in which the driver leaves how the launch finished.
         since: when the launch began, in nanoseconds by the clock of the run folder's file system.
+        launcher: id of the launcher's process. Its driver ends with it.
     """
 
     id: str
@@ -37,6 +38,7 @@ class Launch:
     ray_dir: Path
     outcome: Path
     since: int
+    launcher: int
 
     def stop_flag(self) -> Flag:
         """Asks the whole launch to stop. `touch` may set it, too: so does a pod's hook, or a user."""

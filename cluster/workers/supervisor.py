@@ -16,7 +16,7 @@ from typing import Any
 from cluster.workers.actors import WorkerGroup, WorkerLocation, WorkersFailedError, WorkersNotStartedError
 from cluster.workers.capacity import POLL_SECONDS, ScaleUp, find_capacity, wait_for_capacity, waiting_seconds
 from cluster.workers.crash_history import CrashHistory
-from cluster.workers.launch import LOGS, last_line
+from cluster.workers.launch import LOGS, RAY_LOG, last_line
 from cluster.workers.nodes import Node, resources_of, usable_nodes
 from cluster.workers.outcomes import CRASH, WorkerError, error_from, one_line
 from cluster.workers.request import RESTART_FILE, Attempt, LaunchRequest, new_event
@@ -60,6 +60,7 @@ class _Supervisor:
         self._run_dir = request.launch.run_dir
         self._crashes = CrashHistory(request.max_failures)
         self._newest_step = _newest_step(self._run_dir)
+        self._usable: list[str] = []  # ids of the nodes on which the newest attempt may place workers
         self._crowded_until: float | None = None  # the cluster turned out to be busy, and is waited for until then
         self._reported: set[str] = set()  # ids of the bad nodes that an event named
 
@@ -122,6 +123,7 @@ class _Supervisor:
                 "--resume continues from the newest checkpoint when there are enough nodes."
             )
         self._events += capacity.events()
+        self._usable = [node.id for node in capacity.nodes]
         if self._request.address:
             self._crashes.forgive(capacity.staying)  # Ray knows of more lost nodes by now
         return capacity.workers
@@ -149,11 +151,19 @@ class _Supervisor:
     def _after_failed_start(self, reason: str, attempt: Attempt) -> dict[str, Any]:
         """The event of the restart; raises if there is none. An empty reason is a lack of capacity."""
         request = self._request
-        self._crowded_until = self._crowded_until or time.monotonic() + waiting_seconds(request)
         if reason:
-            self._crashes.add_failed_start()
-        never = not request.address and not request.min_workers
-        if never or self._crashes.exhausted or time.monotonic() > self._crowded_until:
+            self._crashes.add_failed_start(self._usable)
+        if reason and (lost := self._forgive()):
+            reason = f"lost the node {', '.join(lost)} ({reason})"
+            final = self._crashes.lost_too_often
+        else:
+            # The size was chosen by all resources; it gets at least one chance with the free ones.
+            first = self._crowded_until is None
+            self._crowded_until = self._crowded_until or time.monotonic() + waiting_seconds(request)
+            too_late = not first and time.monotonic() > self._crowded_until
+            never = not request.address and not request.min_workers
+            final = never or too_late or self._crashes.exhausted
+        if final:
             raise _not_started(request, attempt.workers, reason) from None
         return new_event("restart", reason or "nodes left, or others used them, while the workers were started")
 
@@ -328,9 +338,13 @@ def _hang(run_dir: Path, *, since: float) -> tuple[str, int, str] | None:
 
 def _not_started(request: LaunchRequest, workers: int, why: str) -> MachineError:
     if why:
-        return MachineError(f"starting {counted(workers, 'worker')} failed: {why}. See the log on the cluster.")
+        return MachineError(
+            f"{request.launch.run_dir / LOGS / RAY_LOG}: starting {counted(workers, 'worker')} failed: {why}. "
+            "Fix the cause and run the same command with --resume."
+        )
     return MachineError(
         f"The cluster had no capacity for {counted(workers, 'worker')} of {counted(request.cpus_per_worker, 'CPU')} "
         "within "
-        f"{PLACEMENT_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower."
+        f"{PLACEMENT_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower. "
+        "Then run the same command with --resume."
     )

@@ -17,8 +17,8 @@ from typing import Any
 
 from cluster.workers.outcomes import CRASH, WorkerError, as_data, one_line
 from cluster.workers.request import Attempt
-from pretrain.common.errors import DivergedError, MachineError, RunError, StoppedError
-from pretrain.common.files import open_regular
+from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.common.files import disk_errors, open_regular
 from pretrain.common.worker import Worker
 
 
@@ -44,20 +44,20 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
     """
     request = attempt.request
     launch = request.launch
-    log_to(launch.run_dir / "logs" / f"worker-{assignment.rank}.log", attempt.number)
-    os.environ.update(MASTER_ADDR=assignment.master, MASTER_PORT=str(assignment.port))
-    os.environ.update(RANK=str(assignment.rank), WORLD_SIZE=str(assignment.world_size))
-    bind_gloo(assignment.address)
-    worker = Worker(
-        rank=assignment.rank,
-        world_size=assignment.world_size,
-        local_rank=assignment.local_rank,
-        local_world_size=assignment.local_world_size,
-        threads=request.cpus_per_worker,
-        flags=(launch.stop_flag(), attempt.restart_flag()),
-    )
     with crashes_as_data():
         try:
+            log_to(launch.run_dir / "logs" / f"worker-{assignment.rank}.log", attempt.number)
+            os.environ.update(MASTER_ADDR=assignment.master, MASTER_PORT=str(assignment.port))
+            os.environ.update(RANK=str(assignment.rank), WORLD_SIZE=str(assignment.world_size))
+            bind_gloo(assignment.address)
+            worker = Worker(
+                rank=assignment.rank,
+                world_size=assignment.world_size,
+                local_rank=assignment.local_rank,
+                local_world_size=assignment.local_world_size,
+                threads=request.cpus_per_worker,
+                flags=(launch.stop_flag(), attempt.restart_flag()),
+            )
             if worker.stop_requested():
                 # Seen only by this rank: raised, so that Ray ends the others too.
                 raise WorkerError(
@@ -109,15 +109,19 @@ def change_folder(working_dir: Path | str, how: str = "Start from a folder") -> 
 
 
 def log_to(path: Path, attempt: int) -> None:
-    """Send this process's output to `path` from here on, whoever writes it: Python, C++ or a child."""
+    """Send this process's output to `path` from here on, whoever writes it: Python, C++ or a child.
+
+    Raises `InputError` if this machine cannot write there.
+    """
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        file = open_regular(path, os.O_WRONLY | os.O_APPEND)
-    except RunError as error:
-        raise WorkerError(type(error).__name__, str(error)) from None
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open_regular(path, os.O_WRONLY | os.O_APPEND)
+    except InputError as error:
+        raise InputError(f"{error} This is the machine {os.uname().nodename}.") from None
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)

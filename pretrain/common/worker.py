@@ -78,6 +78,12 @@ class Flag:
                 aside.unlink()
 
 
+def stop_signals() -> list[signal.Signals]:
+    """The signals that request a stop: a closed terminal's, too, unless it is ignored, as under nohup."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hangup]
+
+
 @dataclass
 class Worker:
     """One process of a run: its rank, its CPU threads and its stop requests.
@@ -94,11 +100,11 @@ class Worker:
     _signalled: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
 
     def stop_requested(self) -> bool:
-        """Whether this process received SIGTERM or SIGINT, or a flag is set. Costs one stat per flag."""
+        """Whether this process received one of the `stop_signals`, or a flag is set. Costs one stat per flag."""
         return self._signalled.is_set() or any(flag.is_set() for flag in self.flags)
 
     def listen(self) -> None:
-        """Treat SIGTERM and the first SIGINT as stop requests; a second SIGINT ends the process immediately.
+        """Treat the `stop_signals` as stop requests; a second SIGINT ends the process immediately.
 
         Only the main thread can set signal handlers; in other threads this does nothing.
         """
@@ -109,8 +115,8 @@ class Worker:
             self._signalled.set()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-        signal.signal(signal.SIGTERM, on_signal)
-        signal.signal(signal.SIGINT, on_signal)
+        for number in stop_signals():
+            signal.signal(number, on_signal)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Worker:
