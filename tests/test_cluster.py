@@ -358,9 +358,10 @@ def test_a_worker_that_cannot_write_its_log_is_a_mistake(tmp_path: Path) -> None
 
 def test_code_that_does_not_load_is_no_dead_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import ray
+    from ray.exceptions import RayTaskError
 
     def get(_: Any) -> None:
-        raise ray.exceptions.RayTaskError("run", "Traceback", ImportError("no module named cluster"))
+        raise RayTaskError("run", "Traceback", ImportError("no module named cluster"))
 
     monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
     monkeypatch.setattr(ray, "get", get)
@@ -429,6 +430,7 @@ def test_a_crowded_cluster_gets_a_smaller_request(tmp_path: Path, monkeypatch: p
 def test_a_stop_is_heard_while_workers_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placed: bool) -> None:
     """Ray does not place them, or their processes do not start."""
     import ray
+    from ray.exceptions import GetTimeoutError
 
     launch, removed = _request(tmp_path, 0).launch, []
 
@@ -439,7 +441,7 @@ def test_a_stop_is_heard_while_workers_start(tmp_path: Path, monkeypatch: pytest
 
     def get(*_: Any, **__: Any) -> Any:
         launch.stop_flag().set()
-        raise ray.exceptions.GetTimeoutError
+        raise GetTimeoutError
 
     group, actor = SimpleNamespace(wait=wait), SimpleNamespace()
     actor.options = lambda **_: SimpleNamespace(remote=lambda: actor)

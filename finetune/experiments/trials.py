@@ -237,7 +237,8 @@ def _run(
                 max_failures=config.scheduling.max_failures,
             )
         except StoppedError as error:
-            stopped = StoppedError(f"{' '.join(str(error).split())} Run the same command to continue.")
+            message = str(error).removesuffix(StoppedError.CONTINUE)
+            stopped = StoppedError(f"{' '.join(message.split())} Run the same command to continue.")
     return TrialRuns(outcomes, stopped)
 
 
