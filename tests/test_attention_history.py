@@ -98,7 +98,8 @@ def model() -> tuple[ModelConfig, dict[str, torch.Tensor]]:
 
 def test_a_record_has_shares_of_every_head_and_matrices_of_some(model: Any, corpus: Path, tmp_path: Path) -> None:
     shape, state = model
-    AttentionHistory(tmp_path, shape, open_shards(corpus, "validation")).record(7, state)
+    written = AttentionHistory(tmp_path, shape, open_shards(corpus, "validation"))
+    written.record(7, state)
     found = read_history(tmp_path)
     (record,) = found["records"]
     assert record["step"] == 7
@@ -112,6 +113,9 @@ def test_a_record_has_shares_of_every_head_and_matrices_of_some(model: Any, corp
     assert {layer for layer, _ in found["heads"]} == set(range(5))
     special = open_shards(corpus, "validation").special_ids
     assert (found["picture"][0], found["picture"][-1]) == (special["cls"], special["sep"])
+    special_ids = set(special.values())
+    for text in written._texts:  # the picture ends with a separator of its own
+        assert special_ids.isdisjoint(text[1:-1].tolist())
     for matrix in map(unpacked, record["matrices"]):
         assert matrix.shape == (24, 24)
         assert np.allclose(matrix.sum(-1), 1, atol=24 / 510)

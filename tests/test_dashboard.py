@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import re
@@ -366,6 +367,13 @@ class TestPage:
         ):
             assert expected in text, expected
 
+    def test_scores_of_evaluate_pretrained_are_passed_over(self, run: Path) -> None:
+        for folder in (run.parent / "scores", run):
+            folder.mkdir(exist_ok=True)
+            (folder / SCORES).write_text(json.dumps({"models": [{"name": "mini"}]}))
+        dashboard.write_dashboard(str(run.parent))
+        assert "Fine-tuning scores" not in tables_of(run.parent / "dashboard.html")
+
     def test_only_seeds_of_one_thing_are_averaged(self, tmp_path: Path) -> None:
         """Two tasks scored by the same metric, each from pretrained weights (two seeds) and from random ones."""
         write_tasks(tmp_path)
@@ -451,6 +459,22 @@ class TestPage:
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(training(60)) + "\n")
         assert read_runs(run)[0].state == "finished"
+
+    def test_a_stopped_run_that_was_started_again_has_not_ended(self, run: Path) -> None:
+        stop = {"event": "stop", "step": 30, "time": 1e9, "message": "as it was asked to"}
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(stop) + "\n")
+        for started, state in ((1e9 - 60, "stopped"), (1e9 + 60, "not finished")):
+            when = datetime.datetime.fromtimestamp(started, datetime.timezone.utc).isoformat(timespec="seconds")
+            (run / "environment.json").write_text(json.dumps({"started": when}))
+            assert read_runs(run)[0].state == state
+
+    def test_time_left_weighs_phases_by_their_tokens(self, tmp_path: Path) -> None:
+        phase = {"sequence_length": 128, "global_sequences": 8, "steps": 20, "peak_learning_rate": 1e-3}
+        run = write_run(tmp_path / "r", [training(10)], phases=[phase, {**phase, "sequence_length": 512}])
+        dashboard.write_dashboard(str(run))
+        # 1 s a step: 10 more steps of length 128, then 20 that cost four times as much
+        assert "1:30 left at this speed" in Page((run / "dashboard.html").read_text()).text
 
 
 class TestRefusals:

@@ -27,7 +27,7 @@ from finetune.experiments import glue_runs, results, sweep, trials, trials_view
 from finetune.experiments.candidates import candidates, rank, to_drop
 from finetune.experiments.grid import Point, expand, parse_grid
 from finetune.experiments.outcomes import Outcome, Spread, Trial, failure, spreads
-from finetune.experiments.trials import degenerate
+from finetune.experiments.trials import TrialRuns, degenerate
 from finetune.tasks.classification import ClassificationSettings
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 
@@ -386,6 +386,36 @@ def test_a_grid_of_epochs_is_refused_where_steps_go_before_them(work: Path) -> N
         sweep.sweep_trials(config, work / "tiny.yaml", [], both, 1)
 
 
+def test_each_trial_has_the_steps_of_its_own_data(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[Trial] = []
+
+    def fake(config: FinetuneConfig, members: Sequence[Trial], **_: Any) -> TrialRuns:
+        handed.extend(members)
+        raise StoppedError("before the first")
+
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(sweep, "run_all", fake)
+    made: list[FinetuneConfig] = []
+    plan = runs.plan
+    monkeypatch.setattr(runs, "plan", lambda config, **given: made.append(config) or plan(config, **given))
+    grid = {"classification.train_examples": ["8", "16", "32"], "training.learning_rate": ["1e-5", "3e-5"]}
+    with pytest.raises(StoppedError):
+        sweep.run_sweep(work / "tiny.yaml", [], grid)
+    assert [trial.steps for trial in handed] == [1, 1, 2, 2, 4, 4]
+    assert len(made) == 3  # one for each set of examples
+
+
+def test_runs_of_one_command_have_wandb_ids_of_their_own(work: Path) -> None:
+    def ids(run_id: str) -> list[str]:
+        config = sweep.load_config(work / "tiny.yaml", [f"tracking.run_id={run_id}"])
+        made = [trials.trial_config(config, f"seed-{seed}", folder=work, seed=seed) for seed in (0, 1)]
+        return [FinetuneConfig.model_validate(one.model_dump()).tracking.run_id for one in made]
+
+    assert ids("abc") == ["abc-seed-0", "abc-seed-1"]
+    assert ids("n" * 64) == [f"{'n' * 57}-seed-0", f"{'n' * 57}-seed-1"]
+    assert ids('""') == ["", ""]  # each start generates one
+
+
 def test_names_stay_within_63_characters(work: Path) -> None:
     config = sweep.load_config(work / "tiny.yaml", [f"name={'n' * 63}"])
     label = "16-5e-05-" + "4" * 80
@@ -646,6 +676,32 @@ def test_time_left_goes_by_the_examples_since_the_first_were_seen(
     clock[0] = 90.0
     seen(folders[1], 5)
     assert view.seconds_left() == pytest.approx(150 * 40 / 210)
+    seen(folders[1], 12)
+    assert view.seconds_left() == 0
+
+
+def test_what_a_failed_run_saw_counts_for_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(trials_view.time, "monotonic", lambda: clock[0])
+    folders = [tmp_path / "a", tmp_path / "b"]
+
+    def seen(*steps: int) -> None:
+        for folder, step in zip(folders, steps, strict=False):
+            folder.mkdir(exist_ok=True)
+            (folder / "metrics.jsonl").write_text(json.dumps({"step": step, "loss": 0.5}) + "\n")
+
+    lines = [trials_view.TrialLine(folder.name, folder, 100, 100) for folder in folders]
+    view = trials_view.TrialsView(lines, [0, 1], tmp_path / "stop")
+    clock[0] = 10.0
+    seen(10, 10)
+    assert view.seconds_left() is None
+    clock[0] = 80.0
+    seen(20, 80)
+    view.ended(1, Outcome(error=DivergedError("loss is NaN")))
+    assert view.seconds_left() == pytest.approx(80 * 70 / 80)
+    clock[0] = 150.0
+    seen(30)
+    assert view.seconds_left() == pytest.approx(70 * 140 / 90)
 
 
 def write_outcome(folder: Path, accuracy: float) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +28,14 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig
 from pretrain.tracking import live, mirror, starting
+from pretrain.tracking import tracker as tracking
 from pretrain.tracking.live import follow
 from pretrain.tracking.mirror import wandb_names
 from pretrain.tracking.records import read_records
 from pretrain.tracking.tracker import Tracker
+
+RESTART = {"event": "restart", "time": 1.0, "message": "worker 1 died"}
+RESUME = {"event": "resume", "time": 1.0, "message": "resumed from step-00000010"}
 
 
 def make_config(**tracking_settings: Any) -> PretrainConfig:
@@ -306,7 +311,49 @@ class TestWandb:
         assert logged == []
         may_start.set()
         tracker.close()
-        assert logged == [{"train/global_step": 1}, {"train/global_step": 2}, "finished"]
+        assert logged == [*({"train/global_step": step, "train/start": 1} for step in (1, 2)), "finished"]
+
+    def test_records_of_abandoned_continuations_can_be_told_apart(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sent: list[tuple[str, int, int]] = []
+
+        class Mirror:
+            def __init__(self, mode: str, arguments: dict[str, Any]) -> None:
+                pass
+
+            def log(self, values: dict[str, Any]) -> None:
+                (event,) = [name for name in values if name in ("train/loss", "events/resume", "events/rollback")]
+                sent.append((event, values["train/global_step"], values["train/start"]))
+
+        monkeypatch.setattr(tracking, "WandbMirror", Mirror)
+        first = start(tmp_path, wandb="offline")
+        for step in (10, 20, 30):
+            first.log({"step": step, "loss": 1.0})
+        second = start(tmp_path, run_id=first.run_id, step=20, wandb="offline")
+        second.log_events([{"event": "resume", "time": 1.0, "message": "resumed"}], 20)
+        second.log({"step": 30, "loss": 2.0})
+        second.rewind(20)
+        second.log({"event": "rollback", "step": 20, "time": 2.0, "message": "a loss spike"})
+        third = start(tmp_path, run_id=first.run_id, step=20, wandb="offline")
+        third.log({"step": 30, "loss": 3.0})
+        assert sent == [
+            *(("train/loss", step, 1) for step in (10, 20, 30)),
+            ("events/resume", 20, 2),
+            ("train/loss", 30, 2),
+            ("events/rollback", 20, 3),
+            ("train/loss", 30, 3),
+        ]
+
+    def test_the_end_of_a_run_reaches_wandb_only(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        sent: list[dict[str, Any]] = []
+        monkeypatch.setattr(tracking, "WandbMirror", lambda *_: SimpleNamespace(log=sent.append))
+        start(tmp_path, wandb="offline").mirror_end("stop", 7, "as asked")
+        assert sent == [
+            {"train/global_step": 7, "events/stop": 1, "events/message": "as asked", "train/start": 1},
+        ]
+        assert read_records(tmp_path) == []
+        start(tmp_path, run_id="tiny-1", enabled=False).mirror_end("stop", 7, "as asked")
 
     def test_a_failing_wandb_costs_the_mirror_only(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -461,7 +508,6 @@ class TestFollow:
                 {"step": 50, "split": "validation", "mlm_loss": 9.5, "loss": 9.5},
             )
         text = screen.getvalue()
-        assert "resumed; last recorded step: 40" in text
         assert "9.000" not in text
         assert "mlm loss 9.500" in text
         assert "best" not in text  # step 40 was better
@@ -472,14 +518,50 @@ class TestFollow:
         append(run, {"step": 10}, {"step": 20}, {"step": 30})
         progress.poll()
         assert progress.step == 30
-        start(run, run_id="tiny-1", step=10).close()  # the restarted worker's tracker
+        restarted = start(run, run_id="tiny-1", step=10)
+        restarted.log_events([RESTART, RESUME], 10)
+        restarted.close()
         progress.poll()
         assert progress.step == 10
         assert not progress.started_training
         append(run, {"step": 20})
         progress.poll()
         assert progress.step == 20
-        assert "resumed; last recorded step: 10" in screen.file.getvalue()  # type: ignore[attr-defined]
+        shown = ["  step 10: worker 1 died", "  step 10: resumed from step-00000010"]
+        assert screen.file.getvalue().splitlines() == shown  # type: ignore[attr-defined]
+
+    def test_a_restart_that_drops_no_step_shows_its_start(self, run: Path) -> None:
+        screen = Console(file=io.StringIO(), width=200)
+        append(run, {"step": 10, **RESTART})  # of an earlier start
+        progress = live._Progress(run, 100, screen)
+        append(run, {"step": 20})
+        progress.poll()
+        assert not progress.started_training
+        append(run, {"step": 30}, {"step": 30, **RESTART, "time": 2.0}, {"step": 30, **RESUME})
+        progress.poll()
+        assert not progress.started_training
+        shown = ["  step 30: worker 1 died", "  step 30: resumed from step-00000010"]
+        assert screen.file.getvalue().splitlines() == shown  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("between", [False, True])
+    def test_a_rollback_is_shown_and_the_line_goes_on(self, run: Path, between: bool) -> None:
+        screen = Console(file=io.StringIO(), width=200)
+        progress = live._Progress(run, 100, screen)
+        tracker = start(run)
+        for step in (10, 20, 30):
+            tracker.log({"step": step})
+            progress.poll()
+        tracker.rewind(20)
+        if between:
+            progress.poll()
+        tracker.log({"event": "rollback", "step": 20, "time": 1.0, "message": "a loss spike: back to step-00000020"})
+        progress.poll()
+        assert (progress.step, progress.started_training) == (20, True)
+        tracker.log({"step": 30})
+        progress.poll()
+        shown = ["  step 20: a loss spike: back to step-00000020"]
+        assert screen.file.getvalue().splitlines() == shown  # type: ignore[attr-defined]
+        tracker.close()
 
     def test_half_a_line_waits_for_its_other_half(self, run: Path) -> None:
         progress = live._Progress(run, 100, Console(file=io.StringIO()))

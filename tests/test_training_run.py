@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.common.errors import InputError, StoppedError
+from pretrain.common.errors import DivergedError, InputError, RunError, StoppedError
 from pretrain.common.worker import Worker
 from pretrain.tracking import starting
 from pretrain.training import run as running
@@ -28,6 +28,7 @@ class Calls:
         self.made: list[str] = []
         self.outcome: Exception | None = None
         self.settings: dict[str, Any] = {}
+        self.events: list[str] = []
         self.extra_state: dict[str, Any] = {}
         self.peak = 0.0
         self._saved = saved
@@ -88,9 +89,14 @@ class Calls:
         self._note("open tracker")
         return SimpleNamespace(
             run_id=settings["run_id"] or "new",
-            log_events=lambda events, step: self._note(f"log {len(events)} events at {step}"),
+            log_events=self._log_events,
+            mirror_end=lambda event, step, message: self._note(f"mirror {event} at {step}: {message}"),
             close=lambda: self._note("close tracker"),
         )
+
+    def _log_events(self, events: list[dict[str, Any]], step: int) -> None:
+        self.events = [event["message"] for event in events]
+        self._note(f"log {len(events)} events at {step}")
 
     def _fit(self, engine: Any, task: Any, plan: TrainingPlan, progress: Progress, **more: Any) -> None:
         self.extra_state, self.peak = more["extra_state"], plan.peak_flops
@@ -119,9 +125,10 @@ def test_a_new_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_resumed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = Calls(monkeypatch, tmp_path, saved())
     calls.run(resume=True)
-    assert calls.made[:5] == ["newest", "read state", "check", "open tracker", "log 1 events at 4"]
+    assert calls.made[:5] == ["newest", "read state", "check", "open tracker", "log 2 events at 4"]
     assert calls.made[5:] == ["rehearse", "measure", "fit from 4", *END]
     assert (calls.settings["run_id"], calls.settings["step"]) == ("old", 4)
+    assert calls.events == ["a node was lost", "resumed from step-00000004"]
 
 
 def test_a_resume_without_a_checkpoint_starts_at_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -146,9 +153,13 @@ def test_a_checkpoint_of_other_data_is_refused_before_anything_is_written(
     assert calls.made == ["newest", "read state", "check"]
 
 
-def test_a_stop_closes_all_and_does_not_finish(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("error", "event"), [(StoppedError("as asked"), "stop"), (DivergedError("NaN"), "diverged")])
+def test_an_early_end_reaches_wandb_closes_all_and_does_not_finish(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: RunError, event: str
+) -> None:
     calls = Calls(monkeypatch, tmp_path)
-    calls.outcome = StoppedError("stopped at step 2 of 10")
-    with pytest.raises(StoppedError):
+    calls.outcome = error
+    with pytest.raises(type(error)):
         calls.run()
-    assert calls.made[-5:] == ["fit from 0", "(", "close task", "close tracker", ")"]
+    end = [f"mirror {event} at 0: {error}", "(", "close task", "close tracker", ")"]
+    assert calls.made[-6:] == ["fit from 0", *end]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from finetune import runs
@@ -71,12 +72,13 @@ def run_sweep(
     config = load_config(path, overrides)
     pairs = sweep_trials(config, path, overrides, expand(grid), seeds)
     points, members = [point for point, _ in pairs], [trial for _, trial in pairs]
-    plan = runs.plan(members[0].config, alone=True)
+    plans = _plans(members)
+    plan = plans[0]
     if not plan.held_out:
         raise InputError(f"{path}: no dev set, so the settings cannot be compared. Give one.")
-    for trial in members:
-        runs.check_fit(trial.config, plan.model)
-    members = [Trial(trial.label, trial.config, trial.config.total_steps(plan.units)) for trial in members]
+    members = [
+        replace(trial, steps=trial.config.total_steps(its.units)) for trial, its in zip(members, plans, strict=True)
+    ]
     if dry_run:
         print(runs.describe(config, plan, show_config=show_config))
         print(f"\n{counted(len(members), 'run')}:\n" + "\n".join(f"  {trial.config.folder}" for trial in members))
@@ -126,6 +128,24 @@ def sweep_trials(
             )
             trials.append((point, Trial(label, one, 0)))
     return trials
+
+
+def _plans(members: Sequence[Trial]) -> list[runs.FinetunePlan]:
+    """The plan of each trial. Those that train on the same windows share one, since reading the data takes long.
+
+    Raises what `runs.plan` raises.
+    """
+    made: dict[tuple[str, int], runs.FinetunePlan] = {}
+    plans = []
+    for trial in members:
+        config = trial.config
+        windows = config.model_dump_json(include={config.task_name, "max_length", "start_from"})
+        key = windows, config.engine.micro_batch_tokens
+        if key not in made:
+            made[key] = runs.plan(config, alone=True)
+        runs.check_fit(config, made[key].model)
+        plans.append(made[key])
+    return plans
 
 
 def _write_summary(

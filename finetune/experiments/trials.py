@@ -39,19 +39,29 @@ class TrialRuns:
 
 
 def trial_config(config: FinetuneConfig, label: str, *, folder: Path, seed: int) -> FinetuneConfig:
-    """`config` as one of several runs: its own name, folder and seed, and one W&B group with the others.
+    """`config` as one of several runs: its own name, W&B id, folder and seed, and one W&B group with the others.
 
     Args:
         label: distinguishes it from the others; of a-z, 0-9 and '-'.
     """
+    tracking = config.tracking
+    of_its_own = {
+        "group": tracking.group or config.name,
+        "run_id": tracking.run_id and _labelled(tracking.run_id, label, 64),
+    }
     return config.model_copy(
         update={
-            "name": f"{config.name[: max(1, 62 - len(label))]}-{label}"[:63],
+            "name": _labelled(config.name, label, 63),
             "run_dir": str(folder),
             "seed": seed,
-            "tracking": config.tracking.model_copy(update={"group": config.tracking.group or config.name}),
+            "tracking": tracking.model_copy(update=of_its_own),
         }
     )
+
+
+def _labelled(text: str, label: str, most: int) -> str:
+    """`text-label` in at most `most` characters; `text` is cut first."""
+    return f"{text[: max(1, most - 1 - len(label))]}-{label}"[:most]
 
 
 def run_all(

@@ -56,7 +56,7 @@ class TrialsView:
         self._live: Live | None = None
         # Progress of earlier calls does not count for the speed.
         self._before = {number: self._seen(number) for number in pending}
-        self._done = 0.0  # examples seen by the finished trials of this call
+        self._done = 0.0  # examples that trials which have ended saw in this call
         self._first: tuple[float, float] | None = None  # (clock, examples seen) at the first progress
 
     def __enter__(self) -> TrialsView:
@@ -87,10 +87,10 @@ class TrialsView:
         seconds = time.monotonic() - self._running.pop(number, time.monotonic())
         self._left.remove(number)
         self._ended += 1
-        if outcome is None or outcome.error is not None:
-            self._failed += 1
-        else:
-            self._done += self._trials[number].examples - self._before[number]
+        failed = outcome is None or outcome.error is not None
+        self._failed += failed
+        seen = self._seen(number) if failed else self._trials[number].examples
+        self._done += seen - self._before[number]
         self._console.print(outcome_line(self._trials[number].label, outcome, seconds))
 
     def draw(self) -> None:
@@ -113,7 +113,7 @@ class TrialsView:
         start, at_first = self._first
         if done <= at_first:
             return None
-        left = sum(self._trials[number].examples - seen[number] for number in self._left)
+        left = sum(max(0.0, self._trials[number].examples - seen[number]) for number in self._left)
         return left * (now - start) / (done - at_first)
 
     def _seen(self, number: int) -> float:

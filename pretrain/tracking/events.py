@@ -27,6 +27,7 @@ EVENT_FIELDS: dict[str, Metric] = {
 """Fields of every event; some have more, such as `rank` or `seconds`."""
 
 EVENTS: dict[str, str] = {
+    "resume": "Training continued from a checkpoint: with `--resume`, or after a restart.",
     "restart": "All workers were restarted from a checkpoint.",
     "hang": "A worker made no progress for `scheduling.hang_seconds`.",
     "data_stall": "A worker waited 5 s or longer for one batch, or for the storage.",

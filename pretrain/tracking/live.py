@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,26 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
+def phases_of(config: Mapping[str, Any]) -> list[PhaseConfig]:
+    """The phases of a run's config.yaml; [] if there are none or some are damaged."""
+    from pretrain.config import PhaseConfig
+
+    try:
+        return [PhaseConfig.model_validate(phase) for phase in config["phases"]]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
+def work(phases: Iterable[PhaseConfig], step: int) -> float:
+    """Work of the first `step` steps: an upper bound in tokens, or the steps if the phases are unknown."""
+    tokens = 0.0
+    for phase in phases:
+        done = min(step, phase.steps)
+        tokens += phase.first_sample(done) * phase.sequence_length
+        step -= done
+    return tokens or float(step)
+
+
 class _Tail:
     """Reads the records appended to metrics.jsonl since the last read; notices if the file was replaced."""
 
@@ -101,7 +121,9 @@ class _Progress:
         self._run_dir = run_dir
         self._tail = _Tail(run_dir / METRICS)
         self._old_file = (run_dir / METRICS).exists()
-        # Whether records of this start have arrived.
+        # Events of the file so far: a restart and a rollback replace the file and keep them.
+        self._known_events = {_key(record) for record in _Tail(run_dir / METRICS).read()[0] if "event" in record}
+        # Whether records of this start have arrived, other than events.
         self._news = False
         # (clock, work done) of recent records, for the time left.
         self._pace: deque[tuple[float, float]] = deque(maxlen=60)
@@ -111,21 +133,22 @@ class _Progress:
         self.phase_of_start = starting.WORKERS
 
     def poll(self) -> None:
-        """Read new records; print evaluations, restarts and waits for nodes on separate lines."""
+        """Read new records; print evaluations, events and waits for nodes on separate lines."""
         self._print_wait()
         self._read_start()
         records, fresh = self._tail.read()
         if not records and not fresh:
             return
         # Records from before this start (or restart) are history, not news.
-        history = fresh and (self._old_file or bool(self.last))
+        history = fresh and self._old_file
         self._old_file = True
         if history:
-            self.last, self._news, self._best = {}, False, math.inf
-            self._pace.clear()
+            self.last, self._best = {}, math.inf
+            self._start_again()
         for record in records:
-            if not history and not self._news and self.last:
-                self.console.print(f"  resumed; last recorded step: {self.step:,}", style="dim")
+            if "event" in record:
+                self._take_event(record)
+                continue
             self._news = self._news or not history
             self._take(record)
 
@@ -146,11 +169,22 @@ class _Progress:
         elif self.phase_of_start != starting.WORKERS:
             self.phase_of_start = starting.STEPS
 
-    def _take(self, record: dict[str, Any]) -> None:
-        if "event" in record:
-            if self._news:
-                self.console.print(f"  step {record['step']:,}: {record['message']}", style="yellow", markup=False)
+    def _start_again(self) -> None:
+        """Show the phases of a start until the next record."""
+        self._news, self.started = False, time.monotonic()
+        self._pace.clear()
+
+    def _take_event(self, record: dict[str, Any]) -> None:
+        if _key(record) in self._known_events:
             return
+        self._known_events.add(_key(record))
+        self.console.print(f"  step {record['step']:,}: {record['message']}", style="yellow", markup=False)
+        if record["event"] == "resume":
+            self._start_again()
+        elif record["event"] == "rollback":
+            self._news = True  # training goes on at once
+
+    def _take(self, record: dict[str, Any]) -> None:
         if record.get("split") == "validation":
             loss = record.get("loss")
             best = record.get("best", loss is not None and loss < self._best)
@@ -192,24 +226,21 @@ class _Progress:
         return ""
 
     def _work(self, step: int) -> float:
-        """Work of the first `step` steps: an upper bound in tokens, or the steps if the config is missing."""
-        work = 0.0
-        for phase in self._read_phases():
-            done = min(step, phase.steps)
-            work += phase.first_sample(done) * phase.sequence_length
-            step -= done
-        return work or float(step)
+        return work(self._read_phases(), step)
 
     def _read_phases(self) -> list[PhaseConfig]:
         """The phases; [] until the run's config exists."""
         if not self._phases:
             from pretrain.common.settings import read_values
-            from pretrain.config import PhaseConfig
 
-            with contextlib.suppress(InputError, KeyError, TypeError, ValueError):
-                config = read_values(self._run_dir / "config.yaml")
-                self._phases = [PhaseConfig.model_validate(phase) for phase in config["phases"]]
+            with contextlib.suppress(InputError):
+                self._phases = phases_of(read_values(self._run_dir / "config.yaml"))
         return self._phases
+
+
+def _key(event: dict[str, Any]) -> str:
+    """Distinguishes an event from the others of its run."""
+    return json.dumps(event, sort_keys=True)
 
 
 def _draw_live(progress: _Progress, stop: threading.Event) -> None:

@@ -31,6 +31,10 @@ _WANDB_TRAIN = {
 }
 _WANDB_EVALUATION = {"step": "train/global_step", "epoch": "train/epoch", "seconds": "eval/runtime"}
 
+WANDB_START = "train/start"
+"""1, and one more after each `resume` and `rollback`. Every record has this number in W&B, which keeps what
+metrics.jsonl drops when a run continues from a checkpoint."""
+
 # How long W&B may take to connect; after that the run is kept offline. Training does not wait.
 _INIT_SECONDS = 10.0
 # How long the last uploads may take at the end; `wandb sync` can send the rest later.

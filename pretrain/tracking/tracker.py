@@ -12,8 +12,11 @@ from typing import Any
 
 from pretrain.common.files import append_open, disk_errors
 from pretrain.config import RunConfig
-from pretrain.tracking.mirror import WandbMirror, wandb_arguments, wandb_mode, wandb_names
-from pretrain.tracking.records import METRICS, keep_until
+from pretrain.tracking.mirror import WANDB_START, WandbMirror, wandb_arguments, wandb_mode, wandb_names
+from pretrain.tracking.records import METRICS, keep_until, read_records
+
+# Events at whose step training continues from a checkpoint: what was recorded before, of later steps, is abandoned.
+_CONTINUATIONS = ("resume", "rollback")
 
 
 class Tracker:
@@ -55,6 +58,7 @@ class Tracker:
             keep_until(path, step if run_id else -1)
             # Unbuffered: a record survives the process, and `log` itself reports a full disk.
             self._file = append_open(path, buffering=0)
+        self._start = 1 + sum(record.get("event") in _CONTINUATIONS for record in read_records(run_dir))
         if mode != "off":
             self._wandb = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type))
 
@@ -71,8 +75,8 @@ class Tracker:
             remaining = json.dumps(record, allow_nan=False).encode() + b"\n"
             while remaining:
                 remaining = remaining[self._file.write(remaining) :]
-        if self._wandb is not None:
-            self._wandb.log(wandb_names(record))
+        self._start += record.get("event") in _CONTINUATIONS
+        self._mirror(record)
 
     def log_events(self, events: Iterable[dict[str, Any]], step: int) -> None:
         """Record events from before this start, such as the crash that caused it: "event", "time" and "message"."""
@@ -87,6 +91,14 @@ class Tracker:
                 self._file.close()
                 keep_until(path, step)
                 self._file = append_open(path, buffering=0)
+
+    def mirror_end(self, event: str, step: int, message: str) -> None:
+        """Send the event that ends the run to W&B. metrics.jsonl gets its own from the launcher (`note_end`)."""
+        self._mirror({"event": event, "step": step, "message": message})
+
+    def _mirror(self, record: dict[str, Any]) -> None:
+        if self._wandb is not None:
+            self._wandb.log({**wandb_names(record), WANDB_START: self._start})
 
     @property
     def mirrored(self) -> bool:

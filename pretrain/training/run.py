@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
 
+from pretrain.common.errors import DivergedError, StoppedError
 from pretrain.common.worker import Worker
 from pretrain.tracking import starting
 from pretrain.tracking.records import read_records
@@ -79,7 +81,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
         job_type=training.job_type,
         enabled=worker.rank == 0,
     )
-    tracker.log_events(payload.get("events", ()), progress.step)
+    tracker.log_events([*payload.get("events", ()), *_resume_events(checkpoint)], progress.step)
     first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
     try:
@@ -97,6 +99,9 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
             )
         with engine.allow(LONG_SECONDS):
             training.finish(tracker)
+    except (StoppedError, DivergedError) as error:
+        tracker.mirror_end("stop" if isinstance(error, StoppedError) else "diverged", progress.step, str(error))
+        raise
     finally:
         with engine.allow(LONG_SECONDS):  # W&B may wait for its network
             task.close()
@@ -120,6 +125,12 @@ def _prepared(
     if engine.rank == 0:
         starting.end_phases(config.folder)
     return plan
+
+
+def _resume_events(checkpoint: Path | None) -> list[dict[str, Any]]:
+    if checkpoint is None:
+        return []
+    return [{"event": "resume", "time": time.time(), "message": f"resumed from {checkpoint.name}"}]
 
 
 def _was_evaluated(folder: Path, engine: Engine) -> bool:

@@ -48,7 +48,7 @@ class AttentionHistory:
     def __init__(self, folder: Path, model: ModelConfig, held_out: TokenShards) -> None:
         self._path, self._model = folder / HISTORY, model
         self._texts = _texts(held_out, min(_LENGTH, model.max_positions))
-        self._picture = self._texts[0][:_PICTURE_LENGTH] if self._texts else np.zeros(0, np.int64)
+        self._picture = self._texts[0][:_PICTURE_LENGTH].copy() if self._texts else np.zeros(0, np.int64)
         if len(self._picture) == _PICTURE_LENGTH:
             self._picture[-1] = held_out.special_ids["sep"]
         self._special = held_out.special_ids

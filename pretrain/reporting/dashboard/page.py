@@ -17,7 +17,7 @@ from pretrain.reporting.dashboard.runs import UNFINISHED, RunRecords, Score, rea
 from pretrain.reporting.dashboard.subjects import Subject, differing, starts
 from pretrain.reporting.pages import DATE, write_page
 from pretrain.reporting.report import short
-from pretrain.tracking.live import clock
+from pretrain.tracking.live import clock, phases_of, work
 
 _SEVERE = ("rollback", "hang")
 _MOST_SCORES = 5  # shown next to the main metric of a fine-tuning
@@ -175,7 +175,9 @@ def _held_out_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
 def _time_left(run: RunRecords, seconds: float) -> str:
     if run.total_steps is None or run.step >= run.total_steps:
         return "over all starts"
-    left = seconds / run.step * (run.total_steps - run.step)
+    phases = phases_of(run.config)
+    done, total = work(phases, run.step), work(phases, run.total_steps)
+    left = seconds / done * (total - done)
     return f"{clock(left)} left at this speed"
 
 

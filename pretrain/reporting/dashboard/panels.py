@@ -53,6 +53,7 @@ PANELS = (
 )
 
 EVENTS = (
+    "resume",
     "restart",
     "rollback",
     "straggler",

@@ -5,7 +5,9 @@ Run folders of pretraining and of fine-tuning are recognised by the files in the
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +85,9 @@ class RunRecords:
         if self.total_steps is not None and self.step >= self.total_steps:
             return "finished"
         ends = [event for event in self.events if event["event"] in _ENDS]
-        return _ENDS[ends[-1]["event"]] if ends and ends[-1]["step"] >= self.step else UNFINISHED
+        if not ends or ends[-1]["step"] < self.step or ends[-1].get("time", math.inf) < _last_start(self.folder):
+            return UNFINISHED
+        return _ENDS[ends[-1]["event"]]
 
     @property
     def updated(self) -> float:
@@ -197,6 +201,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def _last_start(folder: Path) -> float:
+    """When the last start of the run began, in seconds since 1970; 0 if that is unknown."""
+    try:
+        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        return datetime.datetime.fromisoformat(environment["started"]).timestamp()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return 0.0
+
+
 def _is_phase(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), int) for key in ("steps", "sequence_length"))
 
@@ -207,6 +220,8 @@ def _read_scores(path: Path, top: Path) -> Iterator[Score]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if path.name == FAILED:
             yield Score(label, "", "", {}, None, trained_on, str(content["message"]))
+            return
+        if "models" in content:  # a scores.json of evaluate-pretrained
             return
         for part, values in content["scores"].items():
             yield Score(label, part, content["metric"], values, content.get("step"), trained_on)
