@@ -44,7 +44,7 @@ _UNITS = (
     ("sequences", "sequences"),
     ("predictions", "tokens"),
     ("examples_per_step", "examples"),
-    ("share|fraction|probability|dropout|layer_decay|threshold", "fraction"),
+    ("share|fraction|probability|dropout|layer_decay", "fraction"),
     ("workers|processes", "processes"),
     ("workers_per_node", "processes"),
     ("cpus_per_worker", "CPU cores"),
@@ -136,7 +136,8 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     yield "export: a pretraining run", pretrain["export"]
     yield from ((name, parser) for name, parser in finetune.items() if name not in ("demo", "adapt", "export", "bench"))
     yield "export: a fine-tuned model", finetune["export"]
-    yield from ((name, pretrain[name]) for name in ("report", "dashboard"))
+    placed = {"prepare", "pretrain", "bench", *finetune}
+    yield from ((name, parser) for name, parser in pretrain.items() if name not in placed)
     yield from cluster.items()
     yield "bench", pretrain["bench"]
     for name in importlib.import_module("pretrain.__main__").BENCHMARKS:
@@ -373,12 +374,14 @@ def _number(value: Any) -> str:
 
 
 def _unit(name: str, field: Any) -> str:
-    if field.annotation is bool or typing.get_origin(field.annotation) is typing.Literal:
+    kinds = {int, float} & {field.annotation, *typing.get_args(field.annotation)}
+    unit = next((unit for words, unit in _UNITS if re.search(rf"(^|_)({words})$", name)), "")
+    if not kinds or not unit:
         return ""
-    for words, unit in _UNITS:
-        if re.search(rf"(^|_)({words})$", name):
-            return unit
-    return ""
+    is_share = float in kinds and any(
+        1 in (getattr(one, "le", None), getattr(one, "lt", None)) for one in field.metadata
+    )
+    return "fraction" if is_share else unit
 
 
 # Metrics and exit codes

@@ -255,7 +255,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     """`8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second."""
     if text == "here":
         device, peak = _measure_peak(config.engine.resolved_precision)
-        return Cluster("this machine", config.scheduling.workers, device, peak)
+        return Cluster("this machine", config.scheduling.workers, device, peak * used_devices(config))
     match = re.fullmatch(r"(?:(\d{1,9})\s*[xX]\s*)?([A-Za-z0-9]+)", text.strip())
     names = {name.upper(): name for name in GPUS}
     count = int(match[1] or 1) if match else 0
@@ -280,12 +280,19 @@ def resolve_precision(config: R, on: str = "") -> tuple[R, str]:
 
 
 def _measure_peak(precision: Precision) -> tuple[Device, float]:
-    """(device, FLOP/s) of matrix products on all cores, or on all GPUs by one of them."""
+    """(device, FLOP/s) of matrix products on all cores, or on one GPU."""
     import torch
 
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    return device, matmul_peak(device, precision) * max(1, torch.cuda.device_count())
+    return device, matmul_peak(device, precision)
+
+
+def used_devices(config: PretrainConfig) -> int:
+    """GPUs of this machine that the run uses, one for each worker; 1 for CPUs, whose cores all workers share."""
+    import torch
+
+    return max(1, min(torch.cuda.device_count(), config.scheduling.workers))
 
 
 # ---- Text

@@ -23,6 +23,7 @@ from pretrain.bench import baselines, compare, loader, page, quality, results, w
 from pretrain.bench.all import Measurement, collect
 from pretrain.bench.results import BenchResult, Comparison, FailedMeasurement, Figure, Limit, Machine, Results
 from pretrain.common.errors import InputError
+from pretrain.config import load_config
 from pretrain.corpus.shards import open_shards
 from pretrain.reporting.charts import Bar, bar_chart
 
@@ -656,3 +657,54 @@ class TestQuality:
         assert ours.pairs == theirs.pairs, "the same sequences"
         assert ours.corpus == theirs.corpus
         assert type(baselines._their_model(theirs, 100, "eager")).__name__ == "BertForMaskedLM"
+
+    def test_a_recipes_decay_and_masking_are_those_of_a_run_of_the_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In 10 minutes, 1,000 steps of ours fit; ours ends with them, if it is faster than it was when timed."""
+        specs: list[baselines.TrainerSpec] = []
+
+        class Trainer:
+            def __init__(self, spec: baselines.TrainerSpec) -> None:
+                specs.append(spec)
+                self.seconds = {1: 0.6, 2: 0.4}.get(len(specs), 2.0)
+
+            def train(self, _: float) -> baselines.StepReport:
+                return baselines.StepReport(self.seconds, 1, 1.0)
+
+            def held_out_loss(self) -> float:
+                return 1.0
+
+            def close(self) -> None: ...
+
+        monkeypatch.setattr(quality, "TrainerProcess", Trainer)
+        path = Path(__file__).parents[1] / "configs/pretrain/mini.yaml"
+        options = self.options(recipe=str(path), minutes=10.0, json=True, peer="eager")
+        sequences = quality.compare(options)["sequences"]
+        ours, recipe = specs[1].config, load_config(path)
+        assert ours.phases[0].steps == 1000
+        assert ours.weight_decay == pytest.approx(recipe.weight_decay * recipe.total_steps / 1000)
+        assert ours.masking_shares(0) == (0.3, 0.15)
+        assert sequences == {"ours": 999 * 64, "transformers": 300 * 32}, "the step that compiles is not counted"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["scale", "--repeats", "0"], "--repeats: '0' is not a whole number above 0"),
+        (["loader", "--repeats", "0"], "--repeats: '0' is not a whole number above 0"),
+        (["step", "--corpus", "x", "--repeats", "0"], "--repeats: '0' is not a whole number above 0"),
+        (["workers", "--corpus", "x", "--rounds", "0"], "--rounds: '0' is not a whole number above 0"),
+        (["checkpoint", "--rounds", "0"], "--rounds: '0' is not a whole number above 0"),
+        (["wire", "--size", "nosuch"], "--size: invalid choice: 'nosuch'"),
+        (["checkpoint", "--size", "nosuch"], "error: bench: model: size: 'nosuch' is no size of family bert"),
+        (["quality", "--corpus", "x", "--size", "nosuch"], "error: bench: model: size: 'nosuch' is no size"),
+        (["quality", "--corpus", "x", "--minutes", "0"], "error: --minutes: 0; expected a number above 0."),
+        (["scale", "--length", "4"], "error: bench: phases.0.sequence_length: "),
+    ],
+)
+def test_senseless_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main(["bench", *words])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert message in capsys.readouterr().err

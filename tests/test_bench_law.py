@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 from planned_laws import PLANTED
 
 from finetune.__main__ import main
+from finetune.bench.law.command import fit_runs
 from finetune.bench.law.points import Choice, read_runs
 from finetune.bench.speedrun import results
 from finetune.bench.speedrun.results import Results, Trial
 from finetune.bench.speedrun.scores import Scores
+from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, load_config
 from pretrain.planning import published
 from pretrain.planning.candidates import effective_size, shape_name, with_shape, works
@@ -114,6 +117,14 @@ def test_a_law_is_fitted_predicts_and_is_written(
     assert main([*words[:2], str(moved), *words[3:], "--holdout", "odd", "--out", str(tmp_path / "other")]) == 0
     assert published.read(tmp_path / "other" / "law.json").coefficients == law.coefficients
     assert published.read() == law, "published only with --write"
+
+
+def test_runs_of_one_large_shape_are_of_one_size(tmp_path: Path) -> None:
+    """Its size varies a little with the steps."""
+    runs, _ = read_runs([write_trials(tmp_path / "out")], Choice())
+    points = [run.point.model_copy(update={"size": 62.7e6 + 2e3 * number}) for number, run in enumerate(runs)]
+    with pytest.raises(InputError, match="12 runs of 1 size to fit"):
+        fit_runs([replace(run, point=point) for run, point in zip(runs, points, strict=True)])
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from pydantic import Field
 
 from docs import build, conf, generate
+from pretrain.common.sections import Section
 from pretrain.reporting.dashboard.panels import EVENTS, PANELS
 from pretrain.tracking.events import EVALUATION_FIELDS
 from pretrain.tracking.events import EVENTS as EVENT_KINDS
@@ -95,6 +97,33 @@ def test_images_are_small():
 
 def test_generated_pages_are_current():
     assert generate.stale() == [], f"Stale pages in docs/reference. Regenerate them: {generate.COMMAND}"
+
+
+def test_every_command_is_in_the_reference():
+    headings = re.findall(r"^## ([\w-]+)", generate.commands_page(), re.MULTILINE)
+    commands = {name for package in ("pretrain", "finetune", "cluster") for name in generate._subcommands(package)}
+    assert set(headings) == commands
+
+
+def test_numbers_have_units_and_shares_are_fractions():
+    class Example(Section):
+        size: str = "base"
+        vocabulary_size: int = 30522
+        stop_words: tuple[str, ...] = ("the",)
+        min_words: int = 50
+        min_alphabetic_words: float = Field(default=0.8, ge=0, le=1)
+        threshold: float | None = None
+        spike_share: float = Field(default=0.2, ge=0)
+        layers: tuple[int, ...] = ()
+
+    units = {name: generate._unit(name, field) for name, field in Example.model_fields.items()}
+    assert {name: unit for name, unit in units.items() if unit} == {
+        "vocabulary_size": "entries",
+        "min_words": "words",
+        "min_alphabetic_words": "fraction",
+        "spike_share": "fraction",
+        "layers": "layers",
+    }
 
 
 def test_a_stale_page_is_noticed(tmp_path: Path):

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from chaos import ROOT
 from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_reviews
 
 from finetune.bench import features as bench_features
+from finetune.bench import finetuning
 from finetune.config import load_config
+from pretrain.common.errors import InputError
 
 
 def write_config(root: Path, **values: Any) -> Path:
@@ -76,3 +79,47 @@ def test_the_trainer_learns_from_every_family(tmp_path: Path, family: str) -> No
     assert scores["metric"] == "accuracy"
     assert scores["score"] > 0.6, "better than guessing"
     assert scores["examples_per_second"] > 0
+
+
+def test_the_trainer_has_our_optimizer_and_schedule(tmp_path: Path) -> None:
+    """With a constant rate, both warm up."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    training = {"preset": "roberta", "decay": "constant", "warmup_share": 0.1}
+    path = write_config(
+        tmp_path, start_from="unused", classification=write_reviews(tmp_path, train=4, dev=4), training=training
+    )
+    config = load_config(path)
+    given = finetuning._arguments(config, 100)
+    assert (given.adam_beta1, given.adam_beta2) == (config.optimizer.beta1, config.optimizer.beta2) == (0.9, 0.98)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = transformers.get_scheduler(given.lr_scheduler_type, optimizer, given.warmup_steps, 100)
+    rates = []
+    for _ in range(100):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[:10] == pytest.approx([step / 10 for step in range(10)])
+    assert set(rates[10:]) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"training": {"layer_decay": 0.9}}, "training.layer_decay: 0.9; the Trainer has no such setting. Set it to 1"),
+        ({"training": {"preset": "few-sample"}}, "training.reinitialised_layers: 1"),
+        ({"optimizer": {"name": "lamb"}}, "optimizer.name: lamb; the Trainer has no such setting. Set it to adamw"),
+    ],
+)
+def test_what_the_trainer_cannot_do_is_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    reviews = write_reviews(tmp_path, train=4, dev=4)
+    config = load_config(write_config(tmp_path, start_from="unused", classification=reviews, **values))
+    with pytest.raises(InputError, match=message):
+        finetuning.compare(config, 1)
+
+
+def test_the_summary_says_which_step_is_scored() -> None:
+    run = {"score": 0.5, "examples_per_second": 10.0}
+    assert finetuning._summary({"ours": [run], "trainer": [run]}).splitlines()[-1] == (
+        "scores: ours at the best of its evaluations, trainer after its last step"
+    )

@@ -12,13 +12,13 @@ from corpora import make_corpus
 from planned_laws import PLANTED, planted_law, planted_points
 from scipy.optimize import minimize
 
-from pretrain import pace, work
+from pretrain import estimate, pace, work
 from pretrain.__main__ import main
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, load_config
 from pretrain.planning import published, recommend, speed, table
 from pretrain.planning.budget import Budget, parse_budget
-from pretrain.planning.candidates import effective_size, plan, with_batch, with_shape, works
+from pretrain.planning.candidates import effective_size, plan, with_batch, with_shape, with_workers, works
 from pretrain.planning.fitting import EXPONENT, FEWEST, Points, fit, objective
 from pretrain.planning.law import REPETITIONS, Law, effective_tokens, interval
 from pretrain.planning.published import Recipe, as_points
@@ -258,6 +258,17 @@ def test_this_machines_speed_is_calibrated_by_a_run(monkeypatch: pytest.MonkeyPa
     assert here.seconds(config, one) == pytest.approx(step / 6 * one[0].steps)
 
 
+def test_a_run_uses_one_gpu_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the machine's eight."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr(speed, "product_times", lambda shapes, *_: [6 * a * b / 1e12 for a, b in shapes])
+    monkeypatch.setattr(estimate, "_measure_peak", lambda *_: ("cuda", 7e14))
+    for workers, used in ((1, 1), (4, 4), (16, 8)):
+        config = mini(scheduling={"workers": workers}, engine={"precision": "bf16"})
+        assert estimate.parse_cluster("here", config).peak_flops == used * 7e14
+        assert Here("cuda", "bf16").rate(config, works(config, ENDLESS)) == pytest.approx(used * 1e12)
+
+
 def test_products_are_timed() -> None:
     times = speed.product_times([(64, 64), (512, 512)], "cpu", "fp32")
     assert len(times) == 2
@@ -286,6 +297,19 @@ def test_a_text_is_measured_estimated_or_unknown(tmp_path: Path) -> None:
 
 
 # ---- the recommendation
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_settings_of_every_size_give_its_config(path: Path) -> None:
+    """They are whole, also where a value of the new shape is that of the config's named size."""
+    config = load_config(path)
+    if config.start_from or config.distillation.teacher or config.electra.is_on:
+        pytest.skip("--budget plans nothing for it")
+    text = Text((PhaseText(100.0, math.inf),) * len(config.phases), "", False)
+    for shape in recommend.SHAPES:
+        after = plan(with_shape(config, *shape), Budget("", flops=3e15), text, None).config
+        words = table.settings_line(config, after).split()
+        assert load_config(path, [word for word in words if word != "--set"]) == after
 
 
 def test_the_best_candidate_has_the_lowest_loss() -> None:
@@ -337,9 +361,26 @@ def test_other_settings_than_the_laws_are_named(law_file: Path, capsys: pytest.C
     assert "this config has family bert, optimizer adamw" in capsys.readouterr().out
 
 
+def test_every_worker_of_a_cluster_has_a_sequence(law_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan is of a run with so many workers, whatever the config has, and its settings say so."""
+    phase = {**mini().phases[0].model_dump(), "global_sequences": 48, "ramp_from": 0, "ramp_steps": 0}
+    config = mini(phases=[phase, {**phase, "global_sequences": 4}], scheduling={"workers": 2, "min_workers": 1})
+    text = Text((PhaseText(100.0, math.inf),) * 2, "", False)
+    found = plan(with_workers(config, 16), Budget("", flops=1e13), text, None).config
+    assert [one.global_sequences for one in found.phases] == [16, 16]
+    assert (found.scheduling.workers, found.scheduling.min_workers) == (16, 1)
+    assert "--set scheduling.workers=16" in table.settings_line(config, found)
+    assert with_workers(found, 8).scheduling.min_workers == 1
+
+    line = recommendation(mini(), "90s", "128xA100", law_file).splitlines()[-1].split()
+    capsys.readouterr()
+    assert main(["pretrain", str(CONFIGS / "mini.yaml"), "--dry-run", *line]) == 0, capsys.readouterr().err
+
+
 def test_a_cluster_is_planned_by_arithmetic(law_file: Path) -> None:
     one, eight = (recommendation(mini(), "1h", on, law_file) for on in ("L4", "8xH100"))
     assert "1 x L4: by arithmetic" in one
+    assert f"of which {1 - pace.TRAINING_SHARE:.0%} is for evaluations and checkpoints" in one
     assert "too large" not in eight
     best = [next(line.split()[1] for line in text.splitlines() if line.startswith("  >")) for text in (one, eight)]
     order = [f"{layers}x{hidden}" for layers, hidden in recommend.SHAPES]

@@ -372,7 +372,7 @@ def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkey
         raise error
 
     def blimp(*_: Any, record: Record, **__: Any) -> None:
-        record.write("blimp", {}, BlimpScore({"p": ParadigmScore("t", 4, 3)}).as_data(1))
+        record.write("blimp", {"limit": 100}, BlimpScore({"p": ParadigmScore("t", 4, 3)}).as_data(1))
 
     monkeypatch.setattr(scores, "fingerprint", lambda _: prints[0])
     monkeypatch.setattr(scores, "held_out_score", lambda *_, **__: HeldOutScore(3.0, 0.4, 1.5, 1, 1, 0.0, 1, 1))
@@ -382,10 +382,12 @@ def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkey
     found, why = scores.measure(config, tmp_path, [], ScoreSettings(tmp_path, 0, both))
     assert (found.bits_per_character, found.blimp) == (1.5, 0.75)
     assert (found.finetuning, found.transfer) == ({"a": pytest.approx(0.6)}, None)  # no mean without b
+    assert found.remarks == ["BLiMP: first 100 pairs of each paradigm"]
     assert why == "fine-tunings: 1 of 2 runs failed"
     one = FinetuningSettings((Path("a.yaml"),))
     measured, _ = scores.measure(config, tmp_path, [], ScoreSettings(None, 0, one))
     assert (measured.blimp, measured.transfer) == (0.75, pytest.approx(0.6))
+    assert measured.remarks == ["BLiMP: first 100 pairs of each paradigm", "transfer: a (2 seeds)"]
     assert scores.measure(config, tmp_path, [], ScoreSettings()) == (measured, "")
     error = StoppedError("stopped")
     with pytest.raises(StoppedError):

@@ -1,9 +1,9 @@
 """`python -m finetune bench`: compares our fine-tuning with the Hugging Face Trainer, alternating for each seed.
 
 The baseline is the usual setup of transformers: its model for the task and `Trainer`, with autocast to the config's
-precision, fused AdamW and dynamic padding, and the same checkpoint, features, steps, batch size and learning rates. It
-truncates a long text to its first window, as the public scripts do. The same code scores both. Each run has its own
-process.
+precision, fused AdamW and dynamic padding, and the same checkpoint, features, steps, batch size, learning rates and
+settings of AdamW. It truncates a long text to its first window, as the public scripts do. The same code scores both:
+ours at the best of its evaluations, the baseline after its last step. Each run has its own process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 from finetune.artifacts.saved import SCORES
 from finetune.config import FinetuneConfig, load_config
-from pretrain.commands import local_path, local_text, program
+from pretrain.commands import local_path, local_text, positive_int, program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
 from pretrain.model.precision import resolve_here
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"{program()} bench finetune", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("config", type=local_path, metavar="CONFIG", help="the task's YAML file")
     parser.add_argument("--from", dest="start_from", type=local_text, metavar="DIR", help="initial checkpoint")
-    parser.add_argument("--seeds", type=int, default=3, help="number of runs of each (default: 3)")
+    parser.add_argument("--seeds", type=positive_int, default=3, help="number of runs of each (default: 3)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument(
@@ -70,7 +70,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare(config: FinetuneConfig, seeds: int, *, quiet: bool = False) -> dict[str, Any]:
-    """{"ours": [run, ...], "trainer": [run, ...]} with run = {"score", "examples_per_second", "seconds"}."""
+    """{"ours": [run, ...], "trainer": [run, ...]} with run = {"score", "examples_per_second", "seconds"}.
+
+    Raises `InputError` if the config has settings that the Trainer lacks.
+    """
+    _check(config)
     runs: dict[str, list[dict[str, Any]]] = {OURS: [], BASELINE: []}
     with tempfile.TemporaryDirectory(prefix="bench-finetune-") as folder:
         for seed in range(config.seed, config.seed + seeds):
@@ -79,6 +83,20 @@ def compare(config: FinetuneConfig, seeds: int, *, quiet: bool = False) -> dict[
                 if not quiet:
                     print(_line(kind, seed, runs[kind][-1]), flush=True)
     return {"config": config.model_dump(mode="json"), **runs}
+
+
+def _check(config: FinetuneConfig) -> None:
+    """Raise `InputError` if ours would train in a way that the Trainer cannot."""
+    training = config.training
+    for name, value, needed in (
+        ("optimizer.name", config.optimizer.name, "adamw"),
+        ("training.layer_decay", training.layer_decay, 1),
+        ("training.reinitialised_layers", training.reinitialised_layers, 0),
+        ("training.reinitialise_pooler", training.reinitialise_pooler, False),
+        ("training.patience", training.patience, 0),
+    ):
+        if value != needed:
+            raise InputError(f"bench finetune: {name}: {value}; the Trainer has no such setting. Set it to {needed}.")
 
 
 def _line(kind: str, seed: int, run: dict[str, Any]) -> str:
@@ -100,6 +118,7 @@ def _summary(result: dict[str, Any]) -> str:
     pairs = zip(result[OURS], result[BASELINE], strict=True)
     ratios = [ours["examples_per_second"] / theirs["examples_per_second"] for ours, theirs in pairs]
     lines.append(f"ratio    {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+    lines.append(f"scores: {OURS} at the best of its evaluations, {BASELINE} after its last step")
     return "\n".join(lines)
 
 
@@ -209,8 +228,10 @@ def _arguments(config: FinetuneConfig, steps: int) -> Any:
         learning_rate=settings.learning_rate,
         max_steps=steps,
         warmup_steps=round(settings.warmup_share * steps),
-        lr_scheduler_type=settings.decay,
+        lr_scheduler_type={"constant": "constant_with_warmup"}.get(settings.decay, settings.decay),
         weight_decay=config.optimizer.weight_decay,
+        adam_beta1=config.optimizer.beta1,
+        adam_beta2=config.optimizer.beta2,
         adam_epsilon=config.optimizer.epsilon,
         max_grad_norm=config.engine.gradient_clip_norm,
         bf16=config.engine.precision == "bf16",

@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.loader import Loader, validation_batches
 from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory
+from pretrain.common.setting_errors import first_problem
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
@@ -64,7 +66,7 @@ def bench_config(
     """A run of `sequences` per step and one micro-batch per step, with no last step.
 
     `model` holds further settings of the section model. The precision is resolved for this machine; the baselines use
-    the same one. Only BERT predicts the next sentence.
+    the same one. Only BERT predicts the next sentence. Raises `InputError` if there is no such run.
     """
     phase = {
         "sequence_length": length,
@@ -72,7 +74,7 @@ def bench_config(
         "steps": 1 << 30,
         "peak_learning_rate": rate,
     }
-    config = PretrainConfig.model_validate(
+    config = validated(
         {
             "name": "bench",
             "corpus": {"dir": corpus},
@@ -84,6 +86,14 @@ def bench_config(
         }
     )
     return resolve_here(config)[0]
+
+
+def validated(values: dict[str, Any]) -> PretrainConfig:
+    """The config of a benchmark. Raises `InputError` if its options give none."""
+    try:
+        return PretrainConfig.model_validate(values)
+    except ValidationError as error:
+        raise InputError(f"bench: {first_problem(error)}.") from None
 
 
 class StepReport(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 
 from pretrain.bench.baselines import bench_config
 from pretrain.checkpoint.saver import Saver
-from pretrain.commands import local_path, program
+from pretrain.commands import local_path, positive_int, program
 from pretrain.common.wording import aligned
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"{program()} bench checkpoint", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--size", default="base", help="model size (default: base)")
     parser.add_argument("--zero", type=int, default=1, choices=[0, 1, 2, 3], help="ZeRO stage (default: 1)")
-    parser.add_argument("--rounds", type=int, default=5, help="saves of each kind; the median is reported")
+    parser.add_argument("--rounds", type=positive_int, default=5, help="saves of each kind; the median is reported")
     parser.add_argument("--dir", type=local_path, help="folder to write to (default: the temporary folder)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)

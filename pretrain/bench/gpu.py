@@ -26,7 +26,7 @@ import torch
 from pretrain.batches.batch import StepBatch
 from pretrain.bench.baselines import bench_config
 from pretrain.bench.results import aligned
-from pretrain.commands import program
+from pretrain.commands import positive_int, program
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
@@ -240,7 +240,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     models = list(dict.fromkeys(case.name for case in CASES))
     parser.add_argument("--models", nargs="+", choices=models, default=models, help="models (default: all)")
-    parser.add_argument("--steps", type=int, default=10, help=f"steps of each of the {_BLOCKS} timings (default: 10)")
+    parser.add_argument(
+        "--steps", type=positive_int, default=10, help=f"steps of each of the {_BLOCKS} timings (default: 10)"
+    )
     parser.add_argument(
         "--precision",
         choices=["auto", "bf16", "fp16", "fp32", "fp8"],

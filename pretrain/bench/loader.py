@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from pretrain.batches.loader import BatchMaker, Loader
-from pretrain.commands import local_path, program
+from pretrain.commands import local_path, positive_int, program
 from pretrain.common.errors import InputError
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import Shard, TokenShards, open_shards
@@ -43,9 +43,9 @@ def main(argv: list[str]) -> int:
     """Run the comparison and print a table, or JSON with `--json`."""
     parser = argparse.ArgumentParser(prog=f"{program()} bench loader", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", type=local_path, help="prepared corpus folder (default: a synthetic one)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="sequence lengths")
-    parser.add_argument("--sequences", type=int, default=256, help="sequences per batch")
-    parser.add_argument("--repeats", type=int, default=5, help="repetitions; the median is reported")
+    parser.add_argument("--lengths", type=positive_int, nargs="+", default=[128, 512], help="sequence lengths")
+    parser.add_argument("--sequences", type=positive_int, default=256, help="sequences per batch")
+    parser.add_argument("--repeats", type=positive_int, default=5, help="repetitions; the median is reported")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--resume-only", type=local_path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

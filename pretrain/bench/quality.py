@@ -6,23 +6,28 @@ the share of the training time used: warm-up, then linear decay, the same for bo
 
 With --recipe, ours trains as a config says: its model, optimizer, masking, batch and peak rate. transformers trains
 BERT or ModernBERT with AdamW, --sequences and --rate, on the same kind of sequences, 15 % masked. Both are scored on
-the same held-out masks.
+the same held-out masks. A few steps of ours are timed first, since its weight decay and masking may depend on the
+length of the run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 import time
 from typing import Any
 
 from pretrain.bench.baselines import BASELINES, OURS, TrainerProcess, TrainerSpec, bench_config
-from pretrain.commands import program
+from pretrain.commands import positive_int, program
+from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, load_config
 from pretrain.model.precision import resolve_here
 
 TURN_SECONDS = 10.0
 WARM_UP_SHARE = 0.1
+_TIMED_STEPS = 20
 
 
 def main(argv: list[str]) -> int:
@@ -30,8 +35,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"{program()} bench quality", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", required=True, help="prepared corpus folder")
     parser.add_argument("--size", default="mini", help="model size (default: mini)")
-    parser.add_argument("--length", type=int, default=128, help="sequence length")
-    parser.add_argument("--sequences", type=int, default=64, help="sequences per step")
+    parser.add_argument("--length", type=positive_int, default=128, help="sequence length")
+    parser.add_argument("--sequences", type=positive_int, default=64, help="sequences per step")
     parser.add_argument("--minutes", type=float, default=10.0, help="training time of each trainer")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate of both trainers")
     parser.add_argument(
@@ -46,6 +51,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON at the end instead of progress lines")
     options = parser.parse_args(argv)
+    if not 0 < options.minutes < math.inf:
+        raise InputError(f"--minutes: {options.minutes:g}; expected a number above 0.")
     result = compare(options)
     if options.json:
         print(json.dumps(result))
@@ -55,12 +62,13 @@ def main(argv: list[str]) -> int:
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Train both in alternation. Returns the held-out MLM loss of each after every tenth of the time."""
     ours, theirs = _configs(options)
+    if options.recipe:
+        ours = _of_length(ours, max(2, round(60 * options.minutes / _step_seconds(ours))))
+        if not options.json:
+            print(f"ours: a run of {ours.total_steps:,} steps; weight decay is {ours.weight_decay:.3g}", flush=True)
     specs = {"ours": TrainerSpec(OURS, ours, held_out=theirs), "transformers": TrainerSpec(options.peer, theirs)}
     trainers = {name: TrainerProcess(spec) for name, spec in specs.items()}
-    runners = {
-        name: _Runner(trainer, options.minutes, specs[name].config.phases[0].peak_learning_rate)
-        for name, trainer in trainers.items()
-    }
+    runners = {name: _Runner(trainer, options.minutes, specs[name].config) for name, trainer in trainers.items()}
     curve: list[dict[str, Any]] = []
     while not all(runner.done() for runner in runners.values()):
         for runner in runners.values():
@@ -99,17 +107,32 @@ def _configs(options: argparse.Namespace) -> tuple[PretrainConfig, PretrainConfi
     return resolve_here(ours)[0], theirs.model_copy(update={"pairs": recipe.pairs})
 
 
-class _Runner:
-    """A trainer with its training time and its step count."""
+def _of_length(config: PretrainConfig, steps: int) -> PretrainConfig:
+    """The config with another number of steps, over which its weight decay and its masking are reckoned."""
+    return config.model_copy(update={"phases": (config.phases[0].model_copy(update={"steps": steps}),)})
 
-    def __init__(self, trainer: TrainerProcess, minutes: float, rate: float) -> None:
-        self._trainer, self._minutes, self._peak = trainer, minutes, rate
+
+def _step_seconds(config: PretrainConfig) -> float:
+    """Seconds of one step of ours, the median of a few."""
+    trainer = TrainerProcess(TrainerSpec(OURS, config))
+    trainer.train(0.0)  # compiles the model
+    seconds = statistics.median(trainer.train(0.0).seconds for _ in range(_TIMED_STEPS))
+    trainer.close()
+    return seconds
+
+
+class _Runner:
+    """A trainer with its training time and its step count. It ends with its time, or with the steps of its config."""
+
+    def __init__(self, trainer: TrainerProcess, minutes: float, config: PretrainConfig) -> None:
+        self._trainer, self._minutes = trainer, minutes
+        self._peak, self._most = config.phases[0].peak_learning_rate, config.total_steps
         self._seconds, self.steps = 0.0, 0
         # Compiles the model. A learning rate of 0 leaves the weights unchanged, and the time is not counted.
         trainer.train(0.0)
 
     def share(self) -> float:
-        return self._seconds / (60 * self._minutes)
+        return max(self._seconds / (60 * self._minutes), (self.steps + 1) / self._most)  # one step was untimed
 
     def done(self) -> bool:
         return self.share() >= 1

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from pretrain.batches import dealing
 from pretrain.batches.loader import BatchMaker
+from pretrain.bench.baselines import validated
 from pretrain.bench.loader import VOCABULARY_SIZE, synthetic_corpus
 from pretrain.checkpoint import store
 from pretrain.checkpoint.pieces import packed
-from pretrain.commands import program
+from pretrain.commands import positive_int, program
 from pretrain.common.wording import aligned
-from pretrain.config import ModelConfig, PretrainConfig
+from pretrain.config import ModelConfig
 from pretrain.corpus.shards import TokenShards
 from pretrain.model import parameters
 from pretrain.training.engine import buckets
@@ -39,10 +40,10 @@ RANKS = (8, 64, 256, 1024, 4096)
 def main(argv: list[str]) -> int:
     """Measure and print a table, or JSON with `--json`."""
     parser = argparse.ArgumentParser(prog=f"{program()} bench scale", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers of simulated ranks")
-    parser.add_argument("--sequences", type=int, default=64, help="sequences of each rank in a step")
-    parser.add_argument("--length", type=int, default=128, help="sequence length")
-    parser.add_argument("--repeats", type=int, default=5, help="steps; the fastest is reported")
+    parser.add_argument("--ranks", type=positive_int, nargs="+", default=RANKS, help="numbers of simulated ranks")
+    parser.add_argument("--sequences", type=positive_int, default=64, help="sequences of each rank in a step")
+    parser.add_argument("--length", type=positive_int, default=128, help="sequence length")
+    parser.add_argument("--repeats", type=positive_int, default=5, help="steps; the fastest is reported")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -83,7 +84,7 @@ def _maker(shards: TokenShards, ranks: int, each: int, length: int, *, whole_wor
         "steps": 1 << 30,
         "peak_learning_rate": 1e-4,
     }
-    config = PretrainConfig.model_validate(
+    config = validated(
         {
             "name": "bench",
             "corpus": {"dir": "nowhere"},

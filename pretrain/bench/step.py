@@ -23,7 +23,7 @@ import torch
 from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.loader import Loader
 from pretrain.bench.baselines import BARE, BASELINES, OURS, TrainerProcess, TrainerSpec, bench_config
-from pretrain.commands import program
+from pretrain.commands import positive_int, program
 from pretrain.config import Precision, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.model.precision import measure_matmul
@@ -165,9 +165,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--corpus", required=True, help="prepared corpus folder, which gives the sequence lengths")
     parser.add_argument("--families", nargs="+", default=["bert"], help="model families: bert, modernbert")
     parser.add_argument("--sizes", nargs="+", default=["mini"], help="model sizes (default: mini)")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 128], help="sequence lengths")
-    parser.add_argument("--tokens", type=int, default=8192, help="approximate tokens per step, padding included")
-    parser.add_argument("--repeats", type=int, default=7, help="timed steps of each; the median is reported")
+    parser.add_argument("--lengths", nargs="+", type=positive_int, default=[512, 128], help="sequence lengths")
+    parser.add_argument(
+        "--tokens", type=positive_int, default=8192, help="approximate tokens per step, padding included"
+    )
+    parser.add_argument("--repeats", type=positive_int, default=7, help="timed steps of each; the median is reported")
     parser.add_argument(
         "--peers",
         nargs="+",

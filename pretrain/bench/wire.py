@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch
-from pretrain.commands import program
+from pretrain.commands import positive_int, program
 from pretrain.common.errors import MachineError
 from pretrain.common.wording import aligned
 from pretrain.config import EngineConfig, ModelConfig, OptimizerConfig
+from pretrain.config.families import SIZES
 
 RANKS = (8, 64, 256, 1024)
 _VOCABULARY = 30_522
@@ -44,10 +45,15 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=f"{program()} bench wire", description=(__doc__ or "").split("\n")[0].partition(": ")[2]
     )
-    parser.add_argument("--size", default="mini", help="size of the model; default: mini. base needs 4 GB, large 12 GB")
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers of simulated ranks")
+    parser.add_argument(
+        "--size",
+        choices=SIZES["bert"],
+        default="mini",
+        help="size of the model; default: mini. base needs 4 GB, large 12 GB",
+    )
+    parser.add_argument("--ranks", type=positive_int, nargs="+", default=RANKS, help="numbers of simulated ranks")
     parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=range(4), help="ZeRO stages")
-    parser.add_argument("--micro-batches", type=int, default=2, help="micro-batches of a step; default: 2")
+    parser.add_argument("--micro-batches", type=positive_int, default=2, help="micro-batches of a step; default: 2")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
     rows = [

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.bench.baselines import BARE, TrainerProcess, TrainerSpec, bench_config
-from pretrain.commands import program
+from pretrain.commands import positive_int, program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig
@@ -32,14 +32,20 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"{program()} bench workers", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", required=True, help="prepared corpus folder")
     parser.add_argument("--size", default="mini", help="model size (default: mini)")
-    parser.add_argument("--length", type=int, default=128, help="sequence length")
-    parser.add_argument("--sequences", type=int, default=64, help="sequences per step")
+    parser.add_argument("--length", type=positive_int, default=128, help="sequence length")
+    parser.add_argument("--sequences", type=positive_int, default=64, help="sequences per step")
     parser.add_argument("--steps", type=int, default=60, help=f"steps of each run, at least {2 * _WINDOW}")
     parser.add_argument("--zero", nargs="+", type=int, default=[1, 3], choices=[0, 1, 2, 3], help="ZeRO stages")
     parser.add_argument(
-        "--workers", nargs="+", type=int, default=[1, 2], help="numbers of workers; scaling is relative to the first"
+        "--workers",
+        nargs="+",
+        type=positive_int,
+        default=[1, 2],
+        help="numbers of workers; scaling is relative to the first",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each combination; the median is reported")
+    parser.add_argument(
+        "--rounds", type=positive_int, default=3, help="runs of each combination; the median is reported"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
     if options.steps < 2 * _WINDOW:

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import ValidationError
+
 from pretrain.common.sections import Keys, Section, dotted_names, section_at
 
 _LONGEST_VALUE = 60  # characters of a value in a message
@@ -33,6 +35,13 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
 def expected(kind: str, context: dict[str, Any]) -> str:
     """What the rule `kind` of pydantic expects. Rules without a phrase here are given by pydantic's own name."""
     return _EXPECTED[kind](context) if kind in _EXPECTED else kind.replace("_", " ")
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first of the problems in settings that no file holds, on one line."""
+    first = error.errors(include_url=False)[0]
+    where, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    return f"{where}: {reason}" if where else reason
 
 
 def suggest(model: type[Section], path: Keys) -> str:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from pretrain import pace
 from pretrain.common.errors import InputError
+from pretrain.common.setting_errors import first_problem
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.estimate import vocabulary_size
 from pretrain.planning.budget import Budget
@@ -93,6 +94,13 @@ def with_shape(config: PretrainConfig, layers: int, hidden: int) -> PretrainConf
         for phase in config.phases
     ]
     return _changed(config, model={**model.model_dump(), **shape}, phases=phases)
+
+
+def with_workers(config: PretrainConfig, workers: int) -> PretrainConfig:
+    """The config for another number of workers. It is valid only with a batch for them (`with_batch`)."""
+    fewest = min(config.scheduling.min_workers, workers)
+    scheduling = config.scheduling.model_copy(update={"workers": workers, "min_workers": fewest})
+    return config.model_copy(update={"scheduling": scheduling})
 
 
 def with_batch(config: PretrainConfig, tokens: float) -> PretrainConfig:
@@ -183,11 +191,8 @@ def _changed(config: PretrainConfig, **values: Any) -> PretrainConfig:
     try:
         return PretrainConfig.model_validate({**config.model_dump(), **values})
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        reason = first["msg"].removeprefix("Value error, ")
         shape = "{layers}x{hidden}".format(**values.get("model", config.model.model_dump()))
         raise InputError(
-            f"--budget: this config has no size {shape}: {f'{where}: ' if where else ''}{reason}. Give --minutes "
+            f"--budget: this config has no size {shape}: {first_problem(error)}. Give --minutes "
             "instead, which scales the steps of this config."
         ) from None

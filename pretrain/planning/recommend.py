@@ -15,7 +15,7 @@ from pretrain.config import PretrainConfig
 from pretrain.estimate import Cluster
 from pretrain.planning import published
 from pretrain.planning.budget import Budget, parse_budget
-from pretrain.planning.candidates import SHAPES, Plan, plan, shape_name, with_shape, works
+from pretrain.planning.candidates import SHAPES, Plan, plan, shape_name, with_shape, with_workers, works
 from pretrain.planning.law import Law, interval
 from pretrain.planning.published import PublishedLaw
 from pretrain.planning.speed import Here, Roofline, Speed
@@ -47,7 +47,10 @@ def recommendation(config: PretrainConfig, budget_text: str, on: str | None = No
     config, _ = estimate.resolve_precision(config, on)
     cluster = estimate.parse_cluster(on, config) if on else None
     text = read_text(config)
-    shaped, left_out = _fitting([with_shape(config, *shape) for shape in _shapes(config)], cluster)
+    shaped = [with_shape(config, *shape) for shape in _shapes(config)]
+    if cluster is not None:
+        shaped = [with_workers(one, cluster.workers) for one in shaped]
+    shaped, left_out = _fitting(shaped, cluster)
     speed = _speed(config, cluster)
     plans = [plan(one, budget, text, speed) for one in shaped]
     if isinstance(speed, Here) and text.is_prepared and budget.seconds:

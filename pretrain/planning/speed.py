@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from pretrain.config import ModelConfig, Precision, PretrainConfig
-from pretrain.estimate import ASSUMED_MFU, Cluster, Device, vocabulary_size
+from pretrain.estimate import ASSUMED_MFU, Cluster, Device, used_devices, vocabulary_size
 from pretrain.model.parameters import layer_parameters
 from pretrain.model.precision import torch_dtype
 from pretrain.roofline import REACHED, step_bytes, step_times
@@ -93,14 +93,14 @@ class Here:
             self.calibration = Calibration(shape, 1.0, rest / (_bytes(first, [work]) / work.steps))
 
     def rate(self, config: PretrainConfig, work: Sequence[Work]) -> float:
-        """FLOP/s of the products of a config, all cores or GPUs together; timed once for each width."""
+        """FLOP/s of the products of a config, all cores or workers' GPUs together; each width is timed once."""
         model = config.model
         masked = sum(one.sequences * one.masked for one in work) / sum(one.tokens for one in work)
         share = round(masked, 3)
         key = (model.hidden, model.intermediate, model.heads, model.depth, round(1000 * share))
         if key not in self._rates:
             self._rates[key] = self._measure(model, vocabulary_size(config), share)
-        return self._rates[key]
+        return self._rates[key] * used_devices(config)
 
     def _measure(self, model: ModelConfig, vocabulary: int, masked: float) -> float:
         matrices = [one.shape for one in layer_parameters(model, model.layers - 1) if len(one.shape) == 2]
@@ -108,7 +108,7 @@ class Here:
         shares = [*[float(model.depth)] * len(matrices), masked]
         entries = [shape[0] * shape[1] for shape in [*matrices, (vocabulary, model.embedding or model.hidden)]]
         flops = sum(6 * share * entry for share, entry in zip(shares, entries, strict=True))
-        return flops / sum(share * one for share, one in zip(shares, times, strict=True)) * _devices(self.device)
+        return flops / sum(share * one for share, one in zip(shares, times, strict=True))
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,3 @@ def _bytes(config: PretrainConfig, work: Sequence[Work]) -> float:
     return sum(
         one.steps * step_bytes(config, phase, one, flops, 1) for phase, one in zip(config.phases, work, strict=True)
     )
-
-
-def _devices(device: Device) -> int:
-    import torch
-
-    return max(1, torch.cuda.device_count()) if device == "cuda" else 1

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pretrain import pace
 from pretrain.common import settings
 from pretrain.common.wording import aligned, counted
 from pretrain.config import PretrainConfig
+from pretrain.config.families import Shape
 from pretrain.planning.budget import Budget
 from pretrain.planning.candidates import MOST_EPOCHS, Plan
 from pretrain.planning.published import PublishedLaw, Recipe
@@ -19,6 +21,7 @@ _HEADINGS += ("best in", "outside of the points")
 _RIGHT = range(2, len(_HEADINGS) - 1)
 _FEW_STEPS = 100
 _CAPPED = "*"
+_SHAPE = tuple(f"model.{name}" for name in Shape._fields)
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,14 @@ def report(found: Recommendation) -> str:
 
 
 def settings_line(before: PretrainConfig, after: PretrainConfig) -> str:
-    """`--set NAME=VALUE` for each setting that differs, for a command with the config `before`."""
-    changed = settings.changes(before, after)
-    return " ".join(f"--set {name}={_written(value)}" for name, (_, value) in changed.items())
+    """`--set NAME=VALUE` for each setting that differs, for a command with the config `before`.
+
+    A shape is written whole: the file may leave parts of its own to model.size, which another shape changes.
+    """
+    values = {name: value for name, (_, value) in settings.changes(before, after).items()}
+    if not values.keys().isdisjoint(_SHAPE):
+        values |= {name: getattr(after.model, name.removeprefix("model.")) for name in _SHAPE}
+    return " ".join(f"--set {name}={_written(value)}" for name, value in values.items())
 
 
 def _written(value: Any) -> str:
@@ -90,7 +98,7 @@ def _written(value: Any) -> str:
 def _budget_note(found: Recommendation) -> str:
     if found.budget.flops:
         return " FLOP of training"
-    return ", of which a tenth is for evaluations and checkpoints"
+    return f", of which {1 - pace.TRAINING_SHARE:.0%} is for evaluations and checkpoints"
 
 
 def _law_note(law: PublishedLaw) -> str:

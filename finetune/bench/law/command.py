@@ -18,6 +18,7 @@ from pretrain.planning.published import PublishedLaw, Recipe, as_points
 
 FILE, PAGE = "law.json", "law.html"
 _SIZES = 3  # sizes and budgets, below which a law says nothing
+_ALIKE = 0.01  # relative difference up to which two count as one; those of one shape vary with the steps
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,10 +49,10 @@ def main(argv: Sequence[str]) -> int:
 def fit_runs(runs: Sequence[Run]) -> PublishedLaw:
     """The law of the runs that are not held out. Raises `InputError` if they are too few or too much alike."""
     fitted = [run for run in runs if not run.point.held_out]
-    sizes, amounts = ({round(value(run), -3) for run in fitted} for value in (_size, _tokens))
-    if len(fitted) < FEWEST or min(len(sizes), len(amounts)) < _SIZES:
+    sizes, amounts = (_distinct([value(run) for run in fitted]) for value in (_size, _tokens))
+    if len(fitted) < FEWEST or min(sizes, amounts) < _SIZES:
         raise InputError(
-            f"bench law: {counted(len(fitted), 'run')} of {counted(len(sizes), 'size')} to fit; expected at least "
+            f"bench law: {counted(len(fitted), 'run')} of {counted(sizes, 'size')} to fit; expected at least "
             f"{FEWEST} of {_SIZES} sizes and {_SIZES} numbers of tokens. Train more with `bench speedrun`."
         )
     newest = max(fitted, key=lambda run: run.trial.machine.get("started", ""))
@@ -67,6 +68,15 @@ def fit_runs(runs: Sequence[Run]) -> PublishedLaw:
         words=newest.trial.words,
         ground=newest.trial.ground,
     )
+
+
+def _distinct(values: Sequence[float]) -> int:
+    """How many of the values differ by more than `_ALIKE`."""
+    kept: list[float] = []
+    for value in sorted(values):
+        if not kept or value > (1 + _ALIKE) * kept[-1]:
+            kept.append(value)
+    return len(kept)
 
 
 def _size(run: Run) -> float:

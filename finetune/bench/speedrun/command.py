@@ -187,7 +187,7 @@ class _Trials:
             scores=scores,
             config=with_resolved_precision(config).model_dump(mode="json"),
             machine=json.loads((config.folder / ENVIRONMENT_FILE).read_text(encoding="utf-8")),
-            remarks="; ".join(filter(None, [*remarks, failure])),
+            remarks="; ".join(filter(None, [*remarks, *scores.remarks, failure])),
         )
 
     def _trial(self, budget: float, **values: Any) -> Trial:

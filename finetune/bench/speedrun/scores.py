@@ -15,6 +15,7 @@ from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import fingerprint
 from finetune.scores.record import MODEL, Record, read_record
 from pretrain.common.errors import InputError, RunError, StoppedError
+from pretrain.common.wording import counted
 from pretrain.config import PretrainConfig
 
 
@@ -44,6 +45,8 @@ class Scores:
         blimp: mean accuracy of the paradigms.
         transfer: mean score of the fine-tunings.
         finetuning: config's name -> mean score.
+        blimp_limit: pairs of each paradigm that `blimp` is of; 0 for all.
+        seeds: config's name -> runs that its mean is of.
     """
 
     nats: float | None = None
@@ -52,6 +55,17 @@ class Scores:
     blimp: float | None = None
     transfer: float | None = None
     finetuning: dict[str, float] = field(default_factory=dict)
+    blimp_limit: int = 0
+    seeds: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What the scores are of, where that is a choice of the command: rows differ in it."""
+        of = ", ".join(f"{name} ({counted(count, 'seed')})" for name, count in self.seeds.items())
+        return [
+            *([f"BLiMP: first {counted(self.blimp_limit, 'pair')} of each paradigm"] if self.blimp_limit else []),
+            *([f"transfer: {of}"] if self.transfer is not None and of else []),
+        ]
 
 
 def measure(config: PretrainConfig, out: Path, texts: Sequence[Path], wanted: ScoreSettings) -> tuple[Scores, str]:
@@ -73,7 +87,7 @@ def measure(config: PretrainConfig, out: Path, texts: Sequence[Path], wanted: Sc
         }
         if wanted.blimp is not None:
             blimp_score(run, wanted.blimp, limit=wanted.blimp_limit, record=record)
-        found["blimp"] = _blimp(record)
+        found |= _blimp(record)
     failure = ""
     if wanted.finetuning is not None:
         try:
@@ -93,10 +107,13 @@ def _record(run: Path, path: Path) -> Record:
     return Record(path, {"name": run.name, "fingerprint": now})
 
 
-def _blimp(record: Record) -> float | None:
-    """The mean of all paradigms; None if some are missing."""
-    scores = record.content.get(blimp.PART, {}).get("scores", {})
-    return None if not scores or blimp.missing_paradigms(scores) else scores["overall"]
+def _blimp(record: Record) -> dict[str, Any]:
+    """The mean of all paradigms and its limit; {} if some are missing."""
+    part = record.content.get(blimp.PART, {})
+    scores = part.get("scores", {})
+    if not scores or blimp.missing_paradigms(scores):
+        return {}
+    return {"blimp": scores["overall"], "blimp_limit": part["how"].get("limit", 0)}
 
 
 def _transfer(record: Record, wanted: FinetuningSettings | None) -> dict[str, Any]:
@@ -106,4 +123,5 @@ def _transfer(record: Record, wanted: FinetuningSettings | None) -> dict[str, An
     tuned = {name: FinetuningScore.from_data(scores[name]).pretrained for name in names if name in scores}
     means = {name: statistics.fmean(values) for name, values in tuned.items() if values}
     whole = bool(means) and len(means) == len(names)
-    return {"finetuning": means, "transfer": statistics.fmean(means.values()) if whole else None}
+    seeds = {name: len(tuned[name]) for name in means}
+    return {"finetuning": means, "seeds": seeds, "transfer": statistics.fmean(means.values()) if whole else None}
