@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from pretrain.common.addresses import runs
 from pretrain.common.worker import Flag
 
 STOP_FILE = "stop"  # in the run folder: the run saves a checkpoint and finishes
@@ -28,6 +29,7 @@ class Launch:
         ray_dir: private temporary folder; a Ray of our own lives there, and drivers report progress there.
         outcome: file in which the driver leaves how the launch finished.
         since: when the launch began, in nanoseconds by the clock of the run folder's file system.
+        runs: below which runs at addresses train, for the launcher and for all its workers.
     """
 
     id: str
@@ -36,6 +38,7 @@ class Launch:
     ray_dir: Path
     outcome: Path
     since: int
+    runs: Path = field(default_factory=runs)
 
     def stop_flag(self) -> Flag:
         """Asks the whole launch to stop. `touch` may set it, too: so does a pod's hook, or a user."""
