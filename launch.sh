@@ -88,8 +88,16 @@ wanted() {
     cat "$lock" "$root/pyproject.toml" | cksum
 }
 
+# Whether .venv was made where it is: its programs name their Python by the whole path, so a copy would be the original.
+is_in_place() {
+    local lines
+    mapfile -t -n 2 lines 2>/dev/null <"$venv/bin/bertrain" || return
+    # pip writes #!PYTHON, and in a path with a space "PYTHON" on a second line.
+    [[ ${lines[*]} =~ (/[^\"]*)/python && ${BASH_REMATCH[1]} -ef $venv/bin ]]
+}
+
 is_set_up() { # EXTRA
-    [[ -f $venv/stamp-$1 && $(<"$venv/stamp-$1") == "$(wanted)" ]]
+    is_in_place && [[ -f $venv/stamp-$1 && $(<"$venv/stamp-$1") == "$(wanted)" ]]
 }
 
 # Ends a process group and waits until it is gone, ten seconds at most.
@@ -146,7 +154,8 @@ set_up() { # EXTRA: base, onnx, test, docs or bench
         flock 9 || fail "flock failed on $lock. Install util-linux."
     fi
     if ! is_set_up "$extra"; then
-        # Without any stamp it was left half-made: begin again.
+        is_in_place || rm -f "$venv"/stamp-*
+        # Without any stamp it was left half-made, or copied: begin again.
         if ! compgen -G "$venv/stamp-*" >/dev/null; then
             python=$(find_python)
             [[ ! -e $venv || -f $venv/made-by-launch.sh ]] ||

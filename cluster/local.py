@@ -12,23 +12,22 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import psutil
-
-from cluster.workers.launch import RAY_FOLDER, end_session, environment, last_line
+from cluster.workers.launch import RAY_FOLDER, end_session, environment, interpreter, last_line
 from pretrain.commands import program
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import write_json
+from pretrain.common.files import disk_errors, write_json
 from pretrain.common.wording import counted
 
 _UP_SECONDS = 60.0
 _ANSWER_SECONDS = 3.0
+_ENDED = "ZX"  # of a process's states in Linux: zombie, dead
+_NO_TICKS = -1  # of a process that is gone
 _ALIVE = 0  # GcsNodeInfo.GcsNodeState of Ray's protocol
 _OBJECT_STORE_BYTES = 100 << 20
 # How long a stopped job may take for its last checkpoint before Ray kills it (Ray's default: 3 s).
@@ -48,15 +47,24 @@ class NodeProcess:
     """One `ray start --block`, leader of a session of its own."""
 
     pid: int
-    started: float  # as psutil reports it, so that a reused pid is not mistaken for ours
+    boot: str  # of the machine; with `ticks` it distinguishes the process from a later one of the same id
+    ticks: int
     cpus: int
+
+    @classmethod
+    def of(cls, pid: int, cpus: int) -> NodeProcess:
+        """The process that has this id now."""
+        return cls(pid, _boot(), _stat(pid)[1], cpus)
 
     def is_alive(self) -> bool:
         """Whether the process that was started still runs."""
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(self.pid)
-            return process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE
-        return False
+        state, ticks = _stat(self.pid)
+        return self.boot == _boot() and ticks == self.ticks and state not in _ENDED
+
+    def end(self) -> None:
+        """Kill its session, which outlives it if it was killed: raylet and workers are children of the process."""
+        if self.boot == _boot() and _stat(self.pid)[1] in (self.ticks, _NO_TICKS):
+            end_session(self.pid)
 
 
 @dataclass(frozen=True)
@@ -92,22 +100,25 @@ def up(nodes: int, cpus_per_node: int, host: str = "") -> LocalCluster:
             f"up: a cluster of {counted(len(running.nodes), 'node')} is already running ({running.dashboard}). "
             "Stop it with `down` first."
         )
+    down()  # the rest of one whose head has died
     cores = len(os.sched_getaffinity(0))
     cpus = cpus_per_node or max(1, cores // nodes)
     folder = Path(tempfile.mkdtemp(prefix="bertrain-", dir="/tmp"))  # mode 0700; sockets need a short path
-    _write_token(folder / "token")
-    _use_token_file(folder / "token")  # Ray reads it while it is imported
-    host, port, dashboard_port = host or _own_address(), *_free_ports(2)
-    cluster = LocalCluster(str(folder), f"{host}:{port}", f"http://127.0.0.1:{dashboard_port}", ())
-    _write(cluster)
+    port, dashboard_port = _free_ports(2)
+    cluster = LocalCluster(str(folder), "", f"http://127.0.0.1:{dashboard_port}", ())
     try:
+        _write_token(cluster.token_file)
+        use_token(cluster)  # Ray reads it while it is imported
+        host = host or _own_address()
+        cluster = replace(cluster, address=f"{host}:{port}")
+        _write(cluster)
         cluster = _with(cluster, _start_node(cluster, _head_arguments(folder, port, dashboard_port), cpus, host))
         _await(cluster, lambda: _listens(host, port) and _listens("127.0.0.1", dashboard_port))
         for _ in range(nodes - 1):
             cluster = _with(cluster, _start_node(cluster, [f"--address={cluster.address}"], cpus, host))
         _await(cluster, lambda: len(_alive_nodes(cluster)) == nodes)
     except BaseException:
-        down()
+        _end(_read() or cluster)
         raise
     return cluster
 
@@ -141,13 +152,16 @@ def down() -> LocalCluster | None:
     cluster = _read()
     if cluster is None:
         return None
-    for node in reversed(cluster.nodes):
-        # Its session outlives a node that was killed: raylet and workers are children of the first process.
-        if node.is_alive() or not psutil.pid_exists(node.pid):
-            end_session(node.pid)
-    shutil.rmtree(cluster.folder, ignore_errors=True)
-    _state_file().unlink(missing_ok=True)
+    _end(cluster)
     return cluster
+
+
+def _end(cluster: LocalCluster) -> None:
+    for node in reversed(cluster.nodes):
+        node.end()
+    shutil.rmtree(cluster.folder, ignore_errors=True)
+    with disk_errors(_state_file()):
+        _state_file().unlink(missing_ok=True)
 
 
 def find() -> LocalCluster | None:
@@ -158,7 +172,8 @@ def find() -> LocalCluster | None:
 
 def use_token(cluster: LocalCluster) -> None:
     """Let this process's Ray connect to the local cluster; call it before `ray` is imported."""
-    _use_token_file(cluster.token_file)
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(cluster.token_file))
 
 
 def _alive_nodes(cluster: LocalCluster) -> set[str]:
@@ -171,17 +186,13 @@ def _alive_nodes(cluster: LocalCluster) -> set[str]:
     return set()
 
 
-def _use_token_file(path: Path) -> None:
-    os.environ.pop("RAY_AUTH_TOKEN", None)
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path))
-
-
 def _start_node(cluster: LocalCluster, arguments: list[str], cpus: int, host: str) -> NodeProcess:
     folder = Path(cluster.folder)
+    python = interpreter(folder)
     with (folder / "nodes.log").open("ab") as log:
         child = subprocess.Popen(
             [
-                sys.executable,
+                python,
                 "-c",
                 "from ray.scripts.scripts import main; main()",
                 "start",
@@ -198,19 +209,39 @@ def _start_node(cluster: LocalCluster, arguments: list[str], cpus: int, host: st
                 **_ENVIRONMENT,
                 "RAY_AUTH_TOKEN_PATH": str(cluster.token_file),
                 # A job's command is `python`, which must be this interpreter.
-                "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+                "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             },
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
-    return NodeProcess(child.pid, psutil.Process(child.pid).create_time(), cpus)
+    return NodeProcess.of(child.pid, cpus)
+
+
+def _boot() -> str:
+    """An id of this machine's last boot; empty if it gives none."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """A process's state, and when it was started, in ticks since the boot: the clock may be set meanwhile."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", _NO_TICKS
+    return fields[0], int(fields[19])
 
 
 def _with(cluster: LocalCluster, node: NodeProcess) -> LocalCluster:
-    grown = LocalCluster(cluster.folder, cluster.address, cluster.dashboard, (*cluster.nodes, node))
-    _write(grown)
+    grown = replace(cluster, nodes=(*cluster.nodes, node))
+    try:
+        _write(grown)
+    except BaseException:
+        node.end()  # nothing else will know of it
+        raise
     return grown
 
 
@@ -265,13 +296,14 @@ def _state_file() -> Path:
 
 
 def _write(cluster: LocalCluster) -> None:
-    _state_file().parent.mkdir(parents=True, exist_ok=True)
-    write_json(_state_file(), asdict(cluster))
+    with disk_errors(_state_file()):
+        _state_file().parent.mkdir(parents=True, exist_ok=True)
+        write_json(_state_file(), asdict(cluster))
 
 
 def _read() -> LocalCluster | None:
     try:
         values = json.loads(_state_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return LocalCluster(**{**values, "nodes": tuple(NodeProcess(**node) for node in values["nodes"])})
+    except (OSError, ValueError, TypeError, KeyError):  # the last two of another version
         return None
-    return LocalCluster(**{**values, "nodes": tuple(NodeProcess(**node) for node in values["nodes"])})

@@ -50,7 +50,7 @@ def fit(config: PretrainConfig, minutes: float) -> PretrainConfig:
     if not 0 < minutes < math.inf:
         raise InputError(f"--minutes: {minutes:g}; expected a number above 0.")
     if config.scheduling.address or "RANK" in os.environ:
-        raise InputError("--minutes: times steps on this machine alone; leave out --address and torchrun.")
+        raise InputError("--minutes: times steps on this machine alone; leave out scheduling.address and torchrun.")
     print(f"timing steps for --minutes {minutes:g} ...", flush=True)
     pace = measure(config)
     fitted = scale(config, TRAINING_SHARE * 60 * minutes / pace.total)

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.workers import actors, capacity, driver, supervisor
+from cluster.workers import actors, capacity, driver, supervisor, target
 from cluster.workers.actors import (
     PROCESS_TITLE,
     WorkerGroup,
@@ -547,6 +547,21 @@ def test_crash_while_stopping_is_a_stop(tmp_path: Path, monkeypatch: pytest.Monk
 
     with pytest.raises(StoppedError, match="crashed while stopping"):
         _train(monkeypatch, _request(tmp_path, 5), run)
+
+
+def test_workers_and_launcher_have_one_folder_for_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker on a cluster has the environment of the cluster, which may name another folder or none."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BERTRAIN_RUNS", "/mine")
+    attempt = Attempt(_request(tmp_path, 1), 0, 1, {}, frozenset())
+    for name in ("BERTRAIN_RUNS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "of the cluster")
+    seen: list[str] = []
+    monkeypatch.setattr(target, "log_to", lambda *_: None)
+    monkeypatch.setattr(target, "bind_gloo", lambda _: None)
+    monkeypatch.setattr(target, "resolve", lambda _: lambda *_: seen.append(os.environ["BERTRAIN_RUNS"]))
+    assert target.run_worker(attempt, target.RankAssignment(0, 1, 0, 1, "127.0.0.1", "127.0.0.1", 1)) is None
+    assert seen == ["/mine"]
 
 
 def test_last_line(tmp_path: Path) -> None:

@@ -204,7 +204,9 @@ def clone(tmp_path: Path) -> Path:
         (tmp_path / name).write_text("")
     program = tmp_path / ".venv/bin/bertrain"
     program.parent.mkdir(parents=True)
-    program.write_text('#!/bin/sh\necho "$@"\necho "$PYTHONSAFEPATH $BERTRAIN_PROGRAM"\n')
+    # It names its Python, as what pip installs does.
+    lines = f'#!/bin/sh\n: "{program.parent}/python"\necho "$@"\necho "$PYTHONSAFEPATH $BERTRAIN_PROGRAM"\n'
+    program.write_text(lines)
     program.chmod(0o755)
     return tmp_path
 
@@ -287,6 +289,36 @@ def test_launch_sh_sets_up_what_a_command_needs(clone: Path, words: list[str], e
     assert f"Setting up .venv ({extra}), log in .venv/install.log ...\n" in result.stderr
     package = str(clone) if extra == "base" else f"{clone}[{extra}]"
     assert f"--editable {package} --constraint" in (clone / "pip.txt").read_text()
+
+
+@pytest.mark.parametrize("moved", [True, False])
+@pytest.mark.parametrize("shebang", ["#!{bin}/python3\n", '#!/bin/sh\n\'\'\'exec\' "{bin}/python" "$0" "$@"\n'])
+def test_launch_sh_makes_a_copied_venv_anew(clone: Path, moved: bool, shebang: str) -> None:
+    """Its programs name the Python of the original, and would run the original's code."""
+    checkout = clone / "a copy"
+    original = clone / ".venv/bin"
+    (clone / ".venv/bin/bertrain").write_text(shebang.format(bin=original))
+    (clone / ".venv/made-by-launch.sh").touch()
+    add_stamps(clone, "base", "test")
+    checkout.mkdir()
+    for name in ("launch.sh", "finetune", "requirements.lock", "pyproject.toml", ".venv"):
+        subprocess.run(["mv" if moved else "cp", *([] if moved else ["-a"]), clone / name, checkout], check=True)
+    python = clone / "python"
+    python.write_text('#!/bin/sh\n[ "$2" != venv ] || exit 9\n')
+    python.chmod(0o755)
+    result = subprocess.run(
+        ["./launch.sh", "list"], cwd=checkout, capture_output=True, text=True, env={**os.environ, "PYTHON": str(python)}
+    )
+    assert result.returncode == 3
+    assert "Setting up .venv (base)" in result.stderr
+    assert not (checkout / ".venv/bin").exists()
+    assert original.exists() != moved
+
+
+def test_launch_sh_takes_a_venv_by_another_path_to_it(clone: Path) -> None:
+    add_stamps(clone, "base")
+    (clone / "link").symlink_to(clone)
+    assert launch(clone / "link", "list").stdout.splitlines()[0] == "list"
 
 
 def test_a_stopped_set_up_ends_its_installer_and_frees_the_lock(clone: Path) -> None:

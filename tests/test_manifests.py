@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -316,31 +317,27 @@ def test_a_pod_finds_the_run_by_programs_that_exist(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("title", "host", "drains"),
+    ("title", "head", "drains"),
     [
-        (
-            f"{PROCESS_TITLE}.run",
-            "run-workers-1",
-            True,
-        ),  # by the name that Ray gives it (test_cluster.py checks a real one)
-        ("python -m finetune finetune", "run-workers-1", False),
-        (f"python -m {JOB_ENTRYPOINT}", "run-head-1", False),  # of a RayCluster, where `submit` starts it
-        (f"python -m {DRIVER}", "run-head-1", False),
+        (f"{PROCESS_TITLE}.run", False, True),  # by the name that Ray gives it (test_cluster.py checks a real one)
+        ("python -m finetune finetune", False, False),
+        (f"{PROCESS_TITLE}.run", True, False),
+        (f"python -m {DRIVER}", True, False),
     ],
 )
 def test_stopping_a_pod_asks_for_a_checkpoint_and_waits(
-    config: Path, tmp_path: Path, title: str, host: str, drains: bool
+    config: Path, tmp_path: Path, title: str, head: bool, drains: bool
 ) -> None:
     """A worker's node is drained first, which fails here. The command, or the head, has none that could go alone."""
     (tmp_path / "runs/my-run").mkdir(parents=True)
-    data = kuberay(config, f"place.storage={tmp_path}")["ConfigMap"]["data"]
-    process = subprocess.Popen(["bash", "-c", f"exec -a {shlex.quote(title)} sleep 60"], start_new_session=True)
-    # A pod has its own processes; here others may train besides.
-    program(tmp_path / "bin", "pgrep", f'exec {shutil.which("pgrep")} -s {process.pid} "$@"\n')
+    documents = kuberay(config, f"place.storage={tmp_path}")
+    data, process = documents["ConfigMap"]["data"], in_a_pod(tmp_path / "bin", title)
     program(tmp_path / "bin", "ray", f'echo "$@" >>{tmp_path}/calls\nexit 1\n')
-    environment = with_programs(tmp_path / "bin", HOSTNAME=host)
-    while not Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(title.encode()):
-        time.sleep(0.01)
+    spec = documents["RayJob"]["spec"]["rayClusterSpec"]
+    group = spec["headGroupSpec"] if head else spec["workerGroupSpecs"][0]
+    variables = {one["name"]: one.get("value", "") for one in group["template"]["spec"]["containers"][0]["env"]}
+    # The run's name is part of its pods' names.
+    environment = with_programs(tmp_path / "bin", **variables, HOSTNAME="multi-head-run-x-1")
     hook = subprocess.Popen(["bash", "-c", data["stop.sh"]], env=environment)
     try:
         while not (tmp_path / "runs/my-run/stop").exists():
@@ -355,6 +352,37 @@ def test_stopping_a_pod_asks_for_a_checkpoint_and_waits(
     assert (tmp_path / "calls").exists() == drains
 
 
+def in_a_pod(programs: Path, title: str) -> subprocess.Popen[bytes]:
+    """A process of this title, the only one that pgrep and pkill find; a pod has its own, here others may train."""
+    process = subprocess.Popen(["bash", "-c", f"exec -a {shlex.quote(title)} sleep 60"], start_new_session=True)
+    for name in ("pgrep", "pkill"):
+        program(programs, name, f'exec {shutil.which(name)} -s {process.pid} "$@"\n')
+    while not Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(title.encode()):
+        time.sleep(0.01)
+    return process
+
+
+def test_the_head_of_a_cluster_stops_the_jobs_that_it_runs(config: Path, tmp_path: Path) -> None:
+    """Their runs have other names than the manifest's; the shell of Ray above a launcher must outlive it."""
+    data = kuberay(config, f"place.storage={tmp_path}", "place.kind=RayCluster")["ConfigMap"]["data"]
+    process = in_a_pod(tmp_path / "bin", f"python -m {JOB_ENTRYPOINT}")
+    hook = ["bash", "-c", data["stop.sh"]]
+    environment = with_programs(tmp_path / "bin", BERTRAIN_HEAD="1")
+    try:
+        threading.Thread(target=process.wait).start()  # a pod's first process reaps it, too
+        assert subprocess.run(hook, env=environment, timeout=30).returncode == 0
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGTERM
+    shell = in_a_pod(tmp_path / "bin", f"/bin/sh -c python -m {JOB_ENTRYPOINT}")
+    try:
+        assert subprocess.run(hook, env=environment, timeout=30).returncode == 0
+        assert shell.poll() is None
+    finally:
+        shell.kill()
+        shell.wait()
+
+
 @pytest.mark.parametrize("least", [0, 8])
 @pytest.mark.parametrize("drained", [True, False])
 def test_a_run_continues_without_a_pod(config: Path, tmp_path: Path, least: int, drained: bool) -> None:
@@ -366,7 +394,7 @@ def test_a_run_continues_without_a_pod(config: Path, tmp_path: Path, least: int,
     # Workers, until the first search; the command is not in this pod.
     seen = tmp_path / "seen"
     program(tmp_path / "bin", "pgrep", f'[[ "$*" != *ray::* || -e {seen} ]] && exit 1\ntouch {seen}\n')
-    environment = with_programs(tmp_path / "bin", HOSTNAME="run-workers-1")
+    environment = with_programs(tmp_path / "bin")
     assert subprocess.run(["bash", "-c", data["stop.sh"]], env=environment, timeout=20).returncode == 0
     assert (tmp_path / "runs/my-run/stop").exists() != drained
     assert (tmp_path / "calls").read_text().startswith("drain-node ")
@@ -381,7 +409,7 @@ def test_a_control_store_that_is_gone_does_not_hold_a_pod_up(config: Path, tmp_p
     program(tmp_path / "bin", "ray", "exec sleep 600\n")
     program(tmp_path / "bin", "timeout", f'echo "$@" >>{tmp_path}/limits\nexec {real} 0.2 "${{@:3}}"\n')
     program(tmp_path / "bin", "pgrep", f'[[ "$*" != *ray::* || -e {seen} ]] && exit 1\ntouch {seen}\n')
-    environment = with_programs(tmp_path / "bin", HOSTNAME="run-workers-1")
+    environment = with_programs(tmp_path / "bin")
     assert subprocess.run(["bash", "-c", data["stop.sh"]], env=environment, timeout=30).returncode == 0
     assert (tmp_path / "runs/my-run/stop").exists()
     assert (tmp_path / "limits").read_text().startswith("--kill-after=5 20 ray drain-node ")
@@ -688,6 +716,14 @@ def test_an_elastic_run_takes_as_many_nodes_as_it_gets(config: Path) -> None:
     elastic = ["scheduling.min_workers=1", "scheduling.workers=2", "place.workers_per_node=1"]
     assert "#SBATCH --nodes=1-2\n" in render("slurm", config, elastic)
     assert "waiting for 1 nodes" in render("rayup", config, [*NEEDED["rayup"], *elastic])
+
+
+def test_slurm_finds_the_heads_address_without_a_resolver(slurm_job: Any, tmp_path: Path) -> None:
+    """The name of a node may be neither in DNS nor in /etc/hosts."""
+    program(tmp_path / "bin", "getent", "exit 2\n")
+    program(tmp_path / "bin", "hostname", '[[ ${1:-} != -I ]] && echo node || echo "10.0.0.7 10.1.0.7"\n')
+    assert slurm_job("exit 0\n").wait(20) == 0
+    assert "symmetric-run --address 10.0.0.7:24711" in (tmp_path / "calls").read_text()
 
 
 def test_slurm_without_ray_is_not_a_success(slurm_job: Any) -> None:

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.server
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
+import psutil
 import pytest
 import requests
 import yaml
 
-from cluster.__main__ import main
-from cluster.jobs import client
+from cluster import local
+from cluster.__main__ import _follow, main
+from cluster.jobs import client, entrypoint
 from cluster.jobs.client import Job
 from cluster.jobs.submission import read_job
+from cluster.local import LocalCluster, NodeProcess
+from cluster.workers.address import check_dashboard
 from cluster.workers.launch import check_address
 from pretrain.common.errors import InputError, MachineError
 
@@ -68,6 +76,7 @@ def test_a_run_at_an_address_is_known_by_it(config: Path, tmp_path: Path, monkey
     """Where it trains, the cluster decides; this machine can see what is in the folder that it would have here."""
     monkeypatch.setenv("BERTRAIN_RUNS", str(tmp_path / "shared"))
     metadata = client._metadata(read(config, "--set", "run_dir=s3://bucket/trial"))
+    assert metadata["runs"] == str(tmp_path / "shared")
     assert metadata["run_dir"] == "s3://bucket/trial"
     assert client._metadata(read(config))["run_dir"] == "/shared/runs/trial"
     job: Any = SimpleNamespace(
@@ -85,6 +94,24 @@ def test_a_run_at_an_address_is_known_by_it(config: Path, tmp_path: Path, monkey
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 2.0, "tokens_per_second": 7}) + "\n")
     assert client.progress(job) == ["step 3, loss 2.0000, 7 tokens/s"]
+
+
+@pytest.mark.parametrize(
+    ("of_cluster", "mine", "expected"), [("", "/mine", "/mine"), ("/its", "/mine", "/its"), ("", "", "")]
+)
+def test_a_job_trains_where_the_cluster_says_or_its_client(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_cluster: str, mine: str, expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BERTRAIN_RUNS", mine)
+    job = read_job(["pretrain", str(config)], folder=tmp_path, workers=None)
+    metadata = {**client._metadata(job), "job_submission_id": "trial"}
+    monkeypatch.setenv("BERTRAIN_RUNS", of_cluster)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(entrypoint, "wait_in_queue", lambda _: None)
+    monkeypatch.setattr(entrypoint.importlib, "import_module", lambda _: SimpleNamespace(main=lambda _: 0))
+    assert entrypoint._run(metadata) == 0
+    assert os.environ["BERTRAIN_RUNS"] == expected
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, (1, 1)), ("3", (3, 3)), ("2-4", (2, 4)), ("2-2", (2, 2))])
@@ -265,8 +292,22 @@ class _Ray(http.server.BaseHTTPRequestHandler):
             self._answer(200, version)
         elif wanted and sent != f"Bearer {wanted}":
             self._answer(403 if sent else 401, {})
+        elif urlsplit(self.path).path == "/api/v0/nodes" and self.server.nodes:  # type: ignore[attr-defined]
+            self._answer(200, self._nodes(parse_qs(urlsplit(self.path).query)))
         else:
             self._answer(200 if self.path == "/api/jobs/" else 500, [])
+
+    def _nodes(self, query: dict[str, list[str]]) -> dict[str, Any]:
+        """As Ray's aggregator does it: filtered, sorted by id, and cut."""
+        filters = list(zip(query.get("filter_keys", ()), query.get("filter_values", ()), strict=True))
+        found = [
+            node
+            for node in self.server.nodes  # type: ignore[attr-defined]
+            if all(node[key] == value for key, value in filters)
+        ]
+        cut = sorted(found, key=lambda node: node["node_id"])[: int(query["limit"][0])]
+        counts = dict.fromkeys(("total", "num_after_truncation", "num_filtered"), len(found))
+        return {"result": True, "msg": "", "data": {"result": {"result": cut, **counts}}}
 
     def _answer(self, status: int, value: object) -> None:
         self.send_response(status)
@@ -279,10 +320,10 @@ class _Ray(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def dashboard(token: str = "") -> Iterator[tuple[str, list[str | None]]]:
+def dashboard(token: str = "", nodes: Sequence[dict[str, Any]] = ()) -> Iterator[tuple[str, list[str | None]]]:
     """The URL of a dashboard and the Authorization of each request that it gets."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Ray)
-    server.token, server.seen = token, []  # type: ignore[attr-defined]
+    server.token, server.nodes, server.seen = token, nodes, []  # type: ignore[attr-defined]
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", server.seen  # type: ignore[attr-defined]
@@ -302,6 +343,38 @@ def test_a_cluster_without_a_token_is_warned_of(tmp_path: Path, config: Path, to
     assert set(seen) == ({None, f"Bearer {token}"} if token else {None})
     assert "Traceback" not in output
     assert "c0ffee" not in output
+
+
+@pytest.mark.parametrize("variable", ["RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "http_proxy"])
+def test_only_the_given_address_gets_requests(tmp_path: Path, config: Path, variable: str) -> None:
+    """The environment may name another cluster, or a proxy, which would get the token."""
+    token = "c0ffee" * 10
+    with dashboard(token) as (address, seen), dashboard() as (other, seen_there):
+        given = {"RAY_AUTH_TOKEN": token, "no_proxy": "", "NO_PROXY": "", variable: other}
+        _, output, _ = run(tmp_path, "submit", "--address", address, "--", "pretrain", str(config), **given)
+    assert output.startswith(f"error: {address}: did not report its nodes")
+    assert seen_there == []
+    assert f"Bearer {token}" in seen
+
+
+def test_a_proxy_is_avoided_for_one_host_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "inside.example")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    for _ in range(2):
+        with pytest.raises(MachineError, match="No cluster answers"):
+            check_dashboard("http://127.0.0.1:9")
+    assert os.environ["no_proxy"] == "inside.example,127.0.0.1"
+
+
+def test_the_own_cluster_gets_its_own_token(tmp_path: Path) -> None:
+    """Nobody else can know it, so RAY_AUTH_TOKEN is another cluster's."""
+    (tmp_path / "token").write_text("c0ffee" * 10)
+    (tmp_path / "bertrain").mkdir()
+    with dashboard("c0ffee" * 10) as (address, _):
+        this_process = asdict(NodeProcess.of(os.getpid(), cpus=1))
+        cluster = {"folder": str(tmp_path), "address": "127.0.0.1:1", "dashboard": address, "nodes": [this_process]}
+        (tmp_path / "bertrain/cluster.json").write_text(json.dumps(cluster))
+        assert run(tmp_path, "list", RAY_AUTH_TOKEN="of another cluster")[:2] == (0, "no jobs\n")
 
 
 def test_a_token_is_not_sent_unencrypted(
@@ -415,8 +488,10 @@ def test_a_server_that_does_not_answer(tmp_path: Path, config: Path) -> None:
 def test_a_wrong_token(tmp_path: Path, config: Path, refusing: str) -> None:
     code, output, _ = run(tmp_path, "submit", "--address", refusing, "--", "pretrain", str(config))
     assert code == 2
-    assert output.startswith(f"error: {refusing}: the cluster rejects this token.")
+    assert output.startswith(f"error: {refusing}: the cluster rejects this token. Put the cluster's token into RAY_")
     assert output.count("\n") == 1
+    output = run(tmp_path, "list", "--address", refusing, RAY_AUTH_TOKEN="wrong")[1]
+    assert "rejects this token. Unset RAY_AUTH_TOKEN, which is preferred to files, and put the" in output
 
 
 @pytest.mark.parametrize(
@@ -438,6 +513,8 @@ def test_a_wrong_token(tmp_path: Path, config: Path, refusing: str) -> None:
         (["submit", "--", "finetune", "{config}", "--from", "s3://b"], "is not an address of"),
         (["submit", "--dir", "s3://b/f", "--", "pretrain", "{config}"], "is a remote address"),
         (["submit", "--", "pretrain", "nowhere.yaml"], "nowhere.yaml"),
+        (["submit", "--", "pretrain", "{config}", "--workers", "2"], "such as --workers, go before it"),
+        (["submit", "--", "pretrain", "{config}", "--resume"], "a job resumes without --resume"),
         (["submit", "--", "pretrain", "{config}", "--set", "phasess=1"], "did you mean phases"),
     ],
 )
@@ -471,7 +548,170 @@ def test_the_list_of_jobs_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatc
     assert "[bold]" in shown
 
 
+# ---- the cluster of `up`
+
+
+@pytest.fixture
+def session() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that leads a session of its own, as a node does."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        yield process
+        process.kill()
+
+
+def test_a_node_is_known_by_more_than_its_id(session: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the time of day, which may be set while it runs. After a reboot its id is anybody's."""
+    node = NodeProcess.of(session.pid, cpus=1)
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: 0.0)
+    assert node.is_alive()
+    for other in (replace(node, boot="an earlier one"), replace(node, ticks=node.ticks - 1)):
+        assert not other.is_alive()
+        other.end()
+    assert session.poll() is None
+    node.end()
+    assert session.wait(10) == -signal.SIGKILL
+    assert not node.is_alive()
+
+
+def test_a_session_without_its_first_process_is_ended() -> None:
+    """A killed node leaves its raylet, in a session that has the node's id: only of this boot it is the node's."""
+    code = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        child = psutil.Process(int(first.stdout.readline()))
+        node = NodeProcess.of(first.pid, cpus=1)
+        first.wait()
+        replace(node, boot="an earlier one").end()
+        assert child.is_running()
+        node.end()
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_up_with_an_unusable_state_folder(tmp_path: Path) -> None:
+    """It leaves no folder with a token behind."""
+    (tmp_path / "file").touch()
+    before = set(Path("/tmp").glob("bertrain-*/token"))
+    code, output, _ = run(tmp_path, "up", XDG_STATE_HOME=str(tmp_path / "file"))
+    assert code == 2
+    assert "cluster.json: cannot write here" in output
+    assert output.count("\n") == 1
+    assert not set(Path("/tmp").glob("bertrain-*/token")) - before
+
+
+def test_up_ends_the_rest_of_a_cluster_without_its_head(
+    tmp_path: Path, session: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(local, "_start_node", lambda *_: pytest.fail("that is for the new one to do"))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):  # `up` sets them
+        monkeypatch.setenv(name, "")
+    (tmp_path / "old").mkdir()
+    node = NodeProcess.of(session.pid, cpus=1)
+    local._write(
+        LocalCluster(str(tmp_path / "old"), "127.0.0.1:1", "http://127.0.0.1:1", (replace(node, boot=""), node))
+    )
+    with pytest.raises(pytest.fail.Exception, match="for the new one"):
+        local.up(1, 1, host="127.0.0.1")
+    assert session.wait(10) == -signal.SIGKILL
+    assert not (tmp_path / "old").exists()
+    assert local.down() is None  # nor is anything of the one that did not start left
+
+
+def test_nodes_start_from_a_path_without_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray splits the commands of its own processes at spaces. A node that joins finds the link there already."""
+    (tmp_path / "two words").mkdir()
+    python = Path(sys.executable)
+    (tmp_path / "two words/venv").symlink_to(python.parent.parent)
+    monkeypatch.setattr(sys, "executable", f"{tmp_path}/two words/venv/{python.parent.name}/{python.name}")
+    started: list[tuple[str, str]] = []
+    real = subprocess.Popen
+
+    def start(command: list[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append((command[0], env["PATH"].partition(":")[0]))
+        return real(["true"], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    (tmp_path / "cluster").mkdir()
+    cluster = LocalCluster(str(tmp_path / "cluster"), "127.0.0.1:1", "http://127.0.0.1:1", ())
+    for _ in range(2):
+        local._start_node(cluster, [], 1, "127.0.0.1")
+    for program, folder in started:
+        assert " " not in program + folder
+        assert Path(program).samefile(python)
+        assert Path(folder).samefile(python.parent)
+
+
+# ---- the output of a job
+
+
+def following(monkeypatch: pytest.MonkeyPatch, ray: Any) -> client.Jobs:
+    cluster = client.Jobs.__new__(client.Jobs)
+    cluster.address = cluster.shown = "http://127.0.0.1:8265"
+    cluster._client = ray
+    monkeypatch.setattr(client.Jobs, "get", lambda *_: None)
+    return cluster
+
+
+def test_a_lost_connection_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ray:
+        async def tail_job_logs(self, _: str) -> AsyncIterator[str]:
+            yield "step 1\n"
+            raise RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
+
+    pieces = following(monkeypatch, Ray()).follow("mini")
+    assert next(pieces) == "step 1\n"
+    with pytest.raises(
+        MachineError, match=r"8265: the connection was lost \(.* 1006\)\. mini may still be running: `logs"
+    ):
+        next(pieces)
+
+
+def test_ctrl_c_ends_following_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Ray:
+        closed = False
+
+        async def tail_job_logs(self, _: str) -> AsyncIterator[str]:
+            try:
+                yield "step 1\n"
+                asyncio.get_running_loop().call_soon(signal.default_int_handler, signal.SIGINT, None)
+                await asyncio.sleep(60)
+            finally:
+                self.closed = True
+
+    ray = Ray()
+    assert _follow(following(monkeypatch, ray), "mini") == 130
+    assert ray.closed
+    assert "mini: still running" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [requests.ConnectionError, requests.Timeout, ConnectionError])
+def test_a_head_that_is_away_is_not_a_stranger(error: type[Exception]) -> None:
+    cluster = client.Jobs.__new__(client.Jobs)
+    cluster.address = cluster.shown = "http://127.0.0.1:8265"
+    advice = r"the cluster does not answer now .* run the same command again later"
+    with pytest.raises(MachineError, match=advice), cluster._answers():
+        raise error("refused")
+
+
 # ---- what a cluster holds
+
+
+def test_dead_nodes_hide_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray lists 100 nodes unless more are requested, and remembers a thousand dead ones."""
+    others = {
+        **dict.fromkeys(("node_ip", "node_name", "state_message"), ""),
+        **dict.fromkeys(("start_time_ms", "end_time_ms"), 0),
+        "resources_total": {},
+        "labels": {},
+    }
+    nodes = [
+        {**others, "node_id": f"{number:04}", "state": state, "is_head_node": False}
+        for state, numbers in (("DEAD", range(150)), ("ALIVE", range(150, 300)))
+        for number in numbers
+    ]
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with dashboard(nodes=nodes) as (address, _):
+        assert [node["node_id"] for node in client.nodes_of(address)] == [node["node_id"] for node in nodes[150:]]
 
 
 def a_node(cpus: float, memory_gib: float = 0, *, head: bool = False) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def check(address: str, folder: Path, *, plain_http: bool = False) -> list[Findi
     metadata = {"bertrain": "doctor", "folder": str(folder.absolute())}
     cluster.start(name, "cluster.doctor.driver", metadata)
     try:
-        job = cluster.wait(name, _JOB_SECONDS)
+        job = cluster.wait(name, _JOB_SECONDS, "The cluster's head is too busy for the checks; try again later.")
         result = _result(cluster.log(name), f"{name} on {cluster.shown}", job)
     finally:
         with contextlib.suppress(RunError):

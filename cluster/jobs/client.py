@@ -23,7 +23,7 @@ from cluster.workers.driver import choose_token
 from cluster.workers.nodes import nodes_fit
 from cluster.workers.processes import JOB_ENTRYPOINT
 from pretrain.commands import program
-from pretrain.common.addresses import is_remote, local_run
+from pretrain.common.addresses import RUNS_VARIABLE, is_remote, local_run, runs
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import WAITING_FILE
 
@@ -37,6 +37,8 @@ _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _MONITOR_SECONDS = 2.5  # within which Ray's own monitor of a job notices its end
 _AGENT_SECONDS = 20.0
+_MOST_NODES = 10_000  # that a dashboard lists, and not just 100
+_OTHER_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray would prefer them to the address it is given
 _MEANING = {
     InputError.exit_code: "your input is wrong; see its log",
     MachineError.exit_code: "the machine or cluster was unsuitable; see its log",
@@ -96,10 +98,12 @@ class Jobs:
             )
         self.address = address or (cluster.dashboard if cluster else "")
         self.shown = without_password(self.address)
-        if cluster is not None and "RAY_AUTH_TOKEN" not in os.environ:
+        if cluster is not None:
             local.use_token(cluster)
-        elif address:
+        else:
             choose_token(address)
+        for name in _OTHER_ADDRESSES:
+            os.environ.pop(name, None)
         check_dashboard(self.address, plain_http=plain_http)
         from ray.job_submission import JobSubmissionClient
 
@@ -185,19 +189,28 @@ class Jobs:
             return self._client.get_job_logs(name)
 
     def follow(self, name: str) -> Iterator[str]:
-        """What the job prints, piece by piece, until it finishes."""
+        """What the job prints, piece by piece, until it finishes; `MachineError` if the connection is lost."""
         import asyncio
 
         self.get(name)
-        pieces = self._client.tail_job_logs(name)
         loop = asyncio.new_event_loop()
+        pieces: Any = self._client.tail_job_logs(name)
         try:
             while True:
                 try:
-                    yield loop.run_until_complete(pieces.__anext__())  # type: ignore[arg-type]
+                    yield loop.run_until_complete(pieces.__anext__())
                 except StopAsyncIteration:
                     return
+                except Exception as error:
+                    raise MachineError(
+                        f"{self.shown}: the connection was lost ({redacted(error, self.address)}). {name} may still be "
+                        f"running: `logs -f {name}` follows it again."
+                    ) from None
         finally:
+            for task in asyncio.all_tasks(loop):  # after Ctrl-C: the piece that is awaited
+                task.cancel()
+                loop.run_until_complete(asyncio.wait([task]))
+            loop.run_until_complete(pieces.aclose())
             loop.close()
 
     def stop(self, name: str, seconds: float = local.STOP_SECONDS) -> JobDetails:
@@ -208,14 +221,14 @@ class Jobs:
                 self._client.stop_job(name)
         return self.wait(name, seconds)
 
-    def wait(self, name: str, seconds: float = float("inf")) -> JobDetails:
-        """The job when it has finished; `MachineError` if it has not after `seconds`."""
+    def wait(
+        self, name: str, seconds: float = float("inf"), advice: str = "Check its `status` again later."
+    ) -> JobDetails:
+        """The job when it has finished; `MachineError`, with `advice`, if it has not after `seconds`."""
         deadline = time.monotonic() + seconds
         while (job := self.get(name)).status not in FINISHED:
             if time.monotonic() > deadline:
-                raise MachineError(
-                    f"{name}: is still {job.status.lower()} after {seconds:.0f} s. Check its `status` again later."
-                )
+                raise MachineError(f"{name}: is still {job.status.lower()} after {seconds:.0f} s. {advice}")
             time.sleep(_POLL_SECONDS)
         return job
 
@@ -236,17 +249,25 @@ class Jobs:
     @contextlib.contextmanager
     def _answers(self) -> Iterator[None]:
         """Turn what Ray's client raises into one-line errors."""
+        import requests
         from ray.exceptions import AuthenticationError
 
         try:
             yield
         except AuthenticationError:
+            first = "unset RAY_AUTH_TOKEN, which is preferred to files, and " if "RAY_AUTH_TOKEN" in os.environ else ""
+            advice = f"{first}put the cluster's token into RAY_AUTH_TOKEN_PATH"
             raise InputError(
-                f"{self.shown}: the cluster rejects this token. Put the cluster's token into RAY_AUTH_TOKEN_PATH "
+                f"{self.shown}: the cluster rejects this token. {advice[0].upper()}{advice[1:]} "
                 "(a file of mode 0600) or ~/.ray/auth_token."
             ) from None
         except RunError:
             raise
+        except (ConnectionError, requests.ConnectionError, requests.Timeout) as error:
+            raise MachineError(
+                f"{self.shown}: the cluster does not answer now ({redacted(error, self.address)}). Jobs continue as "
+                "long as its head runs; run the same command again later."
+            ) from None
         except Exception as error:
             raise MachineError(
                 f"{self.shown}: unexpected answer; this does not look like a Ray dashboard "
@@ -278,12 +299,18 @@ def nodes_of(dashboard: str) -> list[dict[str, Any]]:
     from ray.util.state import list_nodes
 
     try:
-        nodes = list_nodes(address=dashboard, timeout=int(_ANSWER_SECONDS), raise_on_missing_output=False)
+        nodes = list_nodes(
+            address=dashboard,
+            filters=[("state", "=", "ALIVE")],  # Ray remembers a thousand dead nodes
+            limit=_MOST_NODES,
+            timeout=int(_ANSWER_SECONDS),
+            raise_on_missing_output=False,
+        )
     except Exception as error:
         raise MachineError(
             f"{without_password(dashboard)}: did not report its nodes ({redacted(error, dashboard)})."
         ) from None
-    return [node for node in map(vars, nodes) if node["state"] == "ALIVE"]
+    return [vars(node) for node in nodes]
 
 
 def run_folder(name: str, address: str = "", *, plain_http: bool = False) -> Path | None:
@@ -358,6 +385,7 @@ def _trained(run_dir: Path) -> list[str]:
 def _metadata(job: Job) -> dict[str, str]:
     """All that `cluster.jobs.entrypoint` needs, so that no file is uploaded or looked up."""
     return {
+        **({"runs": str(runs())} if os.environ.get(RUNS_VARIABLE) else {}),
         "bertrain": job.kind,
         "config": json.dumps(job.config, separators=(",", ":")),
         "folder": str(job.folder),

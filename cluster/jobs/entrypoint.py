@@ -16,6 +16,7 @@ from pathlib import Path
 from cluster.jobs.job_queue import wait_in_queue
 from cluster.workers.target import change_folder
 from pretrain.commands import exit_code
+from pretrain.common.addresses import RUNS_VARIABLE
 
 _COMMANDS = {"pretrain": "pretrain", "prepare": "pretrain", "finetune": "finetune"}
 
@@ -29,6 +30,8 @@ def main() -> int:
 def _run(metadata: Mapping[str, str]) -> int:
     change_folder(metadata["folder"], "Submit with --dir and a folder")
     kind, name, config = metadata["bertrain"], metadata["job_submission_id"], json.loads(metadata["config"])
+    if "runs" in metadata and not os.environ.get(RUNS_VARIABLE):  # the cluster's own folder is preferred
+        os.environ[RUNS_VARIABLE] = metadata["runs"]
     if kind != "prepare":
         wait_in_queue(name)
     config["scheduling"]["address"] = os.environ["RAY_ADDRESS"]

@@ -25,7 +25,12 @@ def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> 
 
     Raises `InputError` for any mistake that would end the run before its first step and is visible from here.
     """
-    options = _parser().parse_args(list(arguments))
+    options, unknown = _parser().parse_known_args(list(arguments))
+    if unknown:
+        raise InputError(
+            f"submit: unrecognized after `--`: {' '.join(unknown)}. Options of submit, such as --workers, go before "
+            "it; a job resumes without --resume."
+        )
     overrides = list(options.set)
     if workers is not None:
         overrides += _workers(workers)

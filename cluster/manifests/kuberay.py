@@ -28,6 +28,7 @@ _GCS = "/var/lib/gcs"
 _HEAD_MEMORY_GIB = 8
 # The regular expression with which pgrep finds the run's processes: of start.sh, or of a job that `submit` started.
 _COMMAND = "-m ({})".format("|".join(name.replace(".", "[.]") for name in (*RUN_COMMANDS, JOB_ENTRYPOINT, DRIVER)))
+_HEAD = "BERTRAIN_HEAD"  # set in the head's pod: names of pods begin with the run's, and may contain anything
 _USER = 1000  # of the Containerfile
 _INSTANCE = "app.kubernetes.io/instance"
 # KubeRay appends to the names of what it makes; they must still be DNS names (its MaxRayJobNameLength).
@@ -271,6 +272,7 @@ def _head_pod(job: ManifestJob, settings: KubeRaySettings) -> dict[str, Any]:
             {"name": "client", "containerPort": 10001},
         ],
     }
+    container["env"].append({"name": _HEAD, "value": "1"})
     container["env"] += [] if settings.redis_address else embedded
     container["volumeMounts"].append({"name": "gcs", "mountPath": _GCS})
     # On the pod, not on the shared storage: a later cluster must not load this one's state.
@@ -432,11 +434,14 @@ def _stop_script(job: ManifestJob, settings: KubeRaySettings) -> str:
     ours = f"pgrep -f '^{PROCESS_TITLE}|{_COMMAND}' >/dev/null"
     # Not from a pod without processes of the run: the run may continue elsewhere, or have been started again.
     ask = f"{{ {ours} && touch -- {stop} 2>/dev/null; }} || exit 0 # no process of the run, or no run folder"
+    if settings.kind == "RayCluster":  # The launcher of each job, whatever its run's name; not the shell above it.
+        jobs = f"^[^ ]*python[0-9.]* -m {re.escape(JOB_ENTRYPOINT)}"
+        ask = f"pkill --signal TERM -f '{jobs}' || exit 0 # no jobs in this pod"
     # The run continues with the other pods, or with a replacement, if the command itself is not in this pod.
     # If the control store does not answer, `ray drain-node` waits for many minutes, longer than the pod has.
     return f"""#!/bin/bash
 # Before a pod terminates: requests a checkpoint, and waits until no process of the run is left in this pod.
-if [[ $HOSTNAME == *-head-* ]] || pgrep -f -- '{_COMMAND}' >/dev/null ||
+if [[ -n ${{{_HEAD}:-}} ]] || pgrep -f -- '{_COMMAND}' >/dev/null ||
     ! timeout --kill-after=5 20 ray drain-node \\
         --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod terminates' \\
         --deadline-remaining-seconds {settings.grace_seconds}; then

@@ -103,7 +103,7 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 export RAY_TMPDIR=/tmp/ray-$SLURM_JOB_ID RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
 
 # This script runs on the first node, which becomes the head. Some machines know their own name as 127.0.1.1.
-head=$(getent ahostsv4 "$(hostname)" | awk '$1 !~ /^127\\./ {{ print $1; exit }}')
+head=$({{ getent ahostsv4 "$(hostname)" || true; }} | awk '$1 !~ /^127\\./ {{ print $1; exit }}')
 [[ -n $head ]] || head=$(hostname -I | awk '{{ print $1 }}')
 address=$head:$((20000 + SLURM_JOB_ID % 10000))
 """

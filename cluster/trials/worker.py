@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from cluster.trials.request import TrialsRequest
 from cluster.workers.outcomes import as_data
 from cluster.workers.target import change_folder, crashes_as_data, log_to, resolve
+from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import RunError, StoppedError
 from pretrain.common.worker import Worker
 
@@ -18,6 +21,7 @@ def run_trial(config: dict[str, int], request: TrialsRequest) -> dict[str, str]:
     repeats only crashes, which raise `WorkerError`.
     """
     trial = request.trials[config["number"]]
+    os.environ[RUNS_VARIABLE] = str(request.launch.runs)
     worker = Worker(threads=request.cpus_per_trial, flags=(request.launch.stop_flag(),))
     with crashes_as_data():
         try:

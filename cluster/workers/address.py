@@ -34,7 +34,7 @@ def check_dashboard(address: str, *, plain_http: bool = False) -> None:
     """Check that `address` is the URL of a dashboard that answers, and that no secret leaves this machine unencrypted.
 
     Secrets are this process's token, if it has one, and user and password in the URL: services accept either as a
-    token.
+    token. From here on, this process's requests to a dashboard on this machine avoid the proxy of its environment.
 
     Args:
         plain_http: send secrets over http to other machines, too.
@@ -44,8 +44,11 @@ def check_dashboard(address: str, *, plain_http: bool = False) -> None:
         MachineError: nothing answers there.
     """
     parts = _parts(address)
+    is_local = _is_local(str(parts.hostname))
     if parts.scheme == "http" and not plain_http and (parts.username or parts.password or _has_token()):
-        _check_local(address, str(parts.hostname))
+        _check_unencrypted(without_password(address), is_local)
+    if is_local:
+        _avoid_proxy(address, str(parts.hostname))
     import requests
 
     try:  # Ray's own client would wait for an answer forever
@@ -86,18 +89,32 @@ def _has_token() -> bool:
     return os.environ.get("RAY_AUTH_MODE", "disabled") != "disabled"
 
 
-def _check_local(address: str, host: str) -> None:
-    """Refuse a machine other than this one (`InputError`)."""
+def _is_local(host: str) -> bool | None:
+    """Whether all addresses of `host` are this machine's own; None if this machine knows none."""
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
-    except (OSError, UnicodeError) as error:
-        raise MachineError(
-            f"{without_password(address)}: cannot resolve {host} ({one_line(error)}). Check --address."
-        ) from None
-    if not all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in addresses):
+    except (OSError, UnicodeError):
+        return None
+    return all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in addresses)
+
+
+def _check_unencrypted(shown: str, is_local: bool | None) -> None:
+    """Refuse a machine other than this one (`InputError`)."""
+    if is_local is None:
+        raise MachineError(f"{shown}: this machine cannot resolve the name. Check --address.")
+    if not is_local:
         raise InputError(
-            f"{without_password(address)}: over http the token, or the password, would leave this machine unencrypted, "
+            f"{shown}: over http the token, or the password, would leave this machine unencrypted, "
             "and anyone who reads it can run code on the cluster. Use https, or a tunnel "
             "(ssh -L 8265:127.0.0.1:8265 HEAD, then "
             "--address http://127.0.0.1:8265), or allow it with --allow-plain-http."
         )
+
+
+def _avoid_proxy(address: str, host: str) -> None:
+    """Add `host` to `no_proxy`: a proxy would ask its own machine instead, and see the token."""
+    from requests.utils import should_bypass_proxies
+
+    if not should_bypass_proxies(address, no_proxy=None):
+        before = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        os.environ["no_proxy"] = f"{before},{host}" if before else host

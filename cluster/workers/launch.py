@@ -158,7 +158,7 @@ def _run_driver(
     (folder / "request.json").write_text(request.to_json(), encoding="utf-8")
     with append_open(request.launch.run_dir / LOGS / RAY_LOG) as log:
         child = subprocess.Popen(
-            [_python(folder), "-m", module, str(folder / "request.json")],
+            [interpreter(folder), "-m", module, str(folder / "request.json")],
             env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -232,12 +232,13 @@ def _private_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _python(folder: Path) -> str:
-    """Our interpreter; through a link in `folder` if its path has a space, at which Ray would split it."""
+def interpreter(folder: Path) -> str:
+    """Our Python; through a link in `folder` if its path has a space, at which Ray would split it."""
     if " " not in sys.executable:
         return sys.executable
     program = Path(sys.executable)
-    (folder / "python").symlink_to(program.parent.parent)
+    with contextlib.suppress(FileExistsError):
+        (folder / "python").symlink_to(program.parent.parent)
     return str(folder / "python" / program.parent.name / program.name)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from pretrain.common.addresses import runs
 from pretrain.common.errors import StoppedError
 from pretrain.common.worker import Flag
 
@@ -30,6 +31,7 @@ class Launch:
         outcome: file in which the driver leaves how the launch finished.
         since: when the launch began, in nanoseconds by the clock of the run folder's file system.
         launcher: id of the launcher's process. Its driver ends with it.
+        runs: below which runs at addresses train, for the launcher and for all its workers.
     """
 
     id: str
@@ -39,6 +41,7 @@ class Launch:
     outcome: Path
     since: int
     launcher: int
+    runs: Path = field(default_factory=runs)
 
     def stop_flag(self) -> Flag:
         """Asks the whole launch to stop. `touch` may set it, too: so does a pod's hook, or a user."""

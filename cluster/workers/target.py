@@ -17,6 +17,7 @@ from typing import Any
 
 from cluster.workers.outcomes import CRASH, WorkerError, as_data, one_line
 from cluster.workers.request import Attempt
+from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import disk_errors, open_regular
 from pretrain.common.worker import Worker
@@ -49,6 +50,7 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
             log_to(launch.run_dir / "logs" / f"worker-{assignment.rank}.log", attempt.number)
             os.environ.update(MASTER_ADDR=assignment.master, MASTER_PORT=str(assignment.port))
             os.environ.update(RANK=str(assignment.rank), WORLD_SIZE=str(assignment.world_size))
+            os.environ[RUNS_VARIABLE] = str(launch.runs)
             bind_gloo(assignment.address)
             worker = Worker(
                 rank=assignment.rank,

@@ -53,9 +53,14 @@ def local(text: Path | str) -> Path:
     return _below(cache(), text)
 
 
+def runs() -> Path:
+    """The folder below which the runs at addresses train."""
+    return Path(os.environ.get(RUNS_VARIABLE) or cache()).expanduser().absolute()
+
+
 def local_run(text: Path | str) -> Path:
     """The local folder in which the run at an address trains; a path, with ~ as the home folder."""
-    return _below(Path(os.environ.get(RUNS_VARIABLE) or cache()).expanduser().absolute(), text)
+    return _below(runs(), text)
 
 
 def shown(path: Path | str) -> str:

@@ -97,7 +97,7 @@ def _check(config: PretrainConfig, budget: Budget, on: str) -> None:
             "budget in FLOPs such as 0.5e15."
         )
     if on == "here" and (config.scheduling.address or "RANK" in os.environ):
-        raise InputError("--on here: times this machine alone; leave out --address and torchrun.")
+        raise InputError("--on here: times this machine alone; leave out scheduling.address and torchrun.")
 
 
 def _shapes(config: PretrainConfig) -> list[tuple[int, int]]:
