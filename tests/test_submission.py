@@ -624,7 +624,7 @@ def test_nodes_start_from_a_path_without_spaces(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "two words/venv").symlink_to(python.parent.parent)
     monkeypatch.setattr(sys, "executable", f"{tmp_path}/two words/venv/{python.parent.name}/{python.name}")
     started: list[tuple[str, str]] = []
-    real = subprocess.Popen
+    real: Any = subprocess.Popen
 
     def start(command: list[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
         started.append((command[0], env["PATH"].partition(":")[0]))
