@@ -190,6 +190,16 @@ def test_batches_grow_with_the_square_root_of_the_tokens() -> None:
     assert with_batch(mini(), 1e15).phases[0].peak_learning_rate == mini().phases[0].peak_learning_rate
 
 
+def test_longer_runs_have_lower_rates() -> None:
+    """By the power -0.32 of the tokens, from those of the config's own steps."""
+    own = sum(one.tokens for one in works(mini(), ENDLESS))
+    for factor in (0.25, 1.0, 30.0):
+        budget = Budget("", flops=factor * sum(one.executed for one in works(mini(), ENDLESS)))
+        found = plan(mini(), budget, ENDLESS, None)
+        expected = mini().phases[0].peak_learning_rate * (found.tokens / own) ** -0.32
+        assert found.config.phases[0].peak_learning_rate == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.parametrize(("scheduling", "expected"), [({"workers": 3}, 66), ({"workers": 4, "min_workers": 3}, 72)])
 def test_batches_can_be_balanced_across_the_workers(scheduling: dict[str, int], expected: int) -> None:
     """If a micro-batch holds one sequence, a batch is a multiple of every number of workers."""

@@ -34,6 +34,9 @@ MOST_EPOCHS = 10.0  # the rule of BabyLM and of `bench speedrun`; the law has no
 _BATCH_TOKENS, _AT_TOKENS, _LENGTH = 64 * 128, 12e6, 128
 _FEWEST, _MOST = 16, 2048
 _ROUNDS = 6  # a batch depends on the tokens, and they on the speed, which depends on the batch
+# The best rate falls as training gets longer, by this power of the tokens: Bjorck et al. 2024 (arXiv:2409.19913) for
+# AdamW, Ren et al. 2026 (arXiv:2603.28743) for Muon. docs/decisions, 0128.
+_RATE_POWER = -0.32
 _INTERMEDIATE = 32  # widths of feed-forward networks are multiples of this
 
 
@@ -103,18 +106,21 @@ def with_workers(config: PretrainConfig, workers: int) -> PretrainConfig:
     return config.model_copy(update={"scheduling": scheduling})
 
 
-def with_batch(config: PretrainConfig, tokens: float) -> PretrainConfig:
-    """The config with the batch for a training on `tokens` tokens, and the rate for this batch.
+def with_batch(config: PretrainConfig, tokens: float, longer: float = 1.0) -> PretrainConfig:
+    """The config with the batch for a training on `tokens` tokens, and the rate for this batch and length.
 
     Batches of all phases change by one factor, so the phases keep their proportions; there is no ramp. Muon's updates
-    have one size at every batch, so its rate stays (Jordan et al. 2024). Those of Adam-like optimizers change with the
-    square root of the batch (Malladi et al. 2022, arXiv:2205.10287).
+    have one size at every batch, so its rate does not depend on it (Jordan et al. 2024). Those of Adam-like optimizers
+    change with the square root of the batch (Malladi et al. 2022, arXiv:2205.10287).
+
+    Args:
+        longer: `tokens` over those of the config's own steps, for which its rate is.
     """
     sequences = _BATCH_TOKENS * math.sqrt(tokens / _AT_TOKENS) / _LENGTH
     whole = min(_MOST, max(_FEWEST, 2 ** round(math.log2(sequences)))) * _LENGTH
     first = config.phases[0]
     factor = max(1, round(whole / first.sequence_length)) / first.global_sequences
-    rate = 1.0 if config.optimizer.name == "muon" else math.sqrt(factor)
+    rate = longer**_RATE_POWER * (1.0 if config.optimizer.name == "muon" else math.sqrt(factor))
     phases = [
         {
             **phase.model_dump(),
@@ -147,8 +153,9 @@ def plan(config: PretrainConfig, budget: Budget, text: Text, speed: Speed | None
     `speed` may be None if the budget is in FLOPs.
     """
     tokens, batched, factor, is_capped = _AT_TOKENS, config, 1.0, False
+    own_tokens = sum(one.tokens for one in works(config, text))
     for _ in range(_ROUNDS):
-        batched = with_batch(config, tokens)
+        batched = with_batch(config, tokens, tokens / own_tokens)
         work = works(batched, text)
         epochs = sum(one.sequences / part.samples_per_epoch for one, part in zip(work, text.phases, strict=True))
         affordable, most = _affordable(batched, work, budget, speed), MOST_EPOCHS / epochs if epochs else math.inf
