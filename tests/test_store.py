@@ -146,11 +146,13 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, da
 
 
 @pytest.mark.parametrize("failures", [1, 99])
-def test_an_unreadable_checkpoint_is_retried_then_skipped(
+def test_an_unreadable_checkpoint_is_retried_then_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
+    """The one before it may be much older, and all may be unreadable, which is not a new run."""
     monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
-    good, bad = save(tmp_path, 10), save(tmp_path, 20)
+    save(tmp_path, 10)
+    bad = save(tmp_path, 20)
     verify, left = store.verify_manifest, [failures]
 
     def unreliable(checkpoint: Path) -> Any:
@@ -160,8 +162,45 @@ def test_an_unreadable_checkpoint_is_retried_then_skipped(
         return verify(checkpoint)
 
     monkeypatch.setattr(store, "verify_manifest", unreliable)
-    assert store.newest(tmp_path, set_aside=True) == (bad if failures == 1 else good)
+    if failures == 1:
+        assert store.newest(tmp_path, set_aside=True) == bad
+    else:
+        with pytest.raises(MachineError, match=r"step-00000020: cannot be read \(Input/output error\)\. Check"):
+            store.newest(tmp_path, set_aside=True)
     assert bad.exists(), "its content may be whole"
+
+
+def test_a_manifest_that_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
+    manifest, opened = save(tmp_path, 10) / "manifest.json", Path.open
+
+    def refused(path: Path, *arguments: Any, **more: Any) -> Any:
+        if path == manifest:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(MachineError, match=r"manifest\.json: cannot be read \(Permission denied\)"):
+        store.newest(tmp_path, set_aside=True)
+    assert manifest.is_file()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_a_new_one(tmp_path: Path) -> None:
+    for step in (10, 20):
+        damage_truncate(save(tmp_path, step))
+    assert store.newest(tmp_path) is None
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"all checkpoints are damaged.*start from step 0"):
+            store.newest(tmp_path, set_aside=True)
+
+
+def test_other_users_may_read_what_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        files = list(save(tmp_path, 10).iterdir())
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {p.name: "0o644" for p in files}
 
 
 def test_a_half_written_checkpoint_does_not_exist(tmp_path: Path) -> None:
@@ -179,6 +218,13 @@ def test_the_last_k_and_the_best_are_kept(tmp_path: Path) -> None:
         save(tmp_path, step, loss=loss)
         store.prune(tmp_path, 2)
     assert [store.step_of(path) for path in store.list_checkpoints(tmp_path)] == [2, 4, 5]
+
+
+def test_the_checkpoint_that_was_just_saved_is_kept(tmp_path: Path) -> None:
+    """Also if there are newer ones, of a run that went back."""
+    checkpoints = [save(tmp_path, step) for step in (4, 20, 30)]
+    store.prune(tmp_path, 1, checkpoints[0])
+    assert store.list_checkpoints(tmp_path) == [checkpoints[0], checkpoints[2]]
 
 
 def test_the_best_is_of_the_latest_phase_and_the_newest_of_equals(tmp_path: Path) -> None:

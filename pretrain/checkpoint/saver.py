@@ -107,7 +107,7 @@ class Saver:
             try:
                 if self._group.rank == 0:
                     with contextlib.suppress(OSError):  # the next save prunes again
-                        store.prune(self._folder, self._keep_last)
+                        store.prune(self._folder, self._keep_last, self._folder / store.name_of(step))
             finally:  # no rank starts the next save while rank 0 still removes old checkpoints
                 self._group.gather_objects(None)
         except BaseException as error:

@@ -48,6 +48,7 @@ from pretrain.common.files import (
 
 FORMAT = 2  # 1 listed every piece with its file, and is still read
 _NAME = re.compile(r"step-(\d{8})")
+_DAMAGED = "damaged-"  # before the name of a checkpoint that was set aside
 # Attempts to read a checkpoint when the storage fails, and the wait between them.
 _READS, _READ_WAIT_SECONDS = 3, 1.0
 # Pages of a mapped file count as the process's memory until the file is closed.
@@ -183,34 +184,57 @@ def agree(group: SavingGroup, work: Callable[[], Any]) -> list[Any]:
 def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
     """The newest intact checkpoint in `folder`; None if there is none.
 
-    Newer checkpoints that are damaged or unreadable are skipped and logged. `set_aside` also renames damaged ones to
-    `damaged-…`; only the run that owns the folder may do that.
+    Newer checkpoints that are damaged are skipped and logged. `set_aside` also renames them to `damaged-…`; only the
+    run that owns the folder may do that.
+
+    Raises:
+        MachineError: a newer checkpoint cannot be read (`verify`). It may be whole, and the one before it much older.
+        InputError: with `set_aside`, checkpoints were set aside, now or before, and no other is left.
     """
     for checkpoint in reversed(_named_as_checkpoints(folder)):
         try:
-            _verify(checkpoint)
-        except (InputError, OSError) as error:
+            verify(checkpoint)
+        except InputError as error:
             logger.warning("%s Trying the checkpoint before it.", error)
-            if set_aside and isinstance(error, InputError):
-                damaged = checkpoint.with_name(f"damaged-{checkpoint.name}")
+            if set_aside:
+                damaged = checkpoint.with_name(f"{_DAMAGED}{checkpoint.name}")
                 shutil.rmtree(damaged, ignore_errors=True)
                 checkpoint.replace(damaged)
             continue
         return checkpoint
+    if set_aside and any(folder.glob(f"{_DAMAGED}*")):
+        raise InputError(
+            f"{folder}: all checkpoints are damaged (now {_DAMAGED}step-…). Restore one from a copy, or remove them to "
+            "start from step 0."
+        )
     return None
 
 
-def _verify(checkpoint: Path) -> None:
-    """As `verify_manifest`, but read errors are retried, because the storage may fail for a moment only."""
+def verify(checkpoint: Path) -> None:
+    """As `verify_manifest`, but read errors are retried, because the storage may fail for a moment only.
+
+    Raises:
+        InputError: a file is missing or damaged.
+        MachineError: a file cannot be read.
+    """
     for retries_left in reversed(range(_READS)):
         try:
+            with contextlib.suppress(FileNotFoundError):
+                (checkpoint / MANIFEST).open("rb").close()  # `verify_manifest` reports a refusal as damage
             verify_manifest(checkpoint)
             return
         except OSError as error:
             if not retries_left:
-                raise
+                raise _unreadable(checkpoint, error) from error
             logger.warning("%s: cannot be read (%s). Retrying in %.0f s.", checkpoint, error, _READ_WAIT_SECONDS)
             time.sleep(_READ_WAIT_SECONDS)
+
+
+def _unreadable(path: Path, error: OSError) -> MachineError:
+    return MachineError(
+        f"{error.filename or path}: cannot be read ({error.strerror or error}). Check the storage and the file's "
+        "permissions."
+    )
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -251,10 +275,10 @@ def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
     return min(reversed(latest), key=latest.__getitem__)
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Remove all checkpoints except the `keep_last` newest and the `best`, and all leftovers."""
+def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:
+    """Remove all checkpoints except the `keep_last` newest, the `best` and the one just `saved`, and all leftovers."""
     checkpoints = list_checkpoints(folder)
-    keep = {*checkpoints[-keep_last:], best(folder)}
+    keep = {*checkpoints[-keep_last:], best(folder), saved}
     for path in checkpoints:
         if path not in keep:
             # Renamed first, so that an interrupted removal leaves nothing that looks like a checkpoint.
@@ -356,7 +380,10 @@ def _write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dic
         aside.mkdir(parents=True, exist_ok=True)
         _preflight(path, shard.bytes)
         try:
+            path.touch()
+            mode = path.stat().st_mode
             save_file({key: tensor.cpu() for key, tensor in shard.tensors.items()}, path)
+            path.chmod(mode)  # safetensors gives the owner alone access, whatever the umask says
         except SafetensorError as error:
             # safetensors wraps the system's error; a full disk must be reported as such.
             if "No space left" in str(error) or "os error 28" in str(error):
