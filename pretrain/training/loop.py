@@ -51,7 +51,8 @@ def fit(
     """Train from `progress` to the end of `plan`, with a checkpoint at least at the end.
 
     Raises:
-        StoppedError: a stop was requested on any rank; a checkpoint of the current step was written.
+        StoppedError: a stop was requested on any rank; a checkpoint of the current step was written. Bad steps are
+            waited for.
         DivergedError: steps without a finite loss or gradient, or loss spikes, after as many rollbacks as are allowed.
         MachineError: a checkpoint could not be written; earlier ones are untouched.
     """
@@ -187,13 +188,18 @@ class _Fit(Generic[S]):
         self.stalled_before = task.stalled_seconds()
         self.rate, self.epoch, self.norm = 0.0, 0, 0.0  # of the last step
         self.validation: tuple[int, float] | None = None  # the last evaluation's step and what it minimises
+        self.save_due = False  # a save waits for a good step
 
     def train(self, stop_requested: Callable[[], bool]) -> TrainingFailure | None:
-        """Train to the end of the plan, or to a failure that a rollback may fix."""
+        """Train to the end of the plan, or to a failure that a rollback may fix.
+
+        Saves and stops wait for the next good step.
+        """
         progress, plan = self.progress, self.plan
         self.engine.module.train()
         self.engine.seed_device(plan.config.seed, progress.step + progress.rollbacks)
         self.stopwatch.lap()
+        stopping = self.save_due = False
         for stop, failure in self.outcomes(stop_requested):
             progress.step += 1
             if failure is not None:
@@ -207,11 +213,14 @@ class _Fit(Generic[S]):
                 progress.stopped_early = 0 < plan.patience <= progress.evaluations_without_gain
                 last = last or progress.stopped_early
                 best = plan.keep_best and not progress.evaluations_without_gain
-            if last or stop or best or due.save:
+            stopping = stopping or stop
+            self.save_due = self.save_due or due.save or stop
+            # Bad steps may come from bad weights, to which a rollback or a resume would return for ever.
+            if last or best or (self.save_due and not progress.bad_in_a_row):
                 self.save()
             if progress.stopped_early:
                 return None
-            if stop and not last:
+            if stopping and not last and not self.save_due:
                 self.stop()
         return None
 
@@ -258,7 +267,7 @@ class _Fit(Generic[S]):
                 stop = stop or earlier.stop
                 yield StepOutcome(stop=False, failure=earlier.failure)
             unread = launched
-            due = any(self.plan.due(number + 1)) or self.plan.averages(number)
+            due = self.save_due or any(self.plan.due(number + 1)) or self.plan.averages(number)
             if stop or due or not reads_late(self.engine):
                 outcome = self.read_step(launched)
                 yield StepOutcome(stop or outcome.stop, outcome.failure)
@@ -430,6 +439,7 @@ class _Fit(Generic[S]):
     def save(self) -> None:
         """Save a checkpoint of this step, in the background if the config says so."""
         began = time.perf_counter()
+        self.save_due = False
         self.progress.window.seconds += self.stopwatch.lap()
         current = self.validation is not None and self.validation[0] == self.progress.step
         extra_state = {
@@ -478,7 +488,7 @@ class _Fit(Generic[S]):
             "time": time.time(),
             "message": message,
         }
-        restored.rollbacks = progress.rollbacks + 1
+        restored.rollbacks, restored.bad_in_a_row = progress.rollbacks + 1, 0
         restored.passed_over = [*progress.passed_over, *self.task.pass_over(first, count)]
         for name in Progress.__dataclass_fields__:
             setattr(progress, name, getattr(restored, name))
