@@ -243,6 +243,24 @@ def test_a_torn_state_stops_neither_pruning_nor_resuming(tmp_path: Path) -> None
     assert store.newest(tmp_path) == tmp_path / store.name_of(2)
 
 
+def test_nothing_is_pruned_while_the_best_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = [save(tmp_path, step, loss=float(step)) for step in (1, 2, 3)]
+    read = Path.read_text
+
+    def stale(path: Path, *arguments: Any, **more: Any) -> str:
+        if path.parent == checkpoints[0]:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(path, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", stale)
+        with pytest.raises(MachineError, match=r"step-00000001/state\.json: cannot be read \(Stale file handle\)"):
+            store.prune(tmp_path, 1)
+    assert store.list_checkpoints(tmp_path) == checkpoints
+    store.prune(tmp_path, 1)
+    assert store.list_checkpoints(tmp_path) == [checkpoints[0], checkpoints[2]]
+
+
 def test_what_all_workers_hold_is_written_once(tmp_path: Path) -> None:
     fragments = [
         Held("a", 0, {"weight": torch.arange(20.0)}, shared=True),

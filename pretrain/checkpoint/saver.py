@@ -106,7 +106,7 @@ class Saver:
                 self._store(self._stored, self._folder / store.name_of(step))
             try:
                 if self._group.rank == 0:
-                    with contextlib.suppress(OSError):  # the next save prunes again
+                    with contextlib.suppress(OSError, MachineError):  # the next save prunes again
                         store.prune(self._folder, self._keep_last, self._folder / store.name_of(step))
             finally:  # no rank starts the next save while rank 0 still removes old checkpoints
                 self._group.gather_objects(None)

@@ -251,7 +251,8 @@ def best(folder: Path) -> Path | None:
     """The checkpoint with the lowest validation loss, on ties the newest one; None if none was evaluated.
 
     Losses are comparable only on the same held-out samples (`validation_set`). So checkpoints of an earlier phase do
-    not count once a later phase was evaluated. A checkpoint with an unreadable state counts as not evaluated.
+    not count once a later phase was evaluated. A checkpoint with a damaged state counts as not evaluated. Raises
+    `MachineError` if a state cannot be read.
     """
     states = {}
     for path in list_checkpoints(folder):
@@ -276,7 +277,10 @@ def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:
-    """Remove all checkpoints except the `keep_last` newest, the `best` and the one just `saved`, and all leftovers."""
+    """Remove all checkpoints except the `keep_last` newest, the `best` and the one just `saved`, and all leftovers.
+
+    Raises `MachineError`, and removes nothing, if the best one is not known because a state cannot be read.
+    """
     checkpoints = list_checkpoints(folder)
     keep = {*checkpoints[-keep_last:], best(folder), saved}
     for path in checkpoints:
@@ -296,11 +300,14 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The checkpoint's state.json."""
+    """The checkpoint's state.json. Raises `InputError` if it is damaged, `MachineError` if it cannot be read."""
+    path = checkpoint / "state.json"
     try:
-        return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{checkpoint / 'state.json'}: cannot be read ({error}). Use another checkpoint.") from None
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read ({error}). Use another checkpoint.") from None
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tensor]:
