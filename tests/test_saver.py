@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import threading
 import time
@@ -133,6 +135,15 @@ def test_storage_that_fails_for_a_while_is_tried_again(tmp_path: Path, monkeypat
     saver.save(2, fragments(torch.ones(4)), {**STATE, "step": 2})
     saver.wait()
     assert not saver.trouble
+
+
+def test_an_error_of_the_storage_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(MachineError, match=r"rank-00000.*: cannot be written \(Input/output error\)\. Check the storage"):
+        save_and_wait(make(tmp_path), 1)
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -383,7 +383,7 @@ def _write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dic
     """Write this rank's tensors; returns the entry of the file for the manifest."""
     name = shard_name(group)
     path = aside / name
-    with disk_errors(path):
+    with _write_errors(path):
         aside.mkdir(parents=True, exist_ok=True)
         _preflight(path, shard.bytes)
         try:
@@ -398,12 +398,22 @@ def _write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dic
             raise MachineError(f"{path}: cannot be written ({error}). Check the storage.") from error
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    return {
-        "file": name,
-        "bytes": path.stat().st_size,
-        "sha256": sha256_file(path),
-        "fragments": [{**entry, "rank": group.rank} for entry in shard.entries],
-    }
+        return {
+            "file": name,
+            "bytes": path.stat().st_size,
+            "sha256": sha256_file(path),
+            "fragments": [{**entry, "rank": group.rank} for entry in shard.entries],
+        }
+
+
+@contextlib.contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    """As `disk_errors`; other errors of the storage become `MachineError`, too."""
+    try:
+        with disk_errors(path):
+            yield
+    except OSError as error:
+        raise MachineError(f"{path}: cannot be written ({error.strerror or error}). Check the storage.") from error
 
 
 def _parts(fragments: Sequence[HeldFragment], group: SavingGroup) -> Iterator[slice]:
@@ -428,7 +438,7 @@ def _preflight(path: Path, needed: int) -> None:
 
 def _publish(aside: Path, final: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:
     """On rank 0, after every shard is on disk: write the state and the manifest, then rename the folder."""
-    with disk_errors(final):
+    with _write_errors(final):
         write_json(aside / "state.json", state)
         _write_manifest(aside, shards, state)
         if final.exists():
