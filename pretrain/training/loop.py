@@ -6,6 +6,7 @@ and the names of its metrics.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -32,7 +33,7 @@ from pretrain.training.task import Recorder, S, TrainingTask
 
 logger = logging.getLogger(__name__)
 
-LONG_SECONDS = 1800.0  # the most that an evaluation, a save or a rollback may take
+LONG_SECONDS = 1800.0  # the most that an evaluation, a save without retries or a rollback may take
 _SKIPS_AT_ONE_SCALE = 3  # fp16's loss scaler lowers the scale before it skips more (its hysteresis is 2)
 _STORAGE = "the run folder's storage"
 
@@ -63,7 +64,7 @@ def fit(
         while failure := training.train(stop_requested):
             training.roll_back(failure)
     finally:
-        with engine.allow(LONG_SECONDS):
+        with training.saving(), engine.awaiting(_STORAGE):
             training.saver.join()
     training.saver.wait()
     training.log_storage_trouble()
@@ -226,8 +227,8 @@ class _Fit(Generic[S]):
 
     def stop(self) -> NoReturn:
         """End with `StoppedError` once the checkpoint of this step is written."""
-        with self.engine.allow(LONG_SECONDS):
-            self.saver.wait()
+        with self.saving():
+            self.wait_for_save()
         step = self.progress.step
         raise StoppedError(
             f"stopped at step {step} of {self.plan.total_steps}; checkpoint {store.name_of(step)} is saved."
@@ -447,11 +448,21 @@ class _Fit(Generic[S]):
             "validation_loss": self.validation[1] if current and self.validation else None,
             "validation_set": self.task.validation_set(),
         }
-        with self.engine.allow(LONG_SECONDS):  # for the save before it, where the storage is slow
+        with self.saving():
+            self.wait_for_save()  # the one before it, where the storage is slow
             state = checkpoint_state(self.engine, self.progress, extra_state)
             self.saver.save(self.progress.step, self.engine.fragments(), state)
         self.log_storage_trouble()
         self.stopwatch.leave_out("checkpoint", time.perf_counter() - began)
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Wraps saves and waits for them: the waits between their retries add up to twice `retry_seconds`."""
+        return self.engine.allow(LONG_SECONDS + 2 * self.plan.config.checkpoint.retry_seconds)
+
+    def wait_for_save(self) -> None:
+        """Wait until the save in progress ends. Raises its error, on every rank."""
+        with self.engine.awaiting(_STORAGE):
+            self.saver.wait()
 
     def log_storage_trouble(self) -> None:
         """Record that a save had to wait for the storage, which looks like a hang while it lasts."""
@@ -465,8 +476,8 @@ class _Fit(Generic[S]):
         progress = self.progress
         if progress.window.tokens:  # not just logged
             self.log()
-        with self.engine.allow(LONG_SECONDS):
-            self.saver.wait()
+        with self.saving():
+            self.wait_for_save()
             checkpoint = newest_checkpoint(self.checkpoints, self.engine)
         if checkpoint is None or progress.rollbacks >= self.plan.config.guard.max_rollbacks:
             raise DivergedError(
