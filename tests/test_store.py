@@ -171,7 +171,6 @@ def test_an_unreadable_checkpoint_is_retried_then_refused(
 
 
 def test_a_manifest_that_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
     manifest, opened = save(tmp_path, 10) / "manifest.json", Path.open
 
     def refused(path: Path, *arguments: Any, **more: Any) -> Any:

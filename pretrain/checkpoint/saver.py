@@ -132,7 +132,8 @@ class Saver:
         stored.publish(checkpoint)
         names = stored.names()
         try:
-            stored.keep({*names[-self._keep_last :], store.best_of({name: stored.state(name) for name in names})})
+            best = store.best_of({name: stored.state(name) for name in names})
+            stored.keep({*names[-self._keep_last :], checkpoint.name, best})
         except RunError as error:  # the next save deletes again
             logger.warning("%s", error)
 

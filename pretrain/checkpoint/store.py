@@ -49,8 +49,8 @@ from pretrain.common.files import (
 FORMAT = 2  # 1 listed every piece with its file, and is still read
 _NAME = re.compile(r"step-(\d{8})")
 _DAMAGED = "damaged-"  # before the name of a checkpoint that was set aside
-# Attempts to read a checkpoint when the storage fails, and the wait between them.
-_READS, _READ_WAIT_SECONDS = 3, 1.0
+# Attempts to read a checkpoint when the storage fails, and the first wait between them, which doubles each time.
+_READS, _READ_WAIT_SECONDS = 6, 1.0
 # Pages of a mapped file count as the process's memory until the file is closed.
 _MOST_MAPPED_BYTES = 128 << 20
 logger = logging.getLogger(__name__)
@@ -204,30 +204,31 @@ def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
         return checkpoint
     if set_aside and any(folder.glob(f"{_DAMAGED}*")):
         raise InputError(
-            f"{folder}: all checkpoints are damaged (now {_DAMAGED}step-…). Restore one from a copy, or remove them to "
+            f"{folder}: all checkpoints are damaged (now {_DAMAGED}step-*). Restore one from a copy, or remove them to "
             "start from step 0."
         )
     return None
 
 
 def verify(checkpoint: Path) -> None:
-    """As `verify_manifest`, but read errors are retried, because the storage may fail for a moment only.
+    """As `verify_manifest`, but read errors are retried for half a minute: the storage may fail for a moment only.
 
     Raises:
         InputError: a file is missing or damaged.
         MachineError: a file cannot be read.
     """
-    for retries_left in reversed(range(_READS)):
+    for attempt in range(_READS):
         try:
             with contextlib.suppress(FileNotFoundError):
                 (checkpoint / MANIFEST).open("rb").close()  # `verify_manifest` reports a refusal as damage
             verify_manifest(checkpoint)
             return
         except OSError as error:
-            if not retries_left:
+            if attempt == _READS - 1 or isinstance(error, PermissionError):
                 raise _unreadable(checkpoint, error) from error
-            logger.warning("%s: cannot be read (%s). Retrying in %.0f s.", checkpoint, error, _READ_WAIT_SECONDS)
-            time.sleep(_READ_WAIT_SECONDS)
+            wait = _READ_WAIT_SECONDS * 2**attempt
+            logger.warning("%s: cannot be read (%s). Retrying in %.0f s.", checkpoint, error, wait)
+            time.sleep(wait)
 
 
 def _unreadable(path: Path, error: OSError) -> MachineError:
