@@ -128,7 +128,7 @@ def is_finished(config: PretrainConfig) -> bool:
     last = config.folder / "checkpoints" / f"step-{config.total_steps:08d}"
     if not (last / MANIFEST).is_file():
         return False
-    with contextlib.suppress(InputError):
+    with contextlib.suppress(InputError, OSError):  # resuming says what is wrong with it
         verify_manifest(last)
         return True
     return False

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import re
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +20,7 @@ from pretrain.checkpoint import saver as saver_module
 from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import MachineError
+from pretrain.training import loop
 from pretrain.training.engine import Fragment
 
 
@@ -127,11 +134,52 @@ def test_storage_that_fails_for_a_while_is_tried_again(tmp_path: Path, monkeypat
     folder.unlink()
     saver.wait()
     assert store.newest(folder) == folder / "step-00000001"
-    assert saver.trouble.startswith("step-00000001 was delayed 0 s by the storage: ")
+    assert re.match(r"step-00000001 was delayed \d+ s by the storage: ", saver.trouble)
     saver.trouble = ""
     saver.save(2, fragments(torch.ones(4)), {**STATE, "step": 2})
     saver.wait()
     assert not saver.trouble
+
+
+def test_an_error_of_the_storage_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(MachineError, match=r"rank-00000.*: cannot be written \(Input/output error\)\. Check"):
+        save_and_wait(make(tmp_path), 1)
+
+
+def test_waits_for_a_save_last_as_long_as_its_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog ends a run that waits longer than it said."""
+    waited = list[float]()
+    monkeypatch.setattr(saver_module.time, "sleep", waited.append)
+
+    def broken(*_: Any) -> Any:
+        raise MachineError("x: [Errno 30] Read-only file system")
+
+    monkeypatch.setattr(store, "_write_shard", broken)
+    events = list[str]()
+
+    @contextlib.contextmanager
+    def allow(seconds: float) -> Iterator[None]:
+        events.append(f"may take {seconds:.0f} s")
+        yield
+
+    @contextlib.contextmanager
+    def awaiting(what: str) -> Iterator[None]:
+        events.append(f"waits for {what}")
+        yield
+
+    training: Any = object.__new__(loop._Fit)
+    training.engine = SimpleNamespace(allow=allow, awaiting=awaiting)
+    training.plan = SimpleNamespace(config=SimpleNamespace(checkpoint=SimpleNamespace(retry_seconds=7200.0)))
+    training.saver = make(tmp_path, retry_seconds=7200.0)
+    training.saver.save(1, fragments(torch.ones(4)), STATE)
+    with pytest.raises(MachineError, match="Read-only"):
+        training.stop()
+    assert events == ["may take 16200 s", "waits for the run folder's storage"]
+    assert 7200 < sum(waited) < 16200
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -136,6 +136,54 @@ def test_a_spike_is_rolled_back_and_its_data_skipped(corpus: Path, tmp_path: Pat
     assert [one["loss"] for one in found] == [one["loss"] for one in records(tmp_path / "again")], "exact resume"
 
 
+def test_saves_and_stops_wait_for_a_good_step(corpus: Path, tmp_path: Path) -> None:
+    config = settings(corpus, tmp_path / "run", checkpoint__keep_last=9, checkpoint__every_steps=6)
+    bad = {number * 12: math.nan for number in (5, 6, 12, 13)}  # steps 6, 7, 13 and 14
+    (outcome,) = run_workers(1, starts_with_bad_data, [(Start(config, stop_at=13), bad)])[0]
+    assert outcome.startswith("StoppedError: stopped at step 15 of 70; checkpoint step-00000015 is saved.")
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names[-3:] == ["step-00000008", "step-00000012", "step-00000015"]
+
+
+def starts_with_a_bad_update(given: list[Start]) -> list[str]:
+    """Starts in whose first one the update of step 5 spoils a weight, so that every later loss is NaN."""
+    from pretrain import train
+
+    launch, spoilt = loop._Fit.launch_step, list[int]()
+
+    def launch_step(self: Any, number: int, *others: Any) -> Any:
+        launched = launch(self, number, *others)
+        if number == 4 and not spoilt:
+            spoilt.append(number)
+            for fragment in self.engine.fragments():
+                if fragment.name == "embeddings.norm_weight":
+                    fragment.tensors["weight"].fill_(math.inf)
+            self.engine._layout.refresh(None)
+            self.engine._layout.settle()
+        return launched
+
+    loop._Fit.launch_step = launch_step  # type: ignore[method-assign]
+    try:
+        return make_starts(train.main, given)
+    finally:
+        loop._Fit.launch_step = launch  # type: ignore[method-assign]
+
+
+def test_bad_weights_are_never_saved(corpus: Path, tmp_path: Path) -> None:
+    """Saves are due at steps 6 and 9, after the update and before the rollback."""
+    config = pretraining(
+        corpus,
+        tmp_path / "run",
+        [(32, 12, 20)],
+        model__layers=1,
+        checkpoint={"every_steps": 3, "keep_last": 1},
+        engine__max_bad_steps=5,
+    )
+    assert run_workers(1, starts_with_a_bad_update, [Start(config)]) == [[""]]
+    events = [one for one in all_records(tmp_path / "run") if one.get("event") == "rollback"]
+    assert [(one["step"], one["from_step"]) for one in events] == [(3, 10)]
+
+
 def test_a_phase_may_begin_with_higher_losses(corpus: Path, tmp_path: Path) -> None:
     """Longer sequences have them: BERT's second phase. No rollback could help."""
     config = pretraining(

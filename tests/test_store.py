@@ -146,11 +146,13 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, da
 
 
 @pytest.mark.parametrize("failures", [1, 99])
-def test_an_unreadable_checkpoint_is_retried_then_skipped(
+def test_an_unreadable_checkpoint_is_retried_then_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
+    """The one before it may be much older, and all may be unreadable, which is not a new run."""
     monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
-    good, bad = save(tmp_path, 10), save(tmp_path, 20)
+    save(tmp_path, 10)
+    bad = save(tmp_path, 20)
     verify, left = store.verify_manifest, [failures]
 
     def unreliable(checkpoint: Path) -> Any:
@@ -160,8 +162,44 @@ def test_an_unreadable_checkpoint_is_retried_then_skipped(
         return verify(checkpoint)
 
     monkeypatch.setattr(store, "verify_manifest", unreliable)
-    assert store.newest(tmp_path, set_aside=True) == (bad if failures == 1 else good)
+    if failures == 1:
+        assert store.newest(tmp_path, set_aside=True) == bad
+    else:
+        with pytest.raises(MachineError, match=r"step-00000020: cannot be read \(Input/output error\)\. Check"):
+            store.newest(tmp_path, set_aside=True)
     assert bad.exists(), "its content may be whole"
+
+
+def test_a_manifest_that_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, opened = save(tmp_path, 10) / "manifest.json", Path.open
+
+    def refused(path: Path, *arguments: Any, **more: Any) -> Any:
+        if path == manifest:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(MachineError, match=r"manifest\.json: cannot be read \(Permission denied\)"):
+        store.newest(tmp_path, set_aside=True)
+    assert manifest.is_file()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_a_new_one(tmp_path: Path) -> None:
+    for step in (10, 20):
+        damage_truncate(save(tmp_path, step))
+    assert store.newest(tmp_path) is None
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"all checkpoints are damaged.*start from step 0"):
+            store.newest(tmp_path, set_aside=True)
+
+
+def test_other_users_may_read_what_the_umask_allows(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        files = list(save(tmp_path, 10).iterdir())
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {p.name: "0o644" for p in files}
 
 
 def test_a_half_written_checkpoint_does_not_exist(tmp_path: Path) -> None:
@@ -181,6 +219,13 @@ def test_the_last_k_and_the_best_are_kept(tmp_path: Path) -> None:
     assert [store.step_of(path) for path in store.list_checkpoints(tmp_path)] == [2, 4, 5]
 
 
+def test_the_checkpoint_that_was_just_saved_is_kept(tmp_path: Path) -> None:
+    """Also if there are newer ones, of a run that went back."""
+    checkpoints = [save(tmp_path, step) for step in (4, 20, 30)]
+    store.prune(tmp_path, 1, checkpoints[0])
+    assert store.list_checkpoints(tmp_path) == [checkpoints[0], checkpoints[2]]
+
+
 def test_the_best_is_of_the_latest_phase_and_the_newest_of_equals(tmp_path: Path) -> None:
     assert store.best(tmp_path) is None
     for step, loss, phase in [(1, 1.0, 0), (2, 3.0, 1), (3, 2.0, 1), (4, 2.0, 1), (5, None, 1)]:
@@ -195,6 +240,24 @@ def test_a_torn_state_stops_neither_pruning_nor_resuming(tmp_path: Path) -> None
     assert store.best(tmp_path) == tmp_path / store.name_of(2)
     store.prune(tmp_path, 5)
     assert store.newest(tmp_path) == tmp_path / store.name_of(2)
+
+
+def test_nothing_is_pruned_while_the_best_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = [save(tmp_path, step, loss=float(step)) for step in (1, 2, 3)]
+    read = Path.read_text
+
+    def stale(path: Path, *arguments: Any, **more: Any) -> str:
+        if path.parent == checkpoints[0]:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(path, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", stale)
+        with pytest.raises(MachineError, match=r"step-00000001/state\.json: cannot be read \(Stale file handle\)"):
+            store.prune(tmp_path, 1)
+    assert store.list_checkpoints(tmp_path) == checkpoints
+    store.prune(tmp_path, 1)
+    assert store.list_checkpoints(tmp_path) == [checkpoints[0], checkpoints[2]]
 
 
 def test_what_all_workers_hold_is_written_once(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -199,6 +200,34 @@ def test_a_damaged_checkpoint_is_passed_over(whole, corpus: Path, tmp_path: Path
     damaged.write_bytes(data)
     assert run_workers(1, starts, [Start(config, resume=True)]) == [[""]]
     assert losses(tmp_path / "run") == losses(whole[1, 0])
+
+
+def starts_without_access(given: list[Start]) -> list[str]:
+    """Starts of another user, who may not read shards."""
+    from pretrain.common import files
+
+    whole = files.sha256_file
+
+    def refused(path: Path) -> str:
+        if path.name.startswith("rank-"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return whole(path)
+
+    files.sha256_file = refused
+    try:
+        return starts(given)
+    finally:
+        files.sha256_file = whole
+
+
+def test_a_run_whose_checkpoints_cannot_be_read_is_not_a_new_one(corpus: Path, tmp_path: Path) -> None:
+    config = settings(corpus, tmp_path / "run", engine__zero_stage=1)
+    assert run_workers(1, starts, [Start(config, stop_at=4)])[0][0].startswith("StoppedError")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")}
+    for outcome in run_workers(2, starts_without_access, [Start(config, resume=True)]):
+        assert outcome[0].startswith("MachineError: ")
+        assert "rank-00000-of-00001.safetensors: cannot be read (Permission denied). Check" in outcome[0]
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")} == before
 
 
 # ---- the command line

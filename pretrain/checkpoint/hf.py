@@ -25,7 +25,7 @@ from pretrain.checkpoint.start import START_FILE
 from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
-from pretrain.common.files import verify_manifest, write_json
+from pretrain.common.files import write_json
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig, load_config
 from pretrain.corpus.stored import fetch_without_tokens
@@ -197,7 +197,7 @@ def _choose_checkpoint(folder: Path, name: str | None) -> Path:
         if path not in store.list_checkpoints(folder):
             existing = ", ".join(p.name for p in store.list_checkpoints(folder)) or "none"
             raise InputError(f"{path}: no such checkpoint. Available: {existing}.")
-    verify_manifest(path)
+    store.verify(path)
     return path
 
 

@@ -106,8 +106,8 @@ class Saver:
                 self._store(self._stored, self._folder / store.name_of(step))
             try:
                 if self._group.rank == 0:
-                    with contextlib.suppress(OSError):  # the next save prunes again
-                        store.prune(self._folder, self._keep_last)
+                    with contextlib.suppress(OSError, MachineError):  # the next save prunes again
+                        store.prune(self._folder, self._keep_last, self._folder / store.name_of(step))
             finally:  # no rank starts the next save while rank 0 still removes old checkpoints
                 self._group.gather_objects(None)
         except BaseException as error:
@@ -132,7 +132,8 @@ class Saver:
         stored.publish(checkpoint)
         names = stored.names()
         try:
-            stored.keep({*names[-self._keep_last :], store.best_of({name: stored.state(name) for name in names})})
+            best = store.best_of({name: stored.state(name) for name in names})
+            stored.keep({*names[-self._keep_last :], checkpoint.name, best})
         except RunError as error:  # the next save deletes again
             logger.warning("%s", error)
 

@@ -48,8 +48,9 @@ from pretrain.common.files import (
 
 FORMAT = 2  # 1 listed every piece with its file, and is still read
 _NAME = re.compile(r"step-(\d{8})")
-# Attempts to read a checkpoint when the storage fails, and the wait between them.
-_READS, _READ_WAIT_SECONDS = 3, 1.0
+_DAMAGED = "damaged-"  # before the name of a checkpoint that was set aside
+# Attempts to read a checkpoint when the storage fails, and the first wait between them, which doubles each time.
+_READS, _READ_WAIT_SECONDS = 6, 1.0
 # Pages of a mapped file count as the process's memory until the file is closed.
 _MOST_MAPPED_BYTES = 128 << 20
 logger = logging.getLogger(__name__)
@@ -183,34 +184,58 @@ def agree(group: SavingGroup, work: Callable[[], Any]) -> list[Any]:
 def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
     """The newest intact checkpoint in `folder`; None if there is none.
 
-    Newer checkpoints that are damaged or unreadable are skipped and logged. `set_aside` also renames damaged ones to
-    `damaged-…`; only the run that owns the folder may do that.
+    Newer checkpoints that are damaged are skipped and logged. `set_aside` also renames them to `damaged-…`; only the
+    run that owns the folder may do that.
+
+    Raises:
+        MachineError: a newer checkpoint cannot be read (`verify`). It may be whole, and the one before it much older.
+        InputError: with `set_aside`, checkpoints were set aside, now or before, and no other is left.
     """
     for checkpoint in reversed(_named_as_checkpoints(folder)):
         try:
-            _verify(checkpoint)
-        except (InputError, OSError) as error:
+            verify(checkpoint)
+        except InputError as error:
             logger.warning("%s Trying the checkpoint before it.", error)
-            if set_aside and isinstance(error, InputError):
-                damaged = checkpoint.with_name(f"damaged-{checkpoint.name}")
+            if set_aside:
+                damaged = checkpoint.with_name(f"{_DAMAGED}{checkpoint.name}")
                 shutil.rmtree(damaged, ignore_errors=True)
                 checkpoint.replace(damaged)
             continue
         return checkpoint
+    if set_aside and any(folder.glob(f"{_DAMAGED}*")):
+        raise InputError(
+            f"{folder}: all checkpoints are damaged (now {_DAMAGED}step-*). Restore one from a copy, or remove them to "
+            "start from step 0."
+        )
     return None
 
 
-def _verify(checkpoint: Path) -> None:
-    """As `verify_manifest`, but read errors are retried, because the storage may fail for a moment only."""
-    for retries_left in reversed(range(_READS)):
+def verify(checkpoint: Path) -> None:
+    """As `verify_manifest`, but read errors are retried for half a minute: the storage may fail for a moment only.
+
+    Raises:
+        InputError: a file is missing or damaged.
+        MachineError: a file cannot be read.
+    """
+    for attempt in range(_READS):
         try:
+            with contextlib.suppress(FileNotFoundError):
+                (checkpoint / MANIFEST).open("rb").close()  # `verify_manifest` reports a refusal as damage
             verify_manifest(checkpoint)
             return
         except OSError as error:
-            if not retries_left:
-                raise
-            logger.warning("%s: cannot be read (%s). Retrying in %.0f s.", checkpoint, error, _READ_WAIT_SECONDS)
-            time.sleep(_READ_WAIT_SECONDS)
+            if attempt == _READS - 1 or isinstance(error, PermissionError):
+                raise _unreadable(checkpoint, error) from error
+            wait = _READ_WAIT_SECONDS * 2**attempt
+            logger.warning("%s: cannot be read (%s). Retrying in %.0f s.", checkpoint, error, wait)
+            time.sleep(wait)
+
+
+def _unreadable(path: Path, error: OSError) -> MachineError:
+    return MachineError(
+        f"{error.filename or path}: cannot be read ({error.strerror or error}). Check the storage and the file's "
+        "permissions."
+    )
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -227,7 +252,8 @@ def best(folder: Path) -> Path | None:
     """The checkpoint with the lowest validation loss, on ties the newest one; None if none was evaluated.
 
     Losses are comparable only on the same held-out samples (`validation_set`). So checkpoints of an earlier phase do
-    not count once a later phase was evaluated. A checkpoint with an unreadable state counts as not evaluated.
+    not count once a later phase was evaluated. A checkpoint with a damaged state counts as not evaluated. Raises
+    `MachineError` if a state cannot be read.
     """
     states = {}
     for path in list_checkpoints(folder):
@@ -251,10 +277,13 @@ def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
     return min(reversed(latest), key=latest.__getitem__)
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Remove all checkpoints except the `keep_last` newest and the `best`, and all leftovers."""
+def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:
+    """Remove all checkpoints except the `keep_last` newest, the `best` and the one just `saved`, and all leftovers.
+
+    Raises `MachineError`, and removes nothing, if the best one is not known because a state cannot be read.
+    """
     checkpoints = list_checkpoints(folder)
-    keep = {*checkpoints[-keep_last:], best(folder)}
+    keep = {*checkpoints[-keep_last:], best(folder), saved}
     for path in checkpoints:
         if path not in keep:
             # Renamed first, so that an interrupted removal leaves nothing that looks like a checkpoint.
@@ -272,11 +301,14 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The checkpoint's state.json."""
+    """The checkpoint's state.json. Raises `InputError` if it is damaged, `MachineError` if it cannot be read."""
+    path = checkpoint / "state.json"
     try:
-        return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{checkpoint / 'state.json'}: cannot be read ({error}). Use another checkpoint.") from None
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read ({error}). Use another checkpoint.") from None
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tensor]:
@@ -352,11 +384,14 @@ def _write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dic
     """Write this rank's tensors; returns the entry of the file for the manifest."""
     name = shard_name(group)
     path = aside / name
-    with disk_errors(path):
+    with _write_errors(path):
         aside.mkdir(parents=True, exist_ok=True)
         _preflight(path, shard.bytes)
         try:
+            path.touch()
+            mode = path.stat().st_mode
             save_file({key: tensor.cpu() for key, tensor in shard.tensors.items()}, path)
+            path.chmod(mode)  # safetensors gives the owner alone access, whatever the umask says
         except SafetensorError as error:
             # safetensors wraps the system's error; a full disk must be reported as such.
             if "No space left" in str(error) or "os error 28" in str(error):
@@ -364,12 +399,22 @@ def _write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dic
             raise MachineError(f"{path}: cannot be written ({error}). Check the storage.") from error
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    return {
-        "file": name,
-        "bytes": path.stat().st_size,
-        "sha256": sha256_file(path),
-        "fragments": [{**entry, "rank": group.rank} for entry in shard.entries],
-    }
+        return {
+            "file": name,
+            "bytes": path.stat().st_size,
+            "sha256": sha256_file(path),
+            "fragments": [{**entry, "rank": group.rank} for entry in shard.entries],
+        }
+
+
+@contextlib.contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    """As `disk_errors`; other errors of the storage become `MachineError`, too."""
+    try:
+        with disk_errors(path):
+            yield
+    except OSError as error:
+        raise MachineError(f"{path}: cannot be written ({error.strerror or error}). Check the storage.") from error
 
 
 def _parts(fragments: Sequence[HeldFragment], group: SavingGroup) -> Iterator[slice]:
@@ -394,7 +439,7 @@ def _preflight(path: Path, needed: int) -> None:
 
 def _publish(aside: Path, final: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:
     """On rank 0, after every shard is on disk: write the state and the manifest, then rename the folder."""
-    with disk_errors(final):
+    with _write_errors(final):
         write_json(aside / "state.json", state)
         _write_manifest(aside, shards, state)
         if final.exists():

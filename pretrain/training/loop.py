@@ -6,6 +6,7 @@ and the names of its metrics.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -32,7 +33,7 @@ from pretrain.training.task import Recorder, S, TrainingTask
 
 logger = logging.getLogger(__name__)
 
-LONG_SECONDS = 1800.0  # the most that an evaluation, a save or a rollback may take
+LONG_SECONDS = 1800.0  # the most that an evaluation, a save without retries or a rollback may take
 _SKIPS_AT_ONE_SCALE = 3  # fp16's loss scaler lowers the scale before it skips more (its hysteresis is 2)
 _STORAGE = "the run folder's storage"
 
@@ -51,7 +52,8 @@ def fit(
     """Train from `progress` to the end of `plan`, with a checkpoint at least at the end.
 
     Raises:
-        StoppedError: a stop was requested on any rank; a checkpoint of the current step was written.
+        StoppedError: a stop was requested on any rank; a checkpoint of the current step was written. Bad steps are
+            waited for.
         DivergedError: steps without a finite loss or gradient, or loss spikes, after as many rollbacks as are allowed.
         MachineError: a checkpoint could not be written; earlier ones are untouched.
     """
@@ -62,7 +64,7 @@ def fit(
         while failure := training.train(stop_requested):
             training.roll_back(failure)
     finally:
-        with engine.allow(LONG_SECONDS):
+        with training.saving(), engine.awaiting(_STORAGE):
             training.saver.join()
     training.saver.wait()
     training.log_storage_trouble()
@@ -187,13 +189,18 @@ class _Fit(Generic[S]):
         self.stalled_before = task.stalled_seconds()
         self.rate, self.epoch, self.norm = 0.0, 0, 0.0  # of the last step
         self.validation: tuple[int, float] | None = None  # the last evaluation's step and what it minimises
+        self.save_due = False  # a save waits for a good step
 
     def train(self, stop_requested: Callable[[], bool]) -> TrainingFailure | None:
-        """Train to the end of the plan, or to a failure that a rollback may fix."""
+        """Train to the end of the plan, or to a failure that a rollback may fix.
+
+        Saves and stops wait for the next good step.
+        """
         progress, plan = self.progress, self.plan
         self.engine.module.train()
         self.engine.seed_device(plan.config.seed, progress.step + progress.rollbacks)
         self.stopwatch.lap()
+        stopping = self.save_due = False
         for stop, failure in self.outcomes(stop_requested):
             progress.step += 1
             if failure is not None:
@@ -207,18 +214,21 @@ class _Fit(Generic[S]):
                 progress.stopped_early = 0 < plan.patience <= progress.evaluations_without_gain
                 last = last or progress.stopped_early
                 best = plan.keep_best and not progress.evaluations_without_gain
-            if last or stop or best or due.save:
+            stopping = stopping or stop
+            self.save_due = self.save_due or due.save or stop
+            # Bad steps may come from bad weights, to which a rollback or a resume would return for ever.
+            if last or best or (self.save_due and not progress.bad_in_a_row):
                 self.save()
             if progress.stopped_early:
                 return None
-            if stop and not last:
+            if stopping and not last and not self.save_due:
                 self.stop()
         return None
 
     def stop(self) -> NoReturn:
         """End with `StoppedError` once the checkpoint of this step is written."""
-        with self.engine.allow(LONG_SECONDS):
-            self.saver.wait()
+        with self.saving():
+            self.wait_for_save()
         step = self.progress.step
         raise StoppedError(
             f"stopped at step {step} of {self.plan.total_steps}; checkpoint {store.name_of(step)} is saved."
@@ -258,7 +268,7 @@ class _Fit(Generic[S]):
                 stop = stop or earlier.stop
                 yield StepOutcome(stop=False, failure=earlier.failure)
             unread = launched
-            due = any(self.plan.due(number + 1)) or self.plan.averages(number)
+            due = self.save_due or any(self.plan.due(number + 1)) or self.plan.averages(number)
             if stop or due or not reads_late(self.engine):
                 outcome = self.read_step(launched)
                 yield StepOutcome(stop or outcome.stop, outcome.failure)
@@ -430,6 +440,7 @@ class _Fit(Generic[S]):
     def save(self) -> None:
         """Save a checkpoint of this step, in the background if the config says so."""
         began = time.perf_counter()
+        self.save_due = False
         self.progress.window.seconds += self.stopwatch.lap()
         current = self.validation is not None and self.validation[0] == self.progress.step
         extra_state = {
@@ -437,11 +448,21 @@ class _Fit(Generic[S]):
             "validation_loss": self.validation[1] if current and self.validation else None,
             "validation_set": self.task.validation_set(),
         }
-        with self.engine.allow(LONG_SECONDS):  # for the save before it, where the storage is slow
+        with self.saving():
+            self.wait_for_save()  # the one before it, where the storage is slow
             state = checkpoint_state(self.engine, self.progress, extra_state)
             self.saver.save(self.progress.step, self.engine.fragments(), state)
         self.log_storage_trouble()
         self.stopwatch.leave_out("checkpoint", time.perf_counter() - began)
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Wraps saves and waits for them: the waits between their retries add up to twice `retry_seconds`."""
+        return self.engine.allow(LONG_SECONDS + 2 * self.plan.config.checkpoint.retry_seconds)
+
+    def wait_for_save(self) -> None:
+        """Wait until the save in progress ends. Raises its error, on every rank."""
+        with self.engine.awaiting(_STORAGE):
+            self.saver.wait()
 
     def log_storage_trouble(self) -> None:
         """Record that a save had to wait for the storage, which looks like a hang while it lasts."""
@@ -455,8 +476,8 @@ class _Fit(Generic[S]):
         progress = self.progress
         if progress.window.tokens:  # not just logged
             self.log()
-        with self.engine.allow(LONG_SECONDS):
-            self.saver.wait()
+        with self.saving():
+            self.wait_for_save()
             checkpoint = newest_checkpoint(self.checkpoints, self.engine)
         if checkpoint is None or progress.rollbacks >= self.plan.config.guard.max_rollbacks:
             raise DivergedError(
@@ -478,7 +499,7 @@ class _Fit(Generic[S]):
             "time": time.time(),
             "message": message,
         }
-        restored.rollbacks = progress.rollbacks + 1
+        restored.rollbacks, restored.bad_in_a_row = progress.rollbacks + 1, 0
         restored.passed_over = [*progress.passed_over, *self.task.pass_over(first, count)]
         for name in Progress.__dataclass_fields__:
             setattr(progress, name, getattr(restored, name))

@@ -225,12 +225,18 @@ def stored_run(config: RunConfig) -> StoredRun | None:
 
 
 def newest_checkpoint(checkpoints: Path, engine: Engine) -> Path | None:
-    """The checkpoint to resume from. Rank 0 verifies and decides, so that all ranks use the same one."""
-    newest = None
-    if engine.rank == 0:
+    """The checkpoint to resume from. Rank 0 verifies and decides, so that all ranks use the same one.
+
+    Raises:
+        RunError: there are checkpoints, but the newest cannot be read, or all are damaged; see `store.newest`.
+    """
+
+    def find() -> str | None:
         store.remove_leftovers(checkpoints)
         newest = store.newest(checkpoints, set_aside=True)
-    name = engine.gather_objects(newest and newest.name)[0]
+        return newest and newest.name
+
+    name = store.agree(engine, lambda: find() if engine.rank == 0 else None)[0]
     return checkpoints / name if name else None
 
 
