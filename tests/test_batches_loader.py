@@ -178,6 +178,12 @@ def test_validation_batches_are_fixed(folder, shards):
     assert validation_batches(replace(shards, shards=[]), run_config(), 0, rank=0, world_size=1) == []
 
 
+def test_held_out_text_that_is_too_little_is_named(tmp_path):
+    one = make_corpus(tmp_path / "one", documents=30, vocabulary_size=300, validation_documents=1)
+    with pytest.raises(InputError, match=r"held-out text of .*: 1 documents, but .*hold out more documents"):
+        validation_batches(open_shards(one, "validation"), run_config(), 0, rank=0, world_size=1)
+
+
 @pytest.mark.parametrize("budget", [512, 64])
 def test_fewer_held_out_samples_than_ranks_are_evaluated_by_every_rank(folder, budget):
     held_out = open_shards(folder, "validation")
