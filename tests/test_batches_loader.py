@@ -17,6 +17,7 @@ from pretrain.batches.loader import BatchMaker, Loader, validation_batches
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.train import full_lengths
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +157,14 @@ def test_every_sample_of_an_epoch_exactly_once_at_any_number_of_workers(shards):
 def test_seed_and_epoch_change_the_samples(shards):
     base, other = (global_batches(load(shards, run_config(seed=seed))) for seed in (0, 1))
     assert not sum(base, Counter()) & sum(other, Counter())
+
+
+@pytest.mark.parametrize("budget", [120, 125, 128])
+def test_the_rehearsed_micro_batch_is_as_large_as_any(shards, budget):
+    config = run_config(budget=budget)
+    largest = full_lengths(config, 1)
+    assert sum(largest) == budget
+    assert max(sum(micro.lengths) for step in load(shards, config)[0] for micro in step.micro_batches) > budget - 5
 
 
 def test_validation_batches_are_fixed(folder, shards):
