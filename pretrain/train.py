@@ -175,12 +175,11 @@ class Pretraining:
         return skipped
 
     def largest(self) -> StepBatch:
-        length = max(phase.sequence_length for phase in self._config.phases)
-        count = micro_batch_tokens(self._config, self._engine.world_size) // length
-        batch = full_batch(self._config, [length] * count, self._shards.vocabulary_size)
+        lengths = full_lengths(self._config, self._engine.world_size)
+        batch = full_batch(self._config, lengths, self._shards.vocabulary_size)
         if self._config.engine.static_shapes:
-            batch = with_filler(batch, length)
-        step = StepBatch((batch,), count, count * length, batch.targets, epoch=0, first_sample=0)
+            batch = with_filler(batch, max(lengths))
+        step = StepBatch((batch,), len(lengths), sum(lengths), batch.targets, epoch=0, first_sample=0)
         return step.to(self._device)
 
     def loss(self, output: Any, step: StepBatch) -> Tensor:
@@ -284,6 +283,13 @@ def _check_teacher(state: dict[str, Any], checkpoint: Path, config: PretrainConf
 def _card(config: PretrainConfig) -> dict[str, Any]:
     path = config.corpus.folder / "card.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def full_lengths(config: PretrainConfig, workers: int) -> list[int]:
+    """The sequences of the largest micro-batch: of the longest phase, and a shorter one that fills the rest."""
+    longest = max(phase.sequence_length for phase in config.phases)
+    count, rest = divmod(micro_batch_tokens(config, workers), longest)
+    return [*([rest] if rest > 2 else []), *[longest] * count]  # one of two special tokens has nothing to mask
 
 
 def full_batch(config: PretrainConfig, lengths: list[int], vocabulary_size: int) -> MicroBatch:

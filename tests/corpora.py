@@ -46,6 +46,15 @@ def make_corpus(
     return write_corpus(folder, splits, vocabulary, weights=weights or (1.0,) * sources)
 
 
+def make_corpus_of_two_piece_words(folder: Path, *, documents: int = 40) -> Path:
+    """Write a corpus of documents of two sentences of three words, each a word and a ## piece, and return it."""
+    random, vocabulary = np.random.default_rng(0), make_vocabulary(300)
+    beginnings, pieces = ([n for n, entry in enumerate(vocabulary) if entry[:3] in kind] for kind in ({"wor"}, {"##p"}))
+    sentences = np.stack([random.choice(of, (documents, 2, 3)) for of in (beginnings, pieces)], -1)
+    written = [list(document) for document in sentences.reshape(documents, 2, 6)]
+    return write_corpus(folder, {"train": [(0, written)], "validation": [(0, written[:5])]}, vocabulary)
+
+
 def make_vocabulary(size: int) -> list[str]:
     """Specials, letters and their ## forms, made-up words and ## pieces, two [unused] at the end."""
     letters = list(string.ascii_lowercase + string.punctuation)

@@ -17,6 +17,7 @@ from pretrain.batches.loader import BatchMaker, Loader, validation_batches
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.train import full_lengths
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +159,14 @@ def test_seed_and_epoch_change_the_samples(shards):
     assert not sum(base, Counter()) & sum(other, Counter())
 
 
+@pytest.mark.parametrize("budget", [120, 125, 128])
+def test_the_rehearsed_micro_batch_is_as_large_as_any(shards, budget):
+    config = run_config(budget=budget)
+    largest = full_lengths(config, 1)
+    assert sum(largest) == budget
+    assert max(sum(micro.lengths) for step in load(shards, config)[0] for micro in step.micro_batches) > budget - 5
+
+
 def test_validation_batches_are_fixed(folder, shards):
     held_out = open_shards(folder, "validation")
     known = BatchMaker(held_out, run_config(), 0, seed=0, rank=0, world_size=1).samples_per_epoch
@@ -176,6 +185,12 @@ def test_validation_batches_are_fixed(folder, shards):
     tight = validation_batches(held_out, run_config(evaluation=50, budget=64), 0, rank=1, world_size=3)
     assert sum(batch.sequences for batch in tight) == 48
     assert validation_batches(replace(shards, shards=[]), run_config(), 0, rank=0, world_size=1) == []
+
+
+def test_held_out_text_that_is_too_little_is_named(tmp_path):
+    one = make_corpus(tmp_path / "one", documents=30, vocabulary_size=300, validation_documents=1)
+    with pytest.raises(InputError, match=r"held-out text of .*: 1 documents, but .*hold out more documents"):
+        validation_batches(open_shards(one, "validation"), run_config(), 0, rank=0, world_size=1)
 
 
 @pytest.mark.parametrize("budget", [512, 64])

@@ -257,3 +257,17 @@ def test_a_run_with_every_schedule_resumes_bitwise(folder: Path, tmp_path: Path)
     made = records(Path(through["run_dir"]))
     assert ["mlm_loss" in record for record in made] == [False] * 3 + [True] * 3
     assert all(np.isfinite(record["causal_loss"]) for record in made)
+
+
+def test_micro_batches_of_one_kind_and_of_both_train_alike_at_every_stage(folder: Path, tmp_path: Path) -> None:
+    """ZeRO 3 gathers parameters for each loss that is differentiated, on all ranks at once."""
+    plan = []
+    for stage in (1, 3):
+        small = {"zero_stage": stage, "precision": "fp32", "compile": False, "micro_batch_tokens": 128}
+        run = pretraining(folder, tmp_path / f"{stage}", [(32, 8, 6)], pairs__objective="none", engine=small)
+        run["phases"][0]["causal_share"] = 0.25
+        plan.append(Start(run))
+    assert run_workers(2, starts, plan) == [["", ""]] * 2
+    first, second = ([record["loss"] for record in records(tmp_path / f"{stage}")] for stage in (1, 3))
+    assert len(first) == 6
+    assert first == pytest.approx(second, rel=1e-5)

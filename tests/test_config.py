@@ -382,6 +382,10 @@ def test_a_phase_more_or_less_is_a_change(write):
         ("masking.span_longest=5", "span_longest has no effect with scheme: tokens. Set scheme: spans"),
         ("optimizer.muon_rate=2", "muon_rate has no effect with name: adamw. Remove it, or set name: muon"),
         (
+            "model={size: mini, attention_init: neighbours, kv_heads: 2}",
+            "attention_init: neighbours needs kv_heads: 0, not 2",
+        ),
+        (
             "model={size: mini, attention_init: neighbours, recursions: 2}",
             "attention_init: neighbours needs recursions: 1 where positions are learned, not 2",
         ),

@@ -251,6 +251,11 @@ def test_a_run_is_exported_as_two_models_and_read_as_the_discriminator(runs, cor
         assert ElectraForPreTraining.from_pretrained(tmp_path / embeddings).config.embedding_size == 24
         generator = ElectraForMaskedLM.from_pretrained(tmp_path / f"{embeddings}-generator")
         assert generator.config.hidden_size == 16
+        cards = [(tmp_path / f"{embeddings}{kind}" / "README.md").read_text() for kind in ("", "-generator")]
+        assert [card.count("fill-mask") for card in cards] == [0, 3]
+        for card, width, kind in zip(cards, (32, 16), ("discriminator", "generator"), strict=True):
+            assert f"hidden width {width} " in card
+            assert f"as the {kind} of ELECTRA" in card
         whole = PretrainConfig.model_validate(values)
         state = store.read_weights(store.newest(folder / "checkpoints") or Path())
         PretrainingModel(whole.electra.generator(whole.model), 300, False).load_state_dict(generator_state(state))

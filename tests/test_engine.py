@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pretrain.checkpoint import store
+from pretrain.common.errors import InputError
 from pretrain.config import EngineConfig as EngineSettings
 from pretrain.config import ModelConfig, OptimizerConfig
 from pretrain.model.heads import PretrainingModel
@@ -56,6 +57,23 @@ def make_engine(stage: int, precision: str = "fp32", optimizer: str = "adamw", c
         lambda named: make_optimizer(choice, parameter_groups(named, choice.weight_decay)),
         settings,
     )
+
+
+def refusal(section: dict[str, Any]) -> str:
+    try:
+        Engine(
+            make_model(),
+            lambda named: make_optimizer(choice_of("adamw"), parameter_groups(named, 0.1)),
+            EngineSettings(zero_stage=1, precision="fp32", compile=False, deepspeed=section),
+        )
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_what_deepspeed_refuses_of_its_own_section_is_an_input_error() -> None:
+    (said,) = run_workers(1, refusal, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
+    assert said.startswith("engine.deepspeed: DeepSpeed refuses it (You are using ZeRO-Offload with a client")
 
 
 def step_batches(step: int) -> list[Any]:

@@ -235,6 +235,7 @@ class TestExportRun:
                 "name": "tiny",
                 "corpus": {"dir": str(corpus)},
                 "model": SHAPE.model_dump(),
+                "optimizer": {"decay_timescale": 0.5},
                 "phases": [{"sequence_length": 32, "global_sequences": 4, "steps": 3000, "peak_learning_rate": 1e-3}],
             }
         )
@@ -287,6 +288,8 @@ class TestExportRun:
         assert "| next-sentence accuracy | 75.00% |" in card
         assert "### Two novels" in card
         assert "global_sequences: 4" in card
+        assert "france is [MASK]." in card
+        assert "weight decay\n0.6667, " in card
 
     def test_refusals(self, run: Path, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"no such checkpoint\. Available: step-00001000, step-00002000"):

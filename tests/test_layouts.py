@@ -82,6 +82,13 @@ def test_old_and_new_configs_of_modernbert_are_one() -> None:
     assert (model.pooling, model.norm, model.max_positions) == ("mean", "layer_norm_no_bias", 66)
 
 
+def test_a_null_base_of_modernbert_is_that_of_the_global_layers() -> None:
+    model = read_config({**OLD_MODERNBERT, "global_rope_theta": 90000.0, "local_rope_theta": None}).model
+    assert [model.rotary_base_of(n) for n in range(3)] == [90000, 90000, 90000]
+    model = read_config({**OLD_MODERNBERT, "global_rope_theta": None}).model
+    assert [model.rotary_base_of(n) for n in range(3)] == [160000, 20000, 20000]
+
+
 @pytest.mark.parametrize("family", [family for family, _ in parity.FAMILIES.items()])
 def test_a_written_config_reads_the_same_in_both_programs(family: str) -> None:
     name, values = parity.FAMILIES[family]

@@ -407,7 +407,7 @@ def test_rotated_heads_that_begin_at_neighbours_look_there(part: dict[str, Any])
     [
         ({"attention_bias": False}, "needs attention_bias: true where positions are rotary"),
         ({"qk_norm": True}, "needs qk_norm: false where positions are rotary"),
-        ({"kv_heads": 2}, "needs kv_heads: 0 where positions are rotary, not 2"),
+        ({"kv_heads": 2}, "needs kv_heads: 0, not 2"),
     ],
 )
 def test_rotary_parts_that_cannot_begin_at_neighbours_are_refused(part: dict[str, Any], reason: str) -> None:

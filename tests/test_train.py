@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from corpora import make_corpus
+from corpora import make_corpus, make_corpus_of_two_piece_words
 
 from cluster.workers.actors import PROCESS_TITLE
 from pretrain.config import load_config
@@ -47,6 +47,24 @@ def starts(given: list[Start]) -> list[str]:
 def losses(run_dir: Path, split: str = "train") -> list[tuple[int, float]]:
     """(step, loss) in the order of the file."""
     return [(record["step"], record["loss"]) for record in records(run_dir, split)]
+
+
+def test_batches_without_a_masked_token_train(tmp_path: Path) -> None:
+    """One token of a sequence may be masked, and every word has two: `whole_word` masks none."""
+    corpus = make_corpus_of_two_piece_words(tmp_path / "corpus")
+    objectives = {
+        "masked": {},
+        "electra": {"electra__generator_width": 0.5},
+    }
+    changes = {"pairs__objective": "none", "masking__whole_word": True, "engine__zero_stage": 3}
+    plan = [
+        Start(pretraining(corpus, tmp_path / name, [(8, 2, 3)], **changes, **own)) for name, own in objectives.items()
+    ]
+    assert run_workers(2, starts, plan) == [[""] * 2] * 2
+    for name in objectives:
+        made = records(tmp_path / name)
+        assert [record["mlm_loss"] for record in made] == [0.0] * 3
+        assert [record["loss"] > 0 for record in made] == [name == "electra"] * 3
 
 
 # ---- exact resume, any number of workers

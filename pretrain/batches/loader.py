@@ -213,10 +213,18 @@ def validation_batches(
     At most `config.evaluation.sequences` samples; none if the corpus has no validation split. If a micro-batch holds
     only one sequence, up to `world_size` - 1 samples are left out so that every rank gets as many. If there are fewer
     samples than ranks, as after a small run has grown, every rank evaluates all of them.
+
+    Raises `InputError` if there is a split, but no sample in it.
     """
     if not shards.shards:
         return []
-    maker = BatchMaker(shards, config, phase, seed=0, rank=rank, world_size=world_size, held_out=True)
+    try:
+        maker = BatchMaker(shards, config, phase, seed=0, rank=rank, world_size=world_size, held_out=True)
+    except InputError as error:
+        raise InputError(
+            f"held-out text of {error} Or hold out more documents (corpus.validation_fraction, or a source with "
+            "held_out: true) and prepare the corpus again."
+        ) from error
     count = min(config.evaluation.sequences, maker.samples_per_epoch)
     if count < world_size:
         alone = BatchMaker(shards, config, phase, seed=0, rank=0, world_size=1, held_out=True)

@@ -5,13 +5,14 @@ The names are those of `layouts`. A decoder that is tied to the word embeddings 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers.models import WordPiece
 from torch import Tensor
@@ -120,19 +121,17 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
     start, electra = _began_as(run_dir), config.electra.is_on
     family = "electra" if electra else start.get("family", "")
     own = why_own(config.model) if layout_of(config.model, family) is OWN else ""
-    card = _model_card(
-        config,
-        run_dir,
-        store.step_of(path),
-        sum(p.numel() for p in state.values()),
-        averaged=store.read_state(path)["averaged"] if averaged else 0,
-        own=own,
-    )
+    average = store.read_state(path)["averaged"] if averaged else 0
+    card = functools.partial(_model_card, config, run_dir, store.step_of(path), averaged=average)
     if electra:
         _export_electra(state, config, out, card)
     else:
-        corpus, classifier = config.corpus.folder, config.pairs.has_classifier
-        export(state, config.model, corpus, out, next_sentence=classifier, card=card, **start)
+        corpus, classifier, whole = (
+            config.corpus.folder,
+            config.pairs.has_classifier,
+            card(config.model, state, own=own),
+        )
+        export(state, config.model, corpus, out, next_sentence=classifier, card=whole, **start)
     return own
 
 
@@ -158,18 +157,19 @@ def _with_one_type(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # ---- a run
 
 
-def _export_electra(state: Mapping[str, Tensor], config: PretrainConfig, out: Path, card: str) -> None:
+def _export_electra(state: Mapping[str, Tensor], config: PretrainConfig, out: Path, card: Callable[..., str]) -> None:
     """The discriminator as ElectraForPreTraining at `out`, the generator as ElectraForMaskedLM beside it.
 
-    Either is written in our own layout if ELECTRA's cannot hold it.
+    Either is written in our own layout if ELECTRA's cannot hold it. `card` is `_model_card` without what differs.
     """
     corpus, beside = config.corpus.folder, out.with_name(f"{out.name}{GENERATOR_SUFFIX}")
     for own, model, folder, head in (
         (generator_state(state), config.electra.generator(config.model), beside, ""),
         (discriminator_state(state), config.model, out, "ForPreTraining"),
     ):
-        family = layout_of(model, "electra").family
-        export(own, model, corpus, folder, next_sentence=False, card=card, family=family, head=head)
+        layout, part = layout_of(model, "electra"), "discriminator" if head else "generator"
+        text = card(model, own, own=why_own(model) if layout is OWN else "", part=part)
+        export(own, model, corpus, folder, next_sentence=False, card=text, family=layout.family, head=head)
 
 
 def _began_as(run_dir: Path) -> dict[str, Any]:
@@ -202,13 +202,23 @@ def _choose_checkpoint(folder: Path, name: str | None) -> Path:
 
 
 def _model_card(
-    config: PretrainConfig, run_dir: Path, step: int, parameters: int, *, averaged: int = 0, own: str = ""
+    config: PretrainConfig,
+    run_dir: Path,
+    step: int,
+    model: ModelConfig,
+    state: Mapping[str, Tensor],
+    *,
+    averaged: int = 0,
+    own: str = "",
+    part: Literal["", "discriminator", "generator"] = "",
 ) -> str:
     """README.md of an export: what it is, how it was trained, its measurements, and its text.
 
     Args:
+        model, state: what is exported.
         averaged: the number of steps whose weights are averaged; 0 for the weights of a single step.
         own: the settings for which the export has our own layout; "" for a released one.
+        part: which of the two models of ELECTRA it is; "" for any other run.
     """
     import jinja2
 
@@ -217,11 +227,14 @@ def _model_card(
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    corpus_card = config.corpus.folder / "card.md"
+    corpus, mask = config.corpus.folder, released_ids(config.corpus.folder).get("mask")
+    corpus_card = corpus / "card.md"
     return templates.get_template("model_card.md.j2").render(
         config=config,
-        model=config.model,
-        parameters=parameters,
+        model=model,
+        part=part,
+        mask_token="[MASK]" if mask is None else read_tokenizer(corpus).id_to_token(mask),
+        parameters=sum(tensor.numel() for tensor in state.values()),
         step=step,
         averaged=averaged,
         own=own,

@@ -258,6 +258,8 @@ class ModelConfig(Section):
             self._check_learned_neighbours()
         else:
             raise ValueError(f"attention_init: neighbours needs learned or rotary positions, not {self.positions}")
+        if self.kv_heads not in (0, self.heads):
+            raise ValueError(f"attention_init: neighbours needs kv_heads: 0, not {self.kv_heads}")
         if self.hidden // self.heads % 2:
             raise ValueError(
                 f"attention_init: neighbours needs an even head width, not {self.hidden // self.heads} (hidden / heads)"
@@ -282,10 +284,6 @@ class ModelConfig(Section):
             raise ValueError("attention_init: neighbours needs attention_bias: true where positions are rotary")
         if self.qk_norm:
             raise ValueError("attention_init: neighbours needs qk_norm: false where positions are rotary")
-        if self.kv_heads not in (0, self.heads):
-            raise ValueError(
-                f"attention_init: neighbours needs kv_heads: 0 where positions are rotary, not {self.kv_heads}"
-            )
 
     @model_validator(mode="after")
     def _check_positions(self) -> ModelConfig:

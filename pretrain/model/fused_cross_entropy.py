@@ -107,6 +107,7 @@ class _VocabularyLosses(torch.autograd.Function):
         needs_gradient: bool,
         z_weight: float = 0.0,
     ) -> tuple[Tensor, ...]:
+        fused = fused and len(labels) > 0  # torch.compile would make another program for no rows
         totals = torch.zeros(4 if soft is not None else 3 if z_weight else 2, device=hidden.device)
         grad_hidden, grad_word, grad_bias = torch.empty_like(hidden), None, None
         # Pieces of nearly equal length: a last one of a single row would be compiled for itself.

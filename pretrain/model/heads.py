@@ -42,10 +42,13 @@ class Losses(NamedTuple):
     nsp_loss: Tensor
     mlm_correct: Tensor  # number of masked tokens whose label has the highest score
     nsp_correct: Tensor
-    causal_loss: Tensor | None = None  # as those of masked tokens, of causal sequences; None without any
+    causal_loss: Tensor | None = None  # as those of masked tokens, of causal sequences; None beside NSP
     causal_correct: Tensor | None = None
     z_loss: Tensor | None = None  # of masked tokens, weighted; None without any
     causal_z_loss: Tensor | None = None
+
+
+_Predicted = tuple[Tensor, Tensor, Tensor | None]
 
 
 class PretrainingModel(Encoder):
@@ -145,28 +148,34 @@ class Heads(nn.Module):
         """`hidden_RH`: the sequences' pooled rows, then the masked tokens', the `causal_targets` last."""
         sequences = hidden_RH.shape[0] - masked_labels_K.shape[0]
         transformed_KH = self.transform(hidden_RH[sequences:], self.fused)
-        if causal_targets:
-            masked = masked_labels_K.shape[0] - causal_targets
-            last = self._predict(transformed_KH[masked:], decoder_VH, masked_labels_K[masked:])
-            transformed_KH, masked_labels_K = transformed_KH[:masked], masked_labels_K[:masked]
-        else:
-            last = None, None, None
-        mlm_loss, mlm_correct, z_loss = self._predict(transformed_KH, decoder_VH, masked_labels_K)
         if not self.next_sentence:
-            nothing, (causal_loss, causal_correct, causal_z) = mlm_loss.new_zeros(()), last
+            of_masked, of_causal = self._predict_both(transformed_KH, decoder_VH, masked_labels_K, causal_targets)
+            (mlm_loss, mlm_correct, z_loss), (causal_loss, causal_correct, causal_z) = of_masked, of_causal
+            nothing = mlm_loss.new_zeros(())
             return Losses(mlm_loss, nothing, mlm_correct, nothing, causal_loss, causal_correct, z_loss, causal_z)
+        mlm_loss, mlm_correct, z_loss = self._predict(transformed_KH, decoder_VH, masked_labels_K)
         logits_S2 = nsp_logits(hidden_RH[:sequences], self.nsp_weights()).float()
         nsp_loss = F.cross_entropy(logits_S2, nsp_labels_S, reduction="sum")
         nsp_correct = (logits_S2.argmax(-1) == nsp_labels_S).sum().float()
         return Losses(mlm_loss, nsp_loss, mlm_correct, nsp_correct, z_loss=z_loss)
 
-    def _predict(
-        self, transformed_KH: Tensor, decoder_VH: Tensor, labels_K: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Sums of losses, correct predictions and z-losses, fp32 scalars; 0 without any rows; no z-losses: None."""
-        if not labels_K.shape[0]:
-            nothing = torch.zeros((), device=labels_K.device)
-            return nothing, nothing, nothing if self.z_loss else None
+    def _predict_both(
+        self, transformed_KH: Tensor, decoder_VH: Tensor, labels_K: Tensor, causal_targets: int
+    ) -> tuple[_Predicted, _Predicted]:
+        """`_predict` of the masked tokens, and of the causal sequences' targets."""
+        masked = labels_K.shape[0] - causal_targets
+        if causal_targets and masked:
+            return (
+                self._predict(transformed_KH[:masked], decoder_VH, labels_K[:masked]),
+                self._predict(transformed_KH[masked:], decoder_VH, labels_K[masked:]),
+            )
+        whole = self._predict(transformed_KH, decoder_VH, labels_K)
+        # Differentiable, too: ZeRO 3 visits a module once for each such output, and all ranks must visit equally many.
+        nothing = 0 * whole[0], 0 * whole[1], None if whole[2] is None else 0 * whole[2]
+        return (nothing, whole) if causal_targets else (whole, nothing)
+
+    def _predict(self, transformed_KH: Tensor, decoder_VH: Tensor, labels_K: Tensor) -> _Predicted:
+        """Sums of losses, correct predictions and z-losses, fp32 scalars; no z-losses: None."""
         losses = vocabulary_losses(transformed_KH, decoder_VH, self.decoder_bias, labels_K, self.fused, self.z_loss)
         return losses[0], losses[1], losses[2] if self.z_loss else None
 

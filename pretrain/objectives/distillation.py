@@ -46,7 +46,7 @@ class Distillation:
 
     def loss(self, output: DistillationLosses, step: StepBatch) -> Tensor:
         # Invariant 3: global counts. Both losses of the predictions are means over the masked tokens.
-        loss = output.predictions / step.masked + output.nsp_loss / step.sequences
+        loss = output.predictions / max(step.masked, 1) + output.nsp_loss / step.sequences
         return loss + output.cosine_loss * (self._config.distillation.cosine_weight / step.tokens)
 
     def totals(self, output: DistillationLosses) -> Tensor:
@@ -61,7 +61,7 @@ class Distillation:
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         mlm_loss, nsp_loss, mlm_correct, nsp_correct, soft_loss, cosine_loss = totals
-        (masked, sequences, tokens), settings = counts, self._config.distillation
+        (masked, sequences, tokens), settings = (max(counts[0], 1), *counts[1:]), self._config.distillation
         means = {
             "mlm_loss": mlm_loss / masked,
             "mlm_accuracy": mlm_correct / masked,

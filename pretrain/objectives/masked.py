@@ -40,11 +40,12 @@ class MaskedTokens:
         # Invariant: losses are normalised globally, by counts over all ranks and micro-batches. As in Devlin et al.,
         # the loss is the sum of the two means.
         if not self._config.has_causal:
-            return output.mlm_loss / step.masked + output.nsp_loss / step.sequences
+            return output.mlm_loss / max(step.masked, 1) + output.nsp_loss / step.sequences
         # Masked and causal sequences weigh as many as they are, not as their targets (GPT-BERT, section 3).
         share = step.causal / step.sequences
         loss = output.mlm_loss * ((1 - share) / max(step.masked, 1))
-        return loss if output.causal_loss is None else loss + output.causal_loss * (share / step.causal_targets)
+        assert output.causal_loss is not None
+        return loss + output.causal_loss * (share / max(step.causal_targets, 1))
 
     def totals(self, output: Losses) -> Tensor:
         sums = list(output[:4])
@@ -81,7 +82,7 @@ class MaskedTokens:
         if self._config.has_causal:
             return _causal_metrics(totals, counts)
         mlm_loss, nsp_loss, mlm_correct, nsp_correct = totals
-        masked, sequences = counts
+        masked, sequences = max(counts[0], 1), counts[1]
         means = {
             "loss": mlm_loss / masked + nsp_loss / sequences,
             "mlm_loss": mlm_loss / masked,

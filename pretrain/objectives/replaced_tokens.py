@@ -37,7 +37,7 @@ class ReplacedTokens:
     def loss(self, output: ElectraLosses, step: StepBatch) -> Tensor:
         # Invariant 3: the generator's loss is a mean over the masked tokens, the discriminator's over all.
         settings = self._config.electra
-        generator = output.mlm_loss * (settings.mlm_weight / step.masked)
+        generator = output.mlm_loss * (settings.mlm_weight / max(step.masked, 1))
         return generator + output.rtd_loss * (settings.rtd_weight / step.tokens)
 
     def totals(self, output: ElectraLosses) -> Tensor:
@@ -52,7 +52,7 @@ class ReplacedTokens:
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         mlm_loss, rtd_loss, mlm_correct, rtd_correct = totals
-        (masked, tokens), settings = counts, self._config.electra
+        masked, tokens, settings = max(counts[0], 1), counts[1], self._config.electra
         return {
             "loss": settings.mlm_weight * mlm_loss / masked + settings.rtd_weight * rtd_loss / tokens,
             "mlm_loss": mlm_loss / masked,

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory, return_freed_memory, share_one_heap
 from pretrain.config import EngineConfig
 from pretrain.model.parameters import is_hidden_matrix
@@ -107,6 +108,9 @@ class Engine:
         module: the model as DeepSpeed has it.
         averaged: how many steps' weights are in the running mean.
         beat, allow, awaiting: those of `watch`.
+
+    Raises:
+        InputError: DeepSpeed refuses what its own section asks for.
     """
 
     def __init__(
@@ -136,9 +140,14 @@ class Engine:
             buckets.divide_groups(self._optimizer, list(self.shapes), buckets.ENTRIES)
         names = [list(group["names"]) for group in self._optimizer.param_groups]
         with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints what memory it sees
-            self._deepspeed, *_ = deepspeed.initialize(
-                model=model, optimizer=self._optimizer, config=deepspeed_config(settings, self.world_size)
-            )
+            try:
+                self._deepspeed, *_ = deepspeed.initialize(
+                    model=model, optimizer=self._optimizer, config=deepspeed_config(settings, self.world_size)
+                )
+            except Exception as error:
+                if not settings.deepspeed or isinstance(error, (torch.OutOfMemoryError, dist.DistError)):
+                    raise
+                raise InputError(f"engine.deepspeed: DeepSpeed refuses it ({error}).") from error
         return_freed_memory()  # of the whole fp32 model, which ZeRO has partitioned by now
         self.module = self._deepspeed.module
         self.device = torch.device(self._deepspeed.device)

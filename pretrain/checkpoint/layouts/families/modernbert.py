@@ -48,9 +48,14 @@ def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     whole = config.get("local_attention", 128)
     bases = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
+    named = {kind: config.get(key, default) for kind, (key, default) in _BASES.items()}
+    # In transformers 4, null stands for the base of the global layers.
+    first = _BASES[_GLOBAL][1] if named[_GLOBAL] is None else named[_GLOBAL]
     base = {
-        kind: read_base({**scaling, **(bases.get(kind) or {})}, f"rope_parameters.{kind}", config.get(*_BASES[kind]))
-        for kind in _BASES
+        kind: read_base(
+            {**scaling, **(bases.get(kind) or {})}, f"rope_parameters.{kind}", first if own is None else own
+        )
+        for kind, own in named.items()
     }
     windows = every > 1
     return {
