@@ -20,6 +20,9 @@ from finetune.bench import finetuning
 from finetune.config import load_config
 from pretrain.common.errors import InputError
 
+# Earlier trainings in this process leave them set (pretrain/training/session.py). accelerate would then wait for ranks.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
 
 def write_config(root: Path, **values: Any) -> Path:
     path = root / "run.yaml"
@@ -70,9 +73,7 @@ def test_the_trainer_learns_from_every_family(tmp_path: Path, family: str) -> No
     )
     output = tmp_path / "result.json"
     command = [sys.executable, "-m", "finetune", "bench", str(path), "--peer", str(output)]
-    # Earlier trainings in this process leave LOCAL_RANK set (pretrain/training/session.py). accelerate would then wait
-    # for other ranks.
-    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    alone = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     scores = json.loads(output.read_text())
@@ -81,8 +82,10 @@ def test_the_trainer_learns_from_every_family(tmp_path: Path, family: str) -> No
     assert scores["examples_per_second"] > 0
 
 
-def test_the_trainer_has_our_optimizer_and_schedule(tmp_path: Path) -> None:
+def test_the_trainer_has_our_optimizer_and_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a constant rate, both warm up."""
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     training = {"preset": "roberta", "decay": "constant", "warmup_share": 0.1}

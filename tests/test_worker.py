@@ -108,6 +108,7 @@ def test_a_link_is_not_a_flag_and_is_not_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_is_heard(number: signal.Signals) -> None:
+    signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
     worker = Worker.from_environment({})
     os.kill(os.getpid(), number)
     assert worker.stop_requested()
