@@ -187,7 +187,8 @@ def test_a_manifest_that_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatc
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_a_new_one(tmp_path: Path) -> None:
     for step in (10, 20):
         damage_truncate(save(tmp_path, step))
-    assert store.newest(tmp_path) is None
+    with pytest.raises(InputError, match=r"all checkpoints are damaged: step-00000010, step-00000020\."):
+        store.newest(tmp_path)
     for _ in range(2):
         with pytest.raises(InputError, match=r"all checkpoints are damaged.*start from step 0"):
             store.newest(tmp_path, set_aside=True)

@@ -182,14 +182,14 @@ def agree(group: SavingGroup, work: Callable[[], Any]) -> list[Any]:
 
 
 def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
-    """The newest intact checkpoint in `folder`; None if there is none.
+    """The newest intact checkpoint in `folder`; None if there is no checkpoint at all.
 
     Newer checkpoints that are damaged are skipped and logged. `set_aside` also renames them to `damaged-…`; only the
     run that owns the folder may do that.
 
     Raises:
         MachineError: a newer checkpoint cannot be read (`verify`). It may be whole, and the one before it much older.
-        InputError: with `set_aside`, checkpoints were set aside, now or before, and no other is left.
+        InputError: all checkpoints are damaged, those that were set aside before among them.
     """
     for checkpoint in reversed(_named_as_checkpoints(folder)):
         try:
@@ -202,9 +202,9 @@ def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
                 checkpoint.replace(damaged)
             continue
         return checkpoint
-    if set_aside and any(folder.glob(f"{_DAMAGED}*")):
+    if damaged := sorted(path.name for path in (*_named_as_checkpoints(folder), *folder.glob(f"{_DAMAGED}*"))):
         raise InputError(
-            f"{folder}: all checkpoints are damaged (now {_DAMAGED}step-*). Restore one from a copy, or remove them to "
+            f"{folder}: all checkpoints are damaged: {', '.join(damaged)}. Restore one from a copy, or remove them to "
             "start from step 0."
         )
     return None

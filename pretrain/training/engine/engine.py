@@ -139,15 +139,9 @@ class Engine:
         if own_sums:
             buckets.divide_groups(self._optimizer, list(self.shapes), buckets.ENTRIES)
         names = [list(group["names"]) for group in self._optimizer.param_groups]
-        with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints what memory it sees
-            try:
-                self._deepspeed, *_ = deepspeed.initialize(
-                    model=model, optimizer=self._optimizer, config=deepspeed_config(settings, self.world_size)
-                )
-            except Exception as error:
-                if not settings.deepspeed or isinstance(error, (torch.OutOfMemoryError, dist.DistError)):
-                    raise
-                raise InputError(f"engine.deepspeed: DeepSpeed refuses it ({error}).") from error
+        self._deepspeed = _initialise(
+            deepspeed, model, self._optimizer, deepspeed_config(settings, self.world_size), settings
+        )
         return_freed_memory()  # of the whole fp32 model, which ZeRO has partitioned by now
         self.module = self._deepspeed.module
         self.device = torch.device(self._deepspeed.device)
@@ -425,3 +419,16 @@ def end_process_group() -> None:
         sys.modules["deepspeed"].comm.destroy_process_group()
     else:
         dist.destroy_process_group()
+
+
+def _initialise(
+    deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], settings: EngineConfig
+) -> Any:
+    """DeepSpeed's engine. Raises `InputError` if it refuses `engine.deepspeed`."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints what memory it sees
+            return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    except Exception as error:
+        if not settings.deepspeed or isinstance(error, (torch.OutOfMemoryError, dist.DistError)):
+            raise
+        raise InputError(f"engine.deepspeed: DeepSpeed refuses it ({error}).") from error
