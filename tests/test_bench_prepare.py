@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pretrain.bench import prepare
 from pretrain.bench.prepare_checks import write_recombined
 from pretrain.bench.prepare_data import read_documents
 from pretrain.common.errors import InputError
+from tests.chaos import wait_for
 from tests.test_corpus_filters import prose
 
 DOCUMENTS = [prose(seed, words).split("\n") for seed, words in enumerate((90, 300, 1200, 3000))]
@@ -38,6 +44,22 @@ def test_peak_memory_is_measured_by_size(tmp_path: Path, capsys: pytest.CaptureF
         assert row["megabytes"] == pytest.approx(megabytes, rel=0.1)
         assert 20 < row["private_mb"] < row["resident_mb"] < 4000
         assert row["seconds"] > 0
+
+
+def test_a_terminated_measurement_leaves_neither_its_process_nor_its_text(tmp_path: Path) -> None:
+    file = write_recombined(DOCUMENTS, tmp_path / "file.txt", 100_000)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "pretrain", "bench", "prepare", "--file", str(file), "--memory", "50"]
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(scratch)}) as measuring:
+        wait_for(lambda: psutil.Process(measuring.pid).children())
+        started = psutil.Process(measuring.pid).children(recursive=True)
+        assert list(scratch.iterdir())
+        measuring.terminate()
+        assert measuring.wait(timeout=60) == 128 + signal.SIGTERM
+    psutil.wait_procs(started, timeout=60)
+    assert not [process for process in started if process.is_running()]
+    assert not list(scratch.iterdir())
 
 
 def test_escaped_characters_stay(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from pretrain.model.heads import PretrainingModel
 from pretrain.model.parameters import is_hidden_matrix
 from pretrain.training.engine import Engine, buckets, deepspeed_config, gradient_sums, state_layouts
 from pretrain.training.engine import engine as engine_module
+from pretrain.training.engine.deepspeed_patches import import_deepspeed
 from pretrain.training.optim import make_optimizer, muon, parameter_groups
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
@@ -74,6 +75,18 @@ def refusal(section: dict[str, Any]) -> str:
 def test_what_deepspeed_refuses_of_its_own_section_is_an_input_error() -> None:
     (said,) = run_workers(1, refusal, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}})
     assert said.startswith("engine.deepspeed: DeepSpeed refuses it (You are using ZeRO-Offload with a client")
+
+
+def own_bug() -> str:
+    import_deepspeed().initialize = lambda **_: store.newest(None)  # type: ignore[arg-type]
+    try:
+        return refusal({"prescale_gradients": False})
+    except (AttributeError, TypeError) as error:
+        return type(error).__name__
+
+
+def test_a_bug_of_ours_within_deepspeeds_start_keeps_its_traceback() -> None:
+    assert run_workers(1, own_bug)[0] in ("AttributeError", "TypeError")
 
 
 def step_batches(step: int) -> list[Any]:

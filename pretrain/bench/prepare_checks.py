@@ -102,15 +102,17 @@ def write_recombined(documents: Sequence[Sequence[str]], path: Path, size: int) 
 def _peak_memory(command: list[str], log: Path) -> dict[str, float]:
     """MB at the highest of a command and its children: resident, and without pages that belong to files."""
     resident = private = most_processes = 0
-    with log.open("w") as output:
-        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as child:
         root = psutil.Process(child.pid)
-        while child.poll() is None:
-            memory = _tree_memory(root)
-            resident = max(resident, sum(m.rss for m in memory))
-            private = max(private, sum(m.rss - m.shared for m in memory))
-            most_processes = max(most_processes, len(memory))
-            time.sleep(_POLL_SECONDS)
+        try:
+            while child.poll() is None:
+                memory = _tree_memory(root)
+                resident = max(resident, sum(m.rss for m in memory))
+                private = max(private, sum(m.rss - m.shared for m in memory))
+                most_processes = max(most_processes, len(memory))
+                time.sleep(_POLL_SECONDS)
+        finally:
+            child.terminate()  # does nothing to one that has exited
     if child.returncode:
         last = (log.read_text(encoding="utf-8").strip().splitlines() or ["no output"])[-1]
         raise MachineError(f"bench prepare: {' '.join(command)} exited with code {child.returncode}: {last}")

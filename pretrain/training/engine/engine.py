@@ -12,6 +12,7 @@ import io
 import math
 import resource
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -429,6 +430,13 @@ def _initialise(
         with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints what memory it sees
             return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     except Exception as error:
-        if not settings.deepspeed or isinstance(error, (torch.OutOfMemoryError, dist.DistError)):
+        of_the_machine = isinstance(error, (torch.OutOfMemoryError, dist.DistError))
+        if not settings.deepspeed or of_the_machine or _raised_in_our_code(error):
             raise
         raise InputError(f"engine.deepspeed: DeepSpeed refuses it ({error}).") from error
+
+
+def _raised_in_our_code(error: Exception) -> bool:
+    """Whether the innermost frame is ours: DeepSpeed calls our optimizers and patches, whose bugs are not its own."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]
