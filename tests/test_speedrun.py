@@ -118,6 +118,22 @@ def test_drawn_text_is_kept_repaired_and_not_mixed(tmp_path: Path) -> None:
         ground.draw_text(write_text(tmp_path / "more", articles=50), out, LIMITS)
 
 
+def test_the_share_of_novels_changes_what_is_trained_on_alone(tmp_path: Path) -> None:
+    data = write_text(tmp_path / "data", novels=20)
+    few, many = (
+        ground.draw_text(data, tmp_path / str(share), LIMITS._replace(words=6000), novels=share) for share in (0.2, 0.7)
+    )
+    for card, share in ((few, 0.2), (many, 0.7)):
+        assert card["sources"]["novels"]["train"]["words"] / card["words"] == pytest.approx(share, abs=0.1)
+        assert ground.novels_of(card) == share
+    assert few["sha256"] != many["sha256"]
+    assert [source["held-out"]["sha256"] for source in few["sources"].values()] == [
+        source["held-out"]["sha256"] for source in many["sources"].values()
+    ]
+    with pytest.raises(InputError, match=r"--novels: .*was drawn with 0\.7"):
+        ground.draw_text(data, tmp_path / "0.7", LIMITS._replace(words=6000), novels=0.2)
+
+
 @pytest.mark.parametrize("name", ["table.csv", "readme.md"])
 def test_other_files_are_refused(tmp_path: Path, name: str) -> None:
     data = write_text(tmp_path / "data")
@@ -418,7 +434,7 @@ def test_a_trial_trains_scores_and_continues(
 ) -> None:
     """Two budgets of which one is stopped, then the same command; then another config in the same folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ground.draw_text, "__defaults__", (LIMITS,))
+    monkeypatch.setattr(ground.draw_text, "__defaults__", (LIMITS, ground.NOVELS))
     data, config, pretrain = write_text(tmp_path / "data"), config_file(tmp_path), Trained()
     words = [str(config), "--data", str(data), "--out", "out", "--workers", "1", "--log", "log.md"]
     words += ["--budget", "1.5e8", "--budget", "1e8", "--budget", "1e14"]
@@ -477,6 +493,7 @@ def test_options_without_effect_and_impossible_budgets_are_refused(tmp_path: Pat
         (["--blimp-limit", "3"], "--blimp-limit: has no effect"),
         (["--finetune-data", "x"], "--finetune-data: has no effect"),
         (["--seed", "-1"], "--seed: -1; expected"),
+        (["--novels", "1"], "--novels: 1; expected a share"),
     ):
         with pytest.raises(InputError, match=message):
             command.main([*words, *more], lambda _: 0)

@@ -12,7 +12,7 @@ import numpy as np
 
 from finetune.bench.speedrun import results, trial
 from finetune.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_budget
-from finetune.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, text_files
+from finetune.bench.speedrun.ground import HELD_OUT, NOVELS, TRAIN, draw_text, novels_of, text_files
 from finetune.bench.speedrun.options import DEFAULT_BUDGETS, make_parser
 from finetune.bench.speedrun.results import Trial
 from finetune.bench.speedrun.scores import ScoreSettings, measure
@@ -47,7 +47,7 @@ def main(argv: Sequence[str], pretrain: RunCommand) -> int:
     budgets = sorted(set(arguments.budget or DEFAULT_BUDGETS))
     _check(arguments, budgets)
     out: Path = arguments.out
-    card = draw_text(arguments.data, out / "corpus")
+    card = draw_text(arguments.data, out / "corpus", novels=arguments.novels)
     print(_text_line(card, out / "corpus"))
     config = trial.ground_config(arguments.config, overrides(arguments), card, out, arguments.seed)
     _prepare(config)
@@ -58,6 +58,8 @@ def _check(arguments: argparse.Namespace, budgets: Sequence[float]) -> None:
     wrong = [budget for budget in budgets if not 0 < budget < 1e30]
     if wrong:
         raise InputError(f"--budget: {wrong[0]:g}; expected a number of FLOPs above 0 and below 1e30, such as 0.5e15.")
+    if not 0 < arguments.novels < 1:
+        raise InputError(f"--novels: {arguments.novels:g}; expected a share above 0 and below 1, such as {NOVELS}.")
     if arguments.seed is not None and arguments.seed < 0:
         raise InputError(f"--seed: {arguments.seed}; expected a whole number from 0.")
     if arguments.blimp_limit and arguments.blimp is None:
@@ -168,7 +170,10 @@ class _Trials:
         records = read_records(config.folder)
         last = [record for record in records if is_training(record)][-1]
         flops = plan.flops_of(last["tokens"])
-        remarks = [f"learned from {config.distillation.teacher}"] if config.distillation.teacher else []
+        novels = novels_of(self._card)
+        remarks = [f"{novels:.0%} of the words from novels"] if novels != NOVELS else []
+        if config.distillation.teacher:
+            remarks.append(f"learned from {config.distillation.teacher}")
         if abs(flops - budget) > TOLERANCE * budget:
             remarks.append(f"the FLOPs that were counted differ from the budget by {flops / budget - 1:+.1%}")
         rollbacks = [record["passed_over_steps"] for record in records if record.get("event") == "rollback"]

@@ -24,7 +24,7 @@ TRAIN, HELD_OUT = "train", "held-out"
 # By the kind of their files. BERT read 2,500 million words of Wikipedia and 800 million of books (Devlin et al. 2019,
 # section 3.1).
 SOURCES = {"wikiextractor": "wikipedia", PLAIN: "novels"}
-SHARES = {"wikipedia": 0.75, "novels": 0.25}
+NOVELS = 0.25  # share of the words
 _LEAST_WORDS = 20  # of a document, as corpus.min_document_words
 _FORMAT = 1
 
@@ -57,24 +57,26 @@ class Drawn(NamedTuple):
     held_out: list[Document]
 
 
-def draw_text(data: Path, out: Path, limits: Limits = LIMITS) -> dict[str, Any]:
+def draw_text(data: Path, out: Path, limits: Limits = LIMITS, novels: float = NOVELS) -> dict[str, Any]:
     """Draw the text in `data` into the folder `out` and return its card; a folder that holds it already stays as it is.
 
     The card has, for each source, the documents, words, characters and SHA-256 of what is trained on and of what is
-    held out; `sha256` covers all of it.
+    held out; `sha256` covers all of it. What is held out is the same for every share of `novels`.
 
     Raises:
-        InputError: `data` has no text or other files too, or `out` was drawn from other files or with other limits.
+        InputError: `data` has no text or other files too, or `out` was drawn from other files, with other limits or
+            another share of novels.
     """
     files = _files(data)
+    shares = {"wikipedia": 1 - novels, "novels": novels}
     inputs = [[str(file.relative_to(data)) if data.is_dir() else file.name, file.stat().st_size] for file in files]
-    card = _earlier(out, inputs, limits)
+    card = _earlier(out, inputs, limits, shares)
     if card is None:
         with disk_errors(out):
             out.mkdir(parents=True, exist_ok=True)
-        drawn = _drawn(files, limits)
+        drawn = _drawn(files, limits, shares)
         _write(files, drawn, out)
-        card = _card(drawn, out, inputs, limits)
+        card = {**_card(drawn, out), "limits": limits._asdict(), "shares": shares, "inputs": inputs}
         write_json(out / CARD, card)
     return card
 
@@ -82,6 +84,11 @@ def draw_text(data: Path, out: Path, limits: Limits = LIMITS) -> dict[str, Any]:
 def text_files(card: Mapping[str, Any], out: Path, part: str) -> dict[str, Path]:
     """Source -> JSONL file of its training or held-out documents."""
     return {name: out / parts[part]["file"] for name, parts in card["sources"].items()}
+
+
+def novels_of(card: Mapping[str, Any]) -> float:
+    """The share of novels that the text of a card was drawn with."""
+    return float(card["shares"]["novels"])
 
 
 def _files(data: Path) -> list[Path]:
@@ -95,7 +102,7 @@ def _files(data: Path) -> list[Path]:
     return files
 
 
-def _earlier(out: Path, inputs: Sequence[Any], limits: Limits) -> dict[str, Any] | None:
+def _earlier(out: Path, inputs: Sequence[Any], limits: Limits, shares: Mapping[str, float]) -> dict[str, Any] | None:
     """The card of text that was drawn from the same files in the same way and is undamaged; None if there is none."""
     if not (out / CARD).is_file():
         return None
@@ -109,6 +116,10 @@ def _earlier(out: Path, inputs: Sequence[Any], limits: Limits) -> dict[str, Any]
         raise InputError(
             f"--data: {out} was drawn by another version, with other limits. Give another --out: trials compare on one "
             "text only."
+        )
+    if card.get("shares") != shares:
+        raise InputError(
+            f"--novels: {out} was drawn with {novels_of(card):g}. Give that, or another --out: a folder has one text."
         )
     parts = [part for source in card["sources"].values() for part in (source[TRAIN], source[HELD_OUT])]
     whole = all((out / one["file"]).is_file() and sha256_file(out / one["file"]) == one["sha256"] for one in parts)
@@ -128,13 +139,13 @@ def _documents(files: Sequence[Path]) -> Iterator[tuple[str, Document, str]]:
                 yield source, Document(digest, words, len(text), len(raw)), text
 
 
-def _drawn(files: Sequence[Path], limits: Limits) -> dict[str, Drawn]:
+def _drawn(files: Sequence[Path], limits: Limits, shares: Mapping[str, float]) -> dict[str, Drawn]:
     found: dict[str, list[Document]] = {}
     for source, document, _ in _documents(files):
         found.setdefault(source, []).append(document)
-    held_out = {name: _held_out(sorted(found[name]), limits) for name in SHARES if name in found}
+    held_out = {name: _held_out(sorted(found[name]), limits) for name in shares if name in found}
     left = {name: sorted(found[name])[len(held_out[name]) :] for name in held_out}
-    train = _in_turn(left, limits.words)
+    train = _in_turn(left, limits.words, shares)
     if not train or not all(train.values()):
         raise InputError("--data: too little text: nothing is left to train on beside what is held out. Add text.")
     return {name: Drawn(train[name], held_out[name]) for name in train}
@@ -153,13 +164,15 @@ def _held_out(ordered: Sequence[Document], limits: Limits) -> list[Document]:
     return taken
 
 
-def _in_turn(ordered: Mapping[str, Sequence[Document]], most: int) -> dict[str, list[Document]]:
+def _in_turn(
+    ordered: Mapping[str, Sequence[Document]], most: int, shares: Mapping[str, float]
+) -> dict[str, list[Document]]:
     """At most `most` words of all sources together, in their shares as long as all of them have text."""
     taken: dict[str, list[Document]] = {name: [] for name in ordered}
     words = dict.fromkeys(ordered, 0)
     rest = {name: iter(documents) for name, documents in ordered.items()}
     while rest:
-        name = min(rest, key=lambda one: words[one] / SHARES[one])
+        name = min(rest, key=lambda one: words[one] / shares[one])
         document = next(rest[name], None)
         if document is None or sum(words.values()) + document.words > most:
             del rest[name]
@@ -184,7 +197,7 @@ def _file(source: str, part: str) -> str:
     return f"{source}.{part}.jsonl"
 
 
-def _card(drawn: Mapping[str, Drawn], out: Path, inputs: Sequence[Any], limits: Limits) -> dict[str, Any]:
+def _card(drawn: Mapping[str, Drawn], out: Path) -> dict[str, Any]:
     sources = {
         name: {
             part: {
@@ -203,8 +216,5 @@ def _card(drawn: Mapping[str, Drawn], out: Path, inputs: Sequence[Any], limits: 
         "format": _FORMAT,
         "sha256": hashlib.sha256("\n".join(digests).encode()).hexdigest(),
         "words": sum(source[TRAIN]["words"] for source in sources.values()),
-        "limits": limits._asdict(),
-        "shares": SHARES,
         "sources": sources,
-        "inputs": list(inputs),
     }

@@ -42,6 +42,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="folder with WikiExtractor's files and novels (*.txt), and nothing else",
     )
     parser.add_argument(
+        "--novels",
+        type=float,
+        default=0.25,
+        metavar="SHARE",
+        help="share of the words that is drawn from novels (default: 0.25, as in BERT's text); what is held out is the "
+        "same for every share",
+    )
+    parser.add_argument(
         "--budget",
         type=float,
         action="append",
