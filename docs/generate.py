@@ -70,12 +70,14 @@ def pages() -> dict[str, str]:
             "Config of a pretraining",
             "Settings of `configs/pretrain/*.yaml`, for `prepare` and `pretrain`.",
             PretrainConfig,
+            example="A list item is addressed by its number: `--set phases.0.steps=100`.",
         ),
         "config-finetune.md": _settings_page(
             "Config of a fine-tuning",
             "Settings of `configs/finetune/*.yaml`, for `finetune`, `sweep` and `glue`.",
             FinetuneConfig,
             shared=PretrainConfig,
+            example="Example: `--set training.epochs=2`.",
         ),
         "config-place.md": place_page(),
         "metrics.md": metrics_page(),
@@ -178,7 +180,11 @@ def _parser_inside(main: Callable[[list[str]], int]) -> argparse.ArgumentParser:
 
 
 def _command(parser: argparse.ArgumentParser) -> list[str]:
-    actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+    actions = [
+        action
+        for action in parser._actions
+        if not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS
+    ]
     lines = [_one_line(parser.description or ""), "", "```text", _usage(parser.prog, actions), "```", ""]
     if actions:
         rows = [(_code(_invocation(action)), _one_line(_help(action))) for action in actions]
@@ -233,7 +239,7 @@ def place_page() -> str:
     from cluster.manifests import kuberay, rayup, slurm
 
     lines = [
-        _title("Settings of a place"),
+        _title("Cluster settings (`place`)"),
         "What `./launch.sh manifest KIND CONFIG` is told about the cluster: `--set place.KEY=VALUE`.",
         "",
     ]
@@ -246,12 +252,13 @@ def place_page() -> str:
     return _joined(lines)
 
 
-def _settings_page(title: str, about: str, model: type[Section], shared: type[Section] | None = None) -> str:
+def _settings_page(
+    title: str, about: str, model: type[Section], shared: type[Section] | None = None, *, example: str
+) -> str:
     """All settings of a config; sections that `shared` has too are only named."""
     lines = [
         _title(title),
-        f"{about} Every setting can be given on the command line: `--set key.path=value`. A list item is addressed by "
-        "its number: `--set phases.0.steps=100`.",
+        f"{about} Every setting can be given on the command line: `--set key.path=value`. {example}",
         "",
         "## Top level",
         "",

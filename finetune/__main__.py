@@ -444,8 +444,8 @@ def _add_config(
         dest="start_from",
         type=functools.partial(model_argument, named=True),
         metavar="DIR",
-        help="checkpoint to start from: a released model, an export, a run folder or the name of a run in runs/ "
-        "(overrides start_from)",
+        help="checkpoint to start from: folder or address of a released model, an export or a run, or the name of a "
+        "run in runs/ (overrides start_from)",
     )
     add_workers(parser)
     add_set(parser)

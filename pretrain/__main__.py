@@ -275,7 +275,7 @@ def _add_prepare(commands: Any) -> None:
     )
     _add_config(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would be read and written, then exit")
-    _add_from(parser, "checkpoint whose tokenizer is used: a released model, an export or a run folder")
+    _add_from(parser, "checkpoint whose tokenizer is used: folder or address of a released model, an export or a run")
     add_set(parser)
 
 
@@ -297,7 +297,7 @@ def _add_pretrain(commands: Any) -> None:
     )
     _add_config(parser)
     add_dry_run(parser, "print the run folder, parameters, memory, FLOPs and time, then exit")
-    _add_from(parser, "checkpoint to continue from: a released model, an export or a run folder")
+    _add_from(parser, "checkpoint to continue from: folder or address of a released model, an export or a run")
     add_set(parser)
     add_workers(parser)
     add_run_options(parser)

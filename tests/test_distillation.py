@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from corpora import make_corpus
 
 from pretrain.checkpoint import store
-from pretrain.checkpoint.teacher import check_teacher
+from pretrain.checkpoint.teacher import Teacher, check_teacher, student_shapes, student_weights
 from pretrain.common.errors import InputError
-from pretrain.config import DistillationConfig, ModelConfig, PretrainConfig
+from pretrain.config import DistillationConfig, ModelConfig, PretrainConfig, load_config
 from pretrain.model import fused_cross_entropy
 from pretrain.model.distillation import DistillingModel, evenly_spread
 from pretrain.model.heads import PretrainingModel
@@ -23,6 +23,7 @@ from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
 
 STEPS = 4
+CONFIGS = Path(__file__).resolve().parent.parent / "configs/pretrain"
 
 
 def starts(given: list[Start]) -> list[str]:
@@ -91,6 +92,37 @@ def test_layers_are_spread_as_distilbert_spreads_them() -> None:
     assert evenly_spread(2, 4) == (0, 3)
     assert evenly_spread(1, 4) == (0,)
     assert evenly_spread(4, 4) == (0, 1, 2, 3)
+
+
+# ---- configs
+
+
+def test_every_shipped_student_fits_its_shipped_teacher() -> None:
+    """A teacher runs/NAME is a run of configs/pretrain/NAME.yaml."""
+    configs = [load_config(path) for path in sorted(CONFIGS.glob("*.yaml"))]
+    students = [config for config in configs if config.distillation.teacher]
+    assert students
+    for config in students:
+        given = load_config(CONFIGS / f"{Path(config.distillation.teacher).name}.yaml")
+        assert config.corpus.dir == given.corpus.dir
+        teacher = as_teacher(given, config.distillation.teacher)
+        shapes = student_shapes(config, teacher)
+        assert student_weights(config, teacher, shapes).keys() == shapes.keys()
+
+
+def test_a_student_may_name_another_initialisation_of_its_heads() -> None:
+    """Its first weights are the teacher's, so the setting is free."""
+    config = load_config(CONFIGS / "distil-mini.yaml", ["model.attention_init=neighbours"])
+    teacher = as_teacher(load_config(CONFIGS / "mini.yaml"), "runs/mini")
+    assert "layers.1.qkv_bias" in student_shapes(config, teacher)
+
+
+def as_teacher(config: PretrainConfig, folder: str) -> Teacher:
+    """What `read_teacher` finds in a run of `config`, but for the values of the weights."""
+    model, pairs = config.model.model_copy(update={"attention_init": "normal"}), config.pairs.next_sentence
+    with torch.device("meta"):
+        state = PretrainingModel(model, config.corpus.vocabulary.size, pairs).state_dict()
+    return Teacher(folder, model, pairs, state, fingerprint="")
 
 
 # ---- runs

@@ -1,4 +1,4 @@
-"""`python -m finetune bench`: compares our fine-tuning with the Hugging Face Trainer, alternating for each seed.
+"""`bench finetune`: compares our fine-tuning with the Hugging Face Trainer, alternating for each seed.
 
 The baseline is the usual setup of transformers: its model for the task and `Trainer`, with autocast to the config's
 precision, fused AdamW and dynamic padding, and the same checkpoint, features, steps, batch size, learning rates and

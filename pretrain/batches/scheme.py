@@ -30,8 +30,8 @@ class MaskingVocabulary:
 class MaskingScheme:
     """How the tokens to predict are chosen, and what replaces them. Every scheme subclasses this as `Scheme`.
 
-    A result must depend only on its arguments: `bits` are a function of (corpus fingerprint, seed, epoch, number of
-    the sample, position). So all ranks, restarts and batch sizes see the same masks.
+    A result must depend only on its arguments: `bits` are a function of (corpus fingerprint, seed, phase, number
+    of the sample in the phase, position). So all ranks, restarts and batch sizes see the same masks.
     """
 
     has_exact_counts: ClassVar[bool] = False

@@ -235,9 +235,7 @@ def _seconds(train: Callable[[], None], steps: int, on_gpu: bool) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"{program()} bench gpu", description=(__doc__ or "").split("\n")[0].partition(": ")[2]
-    )
+    parser = argparse.ArgumentParser(prog=f"{program()} bench gpu", description=(__doc__ or "").split("\n")[0])
     models = list(dict.fromkeys(case.name for case in CASES))
     parser.add_argument("--models", nargs="+", choices=models, default=models, help="models (default: all)")
     parser.add_argument(

@@ -121,8 +121,7 @@ def _versions() -> dict[str, str]:
 def _need_transformers() -> None:
     if importlib.util.find_spec("transformers") is None:
         raise MachineError(
-            "bench prepare: the baseline, transformers, is not installed. "
-            "Install it with: pip install 'bertrain[bench]'"
+            "bench prepare: the baseline, transformers, is not installed. Install the extra: pip install -e .[bench]."
         )
 
 

@@ -81,9 +81,7 @@ RECORDS = (
 
 def main(argv: list[str]) -> int:
     """Print the records beside the limits, as a table or as JSON with `--json`."""
-    parser = argparse.ArgumentParser(
-        prog=f"{program()} bench roofline", description=(__doc__ or "").split("\n")[0].partition(": ")[2]
-    )
+    parser = argparse.ArgumentParser(prog=f"{program()} bench roofline", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
     rows = [compare(record) for record in RECORDS]

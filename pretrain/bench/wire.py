@@ -42,9 +42,7 @@ class Call(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Count and print a table, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(
-        prog=f"{program()} bench wire", description=(__doc__ or "").split("\n")[0].partition(": ")[2]
-    )
+    parser = argparse.ArgumentParser(prog=f"{program()} bench wire", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--size",
         choices=SIZES["bert"],

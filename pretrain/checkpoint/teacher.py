@@ -67,9 +67,16 @@ def check_teacher(config: PretrainConfig) -> None:
     """Raise `InputError` if the run's teacher cannot be read, or does not fit the corpus or the student."""
     teacher = read_teacher(config)
     if config.distillation.initialise:
-        with torch.device("meta"):
-            student = PretrainingModel(config.model, len(teacher.state["embeddings.word"]), teacher.next_sentence)
-        student_weights(config, teacher, {name: tensor.shape for name, tensor in student.state_dict().items()})
+        student_weights(config, teacher, student_shapes(config, teacher))
+
+
+def student_shapes(config: PretrainConfig, teacher: Teacher) -> dict[str, torch.Size]:
+    """Shapes of the student's parameters, by name, with the teacher's heads."""
+    # `neighbours` needs the values of its biases, which a meta tensor has not.
+    shape = config.model.model_copy(update={"attention_init": "normal"})
+    with torch.device("meta"):
+        student = PretrainingModel(shape, len(teacher.state["embeddings.word"]), teacher.next_sentence)
+    return {name: tensor.shape for name, tensor in student.state_dict().items()}
 
 
 def read_teacher(config: PretrainConfig) -> Teacher:

@@ -134,7 +134,7 @@ class CorpusConfig(Section):
     min_document_words: int = Field(
         default=20,
         ge=0,
-        description="Words that a document needs; shorter ones are dropped and counted. Blanks separate words, so text "
+        description="Words that a document needs; shorter ones are dropped and counted. Spaces separate words, so text "
         "in Chinese, Japanese or Thai needs 0, which keeps all.",
     )
     filters: FiltersConfig = Field(

@@ -47,7 +47,7 @@ def _share(default: float, description: str) -> float:
 class QualityConfig(Section):
     """Rules that drop whole documents. A document is counted under the first rule of the list below that it breaks.
 
-    Words are separated by blanks, lines are paragraphs; both without the empty ones.
+    Words are separated by spaces, lines are paragraphs; both without the empty ones.
     """
 
     enabled: bool = Field(default=False, description="Drop the documents that break one of the rules.")
@@ -166,7 +166,9 @@ class LanguageConfig(Section):
         description="ISO 639-1 codes of the languages whose documents stay, such as en. Without any, it is off.",
     )
     sample_characters: int = Field(
-        default=500, ge=20, description="Characters from the middle of a document of which the language is identified."
+        default=500,
+        ge=20,
+        description="Characters of a document that identify its language, from five evenly spaced places.",
     )
 
 

@@ -15,6 +15,7 @@ import math
 import os
 import random
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,10 +31,10 @@ _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 20.0
 _CHUNK_BYTES = 16 << 20  # of a download; what is lost if the connection is cut
 # What to install for a scheme, and the variables or command that its credentials come from.
 _PACKAGES = {
-    "s3": "'bertrain[s3]'",
-    "gs": "'bertrain[gs]'",
-    "abfs": "'bertrain[abfs]'",
-    "az": "'bertrain[abfs]'",
+    "s3": "s3fs",
+    "gs": "gcsfs",
+    "abfs": "adlfs",
+    "az": "adlfs",
     "hf": "huggingface_hub",
 }
 _CREDENTIALS = {
@@ -254,7 +255,8 @@ def _system(address: str) -> Any:
         return _systems(os.getpid(), scheme, tuple(sorted(account.items())))
     except ImportError:
         raise InputError(
-            f"{address}: {scheme}:// needs a package that is not installed. Install it: pip install {_PACKAGES[scheme]}"
+            f"{address}: {scheme}:// needs a package that is not installed. "
+            f"Run: {sys.executable} -m pip install {_PACKAGES[scheme]}"
         ) from None
 
 

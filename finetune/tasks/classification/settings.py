@@ -57,7 +57,7 @@ class ClassificationSettings(Section):
     train_examples_seed: int = Field(default=0, ge=0, description="train_examples: which examples are drawn.")
     format: Format = Field(
         default="",
-        description="Format of the files; empty goes by their suffix. lines: a label, a blank, the text (TREC).",
+        description="Format of the files; empty goes by their suffix. lines: a label, a space, the text (TREC).",
     )
     encoding: str = Field(default="utf-8", description="Encoding of text files, such as latin-1.")
     header: bool = Field(
