@@ -166,7 +166,9 @@ class LanguageConfig(Section):
         description="ISO 639-1 codes of the languages whose documents stay, such as en. Without any, it is off.",
     )
     sample_characters: int = Field(
-        default=500, ge=20, description="Characters from the middle of a document of which the language is identified."
+        default=500,
+        ge=20,
+        description="Characters of a document that identify its language, from five evenly spaced places.",
     )
 
 
