@@ -32,6 +32,7 @@ from pretrain.commands import (
     target_path,
 )
 from pretrain.common.addresses import local
+from pretrain.common.children import unwound_when_terminated
 from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _dispatch(argv: list[str]) -> int:
     if argv[:1] == ["bench"]:  # their parsers are in modules that import torch
-        return _bench(argv[1:])
+        with unwound_when_terminated():
+            return _bench(argv[1:])
     return run_command(build_parser(), argv)
 
 

@@ -31,6 +31,7 @@ from pretrain.commands import (
     store_target,
     target_path,
 )
+from pretrain.common.children import unwound_when_terminated
 from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
 def _dispatch(argv: list[str]) -> int:
     # Each benchmark has its own parser, in a module that imports torch.
     if argv[:1] == ["bench"] and argv[1:2] and argv[1] in BENCHMARKS:
-        return importlib.import_module(f"pretrain.bench.{argv[1]}").main(argv[2:]) or 0
+        with unwound_when_terminated():
+            return importlib.import_module(f"pretrain.bench.{argv[1]}").main(argv[2:]) or 0
     return run_command(build_parser(), argv)
 
 

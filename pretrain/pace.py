@@ -6,13 +6,13 @@ import itertools
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain.common.children import run_program, unwound_when_terminated
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump, load
 from pretrain.config import PretrainConfig
@@ -110,12 +110,12 @@ def _with_schedule(config: PretrainConfig, phases: list[dict[str, int]], every_s
 
 def _time_steps(config: PretrainConfig, steps: int) -> float:
     """Seconds per step, the median of `steps` steps."""
-    with tempfile.TemporaryDirectory(prefix="bertrain-pace-") as folder:
+    with unwound_when_terminated(), tempfile.TemporaryDirectory(prefix="bertrain-pace-") as folder:
         run, path = Path(folder) / "run", Path(folder) / CONFIG_FILE
         path.write_text(dump(_timed_run(config, run, _UNTIMED_STEPS + steps)), encoding="utf-8")
         alone = ["--no-ray"] if config.scheduling.workers == 1 else []
         command = [sys.executable, "-m", "pretrain", "pretrain", str(path), *alone]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = run_program(command)
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
             raise MachineError(f"--minutes: the run that times steps failed: {said[-1]}")

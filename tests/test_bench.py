@@ -7,7 +7,10 @@ import copy
 import dataclasses
 import html
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +26,12 @@ from pretrain.bench import baselines, compare, loader, page, quality, results, w
 from pretrain.bench.all import Measurement, collect
 from pretrain.bench.results import BenchResult, Comparison, FailedMeasurement, Figure, Limit, Machine, Results
 from pretrain.common.errors import InputError
+from pretrain.common.settings import dump
 from pretrain.config import load_config
 from pretrain.corpus.shards import open_shards
 from pretrain.reporting.charts import Bar, bar_chart
+from tests.chaos import wait_for
+from tests.tiny_checkpoints import write_reviews
 
 # What the benchmarks printed in small runs, shortened.
 STEP: dict[str, Any] = {
@@ -617,6 +623,42 @@ def test_a_corpus_of_less_than_a_batch_is_refused(tmp_path: Path) -> None:
         loader.compare(shards, 512, 256, 1)
 
 
+TERMINATED = {
+    "bench all": (
+        "from pretrain.bench import all as bench; from pathlib import Path; from pretrain.common import children\n"
+        "with children.unwound_when_terminated(), tempfile.TemporaryDirectory() as folder:\n"
+        "    bench._run(bench.Measurement.of('one', 'step'), Path(folder))"
+    ),
+    "bench finetune": "from finetune.__main__ import main; sys.exit(main(['bench', 'finetune', sys.argv[2]]))",
+    "--minutes": (
+        "from pretrain import pace; from pretrain.config import load_config\n"
+        "pace._time_steps(load_config(sys.argv[3]), 2)"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", list(TERMINATED))
+def test_what_is_terminated_ends_its_program_and_leaves_no_files(what: str, tmp_path: Path) -> None:
+    """A stand-in for the program says that it has started, and that it was asked to end."""
+    program, scratch = tmp_path / "program", tmp_path / "scratch"
+    lines = (f"trap 'touch {tmp_path}/ended; exit' TERM", f"touch {tmp_path}/started", "while :; do sleep 0.1; done")
+    program.write_text("\n".join(["#!/bin/sh", *lines]))
+    program.chmod(0o755)
+    scratch.mkdir()
+    reviews = write_reviews(tmp_path, train=4, dev=4)
+    task = {"name": "run", "run_dir": str(tmp_path / "run"), "start_from": "unused", "classification": reviews}
+    (tmp_path / "task.yaml").write_text(json.dumps({**task, "engine": {"precision": "fp32"}}))
+    recipe = Path(__file__).parents[1] / "configs/pretrain/mini.yaml"
+    code = f"import sys, tempfile; sys.executable = sys.argv[1]\n{TERMINATED[what]}"
+    command = [sys.executable, "-c", code, str(program), str(tmp_path / "task.yaml"), str(recipe)]
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(scratch)}) as running:
+        wait_for((tmp_path / "started").exists)
+        running.terminate()
+        assert running.wait(timeout=60) == 128 + signal.SIGTERM
+    assert (tmp_path / "ended").exists()
+    assert not list(scratch.iterdir())
+
+
 def test_workers_are_compared_round_by_round() -> None:
     """Ratios are medians over the rounds, so a single slow round has no effect."""
     bare = {"name": "bare", "tokens_per_second": [100.0, 50.0, 200.0]}
@@ -657,6 +699,25 @@ class TestQuality:
         assert ours.pairs == theirs.pairs, "the same sequences"
         assert ours.corpus == theirs.corpus
         assert type(baselines._their_model(theirs, 100, "eager")).__name__ == "BertForMaskedLM"
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("start_from", "somewhere"),
+            ("distillation.teacher", "somewhere"),
+            ("electra.generator_width", "0.25"),
+            ("masking.shifted_targets", "true"),
+            ("masking.z_loss", "0.001"),
+            ("phases.0.causal_share", "0.5"),
+            ("averaging.share", "0.2"),
+        ],
+    )
+    def test_a_recipe_of_another_objective_is_refused(self, name: str, value: str, tmp_path: Path) -> None:
+        path = Path(__file__).parents[1] / "configs/pretrain/mini.yaml"
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(dump(load_config(path, [f"{name}={value}"])))
+        with pytest.raises(InputError, match=f"recipe.yaml: {name} is set; this benchmark trains masked"):
+            quality._configs(self.options(recipe=str(recipe)))
 
     def test_a_recipes_decay_and_masking_are_those_of_a_run_of_the_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """In 10 minutes, 1,000 steps of ours fit; ours ends with them, if it is faster than it was when timed."""
@@ -699,6 +760,11 @@ class TestQuality:
         (["quality", "--corpus", "x", "--size", "nosuch"], "error: bench: model: size: 'nosuch' is no size"),
         (["quality", "--corpus", "x", "--minutes", "0"], "error: --minutes: 0; expected a number above 0."),
         (["scale", "--length", "4"], "error: bench: phases.0.sequence_length: "),
+        (["step", "--corpus", "x", "--threads", "-1"], "error: --threads: -1; expected a whole number from 0."),
+        (["prepare", "--limit-mb", "nan"], "error: --limit-mb: nan; expected a number of MB from 0."),
+        (["prepare", "--limit-mb", "inf"], "error: --limit-mb: inf; expected a number of MB from 0."),
+        (["prepare", "--limit-mb", "-1"], "error: --limit-mb: -1; expected a number of MB from 0."),
+        (["checkpoint", "--dir", f"{__file__}/x"], "/test_bench.py/x: cannot write here"),
     ],
 )
 def test_senseless_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

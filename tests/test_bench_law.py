@@ -72,10 +72,15 @@ def test_points_are_the_runs_of_each_size(tmp_path: Path) -> None:
     diverged = make_trial(config, 4e13, trial="bad", flops=0.0, remarks="the training diverged")
     newer = make_trial(config, 5e13, trial="newer")
     newer = newer.model_copy(update={"config": {**newer.config, "unknown": 1}})
-    folder = write_trials(tmp_path / "out", worse, taught, diverged, newer)
+    no_number = make_trial(config, 6e13, trial="nan", scores=Scores(bits_per_character=float("nan")))
+    folder = write_trials(tmp_path / "out", worse, taught, diverged, newer, no_number)
     runs, left_out = read_runs([folder], Choice())
     assert len(runs) == 12
-    assert [line.split(":")[0] for line in left_out] == ["taught-3e+13-s0", "bad-4e+13-s0", "newer-5e+13-s0", worse.run]
+    assert [line.split(":")[0] for line in left_out] == [
+        *("taught-3e+13-s0", "bad-4e+13-s0", "newer-5e+13-s0", "nan-6e+13-s0"),
+        worse.run,
+    ]
+    assert left_out[3].endswith("its score is nan bits per character")
     assert left_out[-1].endswith("4x256-2e+13-s0 is better")
     assert "another version" in left_out[2]
     for run in runs:
@@ -135,6 +140,7 @@ def test_runs_of_one_large_shape_are_of_one_size(tmp_path: Path) -> None:
         (["out", "--only", "2x128"], "3 runs of 1 size to fit; expected at least 6 of 3 sizes"),
         (["out", "--holdout", "*"], "0 runs of 0 sizes to fit"),
         (["out", "other"], "have trials on different texts"),
+        (["out", "--out", "out/speedrun.json"], "out/speedrun.json: cannot write here"),
     ],
 )
 def test_what_is_no_ground_for_a_law_is_refused(

@@ -121,6 +121,22 @@ def test_what_the_trainer_cannot_do_is_refused(tmp_path: Path, values: dict[str,
         finetuning.compare(config, 1)
 
 
+def test_a_config_without_a_dev_set_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finetuning, "run_program", lambda _: pytest.fail("trained"))
+    reviews = {"train": write_reviews(tmp_path, train=4, dev=4)["train"]}
+    config = load_config(write_config(tmp_path, start_from="unused", classification=reviews))
+    with pytest.raises(InputError, match=r"no dev set\. Set one"):
+        finetuning.compare(config, 1)
+
+
+def test_runs_of_the_benchmark_are_not_tracked(tmp_path: Path) -> None:
+    reviews = write_reviews(tmp_path, train=4, dev=4)
+    tracking = {"wandb": "online", "log_every_steps": 7}
+    config = load_config(write_config(tmp_path, start_from="unused", classification=reviews, tracking=tracking))
+    written = load_config(finetuning._write(config, 3, tmp_path / "ours-3"))
+    assert (written.tracking.wandb, written.tracking.log_every_steps, written.seed) == ("off", 7, 3)
+
+
 def test_the_summary_says_which_step_is_scored() -> None:
     run = {"score": 0.5, "examples_per_second": 10.0}
     assert finetuning._summary({"ours": [run], "trainer": [run]}).splitlines()[-1] == (

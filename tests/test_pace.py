@@ -108,7 +108,7 @@ def test_steps_are_timed_in_a_run_that_leaves_nothing(tmp_path: Path) -> None:
 def test_a_step_takes_the_median_without_the_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two slow steps, then one of 0.4 s and one of 0.6 s."""
     records = [{"step": step, "seconds": seconds} for step, seconds in enumerate((30.0, 31.0, 31.4, 32.0), 1)]
-    monkeypatch.setattr(pace.subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, 0))
+    monkeypatch.setattr(pace, "run_program", lambda command: subprocess.CompletedProcess(command, 0))
     monkeypatch.setattr(pace, "read_records", lambda run: records)
     assert pace._time_steps(make_config(tmp_path), 2) == pytest.approx(0.5)
 

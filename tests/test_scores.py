@@ -129,13 +129,16 @@ def write_blimp(folder: Path) -> Path:
 
 def test_blimp_counts_pairs_and_ties_are_wrong(tmp_path: Path, bert: Path) -> None:
     data = write_blimp(tmp_path / "blimp")
-    score = blimp_score(bert, data)
-    for paradigm in read_blimp(data):
+    score, before = blimp_score(bert, data), read_blimp(data)
+    for paradigm in before:
         right = sum(naive(bert, good) > naive(bert, bad) for good, bad in paradigm.pairs[:1])
         # The second pairs of two and three have equal tokens.
         right += paradigm.name == "one" and naive(bert, "it is fine") > naive(bert, "it is poor")
         assert score.paradigms[paradigm.name] == ParadigmScore(paradigm.phenomenon, 2, right)
     assert [len(one.pairs) for one in read_blimp(data, 1)] == [1, 1, 1]
+    for file in data.iterdir():
+        file.write_bytes(file.read_bytes() + b"\r\n\n")
+    assert read_blimp(data) == before, "blank lines are no pairs"
 
 
 def test_phenomena_are_means_of_paradigms() -> None:

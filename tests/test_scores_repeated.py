@@ -225,6 +225,18 @@ def test_a_run_of_another_process_is_left_alone(work: Path, bert: Path, ran: Run
     assert not (begun / "sign").exists()
 
 
+def test_checkpoints_are_fine_tuned_at_once_if_they_share_no_runs(work: Path, bert: Path, ran: Runs) -> None:
+    settings = FinetuningSettings((work / "reviews.yaml",), seeds=1, random=False, data=work / "data")
+    finetuning_scores(bert, work / "out", "first", settings)
+    folder = ran.folders[0].parents[1]
+    with only_run(folder):
+        other = make_masked_lm(work / "other")
+        assert finetuning_scores(other, work / "out", "second", settings)["reviews"].pretrained == (0.5,)
+        shutil.rmtree(ran.folders[0])
+        with pytest.raises(InputError, match="another process"):
+            finetuning_scores(bert, work / "out", "first", settings)
+
+
 def test_a_divergence_that_another_checkpoint_left_is_told(work: Path, bert: Path, ran: Runs) -> None:
     settings = FinetuningSettings((work / "reviews.yaml",), seeds=1, data=work / "data")
     ran.error = DivergedError("loss is nan")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +262,14 @@ def plan_tokens(config: PretrainConfig) -> int:
     return sum(step.tokens for step, _ in batches(config))
 
 
+def test_filler_is_no_part_of_a_budget(corpus: Path) -> None:
+    config = make_config(corpus, engine={"micro_batch_tokens": 256})
+    filled = config.model_copy(update={"engine": config.engine.model_copy(update={"static_shapes": True})})
+    assert any(batch.filler.sequences for step, _ in batches(filled) for batch in step.micro_batches)
+    costs, plain = (measured_costs(one, None) for one in (filled, config))
+    assert [cost.flops for cost in costs] == pytest.approx([cost.flops for cost in plain])
+
+
 def test_budgets_that_cannot_be_spent_are_refused(corpus: Path) -> None:
     config = make_config(corpus)
     costs = measured_costs(config, None)
@@ -336,9 +346,29 @@ def test_the_log_gets_each_run_once(tmp_path: Path) -> None:
     lines = log.read_text().splitlines()
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
     assert [line.split(" | ")[1] for line in lines[2:]] == ["a s0", "b s0"]
+    begun = log.read_text()
+    log.write_text("")
+    assert results.append_to_log(log, [make_trial("a"), make_trial("b")]) == 2
+    assert log.read_text() == begun
     log.write_text("# A page\n\nNo table.\n")
     with pytest.raises(InputError, match="does not end with a table"):
         results.append_to_log(log, [make_trial("a")])
+
+
+def test_a_log_keeps_the_rows_of_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, locks = tmp_path / "log.md", []
+
+    @contextlib.contextmanager
+    def locked(path: Path) -> Iterator[bool]:
+        if not locks:  # another process appends its row before this one gets the lock
+            locks.append(path)
+            results.append_to_log(log, [make_trial("b")])
+        yield True
+
+    monkeypatch.setattr(results, "locked", locked)
+    results.append_to_log(log, [make_trial("a")])
+    assert [line.split(" | ")[1] for line in log.read_text().splitlines()[2:]] == ["b s0", "a s0"]
+    assert locks == [tmp_path / ".log.md.lock"]
 
 
 def test_the_log_of_the_documentation_takes_rows(tmp_path: Path) -> None:
@@ -382,6 +412,7 @@ def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkey
     """A failed fine-tuning leaves the others; a call without a part keeps it; a run trained anew has none of it."""
     config = make_config(tmp_path, run_dir=str(tmp_path / "runs" / "one"))
     prints, error = ["first"], MachineError("1 of 2 runs failed")
+    failed = error
 
     def finetuned(*_: Any, record: Record) -> None:
         record.write("finetuning", {}, {"a": FinetuningScore("f1", "dev", (0.5, 0.7)).as_data()}, beside=True)
@@ -399,17 +430,19 @@ def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkey
     assert (found.bits_per_character, found.blimp) == (1.5, 0.75)
     assert (found.finetuning, found.transfer) == ({"a": pytest.approx(0.6)}, None)  # no mean without b
     assert found.remarks == ["BLiMP: first 100 pairs of each paradigm"]
-    assert why == "fine-tunings: 1 of 2 runs failed"
+    assert why is failed
     one = FinetuningSettings((Path("a.yaml"),))
     measured, _ = scores.measure(config, tmp_path, [], ScoreSettings(None, 0, one))
     assert (measured.blimp, measured.transfer) == (0.75, pytest.approx(0.6))
     assert measured.remarks == ["BLiMP: first 100 pairs of each paradigm", "transfer: a (2 seeds)"]
-    assert scores.measure(config, tmp_path, [], ScoreSettings()) == (measured, "")
+    assert scores.measure(config, tmp_path, [], ScoreSettings()) == (measured, None)
+    error = InputError("another process")
+    assert scores.measure(config, tmp_path, [], ScoreSettings(None, 0, one)) == (measured, error)
     error = StoppedError("stopped")
     with pytest.raises(StoppedError):
         scores.measure(config, tmp_path, [], ScoreSettings(None, 0, one))
     prints[0] = "second"
-    assert scores.measure(config, tmp_path, [], ScoreSettings()) == (Scores(3.0, 0.4, 1.5), "")
+    assert scores.measure(config, tmp_path, [], ScoreSettings()) == (Scores(3.0, 0.4, 1.5), None)
 
 
 # ---- whole trials
@@ -446,7 +479,8 @@ def test_a_trial_trains_scores_and_continues(
     # What has finished is shown and logged at once.
     assert (tmp_path / "out" / "speedrun.html").is_file()
     assert (tmp_path / "log.md").read_text().count("tiny s0") == 1
-    assert command.main(words, pretrain) == 0
+    elsewhere = [str(tmp_path / "out") if word == "out" else word for word in words]
+    assert command.main(elsewhere, pretrain) == 0, "the same folder by another path"
     printed = capsys.readouterr().out
     assert "already finished" in printed
     assert [Path(call[1]).stem for call in pretrain.calls] == ["tiny-1e8-s0", "tiny-1.5e8-s0"] * 2
@@ -482,9 +516,16 @@ def test_a_trial_trains_scores_and_continues(
     assert remarks["diverged"] == "the training diverged"
     assert "failed" not in remarks
 
+    # A failed fine-tuning leaves its run in the table, and larger budgets train.
+    monkeypatch.setattr(command, "measure", lambda *_: (Scores(bits_per_character=2.0), MachineError("1 run failed")))
+    assert command.main([*other, "name=tiny", "--budget", "1.5e8"], pretrain) == MachineError.exit_code
+    remarks = {one.run: one.remarks for one in results.read(tmp_path / "out" / "speedrun.json").trials}
+    assert remarks["tiny-1e8-s0"] == remarks["tiny-1.5e8-s0"] == "fine-tunings: 1 run failed"
+
 
 def test_options_without_effect_and_impossible_budgets_are_refused(tmp_path: Path) -> None:
-    words = ["config.yaml", "--data", str(tmp_path)]
+    words, notes = ["config.yaml", "--data", str(tmp_path)], tmp_path / "notes.md"
+    notes.write_text("Notes.\n")
     for more, message in (
         (["--budget", "-1"], "--budget: -1; expected"),
         (["--budget", "5", "--budget", "2e30"], r"--budget: 2e\+30; expected"),
@@ -494,6 +535,8 @@ def test_options_without_effect_and_impossible_budgets_are_refused(tmp_path: Pat
         (["--finetune-data", "x"], "--finetune-data: has no effect"),
         (["--seed", "-1"], "--seed: -1; expected"),
         (["--novels", "1"], "--novels: 1; expected a share"),
+        (["--log", str(notes)], "notes.md: does not end with a table"),
+        (["--log", str(tmp_path)], "cannot write here"),
     ):
         with pytest.raises(InputError, match=message):
             command.main([*words, *more], lambda _: 0)

@@ -12,7 +12,6 @@ import argparse
 import functools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,9 @@ import numpy as np
 
 from finetune.artifacts.saved import SCORES
 from finetune.config import FinetuneConfig, load_config
+from finetune.tasks.registry import make_task
 from pretrain.commands import local_path, local_text, positive_int, program
+from pretrain.common.children import run_program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
 from pretrain.model.precision import resolve_here
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 def compare(config: FinetuneConfig, seeds: int, *, quiet: bool = False) -> dict[str, Any]:
     """{"ours": [run, ...], "trainer": [run, ...]} with run = {"score", "examples_per_second", "seconds"}.
 
-    Raises `InputError` if the config has settings that the Trainer lacks.
+    Raises `InputError` if the config has settings that the Trainer lacks, or no dev set.
     """
     _check(config)
     runs: dict[str, list[dict[str, Any]]] = {OURS: [], BASELINE: []}
@@ -86,7 +87,7 @@ def compare(config: FinetuneConfig, seeds: int, *, quiet: bool = False) -> dict[
 
 
 def _check(config: FinetuneConfig) -> None:
-    """Raise `InputError` if ours would train in a way that the Trainer cannot."""
+    """Raise `InputError` if ours would train in a way that the Trainer cannot, or there is no set to score."""
     training = config.training
     for name, value, needed in (
         ("optimizer.name", config.optimizer.name, "adamw"),
@@ -97,6 +98,8 @@ def _check(config: FinetuneConfig) -> None:
     ):
         if value != needed:
             raise InputError(f"bench finetune: {name}: {value}; the Trainer has no such setting. Set it to {needed}.")
+    if not make_task(config.task_settings).read_held_out():
+        raise InputError("bench finetune: the config has no dev set. Set one; scores are compared on it.")
 
 
 def _line(kind: str, seed: int, run: dict[str, Any]) -> str:
@@ -150,12 +153,13 @@ def _run_baseline(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, 
 
 def _write(config: FinetuneConfig, seed: int, folder: Path) -> Path:
     path = folder.with_suffix(".yaml")
-    path.write_text(dump(config.model_copy(update={"seed": seed, "run_dir": str(folder)})))
+    tracking = config.tracking.model_copy(update={"wandb": "off"})  # the Trainer is not tracked, either
+    path.write_text(dump(config.model_copy(update={"seed": seed, "run_dir": str(folder), "tracking": tracking})))
     return path
 
 
 def _call(arguments: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True)
+    done = run_program([sys.executable, "-m", *arguments])
     if done.returncode:
         raise MachineError(f"bench finetune: `{' '.join(arguments)}` failed: {done.stderr.strip()[-400:]}")
 
@@ -172,15 +176,12 @@ def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
     import torch
 
     from finetune.datasets.text import TextEncoder
-    from finetune.tasks.registry import make_task
     from pretrain.checkpoint.tokenizer import read_tokenizer
 
     torch.manual_seed(config.seed)
     task = make_task(config.task_settings)
     examples = task.read_train()
-    held_out = next(iter(task.read_held_out().values()), None)
-    if held_out is None:
-        raise InputError("bench finetune: the config has no dev set. Set one; scores are compared on it.")
+    held_out = next(iter(task.read_held_out().values()))
     classes = {
         "sequence": transformers.AutoModelForSequenceClassification,
         "tokens": transformers.AutoModelForTokenClassification,

@@ -157,6 +157,8 @@ def _read_paradigm(file: Path, limit: int) -> Paradigm:
         for number, line in enumerate(lines, 1):
             if limit and len(pairs) == limit:
                 break
+            if not line.strip():
+                continue
             try:
                 row = json.loads(line.decode())
                 good, bad, name, phenomenon = (row[key] for key in _KEYS)

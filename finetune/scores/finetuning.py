@@ -153,7 +153,9 @@ def finetuning_scores(
 
     stopped = None
     if left:
-        common = members[0].trial.config.model_copy(update={"run_dir": str(out), "name": f"scores-{name}"[:63]})
+        # Only runs from random weights are shared with other checkpoints, whose processes must not run at once.
+        place = out if settings.random else members[0].trial.config.folder.parents[1]
+        common = members[0].trial.config.model_copy(update={"run_dir": str(place), "name": f"scores-{name}"[:63]})
         trials = [members[number].trial for number in left]
         ran = run_all(common, trials, parallel=settings.parallel, begin=begin, ended=ended)
         stopped = ran.stopped

@@ -23,6 +23,7 @@ from typing import Any
 from pretrain.bench import page, results
 from pretrain.bench.results import BenchResult, Comparison, FailedMeasurement, Machine, Results
 from pretrain.commands import local_path, program
+from pretrain.common.children import run_program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import disk_errors, read_manifest, sha256_file
 from pretrain.preflight import environment
@@ -158,7 +159,7 @@ def _default_folder(commit: str | None) -> Path:
 def _run(job: Measurement, out: Path) -> BenchResult:
     """Run one benchmark. If it fails, its stderr is written to a log in `out`; the last line is the reason."""
     started = time.perf_counter()
-    process = subprocess.run(job.command, capture_output=True, text=True)
+    process = run_program(job.command)
     seconds = time.perf_counter() - started
     result, failed = _outcome(process)
     if failed:

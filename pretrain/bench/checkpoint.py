@@ -16,6 +16,7 @@ from typing import Any
 from pretrain.bench.baselines import bench_config
 from pretrain.checkpoint.saver import Saver
 from pretrain.commands import local_path, positive_int, program
+from pretrain.common.files import disk_errors
 from pretrain.common.wording import aligned
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
@@ -38,10 +39,11 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     config = bench_config("unused", options.size, 128, 8)
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"zero_stage": options.zero})})
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=options.dir) as folder,
-        process_group(Worker()),
-    ):
+    place = options.dir or Path(tempfile.gettempdir())
+    with disk_errors(place):
+        place.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=place)
+    with scratch as folder, process_group(Worker()):
         result = measure(config, Path(folder), options.rounds)
     print(json.dumps(result) if options.json else _table(result))
     return 0

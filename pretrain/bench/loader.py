@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ import torch
 
 from pretrain.batches.loader import BatchMaker, Loader
 from pretrain.commands import local_path, positive_int, program
+from pretrain.common.children import run_program
 from pretrain.common.errors import InputError
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import Shard, TokenShards, open_shards
@@ -200,7 +200,8 @@ def _resume(scratch: Path) -> dict[str, float]:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
     command = [sys.executable, "-m", "pretrain.bench.loader", "--resume-only", str(folder)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = run_program(command)
+    done.check_returncode()
     return json.loads(done.stdout)
 
 

@@ -18,7 +18,6 @@ of `prepare` instead, on texts of several sizes that are made of the file's sent
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -26,9 +25,7 @@ import json
 import math
 import os
 import shutil
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -52,12 +49,14 @@ def main(argv: list[str]) -> int:
         raise InputError("--memory: each size must be a number of MB above 0.")
     if options.filters and options.memory is None:
         raise InputError("--filters: belongs to --memory. Give both.")
+    if not 0 <= options.limit_mb < math.inf:
+        raise InputError(f"--limit-mb: {options.limit_mb:g}; expected a number of MB from 0.")
     if options.repeats < 1:
         raise InputError(f"--repeats: is {options.repeats}, must be at least 1.")
     if options.memory is None:
         _need_transformers()
     result: dict[str, Any] = {"cores": cores(), "versions": _versions()}
-    with _cleaned_up_when_terminated(), tempfile.TemporaryDirectory(prefix="bench-prepare-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-prepare-") as folder:
         scratch = Path(folder)
         file = source_file(options, scratch)
         result["file"] = {"path": str(options.file or "docstrings"), "megabytes": file.stat().st_size / 1e6}
@@ -72,16 +71,6 @@ def main(argv: list[str]) -> int:
                 result |= compare(file, vocabulary, scratch, options.repeats)
     print(json.dumps(result) if options.json else "\n".join(_lines(result)))
     return 1 if options.check_ids and result["ids"]["mismatches"] else 0
-
-
-@contextlib.contextmanager
-def _cleaned_up_when_terminated() -> Iterator[None]:
-    """SIGTERM unwinds the stack: the scratch folder, of up to many GB, and the processes of ours end with this one."""
-    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _parser() -> argparse.ArgumentParser:

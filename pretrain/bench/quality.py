@@ -100,11 +100,30 @@ def _configs(options: argparse.Namespace) -> tuple[PretrainConfig, PretrainConfi
     if not options.recipe:
         return theirs, theirs
     recipe = load_config(options.recipe)
+    _check_recipe(options.recipe, recipe)
     phase = recipe.phases[0].model_copy(
         update={"steps": theirs.phases[0].steps, "sequence_length": options.length, "ramp_from": 0, "ramp_steps": 0}
     )
     ours = recipe.model_copy(update={"corpus": theirs.corpus, "phases": (phase,), "evaluation": theirs.evaluation})
     return resolve_here(ours)[0], theirs.model_copy(update={"pairs": recipe.pairs})
+
+
+def _check_recipe(path: str, recipe: PretrainConfig) -> None:
+    """Raise `InputError` for settings that `EngineTrainer` lacks, or whose loss is not that of a masked token."""
+    for name, value in (
+        ("start_from", recipe.start_from),
+        ("distillation.teacher", recipe.distillation.teacher),
+        ("electra.generator_width", recipe.electra.is_on),
+        ("masking.shifted_targets", recipe.masking.shifted_targets),
+        ("masking.z_loss", recipe.masking.z_loss),
+        ("phases.0.causal_share", recipe.phases[0].causal_share),
+        ("averaging.share", recipe.averaging.share),
+    ):
+        if value:
+            raise InputError(
+                f"--recipe: {path}: {name} is set; this benchmark trains masked language modelling from random "
+                "weights, and scores the last ones. Give a recipe without it."
+            )
 
 
 def _of_length(config: PretrainConfig, steps: int) -> PretrainConfig:

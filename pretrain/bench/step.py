@@ -24,6 +24,7 @@ from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.loader import Loader
 from pretrain.bench.baselines import BARE, BASELINES, OURS, TrainerProcess, TrainerSpec, bench_config
 from pretrain.commands import positive_int, program
+from pretrain.common.errors import InputError
 from pretrain.config import Precision, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.model.precision import measure_matmul
@@ -36,6 +37,8 @@ WARM_UP = 3  # untimed steps, which compile the model and allocate memory
 def main(argv: list[str]) -> int:
     """Run the comparison and print a table, or JSON with `--json`."""
     options = _parser().parse_args(argv)
+    if options.threads < 0:
+        raise InputError(f"--threads: {options.threads}; expected a whole number from 0.")
     if options.threads:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)

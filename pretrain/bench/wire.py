@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch
 from pretrain.commands import positive_int, program
+from pretrain.common.children import run_program
 from pretrain.common.errors import MachineError
 from pretrain.common.wording import aligned
 from pretrain.config import EngineConfig, ModelConfig, OptimizerConfig
@@ -109,7 +109,7 @@ def _in_a_process(size: str, stage: int, ranks: int, micro_batches: int) -> dict
     """`count` in a process of its own: a process group is global, and so is what `listen` replaces."""
     code = f"from pretrain.bench.wire import print_count; print_count({size!r}, {stage}, {ranks}, {micro_batches})"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = run_program([sys.executable, "-c", code], environment)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise MachineError(f"bench wire: {said[-1]}")

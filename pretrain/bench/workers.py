@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from pretrain.bench.baselines import BARE, TrainerProcess, TrainerSpec, bench_config
 from pretrain.commands import positive_int, program
+from pretrain.common.children import run_program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig
@@ -114,7 +114,7 @@ def _pretrain(run: Path, setup: dict[str, Any], options: argparse.Namespace) -> 
     command = [sys.executable, "-m", "pretrain", "pretrain", str(path)]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
-    process = subprocess.run(command, capture_output=True, text=True)
+    process = run_program(command)
     if process.returncode:
         raise MachineError(f"bench workers: {setup['name']} failed: {process.stderr.strip()[-300:]}")
     windows = [record["tokens_per_second"] for record in read_records(run) if is_training(record)]

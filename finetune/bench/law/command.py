@@ -11,6 +11,7 @@ from finetune.bench.law.points import Choice, Run, read_runs
 from finetune.bench.law.table import HEADINGS, RIGHT_ALIGNED, cells, summary
 from pretrain.bench.results import short_commit
 from pretrain.common.errors import InputError
+from pretrain.common.files import disk_errors
 from pretrain.common.wording import aligned, counted
 from pretrain.planning import published
 from pretrain.planning.fitting import FEWEST, fit
@@ -38,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
     rows = cells(law, likely)
     print("\n".join([*aligned([HEADINGS, *rows], RIGHT_ALIGNED), *left_out, "", *summary(law, likely)]))
     out: Path = arguments.out or arguments.runs[0]
-    out.mkdir(parents=True, exist_ok=True)
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
     for path in (out / FILE, *([published.PUBLISHED] if arguments.write else [])):
         published.write(law, path)
         print(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -102,6 +103,8 @@ def _refusal(one: Trial, below: float) -> str:
     config = one.config
     if config.get("distillation", {}).get("teacher"):
         return "it has a teacher"
+    if not 0 < loss < math.inf:
+        return f"its score is {loss:g} bits per character"
     return f"{loss:.3f} bits per character are not below {below:g}" if loss >= below else ""
 
 

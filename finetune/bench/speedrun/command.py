@@ -34,7 +34,8 @@ RunCommand = Callable[[Sequence[str]], int]  # a command line: words -> exit cod
 def main(argv: Sequence[str], pretrain: RunCommand) -> int:
     """Run the trial of a config with each budget.
 
-    Returns the exit code of a run that stopped or failed, that of a divergence if all runs diverged, or 0.
+    Returns the exit code of a run that stopped or failed, or else that of a failed fine-tuning, that of a divergence if
+    all runs diverged, or 0.
 
     Args:
         argv: those of `options.make_parser`.
@@ -70,6 +71,8 @@ def _check(arguments: argparse.Namespace, budgets: Sequence[float]) -> None:
         read_blimp(arguments.blimp, arguments.blimp_limit)
     if arguments.finetune:
         read_configs(arguments.out, _finetunings(arguments))
+    if arguments.log is not None:
+        results.append_to_log(arguments.log, [])
 
 
 def _finetunings(arguments: argparse.Namespace) -> FinetuningSettings:
@@ -107,6 +110,7 @@ class _Trials:
         self._results = results.read(self._out / results.RESULTS, card["sha256"])
         self._texts = list(text_files(card, self._out / "corpus", HELD_OUT).values())
         self._teacher = _teacher(config)
+        self._failed = 0  # exit code of fine-tunings that failed
 
     def run(self, budgets: Sequence[float]) -> int:
         """Plan all runs, then train and score them one after another."""
@@ -128,7 +132,7 @@ class _Trials:
         code = next((code for code in codes.values() if code not in (0, DivergedError.exit_code)), 0)
         if code == StoppedError.exit_code:
             print(f"The trial stopped. Run the same command again to continue it in {self._out}.")
-        return code or min(codes.values())
+        return code or self._failed or min(codes.values())
 
     def _plans(self, budgets: Sequence[float]) -> dict[float, Plan]:
         """Budget -> its run; those that cannot be spent become rows that say why."""
@@ -181,6 +185,9 @@ class _Trials:
             remarks.append(f"{sum(rollbacks):,} steps were rolled back and are not counted")
         with sleeping_when_crowded():
             scores, failure = measure(config, self._out, self._texts, self._wanted())
+        if failure is not None:
+            self._failed = self._failed or failure.exit_code
+            remarks.append(f"fine-tunings: {failure}")
         return self._trial(
             budget,
             flops=flops,
@@ -192,7 +199,7 @@ class _Trials:
             scores=scores,
             config=with_resolved_precision(config).model_dump(mode="json"),
             machine=json.loads((config.folder / ENVIRONMENT_FILE).read_text(encoding="utf-8")),
-            remarks="; ".join(filter(None, [*remarks, *scores.remarks, failure])),
+            remarks="; ".join([*remarks, *scores.remarks]),
         )
 
     def _trial(self, budget: float, **values: Any) -> Trial:

@@ -18,8 +18,8 @@ _EPILOG = """examples:
   ./launch.sh bench speedrun configs/pretrain/modernbert-mini.yaml --data text/ --blimp blimp/data --workers 2
   ./launch.sh bench speedrun my.yaml --data text/ --set name=fast --set phases.0.peak_learning_rate=2e-3
 
-Exit codes: 0 success, 2 invalid input, or no budget can be spent, 4 all runs diverged, 75 stopped; the same command
-continues."""
+Exit codes: 0 success, 2 invalid input, or no budget can be spent, 3 fine-tunings failed, 4 they or all runs diverged,
+75 stopped; the same command continues."""
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from finetune.bench.speedrun.scores import Scores
 from finetune.bench.speedrun.trial import budget_text
 from pretrain.bench.results import short_commit
 from pretrain.common.errors import InputError
-from pretrain.common.files import atomic_open, write_json
+from pretrain.common.files import atomic_open, locked, write_json
 from pretrain.common.wording import aligned, counted
 
 RESULTS = "speedrun.json"
@@ -141,15 +141,19 @@ def table(results: Results) -> str:
 def append_to_log(path: Path, trials: Sequence[Trial]) -> int:
     """Append runs with scores to the Markdown table at the end of `path`; returns how many were new.
 
-    A file that does not exist is begun with the head of the table. Raises `InputError` if a file ends otherwise.
+    A file that is empty or does not exist is begun with the head of the table. Other processes may append theirs.
+
+    Raises `InputError` if the file ends otherwise, or cannot be written.
     """
-    text = path.read_text(encoding="utf-8").rstrip("\n") if path.is_file() else "\n".join(_log_head())
-    if not text.rpartition("\n")[2].startswith("|"):
-        raise InputError(f"--log: {path}: does not end with a table. Give a file that this command began.")
-    known = set(text.splitlines())
-    rows = [row for one in trials if one.flops and (row := _log_row(one)) not in known]
-    with atomic_open(path, "w") as file:
-        file.write("\n".join([text, *rows]) + "\n")
+    with locked(path.with_name(f".{path.name}.lock")):
+        text = path.read_text(encoding="utf-8").rstrip() if path.is_file() else ""
+        text = text or "\n".join(_log_head())
+        if not text.rpartition("\n")[2].startswith("|"):
+            raise InputError(f"--log: {path}: does not end with a table. Give a file that this command began.")
+        known = set(text.splitlines())
+        rows = [row for one in trials if one.flops and (row := _log_row(one)) not in known]
+        with atomic_open(path, "w") as file:
+            file.write("\n".join([text, *rows]) + "\n")
     return len(rows)
 
 

@@ -14,7 +14,7 @@ from finetune.scores.finetuning import FinetuningScore, FinetuningSettings, fine
 from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import fingerprint
 from finetune.scores.record import MODEL, Record, read_record
-from pretrain.common.errors import InputError, RunError, StoppedError
+from pretrain.common.errors import RunError, StoppedError
 from pretrain.common.wording import counted
 from pretrain.config import PretrainConfig
 
@@ -68,8 +68,10 @@ class Scores:
         ]
 
 
-def measure(config: PretrainConfig, out: Path, texts: Sequence[Path], wanted: ScoreSettings) -> tuple[Scores, str]:
-    """The scores of a finished run, with those that an earlier call measured, and why fine-tunings failed or "".
+def measure(
+    config: PretrainConfig, out: Path, texts: Sequence[Path], wanted: ScoreSettings
+) -> tuple[Scores, RunError | None]:
+    """The scores of a finished run, with those that an earlier call measured, and why fine-tunings failed, if they did.
 
     What was measured before is read from `out`/scores. ELECTRA's discriminator predicts no tokens, so it has only
     fine-tunings. Raises as the parts of `evaluate-pretrained`, except for fine-tunings that failed.
@@ -88,14 +90,14 @@ def measure(config: PretrainConfig, out: Path, texts: Sequence[Path], wanted: Sc
         if wanted.blimp is not None:
             blimp_score(run, wanted.blimp, limit=wanted.blimp_limit, record=record)
         found |= _blimp(record)
-    failure = ""
+    failure = None
     if wanted.finetuning is not None:
         try:
             finetuning_scores(run, out / "finetuned", name[:48], wanted.finetuning, record=record)
-        except (InputError, StoppedError):
+        except StoppedError:
             raise
         except RunError as error:
-            failure = f"fine-tunings: {error}"
+            failure = error
     return Scores(**found, **_transfer(record, wanted.finetuning)), failure
 
 

@@ -17,8 +17,8 @@ from pretrain.common.files import atomic_open
 from pretrain.config import CorpusConfig, PretrainConfig, SourceConfig, load_config
 
 _EVALUATIONS = 10  # in a run
-# Settings of a run that do not change what it comes to.
-_FREE = ("scheduling", "tracking", "corpus.processes")
+# Settings of a run that do not change what it comes to. The name of the corpus folder is a hash of what does.
+_FREE = ("scheduling", "tracking", "corpus.processes", "run_dir", "corpus.dir", "corpus.sources.*.path")
 
 
 def ground_config(

@@ -1,0 +1,44 @@
+"""Programs that this process starts and waits for. They end with it, also when it is terminated."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+_GRACE_SECONDS = 20  # for a program to end its own programs and to remove its temporary files
+
+
+@contextlib.contextmanager
+def unwound_when_terminated() -> Iterator[None]:
+    """While entered, SIGTERM unwinds the stack: temporary folders are removed, and `run_program` ends its program."""
+    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def run_program(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, and return its exit code and what it wrote.
+
+    If an exception interrupts the wait, the program gets SIGTERM, and after a while SIGKILL.
+    """
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as program:
+        try:
+            output, errors = program.communicate()
+        except BaseException:
+            try:
+                program.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    program.communicate(timeout=_GRACE_SECONDS)
+            finally:
+                program.kill()  # does nothing if it has ended
+            raise
+    return subprocess.CompletedProcess(command, program.returncode, output, errors)
