@@ -150,7 +150,7 @@ def _notes(found: Recommendation) -> list[str]:
     if found.too_large:
         notes.append(f"too large for the memory of a worker: {', '.join(found.too_large)}")
     if found.too_costly:
-        notes.append(f"too costly, even with the fewest steps: {', '.join(found.too_costly)}")
+        notes.append(f"too costly, with a step at least of each phase: {', '.join(found.too_costly)}")
     if best.beyond:
         notes.append(f"{best.plan.shape} is an extrapolation: {best.beyond} of the farthest measured run.")
     if best.plan.config.total_steps < _FEW_STEPS:
