@@ -175,13 +175,14 @@ def _fit(config: PretrainConfig, arguments: argparse.Namespace) -> PretrainConfi
     from pretrain import pace, preflight
     from pretrain.common.files import checkpoint_names
     from pretrain.config import changed_for_resume
+    from pretrain.planning.text import read_text
 
     if arguments.resume and checkpoint_names(config.folder):
         return pace.recorded(config)
     preflight.check_corpus(config)
     if not arguments.dry_run:
         preflight.check_run_folder(config, arguments.resume, changed_for_resume)
-    return pace.fit(config, arguments.minutes)
+    return pace.fit(config, arguments.minutes, read_text(config).lengths)
 
 
 def _export(arguments: argparse.Namespace) -> None:

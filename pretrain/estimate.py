@@ -43,8 +43,8 @@ def dry_run(
         show_config: add the resolved config.
 
     Raises:
-        InputError: `on` is not a known cluster, `mean_length` is not above 0, the model has no such norm or activation,
-            or the prepared corpus is damaged.
+        InputError: `on` is not a known cluster or has too many workers for a batch, `mean_length` is not above 0, the
+            model has no such norm or activation, or the prepared corpus is damaged.
     """
     if mean_length is not None and not 0 < mean_length < math.inf:
         raise InputError(f"--mean-length: {mean_length:g}; expected a number above 0.")
@@ -52,8 +52,10 @@ def dry_run(
     on = on or config.scheduling.cluster
     config, why = resolve_precision(config, on)
     cluster = parse_cluster(on, config) if on else None
+    if cluster:
+        _check_batches(config, cluster.workers, on)
     device: Device = cluster.device if cluster else "cuda" if Path("/proc/driver/nvidia").exists() else "cpu"
-    work = [phase_work(config, phase, size, mean_length, _teacher(config)) for phase in config.phases]
+    work = [phase_work(config, phase, size, mean_length, teacher_shape(config)) for phase in config.phases]
     parts = [
         f"Precision\n  {config.engine.precision}: {why}",
         "Parameters\n" + _parameter_lines(config, size),
@@ -66,7 +68,16 @@ def dry_run(
     return "\n\n".join(parts)
 
 
-def _teacher(config: PretrainConfig) -> ModelConfig | None:
+def _check_batches(config: PretrainConfig, workers: int, on: str) -> None:
+    """Raise `InputError` if a batch of the config cannot be balanced across the workers of the cluster `on`."""
+    for number, phase in enumerate(config.phases):
+        for name in ("ramp_from", "global_sequences"):
+            sequences = getattr(phase, name)
+            if sequences and (why := config.why_not_balanced(number, sequences, workers)):
+                raise InputError(f"--on {on}: phases.{number}.{name} ({sequences}) {why}.")
+
+
+def teacher_shape(config: PretrainConfig) -> ModelConfig | None:
     """The shape of the run's teacher; None without one, or if it cannot be read yet."""
     if not config.distillation.teacher:
         return None
@@ -79,18 +90,21 @@ def _teacher(config: PretrainConfig) -> ModelConfig | None:
 
 
 def vocabulary_size(config: PretrainConfig) -> int:
-    """Rows of the word embeddings for the prepared corpus's vocabulary, else the given one, else that to train."""
+    """Rows of the word embeddings for the entries of the vocabulary."""
+    return config.model.rows(vocabulary_entries(config))
+
+
+def vocabulary_entries(config: PretrainConfig) -> int:
+    """Entries of the prepared corpus's vocabulary, else of the given one, else of that to train."""
     manifest = prepared_manifest(config.corpus)
     given = Path(config.corpus.vocabulary.path).expanduser()
     if manifest:
-        entries = int(manifest["vocabulary_size"])
-    elif config.corpus.vocabulary.path and given.exists():
+        return int(manifest["vocabulary_size"])
+    if config.corpus.vocabulary.path and given.exists():
         from pretrain.corpus.vocabulary import given_entries
 
-        entries = len(given_entries(given))
-    else:
-        entries = config.corpus.vocabulary.size
-    return config.model.rows(entries)
+        return len(given_entries(given))
+    return config.corpus.vocabulary.size
 
 
 # ---- Memory
@@ -130,7 +144,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     activations, logits = _micro_batch_bytes(config, size, workers)
     # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The second one is
     # computed last in the backward pass, when activations are freed.
-    embedding = (6 if half else 12) * size * config.model.hidden
+    embedding = (6 if half else 12) * size * (config.model.embedding or config.model.hidden)
     states, during, after = _zero_states(stage, half, p, workers)
     more = _more_than_adamw(config, p)
     states["optimizer"] += more // (workers if stage else 1)
@@ -151,7 +165,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
 
 def _teacher_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
     """The weights of a distillation's teacher, which every worker has whole, and the work space of its forward pass."""
-    teacher = _teacher(config)
+    teacher = teacher_shape(config)
     if teacher is None:
         return 0
     itemsize = 4 if config.engine.precision == "fp32" else 2
@@ -395,7 +409,9 @@ def _work_lines(config: PretrainConfig, work: list[Work], *, given: bool) -> str
     )
     if config.distillation.teacher:
         told = (
-            "both count the teacher's forward pass" if _teacher(config) else "the teacher cannot be read: not counted"
+            "both count the teacher's forward pass"
+            if teacher_shape(config)
+            else "the teacher cannot be read: not counted"
         )
         lines.append(f"  {config.distillation.teacher}: {told}")
     if config.optimizer.name == "muon":
@@ -414,7 +430,7 @@ def _time_lines(config: PretrainConfig, work: list[Work], size: int, cluster: Cl
     if cluster is None:
         return "  give a cluster with --on 8xH100, or measure this machine with --on here"
     if cluster.gpu is not None:
-        flops = Flops(config, size, _teacher(config))
+        flops = Flops(config, size, teacher_shape(config))
         times = [
             step_times(config, phase, w, flops, cluster.gpu, cluster.workers)
             for phase, w in zip(config.phases, work, strict=True)

@@ -8,6 +8,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,16 @@ from pretrain.common.children import run_program, unwound_when_terminated
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump, load
 from pretrain.config import PretrainConfig
-from pretrain.estimate import ASSUMED_MFU, parse_cluster, resolve_precision, vocabulary_size
+from pretrain.estimate import ASSUMED_MFU, parse_cluster, resolve_precision, teacher_shape, vocabulary_size
 from pretrain.preflight import CONFIG_FILE
 from pretrain.tracking.records import is_training, read_records
-from pretrain.work import phase_work
+from pretrain.work import Work, phase_work
 
 TRAINING_SHARE = 0.95  # of the time; evaluations and checkpoints take the rest, 2 to 3 % in the demo
 _TIMED_SECONDS = 15  # of training, about
 _TIMED_STEPS = (4, 60)  # fewest, most
 _UNTIMED_STEPS = 2  # the first, slower ones
+_OVER = 1.1  # a schedule takes longer than the time by more than rounding
 _SCHEDULE = ("steps", "warmup_steps", "decay_steps", "ramp_steps")  # of a phase, in steps
 _REGULAR = ("checkpoint", "evaluation")  # sections with every_steps
 
@@ -35,13 +37,20 @@ class Pace:
 
     timed: int  # steps
     seconds: float  # of a step of the first phase, the median
-    total: float  # seconds of all steps of the config
+    per_flop: float  # seconds
+
+    def minutes(self, work: Sequence[Work]) -> float:
+        """Of a run whose phases have the work `work`, with evaluations and checkpoints."""
+        return self.per_flop * sum(one.executed for one in work) / TRAINING_SHARE / 60
 
 
-def fit(config: PretrainConfig, minutes: float) -> PretrainConfig:
+def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None = None) -> PretrainConfig:
     """The config with its steps scaled so that the run takes about `minutes` on this machine; prints what was chosen.
 
     Batches and rates stay; warm-up, decay, ramps, evaluations and checkpoints are scaled with the steps.
+
+    Args:
+        lengths: mean tokens of a sequence of each phase; None takes those of long documents.
 
     Raises:
         InputError: `minutes` is not above 0, or other processes than this one's would train.
@@ -52,28 +61,38 @@ def fit(config: PretrainConfig, minutes: float) -> PretrainConfig:
     if config.scheduling.address or "RANK" in os.environ:
         raise InputError("--minutes: times steps on this machine alone; leave out scheduling.address and torchrun.")
     print(f"timing steps for --minutes {minutes:g} ...", flush=True)
-    pace = measure(config)
-    fitted = scale(config, TRAINING_SHARE * 60 * minutes / pace.total)
-    chosen = f"{fitted.total_steps:,} steps take about {minutes:g} min ({config.total_steps:,} in the config)"
+    pace = measure(config, lengths)
+    fitted = scale(config, minutes / pace.minutes(_works(config, lengths)))
+    needed = pace.minutes(_works(fitted, lengths))
+    # Every phase has a step at least.
+    about = f"{needed:.3g} min, not {minutes:g}" if needed > _OVER * minutes else f"{minutes:g} min"
+    chosen = f"{fitted.total_steps:,} steps take about {about} ({config.total_steps:,} in the config)"
     print(f"{pace.timed} steps timed here, {pace.seconds:.3g} s each: {chosen}", flush=True)
     return fitted
 
 
-def measure(config: PretrainConfig) -> Pace:
-    """Time a few steps of the first phase, in a run with the same workers in a temporary folder.
+def measure(config: PretrainConfig, lengths: Sequence[float] | None = None) -> Pace:
+    """Time a few steps of the first phase, in a run with the same workers in a temporary folder; `lengths` as `fit`.
 
     Raises `MachineError` with the last words of the run if it fails.
     """
     resolved, _ = resolve_precision(config)
     cluster = parse_cluster("here", resolved)
-    work = [phase_work(config, phase, vocabulary_size(config)).executed for phase in config.phases]
+    first = _works(config, lengths)[0]
     # All of the phase's batches count as full ones: the timed run has no ramp.
-    of_step = work[0] / config.phases[0].sequences * config.phases[0].global_sequences
+    of_step = first.executed / first.sequences * config.phases[0].global_sequences
     guess = of_step / (cluster.peak_flops * ASSUMED_MFU[cluster.device])
     fewest, most = _TIMED_STEPS
     steps = min(most, max(fewest, round(_TIMED_SECONDS / guess)))
     seconds = _time_steps(config, steps)
-    return Pace(steps, seconds, seconds * sum(work) / of_step)
+    return Pace(steps, seconds, seconds / of_step)
+
+
+def _works(config: PretrainConfig, lengths: Sequence[float] | None) -> list[Work]:
+    """The work of each phase."""
+    rows, teacher = vocabulary_size(config), teacher_shape(config)
+    pairs = zip(config.phases, lengths or [None] * len(config.phases), strict=True)
+    return [phase_work(config, phase, rows, length, teacher) for phase, length in pairs]
 
 
 def scale(config: PretrainConfig, factor: float) -> PretrainConfig:
@@ -83,6 +102,8 @@ def scale(config: PretrainConfig, factor: float) -> PretrainConfig:
         steps = max(1, round(factor * phase.steps))
         # Rounded down, so that the parts of a phase still fit into it.
         parts = {name: int(getattr(phase, name) * steps / phase.steps) for name in _SCHEDULE[1:]}
+        if phase.decay_steps:  # 0 is not a short decay, but one of all steps after the warm-up
+            parts["decay_steps"] = max(1, parts["decay_steps"])
         least = len(phase.batch_sizes) - 1  # steps of a ramp
         phases.append({**parts, "ramp_steps": max(parts["ramp_steps"], least), "steps": max(steps, least)})
     regular = {name: max(1, round(factor * getattr(config, name).every_steps)) for name in _REGULAR}
@@ -118,7 +139,7 @@ def _time_steps(config: PretrainConfig, steps: int) -> float:
         done = run_program(command)
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
-            raise MachineError(f"--minutes: the run that times steps failed: {said[-1]}")
+            raise MachineError(f"The run that times steps failed: {said[-1]}")
         ends = [record["seconds"] for record in read_records(run) if is_training(record)]
     timed = ends[_UNTIMED_STEPS - 1 :]
     return statistics.median(after - before for before, after in itertools.pairwise(timed))

@@ -59,13 +59,24 @@ class Flops:
 
         What an optimizer step adds is in `optimizer_flops`.
         """
-        config, checkpointing = self.config, self.config.engine.activation_checkpointing
-        rows = self._rows(lengths, masked)
+        checkpointing = self.config.engine.activation_checkpointing
+        return self.of_models(lengths, masked) + self._again(lengths, masked, checkpointing=checkpointing)
+
+    def repeated(self, lengths: Sequence[float], masked: float) -> float:
+        """What activation checkpointing adds to `executed`; 0 without it."""
+        if not self.config.engine.activation_checkpointing:
+            return 0.0
+        with_it, without = (self._again(lengths, masked, checkpointing=one) for one in (True, False))
+        return with_it - without
+
+    def _again(self, lengths: Sequence[float], masked: float, *, checkpointing: bool) -> float:
+        """What the backward pass computes again."""
+        config, rows = self.config, self._rows(lengths, masked)
         again = cost.recomputed_flops(config.model, lengths, rows, checkpointing=checkpointing)
         if config.electra.is_on:
             generator = config.electra.generator(config.model)
             again += cost.recomputed_flops(generator, lengths, masked, checkpointing=checkpointing)
-        return self.of_models(lengths, masked) + again
+        return again
 
     def _rows(self, lengths: Sequence[float], masked: float) -> float:
         """Query positions of the last layer of the model that is trained."""
@@ -102,6 +113,7 @@ class Work:
     masked: float  # predicted tokens of a mean sequence
     flops: float  # useful
     executed: float  # with the optimizer's
+    repeated: float  # of these, what activation checkpointing adds
 
 
 def phase_work(
@@ -121,4 +133,5 @@ def phase_work(
     flops = Flops(config, vocabulary, teacher)
     useful, executed = flops.useful([mean], masked), sequences * flops.executed([mean], masked)
     executed += phase.steps * optimizer_flops(config)
-    return Work(phase.steps, sequences, sequences * mean, mean, masked, sequences * useful, executed)
+    repeated = sequences * flops.repeated([mean], masked)
+    return Work(phase.steps, sequences, sequences * mean, mean, masked, sequences * useful, executed, repeated)

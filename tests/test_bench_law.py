@@ -94,6 +94,16 @@ def test_points_are_the_runs_of_each_size(tmp_path: Path) -> None:
     assert all(run.point.loss < 2.0 for run in few)
 
 
+def test_recomputed_layers_make_no_larger_point(tmp_path: Path) -> None:
+    engine = load_config(CONFIG).engine
+    config = load_config(CONFIG, ["engine.activation_checkpointing=true"])
+    folder = write_trials(tmp_path / "out", make_trial(config, 7e13, trial="again"))
+    (again,) = read_runs([folder], Choice(only=("again",)))[0]
+    plain = config.model_copy(update={"engine": engine})
+    assert again.config.engine.activation_checkpointing
+    assert again.point.size == pytest.approx(effective_size(plain, works(plain, TEXT)), rel=2e-3)
+
+
 def test_a_law_is_fitted_predicts_and_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

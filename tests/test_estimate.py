@@ -185,6 +185,15 @@ def test_states_follow_rajbhandari():
     assert states(0, 8, precision="fp32")["optimizer"] == 8 * parameters
 
 
+def test_a_narrow_embedding_has_narrow_gradients():
+    models = [ModelConfig(size="large", embedding=width) for width in (1024, 128)]
+    configs = [make_config(model=model, engine=EngineConfig(precision="bf16")) for model in models]
+    wide, narrow = (estimate.memory_bytes(config, 1, 2) for config in configs)
+    saved = 30522 * (1024 - 128)
+    assert wide["logits"] - narrow["logits"] == 2 * saved
+    assert wide["copies"] - narrow["copies"] == (2 + 4) * saved
+
+
 def test_muon_keeps_one_moment_of_matrices_and_averages_need_a_copy():
     """4 bytes less for each entry of the 24 layers' matrices; 4 more for each averaged parameter."""
     parameters, matrices = 336_226_108, 24 * 12 * 1024**2
@@ -295,6 +304,16 @@ def test_clusters_are_known_by_count_and_name(text: str):
 def test_other_clusters_are_refused(text: str):
     with pytest.raises(InputError, match="not a known cluster"):
         estimate.parse_cluster(text, make_config())
+
+
+@pytest.mark.parametrize(("on", "phase"), [("512xH100", {}), ("200xH100", {"ramp_from": 128, "ramp_steps": 10})])
+def test_a_cluster_with_more_workers_than_sequences_is_refused(on: str, phase: dict[str, int]):
+    config = make_config()
+    config = make_config(phases=(config.phases[0].model_copy(update=phase),), engine=EngineConfig(precision="bf16"))
+    name = f"phases.0.{'ramp_from' if phase else 'global_sequences'}"
+    with pytest.raises(InputError, match=rf"^--on {on}: {name} \(\d+\) is less than the number of workers"):
+        estimate.dry_run(config, on=on)
+    assert "at least" in estimate.dry_run(config, on="128xH100")
 
 
 def test_this_machine_is_measured():

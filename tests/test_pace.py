@@ -11,7 +11,7 @@ from corpora import make_corpus
 
 from pretrain import pace, preflight
 from pretrain.common.errors import InputError, MachineError
-from pretrain.config import PretrainConfig
+from pretrain.config import ModelConfig, PretrainConfig
 
 
 def make_config(folder: Path, *phases: dict[str, Any], **values: Any) -> PretrainConfig:
@@ -58,6 +58,15 @@ def test_any_factor_gives_a_valid_schedule(tmp_path: Path, factor: float) -> Non
     assert pace.scale(config, 1.0) == config
 
 
+def test_a_short_decay_stays_one(tmp_path: Path) -> None:
+    """0 steps of decay would be a decay from the warm-up on."""
+    config = make_config(tmp_path, {"steps": 1000, "warmup_steps": 900, "decay_steps": 100})
+    for factor in (0.05, 0.009, 0.002, 1e-6):
+        phase = pace.scale(config, factor).phases[0]
+        assert phase.decay_steps == max(1, phase.steps // 10)
+    assert pace.scale(make_config(tmp_path), 0.01).phases[0].decay_steps == 0
+
+
 def fake_timing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Stands in for the timed run: a second cannot be relied on here."""
     monkeypatch.setattr(pace, "_time_steps", lambda config, steps: seconds)
@@ -79,6 +88,34 @@ def test_longer_sequences_of_a_later_phase_take_longer(tmp_path: Path, monkeypat
     fake_timing(monkeypatch, 1.0)
     fitted = pace.fit(make_config(tmp_path, {}, {"global_sequences": 16}), 10)
     assert [phase.steps for phase in fitted.phases] == [190, 190]
+
+
+def test_phases_are_weighed_by_the_lengths_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second phase has full sequences, the first one half of them: a third of the time is the first one's."""
+    fake_timing(monkeypatch, 1.0)
+    config = make_config(tmp_path, {}, {}, pairs={"objective": "none"})
+    fitted = pace.fit(config, 10, [8.0, 32.0])
+    work = [one.executed for one in pace._works(config, [8.0, 32.0])]
+    assert work[1] > 3 * work[0]
+    assert [phase.steps for phase in fitted.phases] == [round(570 / (1 + work[1] / work[0]))] * 2
+
+
+def test_a_teacher_takes_its_part_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_timing(monkeypatch, 1.0)
+    config = make_config(tmp_path, pairs={"objective": "none"}, distillation={"teacher": "big"})
+    monkeypatch.setattr(pace, "teacher_shape", lambda _: None)
+    alone = pace._works(config, None)[0].executed
+    monkeypatch.setattr(pace, "teacher_shape", lambda _: ModelConfig(size="mini"))
+    assert pace._works(config, None)[0].executed > 1.5 * alone
+
+
+def test_a_time_for_less_than_a_step_is_not_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_timing(monkeypatch, 60.0)
+    fitted = pace.fit(make_config(tmp_path, {}, {}), 0.5)
+    assert fitted.total_steps == 2
+    assert "2 steps take about 2.11 min, not 0.5 (200 in the config)" in capsys.readouterr().out
 
 
 def test_a_ramp_is_timed_at_full_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +158,7 @@ def test_every_worker_of_the_timed_run_has_a_sequence_to_evaluate(tmp_path: Path
 
 
 def test_a_timed_run_that_fails_says_why(tmp_path: Path) -> None:
-    with pytest.raises(MachineError, match=r"times steps failed: .*corpus"):
+    with pytest.raises(MachineError, match=r"^The run that times steps failed: .*corpus"):
         pace._time_steps(make_config(tmp_path), 1)
 
 

@@ -28,6 +28,7 @@ from pretrain.planning.text import PhaseText, Text, read_text
 from pretrain.work import optimizer_flops
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"
+ONE_SEQUENCE = {"micro_batch_tokens": 128}  # in a micro-batch
 ENDLESS = Text((PhaseText(100.0, math.inf),), "a text that does not repeat", False)
 
 
@@ -135,6 +136,23 @@ def test_a_recipe_names_what_differs() -> None:
     assert law.differing(Recipe.of(adam)) == ["optimizer adamw"]
 
 
+def test_a_recipe_has_the_objectives_of_phases_and_the_vocabulary_that_is_used(tmp_path: Path) -> None:
+    law, phase = Recipe.of(mini()), mini().phases[0].model_dump()
+    own = {**phase, "steps": 10, "ramp_from": 0, "ramp_steps": 0, "warmup_steps": 0, "decay_steps": 0}
+    assert law.differing(Recipe.of(mini(phases=[own, own]))) == ["sequence length 128 and 128"]
+    masked = [{**phase, "masking_probability": 0.6}]
+    assert law.differing(Recipe.of(mini(phases=masked))) == ["masking 0.6"]
+    causal = Recipe.of(mini(phases=[phase, {**phase, "causal_share": 0.5}])).values
+    assert causal["masking"] == "0.3 to 0.15 and 0.3 to 0.15 with causal_share 0.5"
+    assert law.differing(Recipe.of(mini(pairs={"objective": "sop"}))) == ["masking 0.3 to 0.15 with sop"]
+    repeated = mini(model={**mini().model.model_dump(), "recursions": 2})
+    assert law.differing(Recipe.of(repeated)) == ["family modernbert with recursions 2"]
+    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(100))]
+    (tmp_path / "vocab.txt").write_text("\n".join(entries))
+    given = {"dir": "nowhere", "vocabulary": {"path": str(tmp_path / "vocab.txt")}}
+    assert law.differing(Recipe.of(mini(corpus=given))) == ["vocabulary 105"]
+
+
 # ---- budgets
 
 
@@ -168,6 +186,14 @@ def test_sizes_count_what_every_token_uses() -> None:
     matrices = model.layers * (4 * model.hidden**2 + 3 * model.hidden * model.intermediate)
     decoder = 0.225 * model.hidden * config.corpus.vocabulary.size
     assert 0.85 * (matrices + decoder) < size < 1.15 * (matrices + decoder)
+
+
+def test_layers_that_run_again_make_no_larger_model() -> None:
+    plain, again = (mini(engine={"activation_checkpointing": on}) for on in (False, True))
+    sizes = [effective_size(config, works(config, ENDLESS)) for config in (plain, again)]
+    assert sizes[0] == pytest.approx(sizes[1])
+    flops = [sum(one.executed for one in works(config, ENDLESS)) for config in (plain, again)]
+    assert flops[1] > 1.1 * flops[0], "they are paid for"
 
 
 def test_shapes_keep_the_block() -> None:
@@ -208,6 +234,22 @@ def test_batches_can_be_balanced_across_the_workers(scheduling: dict[str, int], 
     assert with_batch(config, 1.2e7).phases[0].global_sequences == expected
     roomy = mini(phases=[phase], scheduling=scheduling, engine={"micro_batch_tokens": 256})
     assert with_batch(roomy, 1.2e7).phases[0].global_sequences == 64
+
+
+def test_rates_follow_the_batch_that_workers_need() -> None:
+    phase = {**mini().phases[0].model_dump(), "global_sequences": 64, "ramp_from": 0, "ramp_steps": 0}
+    config = mini(phases=[phase, {**phase, "global_sequences": 16}], optimizer={"name": "adamw"})
+    rate = config.phases[0].peak_learning_rate
+    for workers, batches in ((1, [64, 16]), (16, [64, 16]), (512, [2048, 512])):
+        found = with_batch(with_workers(config, workers), 1.2e7).phases
+        assert [one.global_sequences for one in found] == batches
+        expected = rate * math.sqrt(batches[0] / 64)
+        assert [one.peak_learning_rate for one in found] == pytest.approx([expected] * 2, rel=1e-2)
+    # A micro-batch holds one sequence: the batch of the second phase is rounded up to a multiple of the workers.
+    tight = mini(phases=[phase, {**phase, "global_sequences": 20}], optimizer={"name": "adamw"}, engine=ONE_SEQUENCE)
+    found = with_batch(with_workers(tight, 16), 1.2e7).phases
+    assert [one.global_sequences for one in found] == [64, 32]
+    assert found[1].peak_learning_rate == pytest.approx(rate * math.sqrt(32 / 20), rel=1e-2)
 
 
 def test_a_size_that_the_config_cannot_have_is_named() -> None:
@@ -300,6 +342,15 @@ def test_a_text_is_measured_estimated_or_unknown(tmp_path: Path) -> None:
     tokens = guessed.phases[0].samples_per_epoch * guessed.phases[0].mean_length
     assert tokens == pytest.approx(5 * 4400 / 4.4)
     assert "not prepared. Assumed: 0.005 million tokens" in guessed.source
+    (tmp_path / "a.jsonl.gz").write_bytes((tmp_path / "a.jsonl").read_bytes())  # a size, not a content
+    source["path"] = str(tmp_path / "a.jsonl.gz")
+    packed = read_text(mini(corpus={"dir": str(tmp_path / "new"), "sources": [source]}))
+    assert packed.phases[0].samples_per_epoch == pytest.approx(3 * guessed.phases[0].samples_per_epoch)
+    dump = {"kind": "mediawiki", "name": "a", "path": str(tmp_path / "a.xml.bz2")}
+    (tmp_path / "a.xml.bz2").write_bytes((tmp_path / "a.jsonl").read_bytes())
+    markup = read_text(mini(corpus={"dir": str(tmp_path / "new"), "sources": [dump]}))
+    assert markup.phases[0].samples_per_epoch == pytest.approx(guessed.phases[0].samples_per_epoch)
+    assert read_text(mini()).phases[0].samples_per_epoch == math.inf
     source["path"] = str(tmp_path / "none.jsonl")
     unknown = read_text(mini(corpus={"dir": str(tmp_path / "new"), "sources": [source]}))
     assert unknown.phases[0].samples_per_epoch == math.inf
@@ -377,7 +428,7 @@ def test_every_worker_of_a_cluster_has_a_sequence(law_file: Path, capsys: pytest
     config = mini(phases=[phase, {**phase, "global_sequences": 4}], scheduling={"workers": 2, "min_workers": 1})
     text = Text((PhaseText(100.0, math.inf),) * 2, "", False)
     found = plan(with_workers(config, 16), Budget("", flops=1e13), text, None).config
-    assert [one.global_sequences for one in found.phases] == [16, 16]
+    assert [one.global_sequences for one in found.phases] == [192, 16]
     assert (found.scheduling.workers, found.scheduling.min_workers) == (16, 1)
     assert "--set scheduling.workers=16" in table.settings_line(config, found)
     assert with_workers(found, 8).scheduling.min_workers == 1
@@ -398,6 +449,31 @@ def test_a_cluster_is_planned_by_arithmetic(law_file: Path) -> None:
     assert "is an extrapolation" in eight
 
 
+def test_sizes_that_the_budget_does_not_pay_for_are_left_out(law_file: Path) -> None:
+    """Every phase has a step at least, whatever it costs."""
+    text = recommendation(mini(), "5e11", law=law_file)
+    rows = text.split("Candidates\n")[1].split("\n\n")[0].splitlines()[1:]
+    assert rows
+    assert not any("24x1024" in row for row in rows)
+    assert "24x1024 (" in text.split("too costly, with a step at least of each phase: ")[1].splitlines()[0]
+    with pytest.raises(InputError, match=r"--budget 1e9: pays for no size\. .*2x128 \(.* FLOP\).*larger budget"):
+        recommendation(mini(), "1e9", law=law_file)
+
+
+def test_the_memory_is_that_of_the_planned_batch(law_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config of few sequences has small micro-batches, the plan has whole ones."""
+    phase = {**mini().phases[0].model_dump(), "global_sequences": 2, "ramp_from": 0, "ramp_steps": 0}
+    asked: list[int] = []
+
+    def memory(config: PretrainConfig, *_: Any) -> dict[str, int]:
+        asked.append(config.phases[0].global_sequences)
+        return {"weights": 1}
+
+    monkeypatch.setattr(recommend.estimate, "memory_bytes", memory)
+    recommendation(mini(phases=[phase]), "90s", "L4", law_file)
+    assert min(asked) >= 16
+
+
 def test_this_machine_times_the_best_candidate(
     tmp_path: Path, law_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -405,7 +481,7 @@ def test_this_machine_times_the_best_candidate(
     monkeypatch.setattr(speed, "product_times", lambda shapes, *_: [6 * a * b / 2e11 for a, b in shapes])
     monkeypatch.setattr(recommend.estimate, "_measure_peak", lambda *_: ("cpu", 2e11))
     monkeypatch.setattr(recommend, "machine_memory", lambda: (8 << 30, 3 << 30))
-    monkeypatch.setattr(pace, "measure", lambda config: timed.append(config) or pace.Pace(9, 0.5, 100.0))
+    monkeypatch.setattr(pace, "measure", lambda config, _: timed.append(config) or pace.Pace(9, 0.5, 1e-11))
     config = mini(corpus={"dir": str(make_corpus(tmp_path / "corpus", documents=4000))}, engine={"precision": "fp32"})
     text = recommendation(config, "10m", "here", law_file)
     assert f"timing steps of {timed[0].model.layers}x{timed[0].model.hidden} in a run" in capsys.readouterr().out

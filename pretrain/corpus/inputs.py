@@ -12,6 +12,7 @@ import bz2
 import glob
 import gzip
 import lzma
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,7 @@ from pretrain.storage import folders
 PIECE_BYTES = 8 << 20  # least text per piece
 
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_UNPACKED = {".gz": 3.0, ".bz2": 4.0, ".xz": 4.0}  # bytes that a byte of compressed text usually becomes
 _PACKED = frozenset(
     (".7z", ".br", ".lz4", ".lzma", ".lzo", ".rar", ".tar", ".tbz2", ".tgz", ".txz", ".z", ".zip", ".zst", ".zstd")
 )
@@ -103,6 +105,7 @@ class SourceReader:
     """One source. Every kind subclasses this as `Reader`; by default, an input is a file, read in one piece."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()  # of the files to take from a folder; () takes all
+    text_share: ClassVar[float] = 1.0  # bytes of text for each byte of a file, about
 
     def __init__(self, config: SourceConfig) -> None:
         self.config = config
@@ -114,6 +117,12 @@ class SourceReader:
             InputError: nothing is found, or it cannot be read.
         """
         return [Input((str(file),), file_size(file, where)) for file in self.find_files(where)]
+
+    def text_bytes(self, item: Input) -> float:
+        """Bytes of text, guessed from the size of the files; infinite on the hub, whose files are not listed."""
+        if item.is_remote:
+            return math.inf
+        return self.text_share * _UNPACKED.get(compression(Path(*item.paths[:1])), 1.0) * item.bytes
 
     def cut(self, item: Input) -> Iterator[Span]:
         """The spans of an input, at least one; they depend on the files only."""

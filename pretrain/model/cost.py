@@ -221,7 +221,8 @@ def working_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:
 def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, itemsize: int, compiled: bool) -> int:
     """One piece of the masked tokens' scores, which their gradient replaces, and the decoder's pending gradient."""
     piece = min(masked * vocabulary_size, LOGITS_PER_PIECE)
-    return piece * (itemsize if compiled else 16 + itemsize) + itemsize * vocabulary_size * model.hidden
+    width = model.embedding or model.hidden
+    return piece * (itemsize if compiled else 16 + itemsize) + itemsize * vocabulary_size * width
 
 
 def _all_layers(model: ModelConfig, lengths: Sequence[float]) -> float:

@@ -109,9 +109,10 @@ def with_workers(config: PretrainConfig, workers: int) -> PretrainConfig:
 def with_batch(config: PretrainConfig, tokens: float, longer: float = 1.0) -> PretrainConfig:
     """The config with the batch for a training on `tokens` tokens, and the rate for this batch and length.
 
-    Batches of all phases change by one factor, so the phases keep their proportions; there is no ramp. Muon's updates
-    have one size at every batch, so its rate does not depend on it (Jordan et al. 2024). Those of Adam-like optimizers
-    change with the square root of the batch (Malladi et al. 2022, arXiv:2205.10287).
+    Batches of all phases change by one factor, by which every worker has a sequence in every phase. So the phases keep
+    their proportions; there is no ramp. Muon's updates have one size at every batch, so its rate does not depend on it
+    (Jordan et al. 2024). Those of Adam-like optimizers change with the square root of the batch (Malladi et al. 2022,
+    arXiv:2205.10287).
 
     Args:
         longer: `tokens` over those of the config's own steps, for which its rate is.
@@ -120,17 +121,14 @@ def with_batch(config: PretrainConfig, tokens: float, longer: float = 1.0) -> Pr
     whole = min(_MOST, max(_FEWEST, 2 ** round(math.log2(sequences)))) * _LENGTH
     first = config.phases[0]
     factor = max(1, round(whole / first.sequence_length)) / first.global_sequences
-    rate = longer**_RATE_POWER * (1.0 if config.optimizer.name == "muon" else math.sqrt(factor))
-    phases = [
-        {
-            **phase.model_dump(),
-            "global_sequences": _balanced(config, number, round(factor * phase.global_sequences)),
-            "peak_learning_rate": _rate(rate * phase.peak_learning_rate),
-            "ramp_from": 0,
-            "ramp_steps": 0,
-        }
-        for number, phase in enumerate(config.phases)
-    ]
+    factor = max(factor, config.scheduling.workers / min(phase.global_sequences for phase in config.phases))
+    phases: list[dict[str, Any]] = []
+    for number, phase in enumerate(config.phases):
+        batch = _balanced(config, number, round(factor * phase.global_sequences))
+        larger = 1.0 if config.optimizer.name == "muon" else batch / phase.global_sequences
+        rate = _rate(longer**_RATE_POWER * math.sqrt(larger) * phase.peak_learning_rate)
+        changes = {"global_sequences": batch, "peak_learning_rate": rate, "ramp_from": 0, "ramp_steps": 0}
+        phases.append({**phase.model_dump(), **changes})
     return _changed(config, phases=phases)
 
 
@@ -143,7 +141,7 @@ def works(config: PretrainConfig, text: Text) -> list[Work]:
 
 def effective_size(config: PretrainConfig, work: Sequence[Work]) -> float:
     """Effective parameters (`pretrain.planning.law`) of a config whose phases have the work `work`."""
-    flops = sum(one.executed - one.steps * optimizer_flops(config) for one in work)
+    flops = sum(one.executed - one.repeated - one.steps * optimizer_flops(config) for one in work)
     return flops / FLOPS_PER_PARAMETER / sum(one.tokens for one in work)
 
 

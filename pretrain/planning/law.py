@@ -4,10 +4,11 @@
     D' = U + U R* (1 - exp(-R / R*))               Muennighoff et al. 2023, equation 5
 
 L is in bits per character of held-out text. U are the tokens of one epoch, R = D / U - 1 the repetitions of it. N is
-the size in effective parameters: the FLOPs that training executes for one token, over 6, without the optimizer's. A
-parameter that every token uses counts once. So attention counts, a recursion counts as often as it is applied, the
-decoder by the share of tokens that are masked, and look-ups of embeddings not at all: one measure for every
-architecture. The FLOPs of a training are then 6 N D, and what the optimizer adds.
+the size in effective parameters: the FLOPs that training executes for one token, over 6, without the optimizer's and
+without the layers that activation checkpointing runs again. A parameter that every token uses counts once. So attention
+counts, a recursion counts as often as it is applied, the decoder by the share of tokens that are masked, and look-ups
+of embeddings not at all: one measure for every architecture. The FLOPs of a training are then 6 N D, and what the
+optimizer and checkpointing add.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.config import PretrainConfig
+from pretrain.estimate import vocabulary_entries
 from pretrain.planning.fitting import Points, fit
 from pretrain.planning.law import Law, coefficients, effective_tokens
 
@@ -60,10 +61,10 @@ class Recipe(_Part):
         """The recipe of runs with these configs."""
         named = [
             {
-                "family": config.model.family,
+                "family": _family(config),
                 "optimizer": config.optimizer.name,
-                "vocabulary": str(config.corpus.vocabulary.size),
-                "masking": " to ".join(f"{share:g}" for share in _masking(config)),
+                "vocabulary": str(vocabulary_entries(config)),
+                "masking": _masking(config),
                 "sequence length": " and ".join(str(phase.sequence_length) for phase in config.phases),
             }
             for config in configs
@@ -79,9 +80,21 @@ class Recipe(_Part):
         ]
 
 
-def _masking(config: PretrainConfig) -> list[float]:
-    masking = config.masking
-    return [share for share in (masking.probability, masking.final_probability) if share]
+def _family(config: PretrainConfig) -> str:
+    model = config.model
+    return model.family + (f" with recursions {model.recursions}" if model.recursions > 1 else "")
+
+
+def _masking(config: PretrainConfig) -> str:
+    """The share of masked tokens, that of each phase where it has its own, and what else is to be predicted."""
+    masking, pairs = config.masking, config.pairs
+    schedule = " to ".join(f"{share:g}" for share in (masking.probability, masking.final_probability) if share)
+    phases = [
+        (f"{phase.masking_probability:g}" if phase.masking_probability else schedule)
+        + (f" with causal_share {phase.causal_share:g}" if phase.causal_share else "")
+        for phase in config.phases
+    ]
+    return " and ".join(dict.fromkeys(phases)) + (f" with {pairs.chosen_objective}" if pairs.has_classifier else "")
 
 
 class PublishedLaw(_Part):

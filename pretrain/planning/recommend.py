@@ -15,14 +15,15 @@ from pretrain.config import PretrainConfig
 from pretrain.estimate import Cluster
 from pretrain.planning import published
 from pretrain.planning.budget import Budget, parse_budget
-from pretrain.planning.candidates import SHAPES, Plan, plan, shape_name, with_shape, with_workers, works
+from pretrain.planning.candidates import SHAPES, Plan, plan, with_shape, with_workers, works
 from pretrain.planning.law import Law, interval
 from pretrain.planning.published import PublishedLaw
 from pretrain.planning.speed import Here, Roofline, Speed
-from pretrain.planning.table import Choice, Recommendation, report
+from pretrain.planning.table import Choice, Recommendation, cost_text, report
 from pretrain.planning.text import Text, read_text
 
 _WITHIN = 0.9  # a plan is outside of the points only by more than this
+_OVER = 1.1  # a plan costs more than the budget by more than rounding
 _TOO_FEW = 10  # steps below which a size is not recommended
 # GiB of a GPU, the smallest sold (data sheets).
 _GPU_GIB = {"V100": 16, "A100": 40, "L4": 24, "L40S": 48, "RTX4090": 24, "H100": 80, "H200": 141, "B200": 180}
@@ -37,8 +38,8 @@ def recommendation(config: PretrainConfig, budget_text: str, on: str | None = No
         law: file of a law; None takes that of the package.
 
     Raises:
-        InputError: the budget, the cluster or the law is wrong, the law says nothing about such a config, or no size
-            fits.
+        InputError: the budget, the cluster or the law is wrong, the law says nothing about such a config, no size
+            fits, or the budget pays for none.
         MachineError: the timed run failed.
     """
     budget, on = parse_budget(budget_text), on or config.scheduling.cluster
@@ -50,13 +51,18 @@ def recommendation(config: PretrainConfig, budget_text: str, on: str | None = No
     shaped = [with_shape(config, *shape) for shape in _shapes(config)]
     if cluster is not None:
         shaped = [with_workers(one, cluster.workers) for one in shaped]
-    shaped, left_out = _fitting(shaped, cluster)
     speed = _speed(config, cluster)
-    plans = [plan(one, budget, text, speed) for one in shaped]
+
+    def planned() -> tuple[list[Plan], list[str], list[str]]:
+        fitting, too_large = _fitting([plan(one, budget, text, speed) for one in shaped], cluster)
+        return *_affordable(fitting, budget), too_large
+
+    plans, too_costly, too_large = planned()
     if isinstance(speed, Here) and text.is_prepared and budget.seconds:
         _calibrate(speed, choose(plans, found)[0].plan, text)
-        plans = [plan(one, budget, text, speed) for one in shaped]
-    return report(Recommendation(config, budget, found, text, speed, tuple(choose(plans, found)), tuple(left_out)))
+        plans, too_costly, too_large = planned()
+    choices = tuple(choose(plans, found))
+    return report(Recommendation(config, budget, found, text, speed, choices, tuple(too_large), tuple(too_costly)))
 
 
 def choose(plans: Sequence[Plan], found: PublishedLaw) -> list[Choice]:
@@ -105,23 +111,40 @@ def _shapes(config: PretrainConfig) -> list[tuple[int, int]]:
     return sorted({*SHAPES, (config.model.layers, config.model.hidden)}, key=lambda shape: shape[0] * shape[1] ** 2)
 
 
-def _fitting(shaped: Sequence[PretrainConfig], cluster: Cluster | None) -> tuple[list[PretrainConfig], list[str]]:
-    """(the configs that fit into the memory of a worker, the shapes of the others with what they need)."""
+def _fitting(plans: Sequence[Plan], cluster: Cluster | None) -> tuple[list[Plan], list[str]]:
+    """(the plans that fit into the memory of a worker, the shapes of the others with what they need)."""
     if cluster is None:
-        return list(shaped), []
+        return list(plans), []
     limit, fits, left_out = _memory(cluster), [], []
-    for config in shaped:
-        parts = estimate.memory_bytes(config, config.engine.zero_stage, cluster.workers, cluster.device)
-        if sum(parts.values()) <= limit:
-            fits.append(config)
+    for one in plans:
+        stage = one.config.engine.zero_stage
+        needed = sum(estimate.memory_bytes(one.config, stage, cluster.workers, cluster.device).values())
+        if needed <= limit:
+            fits.append(one)
         else:
-            left_out.append(f"{shape_name(config.model)} ({sum(parts.values()) / 2**30:,.1f} GiB)")
+            left_out.append(f"{one.shape} ({needed / 2**30:,.1f} GiB)")
     if not fits:
         raise InputError(
             f"--on: no size fits into the {limit / 2**30:,.1f} GiB that a worker of {cluster.name} has: "
             f"{', '.join(left_out)}. Lower engine.micro_batch_tokens."
         )
     return fits, left_out
+
+
+def _affordable(plans: Sequence[Plan], budget: Budget) -> tuple[list[Plan], list[str]]:
+    """(the plans that the budget pays for, the shapes of the others with what one step of each phase costs)."""
+    affordable, left_out = [], []
+    for one in plans:
+        if (one.flops / budget.flops if budget.flops else one.seconds / budget.seconds) <= _OVER:
+            affordable.append(one)
+        else:
+            left_out.append(f"{one.shape} ({cost_text(one, budget)})")
+    if not affordable:
+        raise InputError(
+            f"--budget {budget.text}: pays for no size. The shortest runs cost more: {', '.join(left_out)}. Give a "
+            "larger budget."
+        )
+    return affordable, left_out
 
 
 def _memory(cluster: Cluster) -> float:
@@ -148,7 +171,7 @@ def _calibrate(speed: Here, best: Plan, text: Text) -> None:
     """Time steps of the plan that is the best as far as is known."""
     print(f"timing steps of {best.shape} in a run, about a minute ...", flush=True)
     work = works(best.config, text)
-    speed.calibrate(best.config, work[0], pace.measure(best.config).seconds)
+    speed.calibrate(best.config, work[0], pace.measure(best.config, text.lengths).seconds)
 
 
 def _predicted(law: Law, one: Plan) -> float:

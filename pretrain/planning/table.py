@@ -50,7 +50,8 @@ class Recommendation:
 
     Attributes:
         config: the one that was given, with its precision resolved.
-        left_out: shapes that do not fit into memory, with what they need.
+        too_large: shapes that do not fit into memory, with what they need.
+        too_costly: those that the budget does not pay for, with the cost of their shortest runs.
     """
 
     config: PretrainConfig
@@ -59,7 +60,8 @@ class Recommendation:
     text: Text
     speed: Speed | None
     choices: tuple[Choice, ...]
-    left_out: tuple[str, ...] = ()
+    too_large: tuple[str, ...] = ()
+    too_costly: tuple[str, ...] = ()
 
 
 def report(found: Recommendation) -> str:
@@ -77,6 +79,11 @@ def report(found: Recommendation) -> str:
         f"Settings of {best.plan.shape}\n  {settings_line(found.config, best.plan.config) or 'those of the config'}",
     ]
     return "\n\n".join(lines)
+
+
+def cost_text(one: Plan, budget: Budget) -> str:
+    """What a plan costs, in the unit of the budget."""
+    return f"{one.flops:.2g} FLOP" if budget.flops else _duration(one.seconds)
 
 
 def settings_line(before: PretrainConfig, after: PretrainConfig) -> str:
@@ -140,8 +147,10 @@ def _notes(found: Recommendation) -> list[str]:
     ]
     if any(choice.plan.is_capped for choice in found.choices):
         notes.append(f"{_CAPPED} stops after {MOST_EPOCHS:g} epochs, before the budget is spent: more text would help.")
-    if found.left_out:
-        notes.append(f"too large for the memory of a worker: {', '.join(found.left_out)}")
+    if found.too_large:
+        notes.append(f"too large for the memory of a worker: {', '.join(found.too_large)}")
+    if found.too_costly:
+        notes.append(f"too costly, with a step at least of each phase: {', '.join(found.too_costly)}")
     if best.beyond:
         notes.append(f"{best.plan.shape} is an extrapolation: {best.beyond} of the farthest measured run.")
     if best.plan.config.total_steps < _FEW_STEPS:

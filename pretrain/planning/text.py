@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -57,13 +58,18 @@ def read_text(config: PretrainConfig) -> Text:
         return Text(phases, f"{folder}: {tokens / 1e6:,.4g} million tokens in an epoch", True)
     lengths = [expected_length(config, phase) for phase in config.phases]
     try:
-        tokens = describe(config)["bytes"] / BYTES_PER_TOKEN
+        size, why = describe(config)["text_bytes"], ", and its size is not known"
     except InputError as error:  # the run can be planned before its text is there
-        phases = tuple(PhaseText(length, float("inf")) for length in lengths)
-        why = f"{folder}: not prepared, and cannot be prepared yet ({error})"
-        return Text(phases, f"{why} Assumed: text that does not repeat.", False)
+        size, why = math.inf, f", and cannot be prepared yet ({error})"
+    if not 0 < size < math.inf:
+        phases = tuple(PhaseText(length, math.inf) for length in lengths)
+        return Text(phases, f"{folder}: not prepared{why}. Assumed: text that does not repeat.", False)
+    tokens = size / BYTES_PER_TOKEN
     phases = tuple(PhaseText(length, max(1.0, tokens / length)) for length in lengths)
-    guess = f"{tokens / 1e6:,.4g} million tokens in an epoch, one for each {BYTES_PER_TOKEN} bytes"
+    guess = (
+        f"{tokens / 1e6:,.4g} million tokens in an epoch, one for each {BYTES_PER_TOKEN} of about {size / 1e6:,.4g} "
+        "million bytes of text"
+    )
     return Text(phases, f"{folder}: not prepared. Assumed: {guess}. `prepare` it, and they are counted.", False)
 
 

@@ -18,7 +18,7 @@ from pretrain.config import PretrainConfig
 from pretrain.planning.candidates import shape_name
 from pretrain.planning.law import FLOPS_PER_PARAMETER
 from pretrain.planning.published import Point
-from pretrain.work import optimizer_flops
+from pretrain.work import optimizer_flops, phase_work
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _run(one: Trial, choice: Choice) -> Run | str:
         config = PretrainConfig.model_validate(one.config)
     except ValidationError as error:
         return f"its config is of another version ({error.errors()[0]['msg']})"
-    flops = one.flops - one.steps * optimizer_flops(config)
+    flops = (one.flops - one.steps * optimizer_flops(config)) * (1 - _repeated_share(config))
     loss = one.scores.bits_per_character
     assert loss is not None
     point = Point(
@@ -132,6 +132,14 @@ def _run(one: Trial, choice: Choice) -> Run | str:
         held_out=_matches(one, choice.held_out),
     )
     return Run(point, one, config)
+
+
+def _repeated_share(config: PretrainConfig) -> float:
+    """The share of the FLOPs, without the optimizer's, that activation checkpointing adds."""
+    rows = config.model.rows(config.corpus.vocabulary.size)
+    work = [phase_work(config, phase, rows) for phase in config.phases]
+    executed = sum(part.executed - part.steps * optimizer_flops(config) for part in work)
+    return sum(part.repeated for part in work) / executed
 
 
 def _key(run: Run) -> str:

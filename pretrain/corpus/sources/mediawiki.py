@@ -62,6 +62,7 @@ class Reader(RecordReader):
     """Articles of MediaWiki's XML dumps, without markup."""
 
     suffixes = (".xml",)
+    text_share = 0.25  # 20 GB of text in the 87 GB of the English Wikipedia of March 2022
     record_start = b"<page>"
     cuts_bzip2 = True
 

@@ -15,6 +15,7 @@ class Reader(ColumnReader):
     """Rows of Parquet files, by row groups."""
 
     suffixes = (".parquet",)
+    text_share = 2.0  # columns are compressed, usually with Snappy
 
     def find(self, where: str) -> list[Input]:
         files = super().find(where)
