@@ -7,11 +7,14 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from pretrain import preflight
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.common.files import disk_errors
+from pretrain.common.worker import STOP_FILE, Flag, Worker, clock_of
 from pretrain.config import R, RunConfig
 from pretrain.storage.runs import StoredRun
 from pretrain.tracking import live, records
@@ -151,10 +154,10 @@ def _train_and_follow(target: str, config: RunConfig, resume: bool, steps: int, 
 def _train(target: str, config: RunConfig, resume: bool, *, alone: bool) -> None:
     payload = {"config": config.model_dump(mode="json"), "resume": resume}
     if alone:
-        from pretrain.common.worker import Worker
-
+        worker = Worker.from_environment()
+        worker.flags = (_stop_flag(config.folder),)
         module, function = target.split(":")
-        getattr(importlib.import_module(module), function)(payload, Worker.from_environment())
+        getattr(importlib.import_module(module), function)(payload, worker)
         return
     from cluster.workers.launch import run
 
@@ -171,3 +174,12 @@ def _train(target: str, config: RunConfig, resume: bool, *, alone: bool) -> None
         min_workers=scheduling.min_workers,
         wait_for_nodes_seconds=scheduling.wait_for_nodes_seconds,
     )
+
+
+def _stop_flag(run_dir: Path) -> Flag:
+    """Requests a stop if the run's stop file is touched from now on. An earlier one is removed."""
+    with disk_errors(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if not is_follower():
+            (run_dir / STOP_FILE).unlink(missing_ok=True)
+        return Flag(run_dir / STOP_FILE, since=clock_of(run_dir))

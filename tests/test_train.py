@@ -264,7 +264,8 @@ def config_file(corpus: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_sigterm_saves_and_exits_75_and_resume_continues(config_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", ["by signal", "by file"])
+def test_a_stop_saves_and_exits_75_and_resume_continues(config_file: Path, tmp_path: Path, asked: str) -> None:
     metrics = tmp_path / "run/metrics.jsonl"
     with subprocess.Popen(
         command(config_file, "--no-ray"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
@@ -274,7 +275,10 @@ def test_sigterm_saves_and_exits_75_and_resume_continues(config_file: Path, tmp_
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline, "no step in ten minutes"
             time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
+        if asked == "by file":
+            (tmp_path / "run/stop").touch()
+        else:
+            process.send_signal(signal.SIGTERM)
         _, error = process.communicate(timeout=300)
     assert process.returncode == 75, error
     assert error.startswith("error: stopped at step ")

@@ -28,11 +28,11 @@ import psutil
 from cluster.workers.address import without_password
 from cluster.workers.outcomes import error_from
 from cluster.workers.processes import DRIVER
-from cluster.workers.request import STOP_FILE, DriverRequest, Launch, LaunchRequest
+from cluster.workers.request import DriverRequest, Launch, LaunchRequest
 from pretrain.commands import program
 from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.common.files import append_open, disk_errors
-from pretrain.common.worker import Flag, stop_signals
+from pretrain.common.worker import STOP_FILE, Flag, clock_of, stop_signals
 
 LOGS = "logs"
 RAY_LOG = "ray.log"
@@ -139,15 +139,11 @@ def drive(
 
 
 def _clear(run_dir: Path) -> int:
-    """Make the run folder and remove an earlier stop file. The time now, in nanoseconds.
-
-    The clock is the one that stamps the folder's files: a network file system has its own.
-    """
+    """Make the run folder and remove an earlier stop file. The time now, as `clock_of`."""
     with disk_errors(run_dir):
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
         (run_dir / STOP_FILE).unlink(missing_ok=True)
-        with tempfile.NamedTemporaryFile(dir=run_dir, prefix=".clock-") as file:
-            return os.fstat(file.fileno()).st_mtime_ns
+        return clock_of(run_dir)
 
 
 def _run_driver(

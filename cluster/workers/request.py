@@ -10,9 +10,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pretrain.common.addresses import runs
 from pretrain.common.errors import StoppedError
-from pretrain.common.worker import Flag
+from pretrain.common.worker import STOP_FILE, Flag
 
-STOP_FILE = "stop"  # in the run folder: the run saves a checkpoint and finishes
 RESTART_FILE = "restart"  # in the run folder: the workers save a checkpoint and finish, and are started again
 
 T = TypeVar("T")

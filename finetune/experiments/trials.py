@@ -226,7 +226,7 @@ def _run(
     ended: Callable[[list[Outcome | None]], None],
 ) -> TrialRuns:
     from cluster.trials.launch import run_trials
-    from cluster.workers.request import STOP_FILE
+    from pretrain.common.worker import STOP_FILE
 
     lines = [TrialLine(trial.label, trial.config.folder, trial.examples, trial.steps) for trial in trials]
     view = TrialsView(lines, pending, config.folder / STOP_FILE)

@@ -6,12 +6,15 @@ import contextlib
 import os
 import secrets
 import signal
+import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+# In the run folder: the run saves a checkpoint and finishes.
+STOP_FILE = "stop"
 # Files in the run's logs. hang.json: a hang that a watchdog detected, read by the driver that restarts the workers.
 HANG_FILE = "hang.json"
 # waiting.json: exists while the run waits for nodes; {"time", "message"}.
@@ -76,6 +79,12 @@ class Flag:
         finally:
             with contextlib.suppress(OSError):
                 aside.unlink()
+
+
+def clock_of(folder: Path) -> int:
+    """The time now in nanoseconds, by the clock that stamps files in `folder`: a network file system has its own."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
+        return os.fstat(file.fileno()).st_mtime_ns
 
 
 def stop_signals() -> list[signal.Signals]:
