@@ -366,6 +366,12 @@ def test_empty_documents_leave_no_separator() -> None:
     assert [len(piece) for piece in pieces] == [8, 4, 6]
 
 
+def test_an_empty_document_takes_no_room() -> None:
+    table = DocumentTable(numbered([[[1], [3], [9], [], [1]]]), 10, least_sentences=1, joined=True)
+    found = fill_across_documents(table, *(np.array([value]) for value in (0, 0, 17)))
+    assert [int(value[0]) for value in found] == [4, 3]
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_end_of_full_sentences_is_the_last_that_fits(data: st.DataObject) -> None:

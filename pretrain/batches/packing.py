@@ -33,10 +33,10 @@ def fill_across_documents(
     while len(unfinished):
         which, number = shard[unfinished], document[unfinished]
         end = corpus.document_begin(which, number + 1)
-        # The document fits, with a separator and one more token.
-        fits = end - begin[unfinished] + separators[unfinished] + 2 <= target[unfinished]
-        goes_on = fits & corpus.has_document(which, number + 1)
         empty = end == corpus.document_begin(which, number)
+        # The document fits, with one more token and the separator before it, which an empty document has already.
+        fits = end - begin[unfinished] + separators[unfinished] + 1 + ~empty <= target[unfinished]
+        goes_on = fits & corpus.has_document(which, number + 1)
         unfinished = unfinished[goes_on]
         document[unfinished] += 1
         separators[unfinished] += ~empty[goes_on]
