@@ -109,7 +109,7 @@ MAY_IMPORT: dict[str, str] = {
         "finetune.artifacts"
     ),
     "finetune.experiments": (
-        "pretrain.common pretrain.config cluster.workers cluster.trials pretrain.tracking pretrain.model "
+        "pretrain.common pretrain.config cluster.trials pretrain.tracking pretrain.model "
         "pretrain.preflight finetune.datasets finetune.tasks finetune.config finetune.artifacts finetune.runs"
     ),
     "finetune.scores": (
