@@ -14,7 +14,7 @@ from pretrain import preflight
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import disk_errors
-from pretrain.common.worker import STOP_FILE, Flag, Worker, clock_of
+from pretrain.common.worker import STOP_FILE, Flag, Worker, clear_stop
 from pretrain.config import R, RunConfig
 from pretrain.storage.runs import StoredRun
 from pretrain.tracking import live, records
@@ -179,7 +179,4 @@ def _train(target: str, config: RunConfig, resume: bool, *, alone: bool) -> None
 def _stop_flag(run_dir: Path) -> Flag:
     """Requests a stop if the run's stop file is touched from now on. An earlier one is removed."""
     with disk_errors(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        if not is_follower():
-            (run_dir / STOP_FILE).unlink(missing_ok=True)
-        return Flag(run_dir / STOP_FILE, since=clock_of(run_dir))
+        return Flag(run_dir / STOP_FILE, since=clear_stop(run_dir, remove=not is_follower()))

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -472,7 +473,9 @@ def test_a_trial_trains_scores_and_continues(
     words = [str(config), "--data", str(data), "--out", "out", "--workers", "1", "--log", "log.md"]
     words += ["--budget", "1.5e8", "--budget", "1e8", "--budget", "1e14"]
     pretrain.codes[2] = 75
+    handler = signal.getsignal(signal.SIGTERM)
     assert command.main(words, pretrain) == 75
+    assert signal.getsignal(signal.SIGTERM) == handler, "the scores can be interrupted after a training"
     printed = capsys.readouterr().out
     assert "Run the same command again" in printed
     assert "Next:" not in printed

@@ -32,7 +32,7 @@ from cluster.workers.request import DriverRequest, Launch, LaunchRequest
 from pretrain.commands import program
 from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.common.files import append_open, disk_errors
-from pretrain.common.worker import STOP_FILE, Flag, clock_of, stop_signals
+from pretrain.common.worker import Flag, clear_stop, stop_signals
 
 LOGS = "logs"
 RAY_LOG = "ray.log"
@@ -139,11 +139,10 @@ def drive(
 
 
 def _clear(run_dir: Path) -> int:
-    """Make the run folder and remove an earlier stop file. The time now, as `clock_of`."""
+    """Make the run folder and its logs. The time now, as `clear_stop`."""
     with disk_errors(run_dir):
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
-        (run_dir / STOP_FILE).unlink(missing_ok=True)
-        return clock_of(run_dir)
+        return clear_stop(run_dir)
 
 
 def _run_driver(

@@ -126,12 +126,8 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
     if electra:
         _export_electra(state, config, out, card)
     else:
-        corpus, classifier, whole = (
-            config.corpus.folder,
-            config.pairs.has_classifier,
-            card(config.model, state, own=own),
-        )
-        export(state, config.model, corpus, out, next_sentence=classifier, card=whole, **start)
+        corpus, classifier, text = config.corpus.folder, config.pairs.has_classifier, card(config.model, state, own=own)
+        export(state, config.model, corpus, out, next_sentence=classifier, card=text, **start)
     return own
 
 

@@ -8,7 +8,7 @@ import secrets
 import signal
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -81,9 +81,15 @@ class Flag:
                 aside.unlink()
 
 
-def clock_of(folder: Path) -> int:
-    """The time now in nanoseconds, by the clock that stamps files in `folder`: a network file system has its own."""
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
+def clear_stop(run_dir: Path, *, remove: bool = True) -> int:
+    """Make the run folder and remove an earlier stop file. The time now, in nanoseconds.
+
+    The clock is the one that stamps the folder's files: a network file system has its own.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if remove:
+        (run_dir / STOP_FILE).unlink(missing_ok=True)
+    with tempfile.NamedTemporaryFile(dir=run_dir, prefix=".clock-") as file:
         return os.fstat(file.fileno()).st_mtime_ns
 
 
@@ -91,6 +97,17 @@ def stop_signals() -> list[signal.Signals]:
     """The signals that request a stop: a closed terminal's, too, unless it is ignored, as under nohup."""
     hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, *hangup]
+
+
+@contextlib.contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Restore the handlers of the `stop_signals` afterwards, which a `Worker` in this process replaces for good."""
+    before = {number: signal.getsignal(number) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -115,14 +115,14 @@ def _fitting(plans: Sequence[Plan], cluster: Cluster | None) -> tuple[list[Plan]
     """(the plans that fit into the memory of a worker, the shapes of the others with what they need)."""
     if cluster is None:
         return list(plans), []
-    limit, fits, left_out = _memory(cluster), [], []
-    for one in plans:
+    limit = _memory(cluster)
+
+    def lacks(one: Plan) -> str:
         stage = one.config.engine.zero_stage
         needed = sum(estimate.memory_bytes(one.config, stage, cluster.workers, cluster.device).values())
-        if needed <= limit:
-            fits.append(one)
-        else:
-            left_out.append(f"{one.shape} ({needed / 2**30:,.1f} GiB)")
+        return f"{needed / 2**30:,.1f} GiB" if needed > limit else ""
+
+    fits, left_out = _divided(plans, lacks)
     if not fits:
         raise InputError(
             f"--on: no size fits into the {limit / 2**30:,.1f} GiB that a worker of {cluster.name} has: "
@@ -133,18 +133,24 @@ def _fitting(plans: Sequence[Plan], cluster: Cluster | None) -> tuple[list[Plan]
 
 def _affordable(plans: Sequence[Plan], budget: Budget) -> tuple[list[Plan], list[str]]:
     """(the plans that the budget pays for, the shapes of the others with what one step of each phase costs)."""
-    affordable, left_out = [], []
-    for one in plans:
-        if (one.flops / budget.flops if budget.flops else one.seconds / budget.seconds) <= _OVER:
-            affordable.append(one)
-        else:
-            left_out.append(f"{one.shape} ({cost_text(one, budget)})")
+
+    def lacks(one: Plan) -> str:
+        share = one.flops / budget.flops if budget.flops else one.seconds / budget.seconds
+        return cost_text(one, budget) if share > _OVER else ""
+
+    affordable, left_out = _divided(plans, lacks)
     if not affordable:
         raise InputError(
             f"--budget {budget.text}: pays for no size. The shortest runs cost more: {', '.join(left_out)}. Give a "
             "larger budget."
         )
     return affordable, left_out
+
+
+def _divided(plans: Sequence[Plan], lacks: Callable[[Plan], str]) -> tuple[list[Plan], list[str]]:
+    """(the plans that lack nothing, the shapes of the others with what `lacks` says)."""
+    left_out = [f"{one.shape} ({said})" for one in plans if (said := lacks(one))]
+    return [one for one in plans if not lacks(one)], left_out
 
 
 def _memory(cluster: Cluster) -> float:

@@ -12,8 +12,8 @@ import numpy as np
 
 from finetune.bench.speedrun import results, trial
 from finetune.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_budget
-from finetune.bench.speedrun.ground import HELD_OUT, NOVELS, TRAIN, draw_text, novels_of, text_files
-from finetune.bench.speedrun.options import DEFAULT_BUDGETS, make_parser
+from finetune.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, novels_of, text_files
+from finetune.bench.speedrun.options import DEFAULT_BUDGETS, NOVELS, make_parser
 from finetune.bench.speedrun.results import Trial
 from finetune.bench.speedrun.scores import ScoreSettings, measure
 from finetune.scores.blimp import read_blimp
@@ -22,6 +22,7 @@ from pretrain.commands import as_stage, overrides
 from pretrain.common.errors import DivergedError, InputError, StoppedError
 from pretrain.common.files import locked
 from pretrain.common.thread_waits import sleeping_when_crowded
+from pretrain.common.worker import handlers_kept
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.preflight import ENVIRONMENT_FILE, with_resolved_precision
 from pretrain.storage.runs import fetched_model
@@ -161,7 +162,7 @@ class _Trials:
             flush=True,
         )
         alone = ["--no-ray"] if config.scheduling.workers == 1 else []
-        with as_stage():
+        with as_stage(), handlers_kept():
             code = self._pretrain(["pretrain", str(path), *alone, "--resume"])
         if code == DivergedError.exit_code:
             self._keep(self._trial(budget, remarks="the training diverged"))

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetune.bench.speedrun.options import NOVELS
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, disk_errors, sha256_file, write_json
 from pretrain.corpus.formats import PLAIN, documents_of, files_below, kind_of
@@ -24,7 +25,6 @@ TRAIN, HELD_OUT = "train", "held-out"
 # By the kind of their files. BERT read 2,500 million words of Wikipedia and 800 million of books (Devlin et al. 2019,
 # section 3.1).
 SOURCES = {"wikiextractor": "wikipedia", PLAIN: "novels"}
-NOVELS = 0.25  # share of the words
 _LEAST_WORDS = 20  # of a document, as corpus.min_document_words
 _FORMAT = 1
 

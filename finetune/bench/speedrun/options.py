@@ -8,6 +8,7 @@ from finetune.scores.options import add_blimp, add_finetunings
 from pretrain.commands import add_set, add_workers, local_path, program
 
 DEFAULT_BUDGETS = (0.5e15, 2e15, 4e15)
+NOVELS = 0.25  # share of the words that is drawn from them, about as in BERT's text
 _DESCRIPTION = """Trains a config on a fixed text with fixed budgets of FLOPs, and says what it learned.
 
 The text is drawn from --data: at most 10 million words, and others that are held out. A budget counts every FLOP of
@@ -44,10 +45,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--novels",
         type=float,
-        default=0.25,
+        default=NOVELS,
         metavar="SHARE",
-        help="share of the words that is drawn from novels (default: 0.25, as in BERT's text); what is held out is the "
-        "same for every share",
+        help=f"share of the words that is drawn from novels (default: {NOVELS}, as in BERT's text); what is held out "
+        "is the same for every share",
     )
     parser.add_argument(
         "--budget",
