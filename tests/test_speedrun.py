@@ -127,12 +127,14 @@ def test_the_share_of_novels_changes_what_is_trained_on_alone(tmp_path: Path) ->
         ground.draw_text(data, tmp_path / str(share), LIMITS._replace(words=6000), novels=share) for share in (0.2, 0.7)
     )
     for card, share in ((few, 0.2), (many, 0.7)):
-        assert card["sources"]["novels"]["train"]["words"] / card["words"] == pytest.approx(share, abs=0.1)
+        assert ground.drawn_novels(card) == pytest.approx(share, abs=0.1)
         assert ground.novels_of(card) == share
     assert few["sha256"] != many["sha256"]
     assert [source["held-out"]["sha256"] for source in few["sources"].values()] == [
         source["held-out"]["sha256"] for source in many["sources"].values()
     ]
+    more = ground.draw_text(data, tmp_path / "more", LIMITS._replace(words=50_000), novels=0.9)
+    assert ground.drawn_novels(more) < 0.7, "all novels are taken, and the rest is of Wikipedia"
     with pytest.raises(InputError, match=r"--novels: .*was drawn with 0\.7"):
         ground.draw_text(data, tmp_path / "0.7", LIMITS._replace(words=6000), novels=0.2)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from finetune.bench.speedrun import results, trial
 from finetune.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_budget
-from finetune.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, novels_of, text_files
+from finetune.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, drawn_novels, novels_of, text_files
 from finetune.bench.speedrun.options import DEFAULT_BUDGETS, NOVELS, make_parser
 from finetune.bench.speedrun.results import Trial
 from finetune.bench.speedrun.scores import ScoreSettings, measure
@@ -175,8 +175,8 @@ class _Trials:
         records = read_records(config.folder)
         last = [record for record in records if is_training(record)][-1]
         flops = plan.flops_of(last["tokens"])
-        novels = novels_of(self._card)
-        remarks = [f"{novels:.0%} of the words from novels"] if novels != NOVELS else []
+        given = novels_of(self._card) != NOVELS
+        remarks = [f"{drawn_novels(self._card):.0%} of the words from novels"] if given else []
         if config.distillation.teacher:
             remarks.append(f"learned from {config.distillation.teacher}")
         if abs(flops - budget) > TOLERANCE * budget:

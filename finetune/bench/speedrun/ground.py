@@ -91,6 +91,11 @@ def novels_of(card: Mapping[str, Any]) -> float:
     return float(card["shares"]["novels"])
 
 
+def drawn_novels(card: Mapping[str, Any]) -> float:
+    """The share of novels in the words that were drawn: another than asked for if one source has too little text."""
+    return card["sources"].get("novels", {TRAIN: {"words": 0}})[TRAIN]["words"] / card["words"]
+
+
 def _files(data: Path) -> list[Path]:
     files = files_below(data)
     for file in files:
@@ -147,7 +152,10 @@ def _drawn(files: Sequence[Path], limits: Limits, shares: Mapping[str, float]) -
     left = {name: sorted(found[name])[len(held_out[name]) :] for name in held_out}
     train = _in_turn(left, limits.words, shares)
     if not train or not all(train.values()):
-        raise InputError("--data: too little text: nothing is left to train on beside what is held out. Add text.")
+        raise InputError(
+            f"--data: too little text: of Wikipedia and of novels, {limits.held_out_documents} documents or "
+            f"{limits.held_out_bytes / 1e6:g} MB are held out, and one of them has no more. Add text."
+        )
     return {name: Drawn(train[name], held_out[name]) for name in train}
 
 
