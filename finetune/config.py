@@ -212,7 +212,7 @@ class FinetuneConfig(_WithTask):
                 f"{given[1] if given else 'name'} - exactly one task is needed, one of {', '.join(TASKS)}; found "
                 f"{present}"
             )
-        for name in ("static_shapes", "fp8"):
+        for name in ("cuda_graphs", "static_shapes", "fp8"):
             if getattr(self.engine, name):
                 raise ValueError(f"engine.{name} is for pretraining. Set it to false")
         if self.max_length > self.engine.micro_batch_tokens:

@@ -155,8 +155,11 @@ class Finetuning:
     def largest(self) -> LabelledStep:
         return self._batches.largest().to(self._device)
 
-    def loss(self, output: Output, step: LabelledStep) -> Tensor:
-        return output.loss / step.weight
+    def loss_weights(self, step: LabelledStep) -> tuple[float, ...]:
+        return (1 / step.weight,)
+
+    def loss(self, output: Output, weights: Sequence[float] | Tensor) -> Tensor:
+        return output.loss * weights[0]
 
     def totals(self, output: Output) -> Tensor:
         return output.loss[None]

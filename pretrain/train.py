@@ -182,8 +182,11 @@ class Pretraining:
         step = StepBatch((batch,), len(lengths), sum(lengths), batch.targets, epoch=0, first_sample=0)
         return step.to(self._device)
 
-    def loss(self, output: Any, step: StepBatch) -> Tensor:
-        return self._objective.loss(output, step)
+    def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
+        return self._objective.loss_weights(step)
+
+    def loss(self, output: Any, weights: Sequence[float] | Tensor) -> Tensor:
+        return self._objective.loss(output, weights)
 
     def totals(self, output: Any) -> Tensor:
         return self._objective.totals(output)

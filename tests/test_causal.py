@@ -175,7 +175,7 @@ def gradients(shards: TokenShards, config: Any) -> tuple[list[Tensor], dict[str,
     total = torch.zeros(8 if config.masking.z_loss else 6)
     for micro in step.micro_batches:
         output = model(micro)
-        objective.loss(output, step).backward()
+        objective.loss(output, objective.loss_weights(step)).backward()
         total = total + objective.totals(output).detach()
     metrics = objective.metrics(total.tolist(), objective.counts(step).tolist())
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], metrics

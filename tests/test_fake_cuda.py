@@ -34,6 +34,7 @@ CASES = {
     **{f"{name} {stage}": case(model, stage) for name, model in MODELS.items() for stage in (0, 1, 2)},
     **{f"fp32 {stage}": case(SMALL, stage, precision="fp32") for stage in (0, 2)},
     **{f"{name} {stage}": case(SMALL, stage, name) for name in ("muon", "lamb", "stable_adamw") for stage in (0, 1, 2)},
+    **{f"{name} recorded": {**case(model, 1), "cuda_graphs": True} for name, model in MODELS.items()},
     **{" ".join(task): {**case(SMALL, 1), "task": task} for task in TASKS},
 }
 

@@ -90,25 +90,22 @@ def starts_with_bad_data(given: list[tuple[Start, dict[int, float]]]) -> list[st
 def _start_with_bad_data(start: Start, bad: dict[int, float]) -> str:
     from pretrain import train
 
-    whole, whole_totals = train.Pretraining.loss, train.Pretraining.totals
-
-    def loss(self: Any, output: Any, step: Any) -> torch.Tensor:
-        return whole(self, output, step) * bad.get(step.first_sample, 1.0)
+    whole, whole_totals = train.Pretraining.loss_weights, train.Pretraining.totals
 
     def totals(self: Any, output: Any) -> torch.Tensor:
         factor = bad.get(self.now, 1.0)
         return whole_totals(self, output) * (factor if math.isfinite(factor) else 1.0)
 
-    def remember(self: Any, output: Any, step: Any) -> torch.Tensor:
+    def loss_weights(self: Any, step: Any) -> tuple[float, ...]:
         self.now = step.first_sample
-        return loss(self, output, step)
+        return tuple(weight * bad.get(step.first_sample, 1.0) for weight in whole(self, step))
 
-    train.Pretraining.loss = remember  # type: ignore[method-assign]
+    train.Pretraining.loss_weights = loss_weights  # type: ignore[method-assign]
     train.Pretraining.totals = totals  # type: ignore[method-assign]
     try:
         return make_starts(train.main, [start])[0]
     finally:
-        train.Pretraining.loss, train.Pretraining.totals = whole, whole_totals  # type: ignore[method-assign]
+        train.Pretraining.loss_weights, train.Pretraining.totals = whole, whole_totals  # type: ignore[method-assign]
 
 
 def test_a_spike_is_rolled_back_and_its_data_skipped(corpus: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pretrain.batches.batch import StepBatch
 from pretrain.bench.baselines import bench_config
@@ -30,6 +31,7 @@ from pretrain.commands import positive_int, program
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
+from pretrain.model.heads import Losses
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.roofline import GPUS, Gpu, step_times
 from pretrain.train import full_batch
@@ -57,12 +59,13 @@ class Case:
     vocabulary: int
     model: dict[str, Any] = field(default_factory=dict)
 
-    def config(self, precision: str) -> PretrainConfig:
-        """A run whose steps these are."""
+    def config(self, precision: str, *, graphs: bool = False) -> PretrainConfig:
+        """A run whose steps these are, recorded as CUDA graphs or not."""
         fp8 = precision == "fp8"
         precision = "bf16" if fp8 else precision
         config = bench_config("none", length=self.length, sequences=self.sequences, precision=precision, **self.model)
-        return config.model_copy(update={"engine": config.engine.model_copy(update={"fp8": fp8})})
+        engine = config.engine.model_copy(update={"fp8": fp8, "cuda_graphs": graphs})
+        return config.model_copy(update={"engine": engine})
 
     @property
     def sequences(self) -> int:
@@ -96,7 +99,8 @@ def main(argv: list[str]) -> int:
     rows = []
     for case in CASES:
         if case.name in options.models:
-            rows.append(measure(case, options.steps, options.precision, gpu_of(name)))
+            case = dataclasses.replace(case, tokens=options.tokens or case.tokens)
+            rows.append(measure(case, options.steps, options.precision, gpu_of(name), graphs=options.graphs))
     if options.json:
         print(json.dumps({"gpu": name, "torch": torch.__version__, "results": rows}))
     else:
@@ -113,13 +117,13 @@ def gpu_of(name: str) -> Gpu | None:
     return None
 
 
-def measure(case: Case, steps: int, precision: str, gpu: Gpu | None) -> dict[str, Any]:
+def measure(case: Case, steps: int, precision: str, gpu: Gpu | None, *, graphs: bool = False) -> dict[str, Any]:
     """Train and time one model, on the GPU if there is one.
 
     Returns:
         One row, as JSON values: `failed` instead of times if the model does not fit.
     """
-    config = case.config(precision)
+    config = case.config(precision, graphs=graphs)
     row: dict[str, Any] = {"model": case.name, "length": case.length, "sequences": case.sequences}
     row["precision"] = "fp8" if config.engine.fp8 else config.engine.resolved_precision
     if gpu is not None and row["precision"] != "fp32":
@@ -207,9 +211,16 @@ def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int)
     micro = full_batch(config, [case.length] * case.sequences, case.vocabulary)
     sizes = case.sequences, case.sequences * case.length, len(micro.masked_rows)
     batch = StepBatch((micro,), *sizes, epoch=0, first_sample=0).to(device)
+    weights = objective.loss_weights(batch)
+
+    def loss_and_totals(output: Losses, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return objective.loss(output, weights), objective.totals(output)
 
     def train() -> None:
-        engine.backward(objective.loss(engine.forward(batch.micro_batches[0]), batch), last=True)
+        if engine.records_passes:
+            engine.recorded_pass(batch.micro_batches[0], weights, loss_and_totals, last=True)
+        else:
+            engine.backward(objective.loss(engine.forward(batch.micro_batches[0]), weights), last=True)
         engine.step(_RATE)
 
     if on_gpu:
@@ -247,5 +258,9 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="precision (default: auto, the fastest on this GPU); fp8 for the layers' products, with the limit of bf16",
     )
+    parser.add_argument(
+        "--tokens", type=positive_int, help="tokens of a step (default: 32,768, or 16,384 of bert-large)"
+    )
+    parser.add_argument("--graphs", action="store_true", help="record passes as CUDA graphs (engine.cuda_graphs)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser

@@ -23,7 +23,7 @@ from pretrain.config.filters import (
     NearDuplicatesConfig,
     QualityConfig,
 )
-from pretrain.config.model import MAX_WIDTH, ModelConfig
+from pretrain.config.model import FLASH_WIDTHS, MAX_WIDTH, ModelConfig
 from pretrain.config.objectives import DistillationConfig, ElectraConfig
 from pretrain.config.resume import (
     FREE_ON_RESUME,
@@ -43,6 +43,7 @@ from pretrain.config.schedule import (
 )
 
 __all__ = [
+    "FLASH_WIDTHS",
     "FREE_ON_RESUME",
     "MASKING_SCHEMES",
     "MAX_WIDTH",

@@ -62,6 +62,12 @@ class EngineConfig(Section):
         description="Add sequences that no loss sees to each micro-batch, at most 1 % of a large one's tokens, so that "
         "micro-batches have few different shapes. Only for masked language modelling without causal_share.",
     )
+    cuda_graphs: bool = Field(
+        default=False,
+        description="Record forward and backward passes as CUDA graphs, one for each shape of micro-batches. Small "
+        "models and batches, whose kernels take longer to launch than to run, train several times as fast. For NVIDIA "
+        "GPUs in bf16 with zero_stage 1, without activation_checkpointing; turns static_shapes on. No effect on CPUs.",
+    )
     max_bad_steps: int = Field(
         default=5,
         ge=1,
@@ -80,6 +86,28 @@ class EngineConfig(Section):
         if isinstance(values, dict) and values.get("fp8") is True and values.get("precision", "auto") == "auto":
             return {**values, "precision": "bf16"}
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _graphs_need_static_shapes(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("cuda_graphs") is True:
+            return {"static_shapes": True, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _check_graphs(self) -> EngineConfig:
+        wrong = {
+            "static_shapes is false": not self.static_shapes,
+            f"zero_stage is {self.zero_stage}": self.zero_stage != 1,
+            f"precision is {self.precision}": self.precision not in ("auto", "bf16"),
+            "activation_checkpointing is true": self.activation_checkpointing,
+        }
+        if self.cuda_graphs and (found := next((what for what, is_so in wrong.items() if is_so), "")):
+            raise ValueError(
+                f"cuda_graphs needs static_shapes, zero_stage 1, bf16 and no activation_checkpointing; {found}. "
+                "Change that, or set cuda_graphs to false"
+            )
+        return self
 
     @property
     def resolved_precision(self) -> Precision:

@@ -12,6 +12,9 @@ from pretrain.config.families import PARTS, SIZES, TITLES, Shape
 
 # The widths and lengths up to which the dropout seeds are distinct in int32 (model/hash_rng.py, ALONG).
 MAX_WIDTH = 8192
+# Of heads, that torch's flash kernel takes as they are (pytorch, transformers/cuda/flash_attn/flash_api.cpp,
+# mha_varlen_fwd).
+FLASH_WIDTHS = range(8, 257, 8)
 Positions = Literal["learned", "sinusoidal", "rotary", "rotary_interleaved", "relative", "disentangled", "none"]
 
 
@@ -353,6 +356,11 @@ class ModelConfig(Section):
     def family_title(self) -> str:
         """The family's name in prose."""
         return TITLES[self.family]
+
+    @property
+    def fits_flash_attention(self) -> bool:
+        """Whether all of its attention can run in torch's flash kernel, which adds nothing to scores."""
+        return self.positions not in ("relative", "disentangled") and self.hidden // self.heads in FLASH_WIDTHS
 
     @property
     def disentangled(self) -> bool:

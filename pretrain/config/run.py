@@ -269,6 +269,12 @@ class PretrainConfig(RunConfig):
                 f"engine.static_shapes does not fit {other}: only the masked language modelling of one model leaves "
                 "filler out of its loss. Set it to false"
             )
+        if self.engine.cuda_graphs and not self.model.fits_flash_attention:
+            raise ValueError(
+                "engine.cuda_graphs does not fit the model: it needs flash attention. That takes heads of a width "
+                f"that 8 divides, up to 256 (here {self.model.hidden // self.model.heads}), and no positions by "
+                f"distance (model.positions is {self.model.positions}). Set it to false"
+            )
         if self.engine.fp8 and second:
             raise ValueError(f"engine.fp8 does not fit {second}, which has a second model. Set it to false")
         return self

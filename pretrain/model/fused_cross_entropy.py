@@ -119,14 +119,15 @@ class _VocabularyLosses(torch.autograd.Function):
             piece = slice(first, first + rows)
             labels_C = labels[piece]
             logits_CV = torch.mm(hidden[piece], word.T, out=scores[: len(labels_C)])
+            given = logits_CV, bias, labels_C, _label_scores(logits_CV, bias, labels_C)
             compute, more = _losses_and_gradient, (z_weight,) if z_weight else ()
             if soft is not None and their_scores is not None:
                 compute = _soft_losses_and_gradient
                 more = torch.mm(soft.hidden[piece], soft.word.T, out=their_scores[: len(labels_C)]), *soft[2:]
             elif not needs_gradient:
-                totals += program(_losses, fused)(logits_CV, bias, labels_C, *more)
+                totals += program(_losses, fused)(*given, *more)
                 continue
-            totals += program(compute, fused)(logits_CV, bias, labels_C, *more)
+            totals += program(compute, fused)(*given, *more)
             if not needs_gradient:
                 continue
             grad_CV = logits_CV
@@ -158,13 +159,28 @@ def _column_sums(x_CV: Tensor) -> Tensor:
     return (x_CV.new_ones(1, len(x_CV)) @ x_CV)[0] if x_CV.is_cpu else x_CV.sum(0, dtype=torch.float32)
 
 
-def _losses(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, z_weight: float = 0.0) -> Tensor:
-    """fp32 [2] or [3] as `vocabulary_losses` returns; `logits_CV` come without their bias."""
+def _label_scores(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor) -> Tensor:
+    """fp32 [C], the scores of the labels, anything where they are negative.
+
+    Not compiled with the rest: torch 2.11 then reads them after the gradient has replaced the logits.
+    """
+    column_C = labels_C.clamp_min(0)
+    label_C = logits_CV.gather(1, column_C[:, None]).squeeze(1).float()
+    return label_C if bias_V is None else label_C + bias_V[column_C].float()
+
+
+def _losses(
+    logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C: Tensor, z_weight: float = 0.0
+) -> Tensor:
+    """fp32 [2] or [3] as `vocabulary_losses` returns; `logits_CV` come without their bias, `label_C` with it."""
     scores_CV, top_C, log_total_C = _normalise(logits_CV, bias_V)
-    return _with_z_loss(_totals(labels_C, scores_CV, top_C, log_total_C), labels_C, log_total_C, z_weight)
+    totals = _totals(labels_C, label_C, scores_CV, top_C, log_total_C)
+    return _with_z_loss(totals, labels_C, log_total_C, z_weight)
 
 
-def _losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, z_weight: float = 0.0) -> Tensor:
+def _losses_and_gradient(
+    logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C: Tensor, z_weight: float = 0.0
+) -> Tensor:
     """`_losses`; the logits become the gradient of the first."""
     scores_CV, top_C, log_total_C = _normalise(logits_CV, bias_V)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
@@ -175,7 +191,8 @@ def _losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Ten
         # The logarithm of the denominator has the softmax as its gradient.
         shares_CV = shares_CV * (1 + 2 * z_weight * log_total_C)[:, None]
     grad_CV = shares_CV - (column_V == labels_C[:, None]).float()
-    totals = _with_z_loss(_totals(labels_C, scores_CV, top_C, log_total_C), labels_C, log_total_C, z_weight)
+    totals = _totals(labels_C, label_C, scores_CV, top_C, log_total_C)
+    totals = _with_z_loss(totals, labels_C, log_total_C, z_weight)
     logits_CV.copy_(grad_CV)
     return totals
 
@@ -184,6 +201,7 @@ def _soft_losses_and_gradient(
     logits_CV: Tensor,
     bias_V: Tensor | None,
     labels_C: Tensor,
+    label_C: Tensor,
     teacher_CV: Tensor,
     teacher_bias_V: Tensor | None,
     temperature: float,
@@ -199,7 +217,7 @@ def _soft_losses_and_gradient(
     their_CV = (given_CV / temperature).log_softmax(-1)
     shares_CV = their_CV.exp()
     divergence = (shares_CV * (their_CV - own_CV)).sum() * temperature**2
-    cross_entropy, correct = _totals(labels_C, scores_CV, top_C, log_total_C).unbind()
+    cross_entropy, correct = _totals(labels_C, label_C, scores_CV, top_C, log_total_C).unbind()
     weighted = soft_weight * divergence + hard_weight * cross_entropy
     grad_CV = hard_weight * hard_CV + (soft_weight * temperature) * (own_CV.exp() - shares_CV)
     logits_CV.copy_(grad_CV)
@@ -221,8 +239,7 @@ def _normalise(logits_CV: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor
     return scores_CV, top_C, (scores_CV - top_C[:, None]).exp().sum(-1).log() + top_C
 
 
-def _totals(labels_C: Tensor, scores_CV: Tensor, top_C: Tensor, log_total_C: Tensor) -> Tensor:
-    label_C = scores_CV.gather(1, labels_C.clamp_min(0)[:, None]).squeeze(1)
+def _totals(labels_C: Tensor, label_C: Tensor, scores_CV: Tensor, top_C: Tensor, log_total_C: Tensor) -> Tensor:
     # Scores in bf16 tie: a label that shares the top with others counts as its share of them.
     ties_C = (scores_CV >= top_C[:, None]).sum(-1)
     correct_C = torch.where(label_C >= top_C, 1.0 / ties_C, 0.0)

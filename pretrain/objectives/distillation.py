@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,10 +44,12 @@ class Distillation:
         first, self._first = self._first, {}
         return first
 
-    def loss(self, output: DistillationLosses, step: StepBatch) -> Tensor:
+    def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
         # Invariant 3: global counts. Both losses of the predictions are means over the masked tokens.
-        loss = output.predictions / max(step.masked, 1) + output.nsp_loss / step.sequences
-        return loss + output.cosine_loss * (self._config.distillation.cosine_weight / step.tokens)
+        return 1 / max(step.masked, 1), 1 / step.sequences, self._config.distillation.cosine_weight / step.tokens
+
+    def loss(self, output: DistillationLosses, weights: Sequence[float] | Tensor) -> Tensor:
+        return output.predictions * weights[0] + output.nsp_loss * weights[1] + output.cosine_loss * weights[2]
 
     def totals(self, output: DistillationLosses) -> Tensor:
         return torch.stack(list(output[1:]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,16 +36,19 @@ class MaskedTokens:
     def first_weights(self) -> Mapping[str, Tensor]:
         return {}
 
-    def loss(self, output: Losses, step: StepBatch) -> Tensor:
+    def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
         # Invariant: losses are normalised globally, by counts over all ranks and micro-batches. As in Devlin et al.,
         # the loss is the sum of the two means.
         if not self._config.has_causal:
-            return output.mlm_loss / max(step.masked, 1) + output.nsp_loss / step.sequences
+            return 1 / max(step.masked, 1), 1 / step.sequences
         # Masked and causal sequences weigh as many as they are, not as their targets (GPT-BERT, section 3).
         share = step.causal / step.sequences
-        loss = output.mlm_loss * ((1 - share) / max(step.masked, 1))
-        assert output.causal_loss is not None
-        return loss + output.causal_loss * (share / max(step.causal_targets, 1))
+        return (1 - share) / max(step.masked, 1), share / max(step.causal_targets, 1)
+
+    def loss(self, output: Losses, weights: Sequence[float] | Tensor) -> Tensor:
+        second = output.causal_loss if self._config.has_causal else output.nsp_loss
+        assert second is not None
+        return output.mlm_loss * weights[0] + second * weights[1]
 
     def totals(self, output: Losses) -> Tensor:
         sums = list(output[:4])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,8 +31,12 @@ class Objective(Protocol):
         """The weights of a new run by name, fp32; {} leaves the model as it was initialised."""
         ...
 
-    def loss(self, output: Any, step: StepBatch) -> Tensor:
-        """This micro-batch's part of the global mean loss, to be differentiated."""
+    def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
+        """What the losses of each micro-batch of a step are multiplied by: one over their global counts, and shares."""
+        ...
+
+    def loss(self, output: Any, weights: Sequence[float] | Tensor) -> Tensor:
+        """This micro-batch's part of the global mean loss, to be differentiated; `weights` as `loss_weights`."""
         ...
 
     def totals(self, output: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,13 @@ class ReplacedTokens:
     def first_weights(self) -> Mapping[str, Tensor]:
         return {}
 
-    def loss(self, output: ElectraLosses, step: StepBatch) -> Tensor:
+    def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
         # Invariant 3: the generator's loss is a mean over the masked tokens, the discriminator's over all.
         settings = self._config.electra
-        generator = output.mlm_loss * (settings.mlm_weight / max(step.masked, 1))
-        return generator + output.rtd_loss * (settings.rtd_weight / step.tokens)
+        return settings.mlm_weight / max(step.masked, 1), settings.rtd_weight / step.tokens
+
+    def loss(self, output: ElectraLosses, weights: Sequence[float] | Tensor) -> Tensor:
+        return output.mlm_loss * weights[0] + output.rtd_loss * weights[1]
 
     def totals(self, output: ElectraLosses) -> Tensor:
         return torch.stack(list(output))

@@ -278,12 +278,9 @@ class _Fit(Generic[S]):
         """Launch an optimizer step; `stop_here` is whether a stop was requested on this rank."""
         engine, task = self.engine, self.task
         totals: Tensor | None = None
-        flops = 0.0
+        flops, weights = 0.0, task.loss_weights(step)
         for position, micro_batch in enumerate(step.micro_batches):
-            with self.stragglers.forward():
-                output = engine.forward(micro_batch)
-            engine.backward(task.loss(output, step), last=position == len(step.micro_batches) - 1)
-            part = task.totals(output).detach()
+            part = self.launch_pass(micro_batch, weights, last=position == len(step.micro_batches) - 1)
             totals = part if totals is None else totals + part
             flops += task.flops(micro_batch)
         assert totals is not None
@@ -300,6 +297,20 @@ class _Fit(Generic[S]):
         result = engine.step(rate)
         numbers = torch.cat([shared, result.norm.to(shared).view(1)])
         return LaunchedStep(number, step, rate, task.validation_set(), to_host(numbers))
+
+    def launch_pass(self, micro_batch: Any, weights: tuple[float, ...], *, last: bool) -> Tensor:
+        """Launch forward and backward pass of a micro-batch, `last` of the step or not; its totals."""
+        engine, task = self.engine, self.task
+        if engine.records_passes:
+            with self.stragglers.forward():
+                return engine.recorded_pass(micro_batch, weights, self.loss_and_totals, last=last)
+        with self.stragglers.forward():
+            output = engine.forward(micro_batch)
+        engine.backward(task.loss(output, weights), last=last)
+        return task.totals(output).detach()
+
+    def loss_and_totals(self, output: Any, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return self.task.loss(output, weights), self.task.totals(output)
 
     def read_step(self, launched: LaunchedStep[S]) -> StepOutcome:
         """Wait for the numbers of a step, and add it to the progress."""

@@ -34,7 +34,8 @@ def rehearse(
     try:
         # A second micro-batch needs memory besides the first one's gradients; a resumed run has tested that before.
         for last in (True,) if progress.step else (False, True):
-            engine.backward(task.loss(engine.forward(step.micro_batches[0]), step), last=last)
+            output = engine.forward(step.micro_batches[0])
+            engine.backward(task.loss(output, task.loss_weights(step)), last=last)
         engine.step(learning_rate=0.0)
     except torch.OutOfMemoryError as error:
         raise MachineError(

@@ -48,8 +48,12 @@ class TrainingTask(Protocol[S]):
         """A step of one micro-batch, as large as any that can come."""
         ...
 
-    def loss(self, output: Any, step: S) -> Tensor:
-        """This micro-batch's part of the global mean loss, to be differentiated."""
+    def loss_weights(self, step: S) -> tuple[float, ...]:
+        """What the losses of each micro-batch of a step are multiplied by: one over their global counts, and shares."""
+        ...
+
+    def loss(self, output: Any, weights: Sequence[float] | Tensor) -> Tensor:
+        """This micro-batch's part of the global mean loss, to be differentiated; `weights` as `loss_weights`."""
         ...
 
     def totals(self, output: Any) -> Tensor:

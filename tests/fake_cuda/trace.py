@@ -1,10 +1,11 @@
 """python -m tests.fake_cuda.trace CASE...: a step of each case on fake CUDA tensors, as a line of JSON each.
 
-A case is a dictionary as JSON: `model` and `optimizer` (sections of the config), `stage` and `precision`; `compile` and
-`fp8` where they are true; for a fine-tuning `task`, its head, objective and pooling. A line has `host_reads`: where the
-host waited for the device, read a value of it, copied from it, or copied to it in a way that waits, while the loop
-launched a step; for pretraining `host_reads_of_evaluation`; and `collectives` of the step, by name. Tensors on two
-devices, shapes that depend on values, and collectives of tensors that are not on the device are errors.
+A case is a dictionary as JSON: `model` and `optimizer` (sections of the config), `stage` and `precision`; `compile`,
+`fp8` and `cuda_graphs` where they are true; for a fine-tuning `task`, its head, objective and pooling. A line has
+`host_reads`: where the host waited for the device, read a value of it, copied from it, or copied to it in a way that
+waits, while the loop launched a step; for pretraining `host_reads_of_evaluation`; and `collectives` of the step, by
+name. What would be recorded is launched. Tensors on two devices, shapes that depend on values, and collectives of
+tensors that are not on the device are errors.
 """
 
 from __future__ import annotations
@@ -63,11 +64,12 @@ def take_a_step(case: dict[str, Any]) -> None:
     from pretrain.config import EngineConfig, OptimizerConfig
     from pretrain.model.attention import dispatch
     from pretrain.training.engine import Engine
+    from pretrain.training.engine.pass_graphs import PassGraphs
     from pretrain.training.optim import make_optimizer, parameter_groups
 
-    settings = EngineConfig.model_validate(
-        {"zero_stage": case["stage"], "precision": case["precision"], "compile": case.get("compile", False)}
-    )
+    switches = {name: case.get(name, False) for name in ("compile", "cuda_graphs")}
+    settings = EngineConfig.model_validate({"zero_stage": case["stage"], "precision": case["precision"], **switches})
+    PassGraphs.run = launch_what_would_be_recorded  # type: ignore[method-assign]
     optimizer = OptimizerConfig.model_validate(case["optimizer"])
     host_reads_of_evaluation.clear()
     dispatch.has_flash = lambda *_: case["precision"] != "fp32"  # type: ignore[assignment]
@@ -88,6 +90,14 @@ def take_a_step(case: dict[str, Any]) -> None:
                 fit.launch_step(number, StepBatch((there, there), *(1, 1, 1), epoch=0, first_sample=0), False)
         if "task" not in case:
             note_reads_of_evaluation(engine, dataclasses.replace(batch, **fakes))
+
+
+def launch_what_would_be_recorded(graphs: Any, batch: Any, weights: tuple[float, ...], compute: Any) -> Tensor:
+    """In place of `PassGraphs.run`: a fake device records nothing."""
+    from pretrain.training.engine.pass_graphs import of_one_shape
+
+    graphs._weights = torch.tensor(weights).pin_memory().to(batch.input_ids.device, non_blocking=True)
+    return graphs._pass(of_one_shape(batch), compute)[0]
 
 
 def note_reads_of_evaluation(engine: Any, batch: Any) -> None:
@@ -155,7 +165,8 @@ def fit_of(engine: Any) -> Any:
     fit.engine, fit.stragglers, fit.stalled_before = engine, RankTimes(engine, 1.5), 0.0
     fit.plan, fit.saver = SimpleNamespace(learning_rate=lambda _: 1e-3), SimpleNamespace(failed=False)
     fit.task = SimpleNamespace(
-        loss=lambda output, _: loss_of(output) / 100,
+        loss_weights=lambda _: (0.01,),
+        loss=lambda output, weights: loss_of(output) * weights[0],
         totals=lambda output: loss_of(output)[None],
         flops=lambda _: 1.0,
         stalled_seconds=lambda: 0.0,

@@ -10,6 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
+from pretrain.config import FLASH_WIDTHS
 from pretrain.model.attention.layout import AttentionOptions, TokenLayout, query_boundaries
 
 
@@ -17,7 +18,7 @@ def has_flash(hidden: Tensor, heads: int) -> bool:
     """Whether the kernel takes hidden states [T, H] of this device, dtype and width of a head."""
     if not hidden.is_cuda or hidden.dtype == torch.float32:
         return False
-    return _device_has_it(hidden.device) and _takes_width(hidden.shape[1] // heads)
+    return _device_has_it(hidden.device) and hidden.shape[1] // heads in FLASH_WIDTHS
 
 
 def flash_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> Tensor:
@@ -52,8 +53,3 @@ def flash_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions)
 def _device_has_it(device: torch.device) -> bool:
     """Ampere or newer."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _takes_width(head_width: int) -> bool:
-    """pytorch aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd: no padding there."""
-    return head_width % 8 == 0 and head_width <= 256

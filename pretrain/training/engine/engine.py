@@ -13,7 +13,7 @@ import math
 import resource
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ from pretrain.training.engine import buckets, state_layouts
 from pretrain.training.engine.deepspeed_config import deepspeed_config
 from pretrain.training.engine.deepspeed_patches import LossScaler, import_deepspeed, use_world_group
 from pretrain.training.engine.gradient_sums import use_sparse_embedding_gradients
+from pretrain.training.engine.pass_graphs import LossAndTotals, PassGraphs
 from pretrain.training.engine.state_layouts import (
     AVERAGE,
     MOMENTS,
@@ -164,6 +165,11 @@ class Engine:
         self._sums = self._layout.sums
         if self._sums is not None and self._sums.takes_rows:
             use_sparse_embedding_gradients(self.module)
+        self._graphs: PassGraphs | None = None
+        if settings.cuda_graphs and self.device.type == "cuda":
+            if self._sums is None:
+                raise InputError("engine.cuda_graphs: does not fit what engine.deepspeed asks for. Set it to false.")
+            self._graphs = PassGraphs(self.module, self._sums)
         self.averaged = 0
         self._prepare_moments()
         self._show_shards()
@@ -182,6 +188,34 @@ class Engine:
         self._sums.begin_backward(last=last)
         self._deepspeed.backward(loss, scale_wrt_gas=False)
         self._sums.end_backward()
+
+    @property
+    def records_passes(self) -> bool:
+        """Whether passes are recorded as CUDA graphs, with `recorded_pass` in place of `forward` and `backward`."""
+        return self._graphs is not None
+
+    def recorded_pass(self, batch: Any, weights: Sequence[float], compute: LossAndTotals, *, last: bool) -> Tensor:
+        """Forward and backward pass of a micro-batch, `last` of the step or not.
+
+        Args:
+            batch: of few different shapes, on the device.
+            weights: of the losses.
+            compute: from the module's output and the weights on the device to this rank's share of the global loss, and
+                totals; the same function each time.
+
+        Returns:
+            The totals.
+        """
+        assert self._graphs is not None
+        assert self._sums is not None
+        self.beat()
+        self._layout.settle()
+        self._deepspeed.set_gradient_accumulation_boundary(last)
+        totals = self._graphs.run(batch, weights, compute)
+        if last:
+            self._sums.begin_backward(last=True)
+            self._sums.end_backward()
+        return totals
 
     def _own_loss_scale(self) -> float:
         """fp16's scale of the loss, where DeepSpeed leaves it to us."""

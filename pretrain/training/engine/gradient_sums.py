@@ -69,6 +69,21 @@ class GradientSums:
         """Whether gradients of embeddings may come as rows: they are summed in fp32 here."""
         return self._whole
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient of this step was added yet."""
+        return not any(bucket.filled for bucket in self._buckets)
+
+    def add(self, gradients: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """Add gradients of a micro-batch outside of DeepSpeed's backward pass; nothing is sent yet."""
+        for parameter, gradient in gradients:
+            self._bucket_of[id(parameter)].add(parameter, gradient)
+
+    def mark(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note that gradients of `parameters` were added, by the device alone."""
+        for parameter in parameters:
+            self._bucket_of[id(parameter)].filled.add(id(parameter))
+
     def begin_backward(self, *, last: bool) -> None:
         """Before the backward pass of a micro-batch; `last` one of the step or not."""
         if dist.get_world_size() > 1 and (last or not self._whole):
@@ -139,6 +154,7 @@ class _Bucket:
 
     Attributes:
         own: fp32 [owner's part], this rank's sums over workers.
+        filled: ids of the parameters whose place has a gradient in it.
         missing: ids of the parameters without a gradient in this micro-batch, if the bucket is to be sent in it.
         is_sent: whether it has been sent in this micro-batch.
     """
@@ -149,7 +165,7 @@ class _Bucket:
         self.places = {id(p): slice(starts[id(p)], starts[id(p)] + p.numel()) for p in parameters}
         self.missing: set[int] = set()
         self.is_sent = False
-        self._filled: set[int] = set()  # ids of the parameters whose place has a gradient in it
+        self.filled: set[int] = set()
         self._weights, self._workers, self._kept = weights.detach(), dist.get_world_size(), whole
         self._sums: Tensor | None = None  # [entries], of a step in fp32, or of a micro-batch in the type of the weights
         self._used = False  # whether `own` holds the sums of an earlier step
@@ -166,8 +182,8 @@ class _Bucket:
         if self._sums is None:
             self._sums = torch.zeros_like(self._weights)
         key = id(parameter)
-        view, first = self._sums[self.places[key]], key not in self._filled
-        self._filled.add(key)
+        view, first = self._sums[self.places[key]], key not in self.filled
+        self.filled.add(key)
         self.missing.discard(key)
         if gradient.is_sparse:
             add_rows(view.view(parameter.shape), gradient, first)
@@ -187,22 +203,22 @@ class _Bucket:
         sums = torch.zeros_like(self._weights) if self._sums is None else self._sums
         if not self._kept:
             self._sums = None
-            self._filled.clear()
+            self.filled.clear()
         return sums.view(self._workers, -1)
 
     def end_step(self) -> None:
         """The sums of a step are complete; the next gradients begin new ones."""
         if self._kept:
             self._zero_unfilled()
-        self._filled.clear()
+        self.filled.clear()
         self._used, self.is_sent = True, False
 
     def _zero_unfilled(self) -> None:
         assert self._sums is not None
         for key, place in self.places.items():
-            if key not in self._filled:
+            if key not in self.filled:
                 self._sums[place].zero_()
-        self._filled.update(self.places)  # other ranks' sums may be added to these zeros
+        self.filled.update(self.places)  # other ranks' sums may be added to these zeros
 
 
 def _add_entries(sums: Tensor, more: Tensor) -> None:

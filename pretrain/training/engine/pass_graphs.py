@@ -1,0 +1,119 @@
+"""Forward and backward passes as CUDA graphs: the device repeats what was recorded, and the host launches one thing.
+
+A pass of a small model is hundreds of short kernels. To launch them takes the host several times as long as they run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pretrain.training.engine.gradient_sums import GradientSums
+from pretrain.training.optim.lists import foreach
+
+# From (the module's output, fp32 weights of its losses on the device) to (the loss, totals [n]).
+LossAndTotals = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+
+
+class PassGraphs:
+    """Passes of a module, recorded for each shape of its micro-batches.
+
+    The first pass of a shape is launched kernel by kernel, which compiles them; the second one is recorded. Recordings
+    share their memory: one is replayed at a time.
+    """
+
+    def __init__(self, module: nn.Module, sums: GradientSums) -> None:
+        self._module, self._sums = module, sums
+        self._parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        self._weights: Tensor | None = None  # of the losses; where recorded passes read them
+        self._seen: set[Any] = set()
+        self._recorded: dict[Any, _Recorded] = {}
+        self._pool: Any = None
+
+    def run(self, batch: Any, weights: Sequence[float], compute: LossAndTotals) -> Tensor:
+        """Add the gradients of one micro-batch to the sums, and return its totals.
+
+        Args:
+            batch: a dataclass of tensors on the device, `lengths` on the host, and nothing else that differs.
+            weights: of the losses, the same for all micro-batches of a step.
+            compute: the same function each time.
+        """
+        if self._weights is None:
+            device = next(value.device for value in vars(batch).values() if isinstance(value, Tensor))
+            self._weights = torch.zeros(len(weights), device=device)
+        for place, weight in zip(self._weights, weights, strict=True):
+            place.fill_(weight)
+        # The first gradients of a step replace what the sums hold.
+        key = self._sums.is_empty, shape_of(batch)
+        if key not in self._seen:
+            self._seen.add(key)
+            return self._pass(batch, compute)[0]
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            recorded = self._recorded[key] = self._record(of_one_shape(batch), compute)
+        else:
+            recorded.take(batch)
+            self._sums.mark(recorded.reached)
+        recorded.graph.replay()
+        return recorded.totals.clone()
+
+    def _pass(self, batch: Any, compute: LossAndTotals) -> tuple[Tensor, list[nn.Parameter]]:
+        """(totals, the parameters that have a gradient). The module's hooks on gradients do not run."""
+        assert self._weights is not None
+        # Autograd waits on the stream on which a leaf was first used, which must not be another one than the recorded:
+        # each pass has leaves of its own, with the parameters' memory.
+        leaves: dict[str, Tensor] = {name: nn.Parameter(one.detach()) for name, one in self._parameters.items()}
+        loss, totals = compute(torch.func.functional_call(self._module, leaves, batch), self._weights)
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        pairs = zip(self._parameters.values(), gradients, strict=True)
+        reached = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+        self._sums.add(reached)
+        return totals.detach(), [parameter for parameter, _ in reached]
+
+    def _record(self, batch: Any, compute: LossAndTotals) -> _Recorded:
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        # Threads that make batches allocate page-locked memory meanwhile, which other modes do not allow.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            totals, reached = self._pass(batch, compute)
+        return _Recorded(graph, batch, totals, reached)
+
+
+class _Recorded(NamedTuple):
+    """A recorded pass."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: Any  # which it reads
+    totals: Tensor  # which it writes
+    reached: list[nn.Parameter]  # that it adds a gradient of
+
+    def take(self, batch: Any) -> None:
+        """Copy a micro-batch of the same shape to where the recording reads it."""
+        mine, new = tensors_of(self.batch), tensors_of(batch)
+        foreach._foreach_copy_(list(mine.values()), list(new.values()))
+
+
+def tensors_of(batch: Any) -> dict[str, Tensor]:
+    """The fields of a batch that are tensors."""
+    return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+
+
+def of_one_shape(batch: Any) -> Any:
+    """A copy of a batch, whose lengths are all a bound that batches of its shape share."""
+    copies = {name: value.clone() for name, value in tensors_of(batch).items()}
+    return dataclasses.replace(batch, **copies, lengths=(_bound(batch.lengths),) * len(batch.lengths))
+
+
+def shape_of(batch: Any) -> Any:
+    """What two micro-batches that a recording serves have in common."""
+    return _bound(batch.lengths), *(tuple(value.shape) for value in tensors_of(batch).values())
+
+
+def _bound(lengths: Sequence[int]) -> int:
+    """The power of two that no sequence exceeds; attention's kernel needs no more than a bound."""
+    return 1 << (max(lengths) - 1).bit_length()

@@ -1,0 +1,402 @@
+"""On a real GPU: the losses, gradients, steps and runs of the CPU, and steps for which the host does not wait."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpora import make_corpus
+from tiny_checkpoints import make_bert, write_reviews
+from torch import Tensor
+
+from pretrain.batches.batch import MicroBatch, StepBatch
+from pretrain.batches.filler import with_filler
+from pretrain.bench.gpu import host_reads
+from pretrain.common.settings import dump
+from pretrain.common.worker import Worker
+from pretrain.config import ModelConfig, OptimizerConfig, PretrainConfig
+from pretrain.model.electra import ElectraModel
+from pretrain.model.heads import PretrainingModel
+from pretrain.objectives.masked import MaskedTokens
+from pretrain.training import session
+from pretrain.training.engine import Engine
+from pretrain.training.optim import make_optimizer, parameter_groups
+from tests.batches_by_hand import make_batch
+from tests.starts import pretraining, records, with_changes
+from tests.test_batches_loader import run_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+
+VOCABULARY = 1000
+LENGTHS = (40, 128, 9, 77)
+SIZES = {"size": "custom", "layers": 3, "hidden": 64, "heads": 2, "max_positions": 128, "hidden_dropout": 0.0}
+SHAPES: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "modernbert": {"family": "modernbert"},
+    "local": {"family": "modernbert", "local_attention": 16, "global_every": 2},
+    "gates": {"family": "modernbert", "attention_gate": "value", "qk_norm": True, "kv_heads": 1},
+    "relative": {"positions": "relative", "relative_buckets": 8, "relative_max_distance": 32},
+    "disentangled": {"family": "deberta"},
+    "sinusoidal": {"positions": "sinusoidal", "activation": "relu", "embedding": 32},
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw"},
+    "lamb": {"name": "lamb"},
+    "stable_adamw": {"name": "stable_adamw"},
+    "muon": {"name": "muon"},
+    "normuon": {"name": "muon", "normalised": True, "cautious_weight_decay": True},
+}
+GPU = torch.device("cuda")
+NO_LABELS = torch.zeros(0, dtype=torch.int64)
+
+
+@pytest.fixture(autouse=True)
+def _exact_products() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+    gc.collect()
+
+
+def make_model(changes: dict[str, Any], *, compile: bool = False) -> PretrainingModel:
+    """Weights away from their initialisation, so that biases and norms matter."""
+    torch.manual_seed(0)
+    shape = ModelConfig.model_validate({**SIZES, "attention_dropout": 0.0, **changes})
+    model = PretrainingModel(shape, VOCABULARY, compile=compile)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def loss_and_gradients(model: torch.nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """(loss, all gradients in one row), in fp32 on the CPU."""
+    output = model(batch)
+    loss = output.mlm_loss / len(batch.masked_rows) + output.nsp_loss / len(batch.lengths)
+    loss.backward()
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return loss.detach().float().cpu(), torch.cat([gradient.float().cpu().flatten() for gradient in gradients])
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_losses_and_gradients_are_those_of_the_cpu(shape: str, compile: bool) -> None:
+    batch = make_batch(LENGTHS, VOCABULARY)
+    loss, gradients = loss_and_gradients(make_model(SHAPES[shape]), batch)
+    for dtype, close in ((torch.float32, 1e-4), (torch.bfloat16, 3e-2)):
+        model = make_model(SHAPES[shape], compile=compile).to(GPU, dtype)
+        found, found_gradients = loss_and_gradients(model, batch.to(GPU))
+        assert distance(found, loss) < close
+        assert distance(found_gradients, gradients) < 3 * close
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sequence_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
+    """Flash attention, the head's rows and the losses see one sequence at a time."""
+    model = make_model({"family": "modernbert"}).to(GPU, dtype)
+    one, two = (make_batch([length], VOCABULARY, seed=length).to(GPU) for length in (70, 120))
+    alone = sum(float(model(batch).mlm_loss.detach()) for batch in (one, two))
+    joined = {
+        name: torch.cat([getattr(one, name), getattr(two, name)])
+        for name in ("input_ids", "token_types", "positions", "masked_labels", "nsp_labels", "token_keys")
+    }
+    together = dataclasses.replace(
+        one,
+        **joined,
+        cu_seqlens=torch.tensor([0, 70, 190], dtype=torch.int32, device=GPU),
+        masked_rows=torch.cat([one.masked_rows, two.masked_rows + 70]),
+        lengths=(70, 120),
+    )
+    assert float(model(together).mlm_loss.detach()) == pytest.approx(alone, rel=5e-3)
+
+
+def test_electra_has_the_losses_of_the_cpu() -> None:
+    shape = ModelConfig.model_validate({**SIZES, "attention_dropout": 0.0})
+    config = run_config(pairs={"objective": "none"}, electra={"generator_width": 0.5}, model=shape.model_dump())
+    torch.manual_seed(0)
+    model = ElectraModel(shape, VOCABULARY, settings=config.electra)
+    batch = make_batch(LENGTHS, VOCABULARY)
+    expected, found = model(batch), copy.deepcopy(model).to(GPU)(batch.to(GPU))
+    # Replaced tokens are drawn with a hash of their keys, so they are the same on every device.
+    for ours, theirs in zip(found, expected, strict=True):
+        if isinstance(theirs, Tensor) and theirs.is_floating_point():
+            torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_are_those_of_the_cpu(name: str) -> None:
+    settings = OptimizerConfig.model_validate(OPTIMIZERS[name])
+    weights = []
+    for device in (torch.device("cpu"), GPU):
+        model = make_model({}).to(device)
+        optimizer = make_optimizer(settings, parameter_groups(model.named_parameters(), 0.1))
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(device)
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2
+            optimizer.step()
+        start = torch.cat([p.detach().flatten() for p in make_model({}).parameters()])
+        weights.append(torch.cat([p.detach().cpu().flatten() for p in model.parameters()]) - start)
+    assert distance(weights[1], weights[0]) < (2e-2 if "mu" in name else 1e-4)  # Muon multiplies in bf16
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "fp32": {"precision": "fp32"},
+    "fp8": {"precision": "bf16", "fp8": True},
+    "stage 0": {"precision": "bf16", "zero_stage": 0},
+    "stage 2": {"precision": "bf16", "zero_stage": 2},
+    "checkpointing": {"precision": "bf16", "activation_checkpointing": True},
+}
+STEPS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    **{name: (engine, {}, {"name": "adamw"}) for name, engine in ENGINES.items()},
+    **{name: (ENGINES["bf16"], {}, optimizer) for name, optimizer in OPTIMIZERS.items() if name != "adamw"},
+    "modernbert": (ENGINES["bf16"], {"family": "modernbert"}, {"name": "muon"}),
+    "local": (ENGINES["bf16"], SHAPES["local"], {"name": "adamw"}),
+    "disentangled": (ENGINES["bf16"], SHAPES["disentangled"], {"name": "adamw"}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_model_learns_and_the_host_waits_for_nothing(name: str) -> None:
+    engine_section, model_section, optimizer = STEPS[name]
+    config = run_config(
+        engine={"micro_batch_tokens": 512, "zero_stage": 1, **engine_section},
+        model={**SIZES, **model_section},
+        optimizer=optimizer,
+    )
+    with session.process_group(Worker()):
+        config, device = session.choose_device(config, Worker())
+        objective = MaskedTokens(config, VOCABULARY)
+        engine = Engine(
+            objective.model,
+            lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay)),
+            config.engine,
+        )
+        engine.module.train()
+        batch = _step_batch(make_batch(LENGTHS, VOCABULARY)).to(device)
+        losses: list[Tensor] = []
+
+        def train() -> None:
+            output = engine.forward(batch.micro_batches[0])
+            loss = objective.loss(output, objective.loss_weights(batch))
+            engine.backward(loss, last=True)
+            engine.step(2e-3)
+            losses.append(loss.detach())
+
+        for _ in range(30):
+            train()
+        reads = host_reads(train) if config.engine.precision != "fp16" else {}
+        engine.close()
+    assert reads == {}
+    assert float(losses[-1]) < float(losses[0]) - 0.2
+
+
+def _step_batch(micro: MicroBatch) -> StepBatch:
+    return StepBatch((micro,), len(micro.lengths), sum(micro.lengths), len(micro.masked_rows), 0, 0)
+
+
+def test_new_lengths_do_not_compile_again() -> None:
+    model = make_model({"family": "modernbert"}, compile=True).to(GPU, torch.bfloat16)
+    batches = [
+        make_batch(lengths, VOCABULARY).to(GPU) for lengths in ((40, 128), (9, 9, 77), (128,) * 4, (33,), (30, 20))
+    ]
+    for batch in batches[:2]:
+        loss_and_gradients(model, batch)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for batch in batches:
+            loss_and_gradients(model, batch)
+
+
+def trained(*, graphs: bool, optimizer: dict[str, Any]) -> tuple[Tensor, list[float], dict[str, int]]:
+    """(all weights, the loss of each step, host reads of the last step); steps have one or two micro-batches."""
+    config = run_config(
+        engine={"micro_batch_tokens": 512, "cuda_graphs": graphs, "static_shapes": True},
+        model={**SIZES, "family": "modernbert", "attention_dropout": 0.0},
+        optimizer=optimizer,
+        pairs={"objective": "none"},
+    )
+    with session.process_group(Worker()):
+        config, device = session.choose_device(config, Worker())
+        torch.manual_seed(0)
+        objective = MaskedTokens(config, VOCABULARY)
+        engine = Engine(
+            objective.model,
+            lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay)),
+            config.engine,
+        )
+        engine.module.train()
+        sums: list[Tensor] = []
+
+        def loss_and_totals(output: Any, weights: Tensor) -> tuple[Tensor, Tensor]:
+            return objective.loss(output, weights), objective.totals(output)
+
+        def train(number: int) -> None:
+            step = _step_batch(batches[number % 3])
+            weights = objective.loss_weights(step)
+            for position in range(1 + number % 2):
+                micro, last = batches[(number + position) % 3].to(device), position == number % 2
+                if engine.records_passes:
+                    sums.append(engine.recorded_pass(micro, weights, loss_and_totals, last=last))
+                else:
+                    output = engine.forward(micro)
+                    engine.backward(objective.loss(output, weights), last=last)
+                    sums.append(objective.totals(output).detach())
+            engine.step(2e-3)
+
+        for number in range(18):
+            several = [(100, 100, 120), (101, 104, 115), (60, 70, 128)]
+            batches = [
+                with_filler(
+                    dataclasses.replace(make_batch(lengths, VOCABULARY, seed=number), nsp_labels=NO_LABELS), 128
+                )
+                for lengths in several
+            ]
+            train(number)
+        reads = host_reads(lambda: train(18))
+        with engine.whole_parameters() as parameters:
+            weights = torch.cat([parameter.float().flatten() for parameter in parameters.values()]).cpu()
+        engine.close()
+    return weights, [float(one[0]) for one in sums], reads
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_recorded_passes_train_as_launched_ones(name: str) -> None:
+    (recorded, losses, reads), (launched, expected, _) = (
+        trained(graphs=graphs, optimizer=OPTIMIZERS[name]) for graphs in (True, False)
+    )
+    assert reads == {}
+    assert losses == pytest.approx(expected, rel=1e-2)
+    assert distance(recorded, launched) < 1e-2
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of 12 steps: whole on the GPU, in two parts, with filler, and on the CPU."""
+    root = tmp_path_factory.mktemp("gpu-runs")
+    make_corpus(root / "corpus", vocabulary_size=300)
+    common = {"engine__precision": "bf16", "engine__compile": True, "model__hidden": 64, "optimizer__name": "muon"}
+    common |= {"evaluation__every_steps": 6, "checkpoint__every_steps": 6}
+    for name, changes in {
+        "whole": common,
+        "parts": common,
+        "static": {**common, "engine__static_shapes": True},
+        "graphs": {**common, "engine__cuda_graphs": True},
+        "gpu32": {**common, "engine__precision": "fp32", "model__attention_dropout": 0.0, "model__hidden_dropout": 0.0},
+        "cpu32": {**common, "engine__precision": "fp32", "model__attention_dropout": 0.0, "model__hidden_dropout": 0.0},
+    }.items():
+        values = pretraining(root / "corpus", root / name, [(32, 16, 8), (64, 16, 4)], **changes)
+        (root / f"{name}.yaml").write_text(dump(PretrainConfig.model_validate(values)), encoding="utf-8")
+    processes = [_pretrain(root, name) for name in ("whole", "static", "graphs", "gpu32")]
+    processes += [_pretrain(root, "cpu32", CUDA_VISIBLE_DEVICES=""), _pretrain(root, "parts", stop=True)]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0, 0, 0, 75], "\n".join(outputs)[-3000:]
+    rest = _pretrain(root, "parts", "--resume")
+    output = rest.communicate(timeout=300)[0]
+    assert rest.returncode == 0, output
+    return root
+
+
+def _pretrain(root: Path, name: str, *options: str, stop: bool = False, **environment: str) -> subprocess.Popen[str]:
+    if stop:  # read after the first step
+        (root / name).mkdir()
+        code = "import sys, tests.test_gpu as t; sys.exit(t.stopped_run(sys.argv[1]))"
+    else:
+        code = "import sys; from pretrain.__main__ import main; sys.exit(main(['pretrain', *sys.argv[1:], '--no-ray']))"
+    arguments = [sys.executable, "-c", code, str(root / f"{name}.yaml"), *options]
+    return subprocess.Popen(
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join([*sys.path, "tests"])},
+        cwd=Path(__file__).parents[1],
+    )
+
+
+def stopped_run(path: str) -> int:
+    """Train until the fifth step, in this process."""
+    from pretrain import train
+    from pretrain.common.errors import StoppedError
+    from pretrain.config import load_config
+    from tests.starts import _StopsAt
+
+    try:
+        train.main({"config": load_config(Path(path)).model_dump(mode="json"), "resume": False}, _StopsAt(step=5))
+    except StoppedError:
+        return 75
+    return 0
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [record["loss"] for record in records(folder)]
+
+
+def test_a_run_in_parts_has_the_losses_of_a_whole_one(runs: Path) -> None:
+    # Not bit for bit: flash attention's backward pass adds in any order.
+    assert losses_of(runs / "parts") == pytest.approx(losses_of(runs / "whole"), rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["static", "graphs"])
+def test_filler_and_graphs_change_no_loss_beyond_rounding(runs: Path, name: str) -> None:
+    assert losses_of(runs / name) == pytest.approx(losses_of(runs / "whole"), rel=2e-2)
+
+
+def test_a_run_in_fp32_has_the_losses_of_the_cpu(runs: Path) -> None:
+    # TF32 products on the GPU.
+    assert losses_of(runs / "gpu32") == pytest.approx(losses_of(runs / "cpu32"), rel=5e-3)
+    record = records(runs / "gpu32")[-1]
+    assert record["tokens"] == records(runs / "cpu32")[-1]["tokens"]
+    environment = json.loads((runs / "gpu32" / "environment.json").read_text())
+    assert torch.cuda.get_device_name() in json.dumps(environment)
+
+
+def test_a_fine_tuned_model_predicts_what_it_does_on_the_cpu(tmp_path: Path) -> None:
+    make_bert(tmp_path / "bert")
+    write_reviews(tmp_path, train=160, dev=40)
+    values: dict[str, Any] = {
+        "name": "reviews",
+        "run_dir": str(tmp_path / "reviews"),
+        "start_from": str(tmp_path / "bert"),
+        "max_length": 32,
+        "classification": {"train": str(tmp_path / "train.jsonl"), "dev": str(tmp_path / "dev.jsonl")},
+        "training": {"examples_per_step": 16, "learning_rate": 1e-2, "epochs": 3.0},
+        "tracking": {"log_every_steps": 1, "wandb": "off"},
+    }
+    from finetune.config import FinetuneConfig
+
+    config = FinetuneConfig.model_validate(with_changes(values, {}))
+    (tmp_path / "reviews.yaml").write_text(dump(config), encoding="utf-8")
+    code = "import sys; from finetune.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    answers = []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    subprocess.run([*command, "finetune", str(tmp_path / "reviews.yaml"), "--no-ray"], check=True, env=environment)
+    for devices in ({}, {"CUDA_VISIBLE_DEVICES": ""}):
+        done = subprocess.run(
+            [*command, "predict", str(tmp_path / "reviews"), "--text", "the film was fine and it is the end"],
+            check=True,
+            env={**environment, **devices},
+            capture_output=True,
+            text=True,
+        )
+        answers.append(json.loads(done.stdout.splitlines()[0]))
+    assert answers[0]["label"] == answers[1]["label"]
