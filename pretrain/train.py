@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.exchange import Exchange
-from pretrain.batches.filler import with_filler
+from pretrain.batches.filler import rounding_of, with_filler
 from pretrain.batches.loader import BatchMaker, Loader, validation_batches
 from pretrain.checkpoint import hf
 from pretrain.common.addresses import is_remote
@@ -177,8 +177,8 @@ class Pretraining:
     def largest(self) -> StepBatch:
         lengths = full_lengths(self._config, self._engine.world_size)
         batch = full_batch(self._config, lengths, self._shards.vocabulary_size)
-        if self._config.engine.static_shapes:
-            batch = with_filler(batch, max(lengths))
+        if rounding := rounding_of(self._config.engine):
+            batch = with_filler(batch, max(lengths), rounding)
         step = StepBatch((batch,), len(lengths), sum(lengths), batch.targets, epoch=0, first_sample=0)
         return step.to(self._device)
 

@@ -17,6 +17,7 @@ from pretrain.training import loop
 from pretrain.training.engine import Engine, StepResult, buckets, gradient_sums
 from pretrain.training.engine.gradient_sums import GradientSums
 from pretrain.training.optim import make_optimizer, parameter_groups
+from pretrain.training.passes import Passes
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
 from tests.test_engine import (
@@ -234,13 +235,15 @@ def test_the_sums_of_a_step_do_not_wait_for_its_gathers() -> None:
         return lambda *_, **__: calls.append(name) or result
 
     one = torch.ones(1)
-    engine = SimpleNamespace(
+    engine: Any = SimpleNamespace(
         forward=noted("forward", one),
         backward=noted("backward", None),
         step=noted("step", StepResult(torch.tensor(2.0, dtype=torch.float64))),
         sum_over_workers=lambda values: calls.append("sum") or values,
+        records_passes=False,
     )
-    task = SimpleNamespace(
+    task: Any = SimpleNamespace(
+        loss_weights=lambda _: (1.0,),
         loss=lambda *_: one,
         totals=lambda *_: one,
         flops=lambda _: 1.0,
@@ -254,6 +257,7 @@ def test_the_sums_of_a_step_do_not_wait_for_its_gathers() -> None:
         stragglers=SimpleNamespace(forward=contextlib.nullcontext, waited=0.0),
         saver=SimpleNamespace(failed=False),
         stalled_before=0.0,
+        passes=Passes(engine, task),
     )
     launched = loop._Fit.launch_step(fit, 0, SimpleNamespace(micro_batches=(1, 2), epoch=0), False)
     assert calls == ["forward", "backward"] * 2 + ["sum", "step"]

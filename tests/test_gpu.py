@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -9,9 +10,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tiny_checkpoints import make_bert, write_reviews
 from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch, StepBatch
-from pretrain.batches.filler import with_filler
+from pretrain.batches.filler import COARSE, with_filler
 from pretrain.bench.gpu import host_reads
 from pretrain.common.settings import dump
 from pretrain.common.worker import Worker
@@ -31,6 +32,7 @@ from pretrain.objectives.masked import MaskedTokens
 from pretrain.training import session
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
+from pretrain.training.passes import Passes
 from tests.batches_by_hand import make_batch
 from tests.starts import pretraining, records, with_changes
 from tests.test_batches_loader import run_config
@@ -57,6 +59,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "normuon": {"name": "muon", "normalised": True, "cautious_weight_decay": True},
 }
 GPU = torch.device("cuda")
+Run = Callable[..., Tensor]
 NO_LABELS = torch.zeros(0, dtype=torch.int64)
 
 
@@ -226,14 +229,11 @@ def test_new_lengths_do_not_compile_again() -> None:
             loss_and_gradients(model, batch)
 
 
-def trained(*, graphs: bool, optimizer: dict[str, Any]) -> tuple[Tensor, list[float], dict[str, int]]:
-    """(all weights, the loss of each step, host reads of the last step); steps have one or two micro-batches."""
-    config = run_config(
-        engine={"micro_batch_tokens": 512, "cuda_graphs": graphs, "static_shapes": True},
-        model={**SIZES, "family": "modernbert", "attention_dropout": 0.0},
-        optimizer=optimizer,
-        pairs={"objective": "none"},
-    )
+@contextlib.contextmanager
+def recording(*, graphs: bool = True, **sections: Any) -> Iterator[tuple[Engine, Run]]:
+    """An engine, and what runs a micro-batch and returns its totals; with `sections` of the config."""
+    engine_section = {"micro_batch_tokens": 512, "cuda_graphs": graphs, "static_shapes": True}
+    config = run_config(engine=engine_section, **sections)
     with session.process_group(Worker()):
         config, device = session.choose_device(config, Worker())
         torch.manual_seed(0)
@@ -244,48 +244,74 @@ def trained(*, graphs: bool, optimizer: dict[str, Any]) -> tuple[Tensor, list[fl
             config.engine,
         )
         engine.module.train()
-        sums: list[Tensor] = []
+        passes = Passes(engine, cast(Any, objective))
 
-        def loss_and_totals(output: Any, weights: Tensor) -> tuple[Tensor, Tensor]:
-            return objective.loss(output, weights), objective.totals(output)
+        def run(micro: MicroBatch, *, last: bool) -> Tensor:
+            weights = objective.loss_weights(_step_batch(micro))
+            return passes.run(micro.to(device), weights, last=last)
 
-        def train(number: int) -> None:
-            step = _step_batch(batches[number % 3])
-            weights = objective.loss_weights(step)
-            for position in range(1 + number % 2):
-                micro, last = batches[(number + position) % 3].to(device), position == number % 2
-                if engine.records_passes:
-                    sums.append(engine.recorded_pass(micro, weights, loss_and_totals, last=last))
-                else:
-                    output = engine.forward(micro)
-                    engine.backward(objective.loss(output, weights), last=last)
-                    sums.append(objective.totals(output).detach())
-            engine.step(2e-3)
-
-        for number in range(18):
-            several = [(100, 100, 120), (101, 104, 115), (60, 70, 128)]
-            batches = [
-                with_filler(
-                    dataclasses.replace(make_batch(lengths, VOCABULARY, seed=number), nsp_labels=NO_LABELS), 128
-                )
-                for lengths in several
-            ]
-            train(number)
-        reads = host_reads(lambda: train(18))
-        with engine.whole_parameters() as parameters:
-            weights = torch.cat([parameter.float().flatten() for parameter in parameters.values()]).cpu()
+        yield engine, run
         engine.close()
-    return weights, [float(one[0]) for one in sums], reads
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+def rounded(lengths: tuple[int, ...], seed: int, *, pairs: bool = False) -> MicroBatch:
+    batch = make_batch(lengths, VOCABULARY, seed=seed)
+    return with_filler(batch if pairs else dataclasses.replace(batch, nsp_labels=NO_LABELS), 128, COARSE)
+
+
+RECORDED: dict[str, dict[str, Any]] = {
+    "adamw": {"model": {"family": "modernbert"}, "optimizer": {"name": "adamw"}},
+    "muon": {"model": {"family": "modernbert"}, "optimizer": {"name": "muon"}},
+    "pairs": {"model": {}, "pairs": {"objective": "nsp"}},
+    "bigrams": {"model": {"family": "modernbert", "bigram_rows": 512, "tied_decoder": False}},
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
 def test_recorded_passes_train_as_launched_ones(name: str) -> None:
-    (recorded, losses, reads), (launched, expected, _) = (
-        trained(graphs=graphs, optimizer=OPTIMIZERS[name]) for graphs in (True, False)
-    )
-    assert reads == {}
-    assert losses == pytest.approx(expected, rel=1e-2)
-    assert distance(recorded, launched) < 1e-2
+    sections = {"pairs": {"objective": "none"}, **RECORDED[name]}
+    sections["model"] = {**SIZES, "attention_dropout": 0.0, **sections["model"]}
+    several, found = ((100, 100, 120), (101, 104, 115), (60, 70, 128)), {}
+    for graphs in (True, False):
+        with recording(graphs=graphs, **sections) as (engine, run):
+            totals: list[Tensor] = []
+
+            def train(number: int, engine: Engine = engine, run: Run = run, totals: list[Tensor] = totals) -> None:
+                for position in range(1 + number % 2):
+                    lengths = several[(number + position) % 3]
+                    batch = rounded(lengths, 10 * number + position, pairs=name == "pairs")
+                    totals.append(run(batch, last=position == number % 2))
+                engine.step(2e-3)
+
+            for number in range(24):
+                train(number)
+            before = engine._graphs.replayed if engine._graphs else 0
+            reads = host_reads(lambda train=train: train(24))
+            if graphs:
+                assert engine._graphs is not None
+                assert 2 <= engine._graphs.recorded < before < engine._graphs.replayed
+                assert reads == {}
+            with engine.whole_parameters() as parameters:
+                weights = torch.cat([parameter.float().flatten() for parameter in parameters.values()]).cpu()
+            found[graphs] = weights, [float(one[0]) for one in totals]
+    assert found[True][1] == pytest.approx(found[False][1], rel=1e-2)
+    assert distance(found[True][0], found[False][0]) < 1e-2
+
+
+def test_a_recorded_dropout_is_another_in_each_replay() -> None:
+    model = {**SIZES, "family": "modernbert", "attention_dropout": 0.5}
+    batch, losses = rounded((100, 100, 120), 0), []
+    with recording(model=model, pairs={"objective": "none"}) as (engine, run):
+        for seed in (1, 1, 1, 7, 7, 8):
+            if seed > 1:
+                engine.seed_device(seed, 0)
+            losses.append(float(run(batch, last=True)[0]))
+            engine.step(0.0)
+        assert engine._graphs is not None
+        assert engine._graphs.replayed == 4
+    assert losses[3] == pytest.approx(losses[4], rel=1e-5), "the same seed"
+    assert abs(losses[5] - losses[4]) > 1e-3 * losses[4]
+    assert abs(losses[3] - losses[2]) > 1e-3 * losses[2]
 
 
 @pytest.fixture(scope="module")

@@ -21,15 +21,13 @@ from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
 
 SHAPE = ModelConfig(size="custom", layers=2, hidden=32, heads=2, max_positions=64, hidden_dropout=0.1)
-VOCABULARY, RATE, STEPS = 101, 1e-2, 6
+VOCABULARY, RATE, STEPS = 101, 1e-2, 9
 # Two shapes, with other lengths and tokens in each step; the number of micro-batches differs.
 LENGTHS = ((20, 20, 23), (18, 22, 23), (7, 12, 40, 41))
 
 
 class RepeatedPasses(PassGraphs):
     """Recording changes no tensor, and a replay none of Python's state: as with CUDA graphs."""
-
-    replays = 0
 
     def run(self, batch: Any, weights: Any, compute: Any) -> Tensor:
         self.lengths = batch.lengths
@@ -50,7 +48,6 @@ class RepeatedPasses(PassGraphs):
             bucket._sums.copy_(before)
 
         def replay() -> None:
-            self.replays += 1
             assert self._weights is weights_read
             after = [set(bucket.filled) for bucket in buckets]
             for bucket, before in zip(buckets, filled, strict=True):
@@ -94,7 +91,10 @@ def trained(recorded: bool) -> tuple[list[Tensor], list[Tensor], int]:
         for position in range(count):
             batch, last = batch_of(step, position, engine.rank), position == count - 1
             if engine.records_passes:
-                totals.append(engine.recorded_pass(batch, weights, loss_and_totals, last=last))
+                engine.await_weights()
+                totals.append(engine.recorded_pass(batch, weights, loss_and_totals))
+                if last:
+                    engine.send_gradients()
             else:
                 loss, of_batch = loss_and_totals(engine.forward(batch), weights)
                 engine.backward(loss, last=last)
@@ -102,8 +102,9 @@ def trained(recorded: bool) -> tuple[list[Tensor], list[Tensor], int]:
         engine.step(RATE)
     with engine.whole_parameters() as parameters:
         whole = [parameter.clone() for parameter in parameters.values()]
+    assert (engine._graphs is None) is not recorded
     engine.close()
-    return whole, totals, graphs.replays
+    return whole, totals, graphs.replayed
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -130,13 +131,13 @@ def test_what_one_recording_serves() -> None:
     [
         ({"static_shapes": False}, "static_shapes is false"),
         ({"zero_stage": 2}, "zero_stage is 2"),
-        ({"precision": "fp32"}, "precision is fp32"),
+        ({"deepspeed": {"timers": {}}}, "deepspeed.timers is given"),
         ({"activation_checkpointing": True}, "activation_checkpointing is true"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(section: dict[str, Any], found: str) -> None:
     assert EngineConfig.model_validate({"cuda_graphs": True}).static_shapes
-    with pytest.raises(ValueError, match=f"no activation_checkpointing; {found}"):
+    with pytest.raises(ValueError, match=f"timers and profilers; {found}"):
         EngineConfig.model_validate({"cuda_graphs": True, **section})
 
 
@@ -157,3 +158,22 @@ def test_graphs_need_flash_attention(model: dict[str, Any], fits: bool) -> None:
         return
     with pytest.raises(ValueError, match="needs flash attention"):
         run_config(engine={"cuda_graphs": True, "micro_batch_tokens": 512}, model=model)
+
+
+def test_the_precision_is_checked_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's config.yaml has the resolved precision, and must be read on any machine."""
+    from pretrain.common.errors import MachineError
+    from pretrain.config import changed_for_resume
+    from pretrain.training import session
+    from tests.test_batches_loader import run_config
+
+    config = run_config(engine={"cuda_graphs": True, "precision": "fp32", "micro_batch_tokens": 512})
+    assert run_config(engine=config.engine.model_dump(mode="json")) == config
+    without = run_config(engine={"precision": "fp32", "micro_batch_tokens": 512})
+    assert not changed_for_resume(config, without)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
+    session._check_device(config, torch.device("cpu"))
+    with pytest.raises(MachineError, match=r"engine\.cuda_graphs needs bf16; this run computes in fp32"):
+        session._check_device(config, torch.device("cuda"))

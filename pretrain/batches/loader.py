@@ -26,7 +26,7 @@ from pretrain.batches import dealing
 from pretrain.batches.batch import MicroBatch, StepBatch, pinned
 from pretrain.batches.causal import is_causal, with_causal_targets
 from pretrain.batches.exchange import Counts, Exchange
-from pretrain.batches.filler import with_filler
+from pretrain.batches.filler import rounding_of, with_filler
 from pretrain.batches.masking import Masker
 from pretrain.batches.pairs import SamplePlan, Sampler
 from pretrain.common.errors import InputError
@@ -271,7 +271,7 @@ class BatchMaker:
         self._shares = (last, last) if held_out else config.masking_shares(phase)
         self._causal_share = 0.0 if held_out else settings.causal_share
         self._shift = config.masking.shifted_targets
-        self._filled = config.engine.static_shapes and not held_out
+        self._rounding = None if held_out else rounding_of(config.engine)
         self._phase_sequences = settings.sequences
         weights = None if held_out else settings.weights
         self._sampler = Sampler(shards, config.pairs, sequence_length=length, seed=seed, phase=phase, weights=weights)
@@ -382,7 +382,7 @@ class BatchMaker:
             causal=int(causal.sum()),
             causal_targets=causal_targets,
         )
-        return with_filler(batch, self._length) if self._filled else batch
+        return with_filler(batch, self._length, self._rounding) if self._rounding else batch
 
     def _masked(self, plan: SamplePlan) -> int:
         """Masked tokens of these samples."""

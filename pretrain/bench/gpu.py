@@ -218,7 +218,9 @@ def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int)
 
     def train() -> None:
         if engine.records_passes:
-            engine.recorded_pass(batch.micro_batches[0], weights, loss_and_totals, last=True)
+            engine.await_weights()
+            engine.recorded_pass(batch.micro_batches[0], weights, loss_and_totals)
+            engine.send_gradients()
         else:
             engine.backward(objective.loss(engine.forward(batch.micro_batches[0]), weights), last=True)
         engine.step(_RATE)

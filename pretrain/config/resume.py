@@ -22,6 +22,9 @@ FREE_ON_RESUME = (
     "engine.micro_batch_tokens",
     "engine.activation_checkpointing",
     "engine.compile",
+    # Filler is no sample.
+    "engine.static_shapes",
+    "engine.cuda_graphs",
     "engine.max_bad_steps",
 )
 """Settings that a resumed run of any kind may change: none affects which samples are used or how they are weighted."""

@@ -265,8 +265,9 @@ class PretrainConfig(RunConfig):
     def _check_shapes(self) -> PretrainConfig:
         second = "electra" if self.electra.is_on else "distillation" if self.distillation.teacher else ""
         if self.engine.static_shapes and (other := "phases.*.causal_share" if self.has_causal else second):
+            setting = "cuda_graphs" if self.engine.cuda_graphs else "static_shapes"
             raise ValueError(
-                f"engine.static_shapes does not fit {other}: only the masked language modelling of one model leaves "
+                f"engine.{setting} does not fit {other}: only the masked language modelling of one model leaves "
                 "filler out of its loss. Set it to false"
             )
         if self.engine.cuda_graphs and not self.model.fits_flash_attention:

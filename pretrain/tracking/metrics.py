@@ -63,7 +63,10 @@ TRAINING_METRICS: dict[str, Metric] = {
     "seconds": Metric("s", "Training time so far, over all starts of the run."),
     "evaluation_seconds": Metric("s", "Time spent on evaluations since the last record; not part of seconds."),
     "checkpoint_seconds": Metric("s", "Time that training waited for checkpoints since the last record."),
-    "rank_forward_seconds": Metric("s", "Per rank: mean time of a forward pass since the last record."),
+    "rank_forward_seconds": Metric(
+        "s",
+        "Per rank: mean time of a forward pass since the last record; with `engine.cuda_graphs`, of both passes.",
+    ),
     "rank_wait_seconds": Metric("s", "Per rank: time spent waiting for batches since the last record."),
     "skipped_steps": Metric("steps", "Steps skipped so far because of NaN or infinite gradients."),
     "memory_bytes": Metric("bytes", "Peak memory of worker 0."),

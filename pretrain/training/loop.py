@@ -24,6 +24,7 @@ from pretrain.common.errors import DivergedError, StoppedError
 from pretrain.common.transfers import OnItsWay, to_device, to_host
 from pretrain.common.wording import counted
 from pretrain.training.engine import Engine
+from pretrain.training.passes import Passes
 from pretrain.training.plan import TrainingPlan
 from pretrain.training.progress import AveragedWeights, Progress, Window, checkpoint_state, restore
 from pretrain.training.session import newest_checkpoint, stored_run
@@ -185,6 +186,7 @@ class _Fit(Generic[S]):
         )
         self.stopwatch = _Stopwatch()
         self.stragglers = RankTimes(engine, plan.config.tracking.straggler_factor)
+        self.passes = Passes(engine, task, self.stragglers.forward)
         self.scale_search = _LossScaleSearch()
         self.stalled_before = task.stalled_seconds()
         self.rate, self.epoch, self.norm = 0.0, 0, 0.0  # of the last step
@@ -280,7 +282,7 @@ class _Fit(Generic[S]):
         totals: Tensor | None = None
         flops, weights = 0.0, task.loss_weights(step)
         for position, micro_batch in enumerate(step.micro_batches):
-            part = self.launch_pass(micro_batch, weights, last=position == len(step.micro_batches) - 1)
+            part = self.passes.run(micro_batch, weights, last=position == len(step.micro_batches) - 1)
             totals = part if totals is None else totals + part
             flops += task.flops(micro_batch)
         assert totals is not None
@@ -297,20 +299,6 @@ class _Fit(Generic[S]):
         result = engine.step(rate)
         numbers = torch.cat([shared, result.norm.to(shared).view(1)])
         return LaunchedStep(number, step, rate, task.validation_set(), to_host(numbers))
-
-    def launch_pass(self, micro_batch: Any, weights: tuple[float, ...], *, last: bool) -> Tensor:
-        """Launch forward and backward pass of a micro-batch, `last` of the step or not; its totals."""
-        engine, task = self.engine, self.task
-        if engine.records_passes:
-            with self.stragglers.forward():
-                return engine.recorded_pass(micro_batch, weights, self.loss_and_totals, last=last)
-        with self.stragglers.forward():
-            output = engine.forward(micro_batch)
-        engine.backward(task.loss(output, weights), last=last)
-        return task.totals(output).detach()
-
-    def loss_and_totals(self, output: Any, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return self.task.loss(output, weights), self.task.totals(output)
 
     def read_step(self, launched: LaunchedStep[S]) -> StepOutcome:
         """Wait for the numbers of a step, and add it to the progress."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 
 from pretrain.checkpoint import store
 from pretrain.common.errors import MachineError
-from pretrain.training.engine import Engine
+from pretrain.training.engine import LAUNCHED, Engine
+from pretrain.training.passes import Passes
 from pretrain.training.progress import Progress, checkpoint_state, restore
 from pretrain.training.task import S, TrainingTask
 
@@ -30,16 +32,26 @@ def rehearse(
         state = checkpoint_state(engine, progress, extra_state)
         store.save(checkpoints, progress.step, engine.fragments(), state, engine)
     engine.module.train()
-    step = task.largest()
+    step, passes = task.largest(), Passes(engine, task)
+    weights = task.loss_weights(step)
     try:
         # A second micro-batch needs memory besides the first one's gradients; a resumed run has tested that before.
-        for last in (True,) if progress.step else (False, True):
-            output = engine.forward(step.micro_batches[0])
-            engine.backward(task.loss(output, task.loss_weights(step)), last=last)
-        engine.step(learning_rate=0.0)
+        lasts = (True,) if progress.step else (False, True)
+        if engine.records_passes:  # other shapes will be launched while recordings keep their memory
+            for _ in range(LAUNCHED + 1):
+                _take_step(engine, passes.run, step.micro_batches[0], weights, lasts)
+        _take_step(engine, passes.launch, step.micro_batches[0], weights, lasts)
     except torch.OutOfMemoryError as error:
         raise MachineError(
             "engine.micro_batch_tokens: the largest micro-batch does not fit the device. Lower it, or use a higher "
             "engine.zero_stage or engine.activation_checkpointing."
         ) from error
     restore(engine, checkpoint)
+
+
+def _take_step(
+    engine: Engine, run: Callable[..., Any], micro_batch: Any, weights: Sequence[float], lasts: Sequence[bool]
+) -> None:
+    for last in lasts:
+        run(micro_batch, weights, last=last)
+    engine.step(learning_rate=0.0)

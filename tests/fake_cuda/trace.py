@@ -159,12 +159,13 @@ def batch_of(case: dict[str, Any]) -> Any:
 def fit_of(engine: Any) -> Any:
     """The loop's state, as far as it launches steps."""
     from pretrain.training.loop import _Fit
+    from pretrain.training.passes import Passes
     from pretrain.training.stragglers import RankTimes
 
     fit: Any = object.__new__(_Fit)
     fit.engine, fit.stragglers, fit.stalled_before = engine, RankTimes(engine, 1.5), 0.0
     fit.plan, fit.saver = SimpleNamespace(learning_rate=lambda _: 1e-3), SimpleNamespace(failed=False)
-    fit.task = SimpleNamespace(
+    task: Any = SimpleNamespace(
         loss_weights=lambda _: (0.01,),
         loss=lambda output, weights: loss_of(output) * weights[0],
         totals=lambda output: loss_of(output)[None],
@@ -172,6 +173,7 @@ def fit_of(engine: Any) -> Any:
         stalled_seconds=lambda: 0.0,
         validation_set=lambda: "",
     )
+    fit.task, fit.passes = task, Passes(engine, task, fit.stragglers.forward)
     return fit
 
 

@@ -194,8 +194,8 @@ class Engine:
         """Whether passes are recorded as CUDA graphs, with `recorded_pass` in place of `forward` and `backward`."""
         return self._graphs is not None
 
-    def recorded_pass(self, batch: Any, weights: Sequence[float], compute: LossAndTotals, *, last: bool) -> Tensor:
-        """Forward and backward pass of a micro-batch, `last` of the step or not.
+    def recorded_pass(self, batch: Any, weights: Sequence[float], compute: LossAndTotals) -> Tensor:
+        """Forward and backward pass of a micro-batch, between `await_weights` and `send_gradients`.
 
         Args:
             batch: of few different shapes, on the device.
@@ -207,15 +207,19 @@ class Engine:
             The totals.
         """
         assert self._graphs is not None
-        assert self._sums is not None
         self.beat()
+        return self._graphs.run(batch, weights, compute)
+
+    def await_weights(self) -> None:
+        """Before a recorded pass: wait until all weights are those of the last step."""
         self._layout.settle()
-        self._deepspeed.set_gradient_accumulation_boundary(last)
-        totals = self._graphs.run(batch, weights, compute)
-        if last:
-            self._sums.begin_backward(last=True)
-            self._sums.end_backward()
-        return totals
+
+    def send_gradients(self) -> None:
+        """After the recorded passes of a step."""
+        assert self._sums is not None
+        self._deepspeed.set_gradient_accumulation_boundary(True)
+        self._sums.begin_backward(last=True)
+        self._sums.end_backward()
 
     def _own_loss_scale(self) -> float:
         """fp16's scale of the loss, where DeepSpeed leaves it to us."""
@@ -351,6 +355,8 @@ class Engine:
 
     def peak_memory_bytes(self) -> int:
         """Peak memory of this worker: device memory on CUDA, resident set elsewhere."""
+        if self.records_passes:  # recordings keep memory that nothing has allocated
+            return torch.cuda.max_memory_reserved(self.device)
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -358,6 +364,7 @@ class Engine:
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers."""
         self._layout.settle()
+        self._graphs = None
         self._deepspeed.destroy()
         gc.collect()
 

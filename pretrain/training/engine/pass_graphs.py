@@ -6,6 +6,7 @@ A pass of a small model is hundreds of short kernels. To launch them takes the h
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from pretrain.training.engine.gradient_sums import GradientSums
 from pretrain.training.optim.lists import foreach
 
+LAUNCHED = 2  # passes of a shape before one is recorded: rare shapes are not worth it
+_MOST = 64  # recordings at a time
+
 # From (the module's output, fp32 weights of its losses on the device) to (the loss, totals [n]).
 LossAndTotals = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
@@ -22,15 +26,21 @@ LossAndTotals = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 class PassGraphs:
     """Passes of a module, recorded for each shape of its micro-batches.
 
-    The first pass of a shape is launched kernel by kernel, which compiles them; the second one is recorded. Recordings
-    share their memory: one is replayed at a time.
+    The first passes of a shape are launched kernel by kernel, which compiles them; the next one is recorded. Recordings
+    share their memory: one is replayed at a time. They keep it beside that of passes which are launched.
+
+    Attributes:
+        recorded: how many passes were recorded.
+        replayed: how many were replayed.
     """
+
+    recorded = replayed = 0
 
     def __init__(self, module: nn.Module, sums: GradientSums) -> None:
         self._module, self._sums = module, sums
         self._parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
         self._weights: Tensor | None = None  # of the losses; where recorded passes read them
-        self._seen: set[Any] = set()
+        self._launched: Counter[Any] = Counter()
         self._recorded: dict[Any, _Recorded] = {}
         self._pool: Any = None
 
@@ -38,7 +48,7 @@ class PassGraphs:
         """Add the gradients of one micro-batch to the sums, and return its totals.
 
         Args:
-            batch: a dataclass of tensors on the device, `lengths` on the host, and nothing else that differs.
+            batch: a dataclass of tensors on the device and `lengths` on the host; no other field may vary.
             weights: of the losses, the same for all micro-batches of a step.
             compute: the same function each time.
         """
@@ -49,16 +59,21 @@ class PassGraphs:
             place.fill_(weight)
         # The first gradients of a step replace what the sums hold.
         key = self._sums.is_empty, shape_of(batch)
-        if key not in self._seen:
-            self._seen.add(key)
+        if self._launched[key] < LAUNCHED:
+            self._launched[key] += 1
             return self._pass(batch, compute)[0]
-        recorded = self._recorded.get(key)
+        recorded = self._recorded.pop(key, None)
         if recorded is None:
-            recorded = self._recorded[key] = self._record(of_one_shape(batch), compute)
+            if len(self._recorded) == _MOST:
+                del self._recorded[next(iter(self._recorded))]
+            recorded = self._record(of_one_shape(batch), compute)
+            self.recorded += 1
         else:
             recorded.take(batch)
             self._sums.mark(recorded.reached)
+        self._recorded[key] = recorded  # behind those that were used before
         recorded.graph.replay()
+        self.replayed += 1
         return recorded.totals.clone()
 
     def _pass(self, batch: Any, compute: LossAndTotals) -> tuple[Tensor, list[nn.Parameter]]:
@@ -104,7 +119,7 @@ def tensors_of(batch: Any) -> dict[str, Tensor]:
 
 
 def of_one_shape(batch: Any) -> Any:
-    """A copy of a batch, whose lengths are all a bound that batches of its shape share."""
+    """A copy of a batch, with every length replaced by the bound that batches of its shape share."""
     copies = {name: value.clone() for name, value in tensors_of(batch).items()}
     return dataclasses.replace(batch, **copies, lengths=(_bound(batch.lengths),) * len(batch.lengths))
 

@@ -1,0 +1,46 @@
+"""Forward and backward pass of a micro-batch, recorded or launched, for the loop and its rehearsal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pretrain.training.engine import Engine
+from pretrain.training.task import TrainingTask
+
+
+class Passes:
+    """The passes of a training's micro-batches."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        task: TrainingTask[Any],
+        timed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        """`timed` wraps what a rank does without waiting for others: the forward pass, or all of a recorded one."""
+        self._engine, self._task, self._timed = engine, task, timed
+
+    def run(self, micro_batch: Any, weights: Sequence[float], *, last: bool) -> Tensor:
+        """Add a micro-batch's gradients, `last` of the step or not, and return its totals; recorded if it can be."""
+        if not self._engine.records_passes:
+            return self.launch(micro_batch, weights, last=last)
+        self._engine.await_weights()
+        with self._timed():
+            totals = self._engine.recorded_pass(micro_batch, weights, self._loss_and_totals)
+        if last:
+            self._engine.send_gradients()
+        return totals
+
+    def launch(self, micro_batch: Any, weights: Sequence[float], *, last: bool) -> Tensor:
+        """`run` without recording."""
+        with self._timed():
+            output = self._engine.forward(micro_batch)
+        self._engine.backward(self._task.loss(output, weights), last=last)
+        return self._task.totals(output).detach()
+
+    def _loss_and_totals(self, output: Any, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return self._task.loss(output, weights), self._task.totals(output)
