@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -186,31 +186,20 @@ def test_a_model_learns_and_the_host_waits_for_nothing(name: str) -> None:
         model={**SIZES, **model_section},
         optimizer=optimizer,
     )
-    with session.process_group(Worker()):
-        config, device = session.choose_device(config, Worker())
-        objective = MaskedTokens(config, VOCABULARY)
-        engine = Engine(
-            objective.model,
-            lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay)),
-            config.engine,
-        )
-        engine.module.train()
-        batch = _step_batch(make_batch(LENGTHS, VOCABULARY)).to(device)
-        losses: list[Tensor] = []
+    with training(config) as (engine, run):
+        batch = make_batch(LENGTHS, VOCABULARY)
+        totals: list[Tensor] = []
 
         def train() -> None:
-            output = engine.forward(batch.micro_batches[0])
-            loss = objective.loss(output, objective.loss_weights(batch))
-            engine.backward(loss, last=True)
+            totals.append(run(batch, last=True))
             engine.step(2e-3)
-            losses.append(loss.detach())
 
         for _ in range(30):
             train()
-        reads = host_reads(train) if config.engine.precision != "fp16" else {}
-        engine.close()
+        reads = host_reads(train) if engine.settings.precision != "fp16" else {}
+    per_token = [float(sums[0]) / len(batch.masked_rows) for sums in totals]
     assert reads == {}
-    assert float(losses[-1]) < float(losses[0]) - 0.2
+    assert per_token[-1] < per_token[0] - 0.2
 
 
 def _step_batch(micro: MicroBatch) -> StepBatch:
@@ -230,10 +219,8 @@ def test_new_lengths_do_not_compile_again() -> None:
 
 
 @contextlib.contextmanager
-def recording(*, graphs: bool = True, **sections: Any) -> Iterator[tuple[Engine, Run]]:
-    """An engine, and what runs a micro-batch and returns its totals; with `sections` of the config."""
-    engine_section = {"micro_batch_tokens": 512, "cuda_graphs": graphs, "static_shapes": True}
-    config = run_config(engine=engine_section, **sections)
+def training(config: PretrainConfig) -> Iterator[tuple[Engine, Run]]:
+    """An engine, and what adds the gradients of a micro-batch on the host and returns its totals."""
     with session.process_group(Worker()):
         config, device = session.choose_device(config, Worker())
         torch.manual_seed(0)
@@ -244,14 +231,19 @@ def recording(*, graphs: bool = True, **sections: Any) -> Iterator[tuple[Engine,
             config.engine,
         )
         engine.module.train()
-        passes = Passes(engine, cast(Any, objective))
+        passes = Passes(engine, objective)
 
         def run(micro: MicroBatch, *, last: bool) -> Tensor:
-            weights = objective.loss_weights(_step_batch(micro))
-            return passes.run(micro.to(device), weights, last=last)
+            return passes.run(micro.to(device), objective.loss_weights(_step_batch(micro)), last=last)
 
         yield engine, run
         engine.close()
+
+
+def recording(*, graphs: bool = True, **sections: Any) -> contextlib.AbstractContextManager[tuple[Engine, Run]]:
+    """`training` with `sections` of the config, with or without graphs."""
+    engine_section = {"micro_batch_tokens": 512, "cuda_graphs": graphs, "static_shapes": True}
+    return training(run_config(engine=engine_section, **sections))
 
 
 def rounded(lengths: tuple[int, ...], seed: int, *, pairs: bool = False) -> MicroBatch:
@@ -289,7 +281,7 @@ def test_recorded_passes_train_as_launched_ones(name: str) -> None:
             reads = host_reads(lambda train=train: train(24))
             if graphs:
                 assert engine._graphs is not None
-                assert 2 <= engine._graphs.recorded < before < engine._graphs.replayed
+                assert 2 <= len(engine._graphs._recorded) < before < engine._graphs.replayed
                 assert reads == {}
             with engine.whole_parameters() as parameters:
                 weights = torch.cat([parameter.float().flatten() for parameter in parameters.values()]).cpu()

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pretrain.batches.batch import StepBatch
 from pretrain.bench.baselines import bench_config
@@ -31,13 +30,13 @@ from pretrain.commands import positive_int, program
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
-from pretrain.model.heads import Losses
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.roofline import GPUS, Gpu, step_times
 from pretrain.train import full_batch
 from pretrain.training import session
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
+from pretrain.training.passes import Passes
 from pretrain.work import Flops, phase_work
 
 _WARM_UP = 5  # steps that compile the model and allocate memory
@@ -211,18 +210,10 @@ def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int)
     micro = full_batch(config, [case.length] * case.sequences, case.vocabulary)
     sizes = case.sequences, case.sequences * case.length, len(micro.masked_rows)
     batch = StepBatch((micro,), *sizes, epoch=0, first_sample=0).to(device)
-    weights = objective.loss_weights(batch)
-
-    def loss_and_totals(output: Losses, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return objective.loss(output, weights), objective.totals(output)
+    passes, weights = Passes(engine, objective), objective.loss_weights(batch)
 
     def train() -> None:
-        if engine.records_passes:
-            engine.await_weights()
-            engine.recorded_pass(batch.micro_batches[0], weights, loss_and_totals)
-            engine.send_gradients()
-        else:
-            engine.backward(objective.loss(engine.forward(batch.micro_batches[0]), weights), last=True)
+        passes.run(batch.micro_batches[0], weights, last=True)
         engine.step(_RATE)
 
     if on_gpu:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from pretrain.training.engine import Engine
-from pretrain.training.task import TrainingTask
+
+
+class Differentiable(Protocol):
+    """What passes need of a `TrainingTask`; an objective has it, too."""
+
+    def loss(self, output: Any, weights: Sequence[float] | Tensor) -> Tensor: ...
+    def totals(self, output: Any) -> Tensor: ...
 
 
 class Passes:
@@ -18,7 +24,7 @@ class Passes:
     def __init__(
         self,
         engine: Engine,
-        task: TrainingTask[Any],
+        task: Differentiable,
         timed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """`timed` wraps what a rank does without waiting for others: the forward pass, or all of a recorded one."""

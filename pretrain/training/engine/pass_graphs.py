@@ -30,11 +30,10 @@ class PassGraphs:
     share their memory: one is replayed at a time. They keep it beside that of passes which are launched.
 
     Attributes:
-        recorded: how many passes were recorded.
-        replayed: how many were replayed.
+        replayed: how many passes were replayed.
     """
 
-    recorded = replayed = 0
+    replayed = 0
 
     def __init__(self, module: nn.Module, sums: GradientSums) -> None:
         self._module, self._sums = module, sums
@@ -67,7 +66,6 @@ class PassGraphs:
             if len(self._recorded) == _MOST:
                 del self._recorded[next(iter(self._recorded))]
             recorded = self._record(of_one_shape(batch), compute)
-            self.recorded += 1
         else:
             recorded.take(batch)
             self._sums.mark(recorded.reached)
