@@ -249,10 +249,8 @@ class Finetuning:
         return self._decode(examples, windows, logits, tune=tune), total / (weight or 1.0)
 
     def _decode(self, examples: list[Any], windows: Windows, logits: np.ndarray, *, tune: bool) -> list[dict[str, Any]]:
-        predictions = self.task.decode(examples, windows, logits)
-        if not tune:
-            return predictions
-        self.task.tune(examples, predictions)
+        if tune:
+            self.task.tune(examples, windows, logits)
         return self.task.decode(examples, windows, logits)
 
 
