@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -170,6 +171,35 @@ def test_an_unreadable_checkpoint_is_retried_then_refused(
     assert bad.exists(), "its content may be whole"
 
 
+@pytest.mark.parametrize("failures", [1, 99])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT])
+@pytest.mark.parametrize("which", ["state.json", "manifest.json", "rank-00000-of-00001.safetensors"])
+def test_reading_a_verified_checkpoint_is_retried_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, number: int, failures: int
+) -> None:
+    """Rank 0 verifies; the machine of another rank may not see a file yet."""
+    monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
+    checkpoint, left = save(tmp_path, 10), [failures]
+
+    def unreliable(read: Any) -> Any:
+        def reads(path: Any, *arguments: Any, **more: Any) -> Any:
+            if Path(path) == checkpoint / which and left[0]:
+                left[0] -= 1
+                raise OSError(number, os.strerror(number))
+            return read(path, *arguments, **more)
+
+        return reads
+
+    monkeypatch.setattr(Path, "read_text", unreliable(Path.read_text))
+    monkeypatch.setattr(Path, "read_bytes", unreliable(Path.read_bytes))
+    monkeypatch.setattr(store, "safe_open", unreliable(store.safe_open))
+    refused = pytest.raises(MachineError, match=rf"{which}: cannot be read \({os.strerror(number)}\)\. Check")
+    with contextlib.nullcontext() if failures == 1 else refused:
+        assert store.read_state(checkpoint)["step"] == 10
+        assert list(store.read_weights(checkpoint)) == list(SHAPES)
+    assert left != [failures]
+
+
 def test_a_manifest_that_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, opened = save(tmp_path, 10) / "manifest.json", Path.open
 
@@ -239,6 +269,8 @@ def test_a_torn_state_stops_neither_pruning_nor_resuming(tmp_path: Path) -> None
         save(tmp_path, step, loss=4.0 - step)
     (tmp_path / store.name_of(3) / "state.json").write_text('{"step"')
     assert store.best(tmp_path) == tmp_path / store.name_of(2)
+    (tmp_path / store.name_of(3) / "state.json").unlink()
+    assert store.best(tmp_path) == tmp_path / store.name_of(2)
     store.prune(tmp_path, 5)
     assert store.newest(tmp_path) == tmp_path / store.name_of(2)
 
@@ -252,6 +284,7 @@ def test_nothing_is_pruned_while_the_best_is_not_known(tmp_path: Path, monkeypat
             raise OSError(errno.ESTALE, "Stale file handle")
         return read(path, *arguments, **more)
 
+    monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", stale)
         with pytest.raises(MachineError, match=r"step-00000001/state\.json: cannot be read \(Stale file handle\)"):

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,8 +39,8 @@ from pretrain.common.files import (
     disk_errors,
     existing_parent,
     fsync_folder,
+    parse_manifest,
     put_manifest,
-    read_manifest,
     sha256_file,
     verify_manifest,
     write_json,
@@ -53,6 +53,7 @@ _DAMAGED = "damaged-"  # before the name of a checkpoint that was set aside
 _READS, _READ_WAIT_SECONDS = 6, 1.0
 # Pages of a mapped file count as the process's memory until the file is closed.
 _MOST_MAPPED_BYTES = 128 << 20
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -217,18 +218,31 @@ def verify(checkpoint: Path) -> None:
         InputError: a file is missing or damaged.
         MachineError: a file cannot be read.
     """
-    for attempt in range(_READS):
+
+    def read() -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (checkpoint / MANIFEST).open("rb").close()  # `verify_manifest` reports a refusal as damage
+        verify_manifest(checkpoint)
+
+    _retried(checkpoint, read)
+
+
+def _retried(path: Path, read: Callable[[], T]) -> T:
+    """What `read` returns; its read errors are retried for half a minute. Raises `MachineError` after it.
+
+    A missing file is one of them: machines that share a folder may see a name that another one made later than it.
+    """
+    attempt = 0
+    while True:
         try:
-            with contextlib.suppress(FileNotFoundError):
-                (checkpoint / MANIFEST).open("rb").close()  # `verify_manifest` reports a refusal as damage
-            verify_manifest(checkpoint)
-            return
+            return read()
         except OSError as error:
             if attempt == _READS - 1 or isinstance(error, PermissionError):
-                raise _unreadable(checkpoint, error) from error
+                raise _unreadable(path, error) from error
             wait = _READ_WAIT_SECONDS * 2**attempt
-            logger.warning("%s: cannot be read (%s). Retrying in %.0f s.", checkpoint, error, wait)
+            logger.warning("%s: cannot be read (%s). Retrying in %.0f s.", path, error, wait)
             time.sleep(wait)
+            attempt += 1
 
 
 def _unreadable(path: Path, error: OSError) -> MachineError:
@@ -258,7 +272,8 @@ def best(folder: Path) -> Path | None:
     states = {}
     for path in list_checkpoints(folder):
         with contextlib.suppress(InputError):
-            states[path.name] = read_state(path)
+            if (path / "state.json").is_file():  # else it is damaged, or was just removed
+                states[path.name] = read_state(path)
     name = best_of(states)
     return folder / name if name else None
 
@@ -301,14 +316,20 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The checkpoint's state.json. Raises `InputError` if it is damaged, `MachineError` if it cannot be read."""
+    """The state.json of a verified checkpoint, with retries as `verify`.
+
+    Raises `InputError` if it is damaged, `MachineError` if it cannot be read.
+    """
     path = checkpoint / "state.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError) as error:
+        return json.loads(_retried(path, lambda: path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read ({error}). Use another checkpoint.") from None
-    except OSError as error:
-        raise _unreadable(path, error) from error
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / MANIFEST
+    return parse_manifest(_retried(path, path.read_bytes), path)
 
 
 def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tensor]:
@@ -321,7 +342,7 @@ def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tenso
             f"{checkpoint}: has no averaged weights. Give a checkpoint of the last steps of a run with averaging.share."
         )
     kind = "average" if averaged else "weight"
-    shapes = read_manifest(checkpoint)["shapes"]
+    shapes = _manifest(checkpoint)["shapes"]
     with CheckpointReader(checkpoint) as reader:
         return {
             name: reader.read(kind, name, 0, torch.Size(shape).numel()).view(shape) for name, shape in shapes.items()
@@ -329,13 +350,16 @@ def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tenso
 
 
 class CheckpointReader:
-    """Reads any range of any parameter, regardless of the ranks that wrote it. Use as a context manager."""
+    """Reads any range of any parameter, regardless of the ranks that wrote it. Use as a context manager.
+
+    Files are opened with retries as `verify`.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
         self._files: dict[str, Any] = {}
         self._mapped = 0  # bytes read since the files were opened
         self._checkpoint = checkpoint
-        manifest = read_manifest(checkpoint)
+        manifest = _manifest(checkpoint)
         files = sorted(name for name in manifest["files"] if name.startswith("rank-"))
         self._pieces = PieceIndex(manifest["fragments"], files)
 
@@ -363,8 +387,8 @@ class CheckpointReader:
         if name not in self._files:
             path = self._checkpoint / name
             try:
-                self._files[name] = safe_open(path, framework="pt").__enter__()
-            except (SafetensorError, OSError) as error:
+                self._files[name] = _retried(path, lambda: safe_open(path, framework="pt").__enter__())
+            except SafetensorError as error:
                 raise InputError(f"{path}: cannot be read ({error}). Use another checkpoint.") from None
         return self._files[name]
 
