@@ -264,6 +264,20 @@ def test_the_best_is_of_the_latest_phase_and_the_newest_of_equals(tmp_path: Path
     assert store.best(tmp_path) == tmp_path / store.name_of(4)
 
 
+def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path: Path) -> None:
+    losses = {1: 2.0, 2: 1.0, 3: 3.0, 4: None}
+    first, best, worse, last = (save(tmp_path, step, loss=loss) for step, loss in losses.items())
+    damage_flip(best)
+    assert store.best_intact(tmp_path) == first
+    assert (tmp_path / "damaged-step-00000002").is_dir()
+    for checkpoint in (first, worse):
+        damage_truncate(checkpoint)
+    assert store.best_intact(tmp_path) == last, "none is evaluated"
+    damage_flip(last)
+    with pytest.raises(InputError, match="all checkpoints are damaged"):
+        store.best_intact(tmp_path)
+
+
 def test_a_torn_state_stops_neither_pruning_nor_resuming(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, loss=4.0 - step)

@@ -198,9 +198,7 @@ def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
         except InputError as error:
             logger.warning("%s Trying the checkpoint before it.", error)
             if set_aside:
-                damaged = checkpoint.with_name(f"{_DAMAGED}{checkpoint.name}")
-                shutil.rmtree(damaged, ignore_errors=True)
-                checkpoint.replace(damaged)
+                _set_aside(checkpoint)
             continue
         return checkpoint
     if damaged := sorted(path.name for path in (*_named_as_checkpoints(folder), *folder.glob(f"{_DAMAGED}*"))):
@@ -209,6 +207,12 @@ def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
             "start from step 0."
         )
     return None
+
+
+def _set_aside(checkpoint: Path) -> None:
+    damaged = checkpoint.with_name(f"{_DAMAGED}{checkpoint.name}")
+    shutil.rmtree(damaged, ignore_errors=True)
+    checkpoint.replace(damaged)
 
 
 def verify(checkpoint: Path) -> None:
@@ -276,6 +280,21 @@ def best(folder: Path) -> Path | None:
                 states[path.name] = read_state(path)
     name = best_of(states)
     return folder / name if name else None
+
+
+def best_intact(folder: Path) -> Path | None:
+    """The `best` of the intact checkpoints, else the newest; damaged ones are set aside as by `newest`. Raises as it.
+
+    Only the run that owns the folder may call this.
+    """
+    while (checkpoint := best(folder)) is not None:
+        try:
+            verify(checkpoint)
+            return checkpoint
+        except InputError as error:
+            logger.warning("%s Trying the next best checkpoint.", error)
+            _set_aside(checkpoint)
+    return newest(folder, set_aside=True)
 
 
 def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
