@@ -19,7 +19,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from torch import Tensor
 from pretrain.checkpoint.pieces import PieceIndex, packed
 from pretrain.common.errors import InputError, MachineError, RunError
 from pretrain.common.files import (
+    CHECKPOINT_NAME,
     MANIFEST,
     disk_errors,
     existing_parent,
@@ -47,7 +47,6 @@ from pretrain.common.files import (
 )
 
 FORMAT = 2  # 1 listed every piece with its file, and is still read
-_NAME = re.compile(r"step-(\d{8})")
 _DAMAGED = "damaged-"  # before the name of a checkpoint that was set aside
 # Attempts to read a checkpoint when the storage fails, and the first wait between them, which doubles each time.
 _READS, _READ_WAIT_SECONDS = 6, 1.0
@@ -88,7 +87,7 @@ def name_of(step: int) -> str:
 
 def step_of(checkpoint: Path) -> int:
     """The step in the name of a checkpoint's folder."""
-    match = _NAME.fullmatch(checkpoint.name)
+    match = CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if match is None:
         raise InputError(f"{checkpoint}: not the name of a checkpoint. Give a folder such as {name_of(1000)}.")
     return int(match[1])
@@ -263,7 +262,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def _named_as_checkpoints(folder: Path) -> list[Path]:
     """In ascending order of step. A checkpoint gets its name when complete, so one without a manifest has lost it."""
-    return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name)) if folder.is_dir() else []
+    return sorted(p for p in folder.iterdir() if CHECKPOINT_NAME.fullmatch(p.name)) if folder.is_dir() else []
 
 
 def best(folder: Path) -> Path | None:
