@@ -168,12 +168,16 @@ def write(folder: Path, step: int, shard: CheckpointShard, state: dict[str, Any]
 def agree(group: SavingGroup, work: Callable[[], Any]) -> list[Any]:
     """Run `work` on this rank. Returns the results of all ranks, or raises the first error on all ranks.
 
-    Every rank of the group calls this. `work` may raise a `RunError` or an `OSError`.
+    Every rank of the group calls this. An error that is neither a `RunError` nor an `OSError` is logged, and raised as
+    a `MachineError` too: the other ranks wait for this one.
     """
     try:
         outcome: dict[str, Any] = {"result": work()}
     except (RunError, OSError) as error:
         outcome = {"error": str(error), "kind": type(error).__name__}
+    except Exception as error:
+        logger.exception("worker %d failed", group.rank)
+        outcome = {"error": f"worker {group.rank}: {type(error).__name__}: {error}", "kind": type(error).__name__}
     outcomes = group.gather_objects(outcome)
     failed = next((o for o in outcomes if "error" in o), None)
     if failed is None:
