@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pretrain.checkpoint import store
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import verify_manifest
+from pretrain.common.files import put_manifest, verify_manifest
 
 SHAPES = {"a": [4, 5], "b": [7]}
 
@@ -212,6 +212,34 @@ def test_a_manifest_that_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatc
     with pytest.raises(MachineError, match=r"manifest\.json: cannot be read \(Permission denied\)"):
         store.newest(tmp_path, set_aside=True)
     assert manifest.is_file()
+
+
+def test_a_checkpoint_that_is_saved_while_the_one_before_is_read_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one that is kept, the run that trains removes the one that another program verifies."""
+    save(tmp_path, 10)
+    verify, later = store.verify_manifest, []
+
+    def slow(checkpoint: Path) -> Any:
+        if not later:
+            later.append(save(tmp_path, 20))
+            store.prune(tmp_path, 1)
+        return verify(checkpoint)
+
+    monkeypatch.setattr(store, "verify_manifest", slow)
+    assert [store.newest(tmp_path)] == later
+
+
+def test_a_checkpoint_of_a_later_version_is_refused_and_not_set_aside(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    later = save(tmp_path, 20)
+    manifest = json.loads((later / "manifest.json").read_text())
+    del manifest["manifest_sha256"]
+    put_manifest(later, {**manifest, "format": store.FORMAT + 1})
+    with pytest.raises(MachineError, match=r"step-00000020: written by a newer version of bertrain \(format 3"):
+        store.newest(tmp_path, set_aside=True)
+    assert later.is_dir()
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_a_new_one(tmp_path: Path) -> None:

@@ -195,7 +195,11 @@ def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
         MachineError: a newer checkpoint cannot be read (`verify`). It may be whole, and the one before it much older.
         InputError: all checkpoints are damaged, those that were set aside before among them.
     """
-    for checkpoint in reversed(_named_as_checkpoints(folder)):
+    tried = set[Path]()
+    # Listed again each time: a run that trains may have saved another one, and removed those before it.
+    while left := [path for path in _named_as_checkpoints(folder) if path not in tried]:
+        checkpoint = left[-1]
+        tried.add(checkpoint)
         try:
             verify(checkpoint)
         except InputError as error:
@@ -223,15 +227,20 @@ def verify(checkpoint: Path) -> None:
 
     Raises:
         InputError: a file is missing or damaged.
-        MachineError: a file cannot be read.
+        MachineError: a file cannot be read, or the format is one of a later version.
     """
 
-    def read() -> None:
+    def read() -> dict[str, Any]:
         with contextlib.suppress(FileNotFoundError):
             (checkpoint / MANIFEST).open("rb").close()  # `verify_manifest` reports a refusal as damage
-        verify_manifest(checkpoint)
+        return verify_manifest(checkpoint)
 
-    _retried(checkpoint, read)
+    written = _retried(checkpoint, read).get("format", 1)
+    if written > FORMAT:
+        raise MachineError(
+            f"{checkpoint}: written by a newer version of bertrain (format {written}; this one reads up to {FORMAT}). "
+            "Install that version."
+        )
 
 
 def _retried(path: Path, read: Callable[[], T]) -> T:
