@@ -72,6 +72,14 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_masked_lm(tmp_path_factory.mktemp("bert"))
 
 
+def with_config(model: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of the model whose config.json has other values."""
+    shutil.copytree(model, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
 def naive(folder: Path, sentence: str) -> float:
     """The pseudo-log-likelihood by transformers, one masked copy after another."""
     from transformers import AutoModelForMaskedLM
@@ -424,6 +432,17 @@ def test_a_fingerprint_knows_what_changes_random_runs(work: Path, bert: Path) ->
     (lower / "tokenizer_config.json").write_text('{"do_lower_case": false, "tokenizer_class": "BertTokenizer"}')
     assert digest(lower) != own
     assert digest(make_masked_lm(work / "same")) == own
+    assert digest(with_config(bert, work / "dropout", classifier_dropout=0.9)) != own
+
+
+def test_a_fingerprint_knows_how_a_checkpoint_computes(tmp_path: Path, bert: Path) -> None:
+    own = masked_model.fingerprint(bert)
+    assert masked_model.fingerprint(make_masked_lm(tmp_path / "same")) == own
+    for name, value in {"num_attention_heads": 4, "layer_norm_eps": 1e-2, "classifier_dropout": 0.9}.items():
+        assert masked_model.fingerprint(with_config(bert, tmp_path / name, **{name: value})) != own, name
+    modern = make_masked_lm(tmp_path / "modern", "modernbert")
+    pooled = with_config(modern, tmp_path / "mean", classifier_pooling="mean")
+    assert masked_model.fingerprint(pooled) != masked_model.fingerprint(modern)
 
 
 def test_scores_of_one_row_that_were_measured_differently_have_marks(

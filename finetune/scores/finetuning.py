@@ -262,6 +262,7 @@ def random_fingerprint(config: FinetuneConfig) -> str:
         "model": released.model.model_dump(mode="json"),
         "vocabulary": released.vocabulary_size,
         "token_types": released.token_types,
+        "head": released.task_head(make_task(config.task_settings).head),
         **_lasting(config),
     }
     tokenizer = read_tokenizer(folder, released.vocabulary_size).to_str()
