@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from cluster.trials.request import TrialEvent
@@ -26,6 +27,7 @@ from finetune.scores.masked_model import MaskedModel, ModelSettings
 from finetune.scores.record import Record
 from finetune.scores.view import _finetuning_charts, score_notes, score_rows
 from pretrain.common.errors import InputError, MachineError
+from pretrain.preflight import only_run
 from tests.tiny_checkpoints import SPECIALS, WORDS, make_bert, write_reviews
 
 SENTENCES = [
@@ -78,6 +80,14 @@ def with_config(model: Path, folder: Path, **changes: Any) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     return folder
+
+
+def with_weights(model: Path, factor: float) -> Path:
+    """The model with all weights multiplied."""
+    path = model / "model.safetensors"
+    scaled = {name: factor * tensor for name, tensor in load_file(path).items()}
+    save_file(scaled, path, {"format": "pt"})
+    return model
 
 
 def naive(folder: Path, sentence: str) -> float:
@@ -157,7 +167,7 @@ def test_phenomena_are_means_of_paradigms() -> None:
 
 def test_an_interrupted_blimp_continues(tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, path = write_blimp(tmp_path / "blimp"), tmp_path / "record.json"
-    model = {"fingerprint": "f", "name": "n", "folder": "d"}
+    model = {"fingerprint": masked_model.fingerprint(bert), "name": "n", "folder": "d"}
     whole = blimp_score(bert, data)
     scored: list[int] = []
     original = blimp._right_pairs
@@ -185,6 +195,19 @@ def test_an_interrupted_blimp_continues(tmp_path: Path, bert: Path, monkeypatch:
     assert len(scored) == 3
     with pytest.raises(InputError, match="another model"):
         Record(path, {**model, "fingerprint": "g"})
+
+
+def test_a_model_that_changes_meanwhile_is_refused(tmp_path: Path, bert: Path) -> None:
+    """Such as a run that saves another checkpoint."""
+    folder = Path(shutil.copytree(bert, tmp_path / "run"))
+    (tmp_path / "text.txt").write_text(" ".join(SENTENCES))
+    record = Record(tmp_path / "record.json", {"fingerprint": masked_model.fingerprint(folder), "name": "n"})
+    with_weights(folder, -1)
+    with pytest.raises(InputError, match="its weights have changed since the evaluation began"):
+        held_out_score(folder, [tmp_path / "text.txt"], record=record)
+    with pytest.raises(InputError, match="its weights have changed since the evaluation began"):
+        blimp_score(folder, write_blimp(tmp_path / "blimp"), record=record)
+    assert not record.path.exists()
 
 
 def test_shifted_models_are_read_a_position_earlier(bert: Path) -> None:
@@ -394,10 +417,7 @@ def test_random_weights_are_trained_once_for_a_shape(
     assert kept["pretrained_mean"] == pytest.approx(0.65)
     # The same shape with other weights.
     trained.clear()
-    other = make_masked_lm(work / "other")
-    weights = __import__("safetensors.torch", fromlist=["torch"])
-    state = weights.load_file(other / "model.safetensors")
-    weights.save_file({name: -tensor for name, tensor in state.items()}, other / "model.safetensors", {"format": "pt"})
+    other = with_weights(make_masked_lm(work / "other"), -1)
     second = finetuning_scores(other, work / "out", "second", settings)["reviews"]
     assert second == first
     assert trained == [("other", False, 0), ("other", False, 1)]
@@ -513,6 +533,16 @@ def test_a_config_without_a_dev_set_is_refused_before_all_else(
     assert main(["evaluate-pretrained", str(bert), *words]) == 2
     assert "--finetune: reviews: no dev set, so there is no score." in capsys.readouterr().err
     assert (trained, (work / "out").exists()) == ([], False)
+
+
+def test_a_run_that_is_training_is_not_fine_tuned(work: Path, trained: list[tuple[str, bool, int]]) -> None:
+    """Each fine-tuning would begin from another checkpoint."""
+    run = work / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("name: run\n")
+    with only_run(run), pytest.raises(InputError, match="this run is training"):
+        finetuning_scores(run, work / "out", "n", FinetuningSettings((work / "reviews.yaml",), data=work / "data"))
+    assert trained == []
 
 
 # ---- the command

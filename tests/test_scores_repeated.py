@@ -16,7 +16,7 @@ from finetune.scores import blimp, finetuning
 from finetune.scores.blimp import blimp_score, read_blimp
 from finetune.scores.finetuning import FinetuningSettings, finetuning_scores
 from finetune.scores.held_out import HeldOutSettings, masked_sequences
-from finetune.scores.masked_model import MaskedModel
+from finetune.scores.masked_model import MaskedModel, fingerprint
 from finetune.scores.record import Record
 from finetune.scores.view import score_notes, score_rows, score_table
 from pretrain.common.errors import DivergedError, InputError, RunError, StoppedError
@@ -99,7 +99,8 @@ def test_damaged_blimp_is_refused(tmp_path: Path, files: list[bytes], message: s
 
 
 def test_an_unfinished_blimp_is_no_overall_score(tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, record = write_blimp(tmp_path / "blimp"), Record(tmp_path / "record.json", MODEL)
+    data = write_blimp(tmp_path / "blimp")
+    record = Record(tmp_path / "record.json", {**MODEL, "fingerprint": fingerprint(bert)})
     original, scored = blimp._right_pairs, []
 
     def stops(*arguments: Any) -> int:

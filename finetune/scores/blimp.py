@@ -118,6 +118,8 @@ def blimp_score(
     left = [one for one in paradigms if one.name not in done]
     if left:
         model = MaskedModel(folder, settings)
+        if record is not None:
+            record.check(folder)
         with progress_bar("BLiMP, sentences", sum(2 * len(one.pairs) for one in left)) as advance:
             for paradigm in left:
                 right = _right_pairs(model, paradigm.pairs, advance)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,8 +23,9 @@ from finetune.experiments.trials import TrialRuns, raise_failure, read_outcome, 
 from finetune.scores.masked_model import fingerprint, text_digest
 from finetune.scores.record import Record
 from finetune.tasks.registry import make_task
+from pretrain import preflight
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.checkpoint.tokenizer import is_run, read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.settings import given_values
 
@@ -207,8 +209,10 @@ def read_configs(folder: Path, settings: FinetuningSettings) -> dict[str, Finetu
 def read_plans(folder: Path, settings: FinetuningSettings) -> dict[str, tuple[FinetuneConfig, runs.FinetunePlan]]:
     """File name without suffix -> config that starts from `folder`, and what is known about its runs before they train.
 
-    Raises `InputError` if a config, its data or the checkpoint is wrong, or a config has no dev set.
+    Raises `InputError` if a config, its data or the checkpoint is wrong, a config has no dev set, or the checkpoint is a
+    run that is training.
     """
+    _check_over(folder)
     plans = {}
     for name, config in read_configs(folder, settings).items():
         plan = runs.plan(config, alone=True, test_sets=False)
@@ -216,6 +220,19 @@ def read_plans(folder: Path, settings: FinetuningSettings) -> dict[str, tuple[Fi
             raise InputError(f"--finetune: {name}: no dev set, so there is no score. Give one.")
         plans[name] = config, plan
     return plans
+
+
+def _check_over(folder: Path) -> None:
+    """Refuse a run that is training: each fine-tuning begins from the checkpoint that is the newest at its start."""
+    if not (is_run(folder) and os.access(folder, os.W_OK)):  # the lock of a folder that is read-only cannot be tried
+        return
+    try:
+        with preflight.only_run(folder):
+            pass
+    except InputError:
+        raise InputError(
+            f"--finetune: {folder}: this run is training. Wait for its end, or export it and evaluate the export."
+        ) from None
 
 
 def _placed(path: Path, overrides: Sequence[str], data: Path | None) -> list[str]:
@@ -235,8 +252,9 @@ def _placed(path: Path, overrides: Sequence[str], data: Path | None) -> list[str
 def _members(folder: Path, out: Path, name: str, settings: FinetuningSettings) -> list[_Member]:
     """All runs, small configs first: faults show early."""
     members = []
+    plans = sorted(read_plans(folder, settings).items(), key=lambda item: item[1][1].steps)
     own = f"{name}-{fingerprint(folder)[:12]}"
-    for key, (config, plan) in sorted(read_plans(folder, settings).items(), key=lambda item: item[1][1].steps):
+    for key, (config, plan) in plans:
         folders = {False: out / _FINETUNED / own / key}
         if settings.random:
             folders[True] = out / RANDOM / f"{key}-{random_fingerprint(config)[:16]}"

@@ -125,6 +125,8 @@ def held_out_score(
     if record is not None and (earlier := record.read(PART, given)):
         return HeldOutScore(**earlier)
     model = MaskedModel(folder, settings)
+    if record is not None:
+        record.check(folder)
     if how.length > model.max_positions:
         default = " (the default)" if how.length == DEFAULT_MASKS.length else ""
         raise InputError(
