@@ -410,7 +410,7 @@ def test_random_weights_are_trained_once_for_a_shape(
     settings = FinetuningSettings((work / "reviews.yaml",), seeds=2, data=work / "data")
     record = Record(work / "record.json", {"fingerprint": "f", "name": "n", "folder": "d"})
     first = finetuning_scores(bert, work / "out", "first", settings, record=record)["reviews"]
-    assert first == FinetuningScore("accuracy", "dev", (0.6, 0.7), (0.5, 0.51))
+    assert first == FinetuningScore("accuracy", "dev", (0.6, 0.7), (0.5, 0.51), runs=2)
     assert sorted(trained) == sorted((bert.name, random, seed) for random in (False, True) for seed in (0, 1))
     kept = json.loads((work / "record.json").read_text())["finetuning"]["scores"]["reviews"]
     assert FinetuningScore.from_data(kept) == first

@@ -67,12 +67,14 @@ class FinetuningScore:
         part: name of the set, such as dev.
         pretrained: from the checkpoint.
         random: from random weights; () if they were not asked for.
+        runs: how many were asked for of each; 0 in records of earlier versions.
     """
 
     metric: str
     part: str
     pretrained: tuple[float, ...]
     random: tuple[float, ...] = ()
+    runs: int = 0
 
     @property
     def difference(self) -> float | None:
@@ -101,7 +103,8 @@ class FinetuningScore:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> FinetuningScore:
         """The inverse of `as_data`."""
-        return cls(data["metric"], data["part"], tuple(data["pretrained"]), tuple(data["random"]))
+        values = tuple(data["pretrained"]), tuple(data["random"])
+        return cls(data["metric"], data["part"], *values, data.get("runs", 0))
 
 
 @dataclass(frozen=True)
@@ -329,6 +332,7 @@ def _scores(members: Sequence[_Member], outcomes: Sequence[Outcome | None]) -> d
             part=next(outcome.chosen_on for member, outcome, _ in done if member.config == key),
             pretrained=tuple(score for member, _, score in done if member.config == key and not member.random),
             random=tuple(score for member, _, score in done if member.config == key and member.random),
+            runs=sum(member.config == key and not member.random for member in members),
         )
         for key in dict.fromkeys(member.config for member, _, _ in done)
     }
