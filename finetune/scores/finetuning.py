@@ -212,8 +212,8 @@ def read_configs(folder: Path, settings: FinetuningSettings) -> dict[str, Finetu
 def read_plans(folder: Path, settings: FinetuningSettings) -> dict[str, tuple[FinetuneConfig, runs.FinetunePlan]]:
     """File name without suffix -> config that starts from `folder`, and what is known about its runs before they train.
 
-    Raises `InputError` if a config, its data or the checkpoint is wrong, a config has no dev set, or the checkpoint is a
-    run that is training.
+    Raises `InputError` if a config, its data or the checkpoint is wrong, a config has no dev set, or the checkpoint is
+    that of a run that is training.
     """
     _check_over(folder)
     plans = {}

@@ -39,8 +39,8 @@ class Record:
         """Raise `InputError` if the checkpoint in `folder` is not the one whose scores these are."""
         if fingerprint(folder) != self._model["fingerprint"]:
             raise InputError(
-                f"{folder}: its weights have changed since the evaluation began. If its training saves checkpoints, wait "
-                "for its end, or export it and evaluate the export."
+                f"{folder}: its weights have changed since the evaluation began. If its training saves checkpoints, "
+                "wait for its end, or export it and evaluate the export."
             )
 
     def read(self, part: str, how: Mapping[str, Any]) -> dict[str, Any]:
