@@ -88,6 +88,8 @@ def pair(**changes: Any) -> bytes:
     [
         ([pair()[:-2] + b', "x": "\xe9"}\n'], "line 1 is not a pair of BLiMP .UnicodeDecodeError"),
         ([pair() + pair(sentence_good=None)], "line 2 is not a pair of BLiMP .*a value is not text"),
+        ([pair() + pair(UID="two")], r"line 2 is of another paradigm\. Give a file for each UID"),
+        ([pair() + pair(linguistics_term="u")], "line 2 is of another paradigm"),
         ([pair(), pair()], r"1\.jsonl: its UID .one. is that of another file"),
     ],
 )
@@ -95,7 +97,7 @@ def test_damaged_blimp_is_refused(tmp_path: Path, files: list[bytes], message: s
     for number, content in enumerate(files):
         (tmp_path / f"{number}.jsonl").write_bytes(content)
     with pytest.raises(InputError, match=message):
-        read_blimp(tmp_path)
+        read_blimp(tmp_path, 1)  # whatever the limit is
 
 
 def test_an_unfinished_blimp_is_no_overall_score(tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def missing_paradigms(scores: Mapping[str, Any]) -> int:
 def read_blimp(data: Path, limit: int = 0) -> list[Paradigm]:
     """The paradigms in the .jsonl files of a folder, by name, with their first `limit` pairs (0: all).
 
-    Raises `InputError` if there is none, a line is not a pair of BLiMP, or two files have one UID.
+    Raises `InputError` if there is none, a line is not a pair of BLiMP, a file has several UIDs, or two have one.
     """
     files = sorted(data.glob("*.jsonl"))
     if not files:
@@ -154,27 +154,28 @@ def read_blimp(data: Path, limit: int = 0) -> list[Paradigm]:
 
 def _read_paradigm(file: Path, limit: int) -> Paradigm:
     pairs: list[tuple[str, str]] = []
-    name = phenomenon = ""
+    names: set[tuple[str, str]] = set()
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if limit and len(pairs) == limit:
-                break
             if not line.strip():
                 continue
             try:
                 row = json.loads(line.decode())
-                good, bad, name, phenomenon = (row[key] for key in _KEYS)
-                if not all(isinstance(value, str) and value for value in (good, bad, name, phenomenon)):
+                good, bad, *name = (row[key] for key in _KEYS)
+                if not all(isinstance(value, str) and value for value in (good, bad, *name)):
                     raise TypeError("a value is not text")
-                pairs.append((good, bad))
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(
                     f"{file}: line {number} is not a pair of BLiMP ({type(error).__name__}: {error}). Expected JSON "
                     f"in UTF-8 with {', '.join(_KEYS)}."
                 ) from None
+            names.add((name[0], name[1]))
+            if len(names) > 1:
+                raise InputError(f"{file}: line {number} is of another paradigm. Give a file for each UID.")
+            pairs.append((good, bad))
     if not pairs:
         raise InputError(f"{file}: has no pair. Download BLiMP again.")
-    return Paradigm(name, phenomenon, tuple(pairs))
+    return Paradigm(*names.pop(), tuple(pairs[:limit] if limit else pairs))
 
 
 def pseudo_log_likelihoods(
