@@ -436,12 +436,28 @@ def test_random_weights_are_trained_once_for_a_shape(
     assert len(trained) == 4
 
 
+def test_finished_runs_are_found_wherever_their_data_lies(
+    work: Path, bert: Path, trained: list[tuple[str, bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = FinetuningSettings((work / "reviews.yaml",), seeds=1, data=work / "data")
+    first = finetuning_scores(bert, work / "out", "n", settings)
+    trained.clear()
+    monkeypatch.chdir(work)
+    assert finetuning_scores(bert, work / "out", "n", replace(settings, data=Path("data"))) == first
+    shutil.move(work / "data", work / "moved")
+    assert finetuning_scores(bert, work / "out", "n", replace(settings, data=work / "moved")) == first
+    assert trained == []
+    other = replace(settings, data=work / "moved", overrides=("training.steps=3",))
+    assert finetuning_scores(bert, work / "out", "n", other) == first, "the fake's scores depend on the seed alone"
+    assert len(trained) == 2
+
+
 def test_a_fingerprint_knows_what_changes_random_runs(work: Path, bert: Path) -> None:
     path = work / "reviews.yaml"
 
     def digest(folder: Path = bert, *overrides: str) -> str:
         places = [f"classification.{part}={work / 'data' / f'{part}.jsonl'}" for part in ("train", "dev")]
-        return finetuning.random_fingerprint(load_config(path, [f"start_from={folder}", *places, *overrides]))
+        return finetuning.run_fingerprint(load_config(path, [f"start_from={folder}", *places, *overrides]))
 
     own = digest()
     assert digest(bert, "name=other", "seed=3", "run_dir=elsewhere") == own

@@ -1,7 +1,7 @@
 """Fine-tunings from a checkpoint and from random weights of its shape, several seeds each.
 
-The runs from random weights depend on the checkpoint's shape and tokenizer alone, so they are kept by a fingerprint of
-these and of the config, and a second checkpoint of the same shape finds them.
+The runs are kept by a fingerprint of all that they depend on, not by the places of checkpoint and data. Those from
+random weights depend on the checkpoint's shape and tokenizer alone, so a second checkpoint of the same shape finds them.
 """
 
 from __future__ import annotations
@@ -258,9 +258,10 @@ def _members(folder: Path, out: Path, name: str, settings: FinetuningSettings) -
     plans = sorted(read_plans(folder, settings).items(), key=lambda item: item[1][1].steps)
     own = f"{name}-{fingerprint(folder)[:12]}"
     for key, (config, plan) in plans:
-        folders = {False: out / _FINETUNED / own / key}
+        kept = f"{key}-{run_fingerprint(config)[:16]}"
+        folders = {False: out / _FINETUNED / own / kept}
         if settings.random:
-            folders[True] = out / RANDOM / f"{key}-{random_fingerprint(config)[:16]}"
+            folders[True] = out / RANDOM / kept
         for random, place in folders.items():
             chosen = config.model_copy(update={"random_weights": random})
             for seed in range(config.seed, config.seed + settings.seeds):
@@ -271,8 +272,8 @@ def _members(folder: Path, out: Path, name: str, settings: FinetuningSettings) -
     return members
 
 
-def random_fingerprint(config: FinetuneConfig) -> str:
-    """Hexadecimal digits of all that a run from random weights depends on but its seed.
+def run_fingerprint(config: FinetuneConfig) -> str:
+    """Hexadecimal digits of all that a run depends on but its seed and the weights that it begins from.
 
     These are the shape, the tokenizer, the data as the tokenizer cuts it, and the settings that change the result.
     """
@@ -291,8 +292,8 @@ def random_fingerprint(config: FinetuneConfig) -> str:
 
 
 def _earlier(member: _Member) -> Outcome | None:
-    """The outcome of a run from random weights that another checkpoint of the same shape has left."""
-    before, trial = _begun_by_another(member), member.trial
+    """The outcome of a run that another place of checkpoint or data has left."""
+    before, trial = _begun_elsewhere(member), member.trial
     if before is None:
         return None
     # Where the data lies is not part of the fingerprint, what it holds is.
@@ -301,22 +302,23 @@ def _earlier(member: _Member) -> Outcome | None:
 
 
 def _remove_unfinished(member: _Member) -> None:
-    """Remove an unfinished run from random weights that another checkpoint of the same shape has left.
+    """Remove an unfinished run that another place of checkpoint or data has left.
 
     Its checkpoints belong to a run that began from a folder which may be gone.
     """
-    if _begun_by_another(member) is not None and _earlier(member) is None:
+    if _begun_elsewhere(member) is not None and _earlier(member) is None:
         shutil.rmtree(member.trial.config.folder)
 
 
-def _begun_by_another(member: _Member) -> FinetuneConfig | None:
-    """The config of a run from random weights that began from another checkpoint; its own ones `run_all` continues."""
-    path = member.trial.config.folder / "config.yaml"
-    if not (member.random and path.is_file()):
+def _begun_elsewhere(member: _Member) -> FinetuneConfig | None:
+    """The config of a run with another place of checkpoint or data; one with the same places `run_all` continues."""
+    now = member.trial.config
+    path = now.folder / "config.yaml"
+    if not path.is_file():
         return None
     before = load_config(path)
-    same = Path(before.start_from).resolve() == Path(member.trial.config.start_from).resolve()
-    return None if same else before
+    same_start = Path(before.start_from).resolve() == Path(now.start_from).resolve()
+    return None if same_start and before.task_settings == now.task_settings else before
 
 
 def _scores(members: Sequence[_Member], outcomes: Sequence[Outcome | None]) -> dict[str, FinetuningScore]:
