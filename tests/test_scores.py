@@ -188,11 +188,17 @@ def test_an_interrupted_blimp_continues(tmp_path: Path, bert: Path, monkeypatch:
     monkeypatch.setattr(blimp, "_right_pairs", fails_after(1))
     assert blimp_score(bert, data, record=Record(path, model)) == whole
     assert len(scored) == 1
-    # Measured in another way, nothing of it counts.
+    # Measured in another way, nothing of it counts, and it replaces what is finished once it is finished itself.
+    finished = Record(path, model).content["blimp"]
     scored.clear()
+    monkeypatch.setattr(blimp, "_right_pairs", fails_after(2))
+    with pytest.raises(KeyboardInterrupt):
+        blimp_score(bert, data, limit=1, record=Record(path, model))
+    assert Record(path, model).content["blimp"] == finished
     monkeypatch.setattr(blimp, "_right_pairs", fails_after(9))
     blimp_score(bert, data, limit=1, record=Record(path, model))
     assert len(scored) == 3
+    assert Record(path, model).content["blimp"]["how"]["limit"] == 1
     with pytest.raises(InputError, match="another model"):
         Record(path, {**model, "fingerprint": "g"})
 
@@ -326,6 +332,28 @@ def test_held_out_loss_is_that_of_transformers(tmp_path: Path, bert: Path, monke
     again = held_out_score(bert, paths, how=how)
     assert again.nats_per_token == pytest.approx(score.nats_per_token, abs=1e-5)
     assert again.predictions == score.predictions
+
+
+def test_a_score_of_another_version_is_measured_again(tmp_path: Path, bert: Path) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(SENTENCES))
+    record = Record(tmp_path / "record.json", {"fingerprint": masked_model.fingerprint(bert), "name": "n"})
+    score = held_out_score(bert, [tmp_path / "text.txt"], how=HeldOutSettings(16), record=record)
+    kept = record.content["held_out"]
+    for scores in ({**kept["scores"], "further": 1}, {"accuracy": 0.5}):
+        record.write("held_out", kept["how"], scores)
+        assert held_out_score(bert, [tmp_path / "text.txt"], how=HeldOutSettings(16), record=record) == score
+    assert record.content["held_out"] == kept
+
+
+def test_products_in_fp32_are_exact_after_a_training(bert: Path) -> None:
+    """A training in fp32 lets the process use TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        MaskedModel(bert)
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_masks_depend_on_document_and_seed_alone(bert: Path) -> None:

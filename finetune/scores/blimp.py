@@ -30,6 +30,7 @@ from finetune.scores.record import Record
 from pretrain.common.errors import InputError
 
 PART = "blimp"  # of a record
+_UNFINISHED = "blimp_unfinished"  # scores that are to replace finished ones of other settings
 _KEYS = ("sentence_good", "sentence_bad", "UID", "linguistics_term")  # of a line
 _AT_ONCE = 1 << 18  # tokens of masked copies that are in memory at once
 
@@ -113,7 +114,7 @@ def blimp_score(
     done: dict[str, ParadigmScore] = {}
     how = {"data": _data_digest(paradigms), "limit": limit, **asdict(settings)}
     if record is not None:
-        earlier = record.read(PART, how).get("paradigms", {})
+        earlier = (record.read(PART, how) or record.read(_UNFINISHED, how)).get("paradigms", {})
         done = {name: ParadigmScore(one["phenomenon"], one["pairs"], one["right"]) for name, one in earlier.items()}
     left = [one for one in paradigms if one.name not in done]
     if left:
@@ -125,8 +126,15 @@ def blimp_score(
                 right = _right_pairs(model, paradigm.pairs, advance)
                 done[paradigm.name] = ParadigmScore(paradigm.phenomenon, len(paradigm.pairs), right)
                 if record is not None:
-                    record.write(PART, how, BlimpScore(done).as_data(len(paradigms)))
+                    _keep(record, how, BlimpScore(done).as_data(len(paradigms)))
     return BlimpScore({one.name: done[one.name] for one in paradigms})
+
+
+def _keep(record: Record, how: Mapping[str, Any], scores: Mapping[str, Any]) -> None:
+    """Write the scores; while paradigms are missing, finished scores of other settings, which took hours, stay."""
+    before = record.content.get(PART)
+    stays = before is not None and before["how"] != how and not missing_paradigms(before["scores"])
+    record.write(_UNFINISHED if stays and missing_paradigms(scores) else PART, how, scores)
 
 
 def missing_paradigms(scores: Mapping[str, Any]) -> int:

@@ -117,6 +117,7 @@ class MaskedModel:
         with torch.device("meta"):
             model = PretrainingModel(released.model, released.vocabulary_size, next_sentence=False)
         model.load_state_dict(state, assign=True)
+        torch.set_float32_matmul_precision("highest")  # an earlier training in this process may have chosen TF32
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = model.eval().to(self._device, torch_dtype(settings.precision))
         self._most_predictions = max(1, _LOGITS // released.vocabulary_size)
