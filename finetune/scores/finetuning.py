@@ -1,7 +1,7 @@
 """Fine-tunings from a checkpoint and from random weights of its shape, several seeds each.
 
 The runs are kept by a fingerprint of all that they depend on, not by the places of checkpoint and data. Those from
-random weights depend on the checkpoint's shape and tokenizer alone, so a second checkpoint of the same shape finds them.
+random weights depend on the checkpoint's shape and tokenizer alone: a second checkpoint of the same shape finds them.
 """
 
 from __future__ import annotations
