@@ -26,6 +26,7 @@ from finetune.tasks.base import Task, Windows, data_digest
 from finetune.tasks.registry import make_task
 from pretrain.checkpoint import store
 from pretrain.checkpoint.released import Released, read_released
+from pretrain.checkpoint.start import digest
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
@@ -34,7 +35,7 @@ from pretrain.model.cost import encoder_flops
 from pretrain.model.parameters import layer_of
 from pretrain.storage.runs import fetched_model
 from pretrain.tracking.tracker import Tracker
-from pretrain.training.engine import Engine
+from pretrain.training.engine import Engine, gather_objects
 from pretrain.training.fresh_state import FreshState
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
 from pretrain.training.plan import TrainingPlan
@@ -54,6 +55,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         task = make_task(config.task_settings)
         examples = task.read_train()
         released = read_released(fetched_model(config.start_from))
+        _check_one_start(config, released, worker)
         model = make_model(config, task, released)
         weights = model.state_dict()
         engine = Engine(
@@ -78,6 +80,15 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         )
         run(training, engine, worker, payload)
         engine.close()
+
+
+def _check_one_start(config: FinetuneConfig, released: Released, worker: Worker) -> None:
+    """Raise `InputError` if the workers have read different weights, of which ZeRO would put together a mixture."""
+    if worker.world_size > 1 and len(set(gather_objects(digest(released.backbone)))) > 1:
+        raise InputError(
+            f"{config.start_from}: the workers read different weights. If a training saves checkpoints there, export "
+            "one and start from the export; else give all machines the same files."
+        )
 
 
 def make_model(config: FinetuneConfig, task: Task[Any], released: Released) -> TaskModel:

@@ -719,6 +719,14 @@ class TestQuality:
         with pytest.raises(InputError, match=f"recipe.yaml: {name} is set; this benchmark trains masked"):
             quality._configs(self.options(recipe=str(recipe)))
 
+    def test_a_corpus_without_held_out_text_is_refused_before_training(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(quality, "TrainerProcess", lambda _: pytest.fail("trained"))
+        corpus = make_corpus(tmp_path / "corpus", documents=4, validation_documents=0)
+        with pytest.raises(InputError, match="has no held-out text"):
+            quality.compare(self.options(corpus=str(corpus)))
+
     def test_a_recipes_decay_and_masking_are_those_of_a_run_of_the_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """In 10 minutes, 1,000 steps of ours fit; ours ends with them, if it is faster than it was when timed."""
         specs: list[baselines.TrainerSpec] = []
@@ -737,6 +745,7 @@ class TestQuality:
             def close(self) -> None: ...
 
         monkeypatch.setattr(quality, "TrainerProcess", Trainer)
+        monkeypatch.setattr(quality, "open_shards", lambda *_: argparse.Namespace(shards=[1]))
         path = Path(__file__).parents[1] / "configs/pretrain/mini.yaml"
         options = self.options(recipe=str(path), minutes=10.0, json=True, peer="eager")
         sequences = quality.compare(options)["sequences"]
@@ -755,6 +764,8 @@ class TestQuality:
         (["step", "--corpus", "x", "--repeats", "0"], "--repeats: '0' is not a whole number above 0"),
         (["workers", "--corpus", "x", "--rounds", "0"], "--rounds: '0' is not a whole number above 0"),
         (["checkpoint", "--rounds", "0"], "--rounds: '0' is not a whole number above 0"),
+        (["loader", "--lengths", "128", "4"], "error: bench: sequence_length: "),
+        (["wire", "--ranks", "8", "1"], "error: --ranks: 1, which sends nothing; expected numbers from 2."),
         (["wire", "--size", "nosuch"], "--size: invalid choice: 'nosuch'"),
         (["checkpoint", "--size", "nosuch"], "error: bench: model: size: 'nosuch' is no size of family bert"),
         (["quality", "--corpus", "x", "--size", "nosuch"], "error: bench: model: size: 'nosuch' is no size"),

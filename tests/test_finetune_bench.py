@@ -18,7 +18,7 @@ from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_rev
 from finetune.bench import features as bench_features
 from finetune.bench import finetuning
 from finetune.config import load_config
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, MachineError
 
 # Earlier trainings in this process leave them set (pretrain/training/session.py). accelerate would then wait for ranks.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -112,13 +112,49 @@ def test_the_trainer_has_our_optimizer_and_schedule(tmp_path: Path, monkeypatch:
         ({"training": {"layer_decay": 0.9}}, "training.layer_decay: 0.9; the Trainer has no such setting. Set it to 1"),
         ({"training": {"preset": "few-sample"}}, "training.reinitialised_layers: 1"),
         ({"optimizer": {"name": "lamb"}}, "optimizer.name: lamb; the Trainer has no such setting. Set it to adamw"),
+        ({"random_weights": True}, "random_weights: True; the Trainer has no such setting. Set it to False"),
+        ({"class_weights": "balanced"}, "classification.class_weights: balanced; .* Set it to none"),
     ],
 )
 def test_what_the_trainer_cannot_do_is_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
-    reviews = write_reviews(tmp_path, train=4, dev=4)
+    reviews: dict[str, Any] = {**write_reviews(tmp_path, train=4, dev=4)}
+    reviews |= {"class_weights": values.pop("class_weights")} if "class_weights" in values else {}
     config = load_config(write_config(tmp_path, start_from="unused", classification=reviews, **values))
     with pytest.raises(InputError, match=message):
         finetuning.compare(config, 1)
+
+
+def test_checkpoints_that_transformers_cannot_load_are_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetuning, "run_program", lambda _: pytest.fail("trained"))
+    reviews, run = write_reviews(tmp_path, train=4, dev=4), tmp_path / "pretrained"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("name: pretrained\n")
+    monkeypatch.setattr("pretrain.checkpoint.released.why_not_transformers", lambda _: "model.qk_norm")
+    own = make_bert(tmp_path / "own")
+    for start, message in ((run, "It is a run: export it"), (own, r"It has model\.qk_norm"), ("", "--from: missing")):
+        config = load_config(write_config(tmp_path, start_from=str(start), classification=reviews))
+        with pytest.raises(InputError, match=message):
+            finetuning.compare(config, 1)
+
+
+def test_a_missing_package_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finetuning, "run_program", lambda _: pytest.fail("trained"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    start, reviews = make_bert(tmp_path / "bert"), write_reviews(tmp_path, train=4, dev=4)
+    config = load_config(write_config(tmp_path, start_from=str(start), classification=reviews))
+    with pytest.raises(MachineError, match=r"is missing\. Install the extra"):
+        finetuning.compare(config, 1)
+
+
+def test_only_tags_of_tokens_are_padded() -> None:
+    """A label set may have as many labels as the first text has tokens."""
+    sets = [{"input_ids": [1] * tokens, "labels": [1.0, 0.0, 0.0]} for tokens in (3, 4)]
+    assert finetuning._collate(sets, 0, segments=False, tags=False)["labels"].shape == (2, 3)
+    tagged = [{"input_ids": [1] * tokens, "labels": [2] * tokens} for tokens in (3, 4)]
+    collated = finetuning._collate(tagged, 0, segments=False, tags=True)
+    assert collated["labels"].tolist() == [[2, 2, 2, -100], [2, 2, 2, 2]]
 
 
 def test_a_config_without_a_dev_set_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

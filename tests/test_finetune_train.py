@@ -18,7 +18,7 @@ import torch
 from tiny_checkpoints import make_bert, make_roberta, write_reviews
 
 import finetune
-from finetune import runs
+from finetune import runs, train
 from finetune.__main__ import main
 from finetune.config import PRESETS, FinetuneConfig, TrainingConfig
 from finetune.train import layered_groups
@@ -28,6 +28,7 @@ from pretrain.commands import as_stage
 from pretrain.common.errors import InputError
 from pretrain.common.files import verify_manifest
 from pretrain.common.settings import dump
+from pretrain.common.worker import Worker
 from pretrain.training.optim import learning_rate
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, records, with_changes
@@ -51,8 +52,6 @@ def settings(root: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def starts(given: list[Start]) -> list[str]:
-    from finetune import train
-
     return make_starts(train.main, given)
 
 
@@ -115,6 +114,17 @@ def test_losses_do_not_depend_on_workers_or_stage(root: Path, other: str) -> Non
     assert [r["accuracy"] for r in records(root / other, "validation")] == [
         r["accuracy"] for r in records(root / "whole", "validation")
     ]
+
+
+def test_workers_that_read_different_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those of two checkpoints of a run that is still training."""
+    released = read_released(make_bert(tmp_path / "bert"))
+    config = FinetuneConfig(**settings(tmp_path, "two"))
+    monkeypatch.setattr(train, "gather_objects", lambda mine: [mine, mine])
+    train._check_one_start(config, released, Worker(0, 2, 0, 2))
+    monkeypatch.setattr(train, "gather_objects", lambda mine: [mine, "another"])
+    with pytest.raises(InputError, match="the workers read different weights"):
+        train._check_one_start(config, released, Worker(0, 2, 0, 2))
 
 
 def test_it_learns_and_keeps_the_best_evaluation(root: Path) -> None:

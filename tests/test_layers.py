@@ -114,8 +114,8 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "finetune.scores": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint "
-        "pretrain.commands pretrain.reporting finetune.tasks finetune.artifacts finetune.config finetune.runs "
-        "finetune.experiments"
+        "pretrain.commands pretrain.reporting pretrain.preflight finetune.tasks finetune.artifacts finetune.config "
+        "finetune.runs finetune.experiments"
     ),
     "finetune.bench": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from cluster.trials.request import TrialEvent
@@ -26,6 +27,7 @@ from finetune.scores.masked_model import MaskedModel, ModelSettings
 from finetune.scores.record import Record
 from finetune.scores.view import _finetuning_charts, score_notes, score_rows
 from pretrain.common.errors import InputError, MachineError
+from pretrain.preflight import only_run
 from tests.tiny_checkpoints import SPECIALS, WORDS, make_bert, write_reviews
 
 SENTENCES = [
@@ -70,6 +72,22 @@ def make_masked_lm(folder: Path, kind: str = "bert", positions: int = 64) -> Pat
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_masked_lm(tmp_path_factory.mktemp("bert"))
+
+
+def with_config(model: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of the model whose config.json has other values."""
+    shutil.copytree(model, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+def with_weights(model: Path, factor: float) -> Path:
+    """The model with all weights multiplied."""
+    path = model / "model.safetensors"
+    scaled = {name: factor * tensor for name, tensor in load_file(path).items()}
+    save_file(scaled, path, {"format": "pt"})
+    return model
 
 
 def naive(folder: Path, sentence: str) -> float:
@@ -149,7 +167,7 @@ def test_phenomena_are_means_of_paradigms() -> None:
 
 def test_an_interrupted_blimp_continues(tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, path = write_blimp(tmp_path / "blimp"), tmp_path / "record.json"
-    model = {"fingerprint": "f", "name": "n", "folder": "d"}
+    model = {"fingerprint": masked_model.fingerprint(bert), "name": "n", "folder": "d"}
     whole = blimp_score(bert, data)
     scored: list[int] = []
     original = blimp._right_pairs
@@ -170,13 +188,32 @@ def test_an_interrupted_blimp_continues(tmp_path: Path, bert: Path, monkeypatch:
     monkeypatch.setattr(blimp, "_right_pairs", fails_after(1))
     assert blimp_score(bert, data, record=Record(path, model)) == whole
     assert len(scored) == 1
-    # Measured in another way, nothing of it counts.
+    # Measured in another way, nothing of it counts, and it replaces what is finished once it is finished itself.
+    finished = Record(path, model).content["blimp"]
     scored.clear()
+    monkeypatch.setattr(blimp, "_right_pairs", fails_after(2))
+    with pytest.raises(KeyboardInterrupt):
+        blimp_score(bert, data, limit=1, record=Record(path, model))
+    assert Record(path, model).content["blimp"] == finished
     monkeypatch.setattr(blimp, "_right_pairs", fails_after(9))
     blimp_score(bert, data, limit=1, record=Record(path, model))
     assert len(scored) == 3
+    assert Record(path, model).content["blimp"]["how"]["limit"] == 1
     with pytest.raises(InputError, match="another model"):
         Record(path, {**model, "fingerprint": "g"})
+
+
+def test_a_model_that_changes_meanwhile_is_refused(tmp_path: Path, bert: Path) -> None:
+    """Such as a run that saves another checkpoint."""
+    folder = Path(shutil.copytree(bert, tmp_path / "run"))
+    (tmp_path / "text.txt").write_text(" ".join(SENTENCES))
+    record = Record(tmp_path / "record.json", {"fingerprint": masked_model.fingerprint(folder), "name": "n"})
+    with_weights(folder, -1)
+    with pytest.raises(InputError, match="its weights have changed since the evaluation began"):
+        held_out_score(folder, [tmp_path / "text.txt"], record=record)
+    with pytest.raises(InputError, match="its weights have changed since the evaluation began"):
+        blimp_score(folder, write_blimp(tmp_path / "blimp"), record=record)
+    assert not record.path.exists()
 
 
 def test_shifted_models_are_read_a_position_earlier(bert: Path) -> None:
@@ -297,6 +334,28 @@ def test_held_out_loss_is_that_of_transformers(tmp_path: Path, bert: Path, monke
     assert again.predictions == score.predictions
 
 
+def test_a_score_of_another_version_is_measured_again(tmp_path: Path, bert: Path) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(SENTENCES))
+    record = Record(tmp_path / "record.json", {"fingerprint": masked_model.fingerprint(bert), "name": "n"})
+    score = held_out_score(bert, [tmp_path / "text.txt"], how=HeldOutSettings(16), record=record)
+    kept = record.content["held_out"]
+    for scores in ({**kept["scores"], "further": 1}, {"accuracy": 0.5}):
+        record.write("held_out", kept["how"], scores)
+        assert held_out_score(bert, [tmp_path / "text.txt"], how=HeldOutSettings(16), record=record) == score
+    assert record.content["held_out"] == kept
+
+
+def test_products_in_fp32_are_exact_after_a_training(bert: Path) -> None:
+    """A training in fp32 lets the process use TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        MaskedModel(bert)
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_masks_depend_on_document_and_seed_alone(bert: Path) -> None:
     model = MaskedModel(bert)
     document = "the film was good and the book was very bad. " * 60
@@ -379,17 +438,14 @@ def test_random_weights_are_trained_once_for_a_shape(
     settings = FinetuningSettings((work / "reviews.yaml",), seeds=2, data=work / "data")
     record = Record(work / "record.json", {"fingerprint": "f", "name": "n", "folder": "d"})
     first = finetuning_scores(bert, work / "out", "first", settings, record=record)["reviews"]
-    assert first == FinetuningScore("accuracy", "dev", (0.6, 0.7), (0.5, 0.51))
+    assert first == FinetuningScore("accuracy", "dev", (0.6, 0.7), (0.5, 0.51), runs=2)
     assert sorted(trained) == sorted((bert.name, random, seed) for random in (False, True) for seed in (0, 1))
     kept = json.loads((work / "record.json").read_text())["finetuning"]["scores"]["reviews"]
     assert FinetuningScore.from_data(kept) == first
     assert kept["pretrained_mean"] == pytest.approx(0.65)
     # The same shape with other weights.
     trained.clear()
-    other = make_masked_lm(work / "other")
-    weights = __import__("safetensors.torch", fromlist=["torch"])
-    state = weights.load_file(other / "model.safetensors")
-    weights.save_file({name: -tensor for name, tensor in state.items()}, other / "model.safetensors", {"format": "pt"})
+    other = with_weights(make_masked_lm(work / "other"), -1)
     second = finetuning_scores(other, work / "out", "second", settings)["reviews"]
     assert second == first
     assert trained == [("other", False, 0), ("other", False, 1)]
@@ -408,12 +464,28 @@ def test_random_weights_are_trained_once_for_a_shape(
     assert len(trained) == 4
 
 
+def test_finished_runs_are_found_wherever_their_data_lies(
+    work: Path, bert: Path, trained: list[tuple[str, bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = FinetuningSettings((work / "reviews.yaml",), seeds=1, data=work / "data")
+    first = finetuning_scores(bert, work / "out", "n", settings)
+    trained.clear()
+    monkeypatch.chdir(work)
+    assert finetuning_scores(bert, work / "out", "n", replace(settings, data=Path("data"))) == first
+    shutil.move(work / "data", work / "moved")
+    assert finetuning_scores(bert, work / "out", "n", replace(settings, data=work / "moved")) == first
+    assert trained == []
+    other = replace(settings, data=work / "moved", overrides=("training.steps=3",))
+    assert finetuning_scores(bert, work / "out", "n", other) == first, "the fake's scores depend on the seed alone"
+    assert len(trained) == 2
+
+
 def test_a_fingerprint_knows_what_changes_random_runs(work: Path, bert: Path) -> None:
     path = work / "reviews.yaml"
 
     def digest(folder: Path = bert, *overrides: str) -> str:
         places = [f"classification.{part}={work / 'data' / f'{part}.jsonl'}" for part in ("train", "dev")]
-        return finetuning.random_fingerprint(load_config(path, [f"start_from={folder}", *places, *overrides]))
+        return finetuning.run_fingerprint(load_config(path, [f"start_from={folder}", *places, *overrides]))
 
     own = digest()
     assert digest(bert, "name=other", "seed=3", "run_dir=elsewhere") == own
@@ -424,6 +496,17 @@ def test_a_fingerprint_knows_what_changes_random_runs(work: Path, bert: Path) ->
     (lower / "tokenizer_config.json").write_text('{"do_lower_case": false, "tokenizer_class": "BertTokenizer"}')
     assert digest(lower) != own
     assert digest(make_masked_lm(work / "same")) == own
+    assert digest(with_config(bert, work / "dropout", classifier_dropout=0.9)) != own
+
+
+def test_a_fingerprint_knows_how_a_checkpoint_computes(tmp_path: Path, bert: Path) -> None:
+    own = masked_model.fingerprint(bert)
+    assert masked_model.fingerprint(make_masked_lm(tmp_path / "same")) == own
+    for name, value in {"num_attention_heads": 4, "layer_norm_eps": 1e-2, "classifier_dropout": 0.9}.items():
+        assert masked_model.fingerprint(with_config(bert, tmp_path / name, **{name: value})) != own, name
+    modern = make_masked_lm(tmp_path / "modern", "modernbert")
+    pooled = with_config(modern, tmp_path / "mean", classifier_pooling="mean")
+    assert masked_model.fingerprint(pooled) != masked_model.fingerprint(modern)
 
 
 def test_scores_of_one_row_that_were_measured_differently_have_marks(
@@ -494,6 +577,16 @@ def test_a_config_without_a_dev_set_is_refused_before_all_else(
     assert main(["evaluate-pretrained", str(bert), *words]) == 2
     assert "--finetune: reviews: no dev set, so there is no score." in capsys.readouterr().err
     assert (trained, (work / "out").exists()) == ([], False)
+
+
+def test_a_run_that_is_training_is_not_fine_tuned(work: Path, trained: list[tuple[str, bool, int]]) -> None:
+    """Each fine-tuning would begin from another checkpoint."""
+    run = work / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text("name: run\n")
+    with only_run(run), pytest.raises(InputError, match="this run is training"):
+        finetuning_scores(run, work / "out", "n", FinetuningSettings((work / "reviews.yaml",), data=work / "data"))
+    assert trained == []
 
 
 # ---- the command

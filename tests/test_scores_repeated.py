@@ -16,9 +16,9 @@ from finetune.scores import blimp, finetuning
 from finetune.scores.blimp import blimp_score, read_blimp
 from finetune.scores.finetuning import FinetuningSettings, finetuning_scores
 from finetune.scores.held_out import HeldOutSettings, masked_sequences
-from finetune.scores.masked_model import MaskedModel
+from finetune.scores.masked_model import MaskedModel, fingerprint
 from finetune.scores.record import Record
-from finetune.scores.view import score_notes, score_rows, score_table
+from finetune.scores.view import _finetuning_charts, score_notes, score_rows, score_table
 from pretrain.common.errors import DivergedError, InputError, RunError, StoppedError
 from pretrain.preflight import only_run
 from tests.test_scores import make_masked_lm, write_blimp
@@ -88,6 +88,8 @@ def pair(**changes: Any) -> bytes:
     [
         ([pair()[:-2] + b', "x": "\xe9"}\n'], "line 1 is not a pair of BLiMP .UnicodeDecodeError"),
         ([pair() + pair(sentence_good=None)], "line 2 is not a pair of BLiMP .*a value is not text"),
+        ([pair() + pair(UID="two")], r"line 2 is of another paradigm\. Give a file for each UID"),
+        ([pair() + pair(linguistics_term="u")], "line 2 is of another paradigm"),
         ([pair(), pair()], r"1\.jsonl: its UID .one. is that of another file"),
     ],
 )
@@ -95,11 +97,12 @@ def test_damaged_blimp_is_refused(tmp_path: Path, files: list[bytes], message: s
     for number, content in enumerate(files):
         (tmp_path / f"{number}.jsonl").write_bytes(content)
     with pytest.raises(InputError, match=message):
-        read_blimp(tmp_path)
+        read_blimp(tmp_path, 1)  # whatever the limit is
 
 
 def test_an_unfinished_blimp_is_no_overall_score(tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, record = write_blimp(tmp_path / "blimp"), Record(tmp_path / "record.json", MODEL)
+    data = write_blimp(tmp_path / "blimp")
+    record = Record(tmp_path / "record.json", {**MODEL, "fingerprint": fingerprint(bert)})
     original, scored = blimp._right_pairs, []
 
     def stops(*arguments: Any) -> int:
@@ -180,19 +183,20 @@ def work(tmp_path: Path) -> Path:
 
 
 class Runs:
-    """Stands for Ray: hands out trials, and ends those from random weights with `error`."""
+    """Stands for Ray: hands out trials, and ends those from random weights and with one of `seeds` with `error`."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.folders: list[Path] = []
         self.error: RunError | None = None
+        self.seeds = range(9)
 
     def __call__(self, target: str, tasks: Sequence[Any], *, poll: Any, **options: Any) -> None:
         for number, task in enumerate(tasks):
             config = task.payload["config"]
             self.names.append(config["name"])
             self.folders.append(task.run_dir)
-            error = self.error if config["random_weights"] else None
+            error = self.error if config["random_weights"] and config["seed"] in self.seeds else None
             if isinstance(error, StoppedError):
                 raise error
             saved = {"metric": "accuracy", "scores": {"dev": {"accuracy": 0.5}}, "chosen_on": "dev", "details": {}}
@@ -247,6 +251,18 @@ def test_a_divergence_that_another_checkpoint_left_is_told(work: Path, bert: Pat
             finetuning_scores(folder, work / "out", name, settings, record=record)
         assert list(record.read(finetuning.PART, {})["reviews"]["pretrained"]) == [0.5]
     assert len(ran.folders) == 3
+
+
+def test_a_mean_without_the_runs_that_failed_says_so(work: Path, bert: Path, ran: Runs) -> None:
+    record = Record(work / "first.json", MODEL)
+    ran.error, ran.seeds = DivergedError("loss is nan"), range(1, 2)
+    settings = FinetuningSettings((work / "reviews.yaml",), seeds=3, data=work / "data")
+    with pytest.raises(DivergedError, match="1 of 6 runs failed"):
+        finetuning_scores(bert, work / "out", "first", settings, record=record)
+    rows = dict(score_rows([record.content]))
+    assert rows["reviews, accuracy"] == ["0.5000 ± 0.0000"]
+    assert rows["  from random weights"] == ["0.5000 ± 0.0000 (2 of 3)"]
+    assert "random weights (2 of 3)" in next(_finetuning_charts([record.content]))
 
 
 def test_files_of_any_name_are_fine_tuned(work: Path, bert: Path, ran: Runs) -> None:

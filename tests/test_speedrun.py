@@ -531,6 +531,7 @@ def test_a_trial_trains_scores_and_continues(
 def test_options_without_effect_and_impossible_budgets_are_refused(tmp_path: Path) -> None:
     words, notes = ["config.yaml", "--data", str(tmp_path)], tmp_path / "notes.md"
     notes.write_text("Notes.\n")
+    (tmp_path / "latin.md").write_bytes(b"| caf\xe9 |\n")
     for more, message in (
         (["--budget", "-1"], "--budget: -1; expected"),
         (["--budget", "5", "--budget", "2e30"], r"--budget: 2e\+30; expected"),
@@ -541,7 +542,11 @@ def test_options_without_effect_and_impossible_budgets_are_refused(tmp_path: Pat
         (["--seed", "-1"], "--seed: -1; expected"),
         (["--novels", "1"], "--novels: 1; expected a share"),
         (["--log", str(notes)], "notes.md: does not end with a table"),
+        (["--log", str(tmp_path / "latin.md")], "latin.md: is not UTF-8"),
         (["--log", str(tmp_path)], "cannot write here"),
+        (["--log", str(notes / "log.md")], "cannot write here"),
+        (["--log", str(tmp_path / "log.md")], "neither WikiExtractor's output nor a .txt file"),  # --data, read later
     ):
         with pytest.raises(InputError, match=message):
             command.main([*words, *more], lambda _: 0)
+    assert not (tmp_path / "log.md").exists()

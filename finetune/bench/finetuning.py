@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import statistics
 import sys
@@ -29,6 +30,7 @@ from pretrain.common.children import run_program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
 from pretrain.model.precision import resolve_here
+from pretrain.storage.runs import fetched_model
 from pretrain.tracking.records import is_training, read_records
 
 OURS, BASELINE = "ours", "trainer"
@@ -73,9 +75,12 @@ def main(argv: Sequence[str]) -> int:
 def compare(config: FinetuneConfig, seeds: int, *, quiet: bool = False) -> dict[str, Any]:
     """{"ours": [run, ...], "trainer": [run, ...]} with run = {"score", "examples_per_second", "seconds"}.
 
-    Raises `InputError` if the config has settings that the Trainer lacks, or no dev set.
+    Raises:
+        InputError: the config has settings that the Trainer lacks, no dev set, or a checkpoint that transformers lacks.
+        MachineError: a package of the baseline is missing.
     """
     _check(config)
+    config = config.model_copy(update={"start_from": str(_start_folder(config))})
     runs: dict[str, list[dict[str, Any]]] = {OURS: [], BASELINE: []}
     with tempfile.TemporaryDirectory(prefix="bench-finetune-") as folder:
         for seed in range(config.seed, config.seed + seeds):
@@ -89,17 +94,43 @@ def compare(config: FinetuneConfig, seeds: int, *, quiet: bool = False) -> dict[
 def _check(config: FinetuneConfig) -> None:
     """Raise `InputError` if ours would train in a way that the Trainer cannot, or there is no set to score."""
     training = config.training
+    weighted = getattr(config.task_settings, "class_weights", "none")
     for name, value, needed in (
         ("optimizer.name", config.optimizer.name, "adamw"),
         ("training.layer_decay", training.layer_decay, 1),
         ("training.reinitialised_layers", training.reinitialised_layers, 0),
         ("training.reinitialise_pooler", training.reinitialise_pooler, False),
         ("training.patience", training.patience, 0),
+        ("random_weights", config.random_weights, False),
+        (f"{config.task_name}.class_weights", weighted, "none"),
     ):
         if value != needed:
             raise InputError(f"bench finetune: {name}: {value}; the Trainer has no such setting. Set it to {needed}.")
     if not make_task(config.task_settings).read_held_out():
         raise InputError("bench finetune: the config has no dev set. Set one; scores are compared on it.")
+
+
+def _start_folder(config: FinetuneConfig) -> Path:
+    """The folder of the initial checkpoint. Raises as `compare` if there can be no baseline of it."""
+    from pretrain.checkpoint.google_bert import find_checkpoint
+    from pretrain.checkpoint.released import why_not_transformers
+    from pretrain.checkpoint.tokenizer import is_run, released_folder
+
+    if not config.start_from:
+        raise InputError("bench finetune: --from: missing. Give the folder of the initial checkpoint.")
+    folder = released_folder(fetched_model(config.start_from))
+    if is_run(folder):
+        why = "is a run: export it"
+    elif find_checkpoint(folder):
+        why = "is a TensorFlow checkpoint: give torch weights"
+    else:
+        why = (own := why_not_transformers(folder)) and f"has {own}: give another checkpoint"
+    if why:
+        raise InputError(f"bench finetune: {folder}: transformers cannot load it. It {why}.")
+    for name in ("accelerate", "transformers"):  # the Trainer needs both
+        if importlib.util.find_spec(name) is None:
+            raise MachineError(f"bench finetune: {name} is missing. Install the extra: pip install -e .[bench].")
+    return folder
 
 
 def _line(kind: str, seed: int, run: dict[str, Any]) -> str:
@@ -168,12 +199,8 @@ def _call(arguments: list[str]) -> None:
 
 
 def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
-    try:
-        import accelerate  # noqa: F401 (the Trainer needs it)  # pyright: ignore[reportMissingImports]
-        import transformers
-    except ImportError as error:
-        raise MachineError(f"bench finetune: {error}. Install the extra: pip install -e .[bench].") from None
     import torch
+    import transformers
 
     from finetune.datasets.text import TextEncoder
     from pretrain.checkpoint.tokenizer import read_tokenizer
@@ -195,7 +222,8 @@ def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
     windows = task.windows(examples, encoder, training=True)
     steps = config.total_steps(windows.training_examples)
     features = _features(windows, task.head)
-    collate = functools.partial(_collate, pad=model.config.pad_token_id or 0, segments=segments)
+    pad = model.config.pad_token_id or 0
+    collate = functools.partial(_collate, pad=pad, segments=segments, tags=task.head == "tokens")
     clock = _make_clock(transformers)
     trainer = transformers.Trainer(
         model=model,
@@ -291,8 +319,11 @@ def _features(windows: Any, head: str) -> list[dict[str, Any]]:
     return features
 
 
-def _collate(features: list[dict[str, Any]], pad: int, *, segments: bool) -> dict[str, Any]:
-    """Pad to the longest of the batch; without token_type_ids if the model has no token types."""
+def _collate(features: list[dict[str, Any]], pad: int, *, segments: bool, tags: bool) -> dict[str, Any]:
+    """Pad to the longest of the batch; without token_type_ids if the model has no token types.
+
+    With `tags`, the labels are those of the tokens.
+    """
     import torch
 
     longest = max(len(one["input_ids"]) for one in features)
@@ -310,11 +341,7 @@ def _collate(features: list[dict[str, Any]], pad: int, *, segments: bool) -> dic
     for name in ("labels", "start_positions", "end_positions"):
         if name in features[0]:
             values = [one[name] for one in features]
-            batch[name] = (
-                padded(values, -100)
-                if isinstance(values[0], list) and name == "labels" and len(values[0]) == len(ids[0])
-                else torch.tensor(values)
-            )
+            batch[name] = padded(values, -100) if tags else torch.tensor(values)
     return batch
 
 

@@ -30,6 +30,7 @@ from finetune.scores.record import Record
 from pretrain.common.errors import InputError
 
 PART = "blimp"  # of a record
+_UNFINISHED = "blimp_unfinished"  # scores that are to replace finished ones of other settings
 _KEYS = ("sentence_good", "sentence_bad", "UID", "linguistics_term")  # of a line
 _AT_ONCE = 1 << 18  # tokens of masked copies that are in memory at once
 
@@ -113,18 +114,27 @@ def blimp_score(
     done: dict[str, ParadigmScore] = {}
     how = {"data": _data_digest(paradigms), "limit": limit, **asdict(settings)}
     if record is not None:
-        earlier = record.read(PART, how).get("paradigms", {})
+        earlier = (record.read(PART, how) or record.read(_UNFINISHED, how)).get("paradigms", {})
         done = {name: ParadigmScore(one["phenomenon"], one["pairs"], one["right"]) for name, one in earlier.items()}
     left = [one for one in paradigms if one.name not in done]
     if left:
         model = MaskedModel(folder, settings)
+        if record is not None:
+            record.check(folder)
         with progress_bar("BLiMP, sentences", sum(2 * len(one.pairs) for one in left)) as advance:
             for paradigm in left:
                 right = _right_pairs(model, paradigm.pairs, advance)
                 done[paradigm.name] = ParadigmScore(paradigm.phenomenon, len(paradigm.pairs), right)
                 if record is not None:
-                    record.write(PART, how, BlimpScore(done).as_data(len(paradigms)))
+                    _keep(record, how, BlimpScore(done).as_data(len(paradigms)))
     return BlimpScore({one.name: done[one.name] for one in paradigms})
+
+
+def _keep(record: Record, how: Mapping[str, Any], scores: Mapping[str, Any]) -> None:
+    """Write the scores; while paradigms are missing, finished scores of other settings, which took hours, stay."""
+    before = record.content.get(PART)
+    stays = before is not None and before["how"] != how and not missing_paradigms(before["scores"])
+    record.write(_UNFINISHED if stays and missing_paradigms(scores) else PART, how, scores)
 
 
 def missing_paradigms(scores: Mapping[str, Any]) -> int:
@@ -136,7 +146,7 @@ def missing_paradigms(scores: Mapping[str, Any]) -> int:
 def read_blimp(data: Path, limit: int = 0) -> list[Paradigm]:
     """The paradigms in the .jsonl files of a folder, by name, with their first `limit` pairs (0: all).
 
-    Raises `InputError` if there is none, a line is not a pair of BLiMP, or two files have one UID.
+    Raises `InputError` if there is none, a line is not a pair of BLiMP, a file has several UIDs, or two have one.
     """
     files = sorted(data.glob("*.jsonl"))
     if not files:
@@ -152,27 +162,28 @@ def read_blimp(data: Path, limit: int = 0) -> list[Paradigm]:
 
 def _read_paradigm(file: Path, limit: int) -> Paradigm:
     pairs: list[tuple[str, str]] = []
-    name = phenomenon = ""
+    names: set[tuple[str, str]] = set()
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if limit and len(pairs) == limit:
-                break
             if not line.strip():
                 continue
             try:
                 row = json.loads(line.decode())
-                good, bad, name, phenomenon = (row[key] for key in _KEYS)
-                if not all(isinstance(value, str) and value for value in (good, bad, name, phenomenon)):
+                good, bad, *name = (row[key] for key in _KEYS)
+                if not all(isinstance(value, str) and value for value in (good, bad, *name)):
                     raise TypeError("a value is not text")
-                pairs.append((good, bad))
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(
                     f"{file}: line {number} is not a pair of BLiMP ({type(error).__name__}: {error}). Expected JSON "
                     f"in UTF-8 with {', '.join(_KEYS)}."
                 ) from None
+            names.add((name[0], name[1]))
+            if len(names) > 1:
+                raise InputError(f"{file}: line {number} is of another paradigm. Give a file for each UID.")
+            pairs.append((good, bad))
     if not pairs:
         raise InputError(f"{file}: has no pair. Download BLiMP again.")
-    return Paradigm(name, phenomenon, tuple(pairs))
+    return Paradigm(*names.pop(), tuple(pairs[:limit] if limit else pairs))
 
 
 def pseudo_log_likelihoods(

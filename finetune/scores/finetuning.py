@@ -1,13 +1,14 @@
 """Fine-tunings from a checkpoint and from random weights of its shape, several seeds each.
 
-The runs from random weights depend on the checkpoint's shape and tokenizer alone, so they are kept by a fingerprint of
-these and of the config, and a second checkpoint of the same shape finds them.
+The runs are kept by a fingerprint of all that they depend on, not by the places of checkpoint and data. Those from
+random weights depend on the checkpoint's shape and tokenizer alone: a second checkpoint of the same shape finds them.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,8 +23,9 @@ from finetune.experiments.trials import TrialRuns, raise_failure, read_outcome, 
 from finetune.scores.masked_model import fingerprint, text_digest
 from finetune.scores.record import Record
 from finetune.tasks.registry import make_task
+from pretrain import preflight
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.checkpoint.tokenizer import is_run, read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.settings import given_values
 
@@ -65,12 +67,14 @@ class FinetuningScore:
         part: name of the set, such as dev.
         pretrained: from the checkpoint.
         random: from random weights; () if they were not asked for.
+        runs: how many were asked for of each; 0 in records of earlier versions.
     """
 
     metric: str
     part: str
     pretrained: tuple[float, ...]
     random: tuple[float, ...] = ()
+    runs: int = 0
 
     @property
     def difference(self) -> float | None:
@@ -99,7 +103,8 @@ class FinetuningScore:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> FinetuningScore:
         """The inverse of `as_data`."""
-        return cls(data["metric"], data["part"], tuple(data["pretrained"]), tuple(data["random"]))
+        values = tuple(data["pretrained"]), tuple(data["random"])
+        return cls(data["metric"], data["part"], *values, data.get("runs", 0))
 
 
 @dataclass(frozen=True)
@@ -207,8 +212,10 @@ def read_configs(folder: Path, settings: FinetuningSettings) -> dict[str, Finetu
 def read_plans(folder: Path, settings: FinetuningSettings) -> dict[str, tuple[FinetuneConfig, runs.FinetunePlan]]:
     """File name without suffix -> config that starts from `folder`, and what is known about its runs before they train.
 
-    Raises `InputError` if a config, its data or the checkpoint is wrong, or a config has no dev set.
+    Raises `InputError` if a config, its data or the checkpoint is wrong, a config has no dev set, or the checkpoint is
+    that of a run that is training.
     """
+    _check_over(folder)
     plans = {}
     for name, config in read_configs(folder, settings).items():
         plan = runs.plan(config, alone=True, test_sets=False)
@@ -216,6 +223,19 @@ def read_plans(folder: Path, settings: FinetuningSettings) -> dict[str, tuple[Fi
             raise InputError(f"--finetune: {name}: no dev set, so there is no score. Give one.")
         plans[name] = config, plan
     return plans
+
+
+def _check_over(folder: Path) -> None:
+    """Refuse a run that is training: each fine-tuning begins from the checkpoint that is the newest at its start."""
+    if not (is_run(folder) and os.access(folder, os.W_OK)):  # the lock of a folder that is read-only cannot be tried
+        return
+    try:
+        with preflight.only_run(folder):
+            pass
+    except InputError:
+        raise InputError(
+            f"--finetune: {folder}: this run is training. Wait for its end, or export it and evaluate the export."
+        ) from None
 
 
 def _placed(path: Path, overrides: Sequence[str], data: Path | None) -> list[str]:
@@ -235,11 +255,13 @@ def _placed(path: Path, overrides: Sequence[str], data: Path | None) -> list[str
 def _members(folder: Path, out: Path, name: str, settings: FinetuningSettings) -> list[_Member]:
     """All runs, small configs first: faults show early."""
     members = []
+    plans = sorted(read_plans(folder, settings).items(), key=lambda item: item[1][1].steps)
     own = f"{name}-{fingerprint(folder)[:12]}"
-    for key, (config, plan) in sorted(read_plans(folder, settings).items(), key=lambda item: item[1][1].steps):
-        folders = {False: out / _FINETUNED / own / key}
+    for key, (config, plan) in plans:
+        kept = f"{key}-{run_fingerprint(config)[:16]}"
+        folders = {False: out / _FINETUNED / own / kept}
         if settings.random:
-            folders[True] = out / RANDOM / f"{key}-{random_fingerprint(config)[:16]}"
+            folders[True] = out / RANDOM / kept
         for random, place in folders.items():
             chosen = config.model_copy(update={"random_weights": random})
             for seed in range(config.seed, config.seed + settings.seeds):
@@ -250,8 +272,8 @@ def _members(folder: Path, out: Path, name: str, settings: FinetuningSettings) -
     return members
 
 
-def random_fingerprint(config: FinetuneConfig) -> str:
-    """Hexadecimal digits of all that a run from random weights depends on but its seed.
+def run_fingerprint(config: FinetuneConfig) -> str:
+    """Hexadecimal digits of all that a run depends on but its seed and the weights that it begins from.
 
     These are the shape, the tokenizer, the data as the tokenizer cuts it, and the settings that change the result.
     """
@@ -262,6 +284,7 @@ def random_fingerprint(config: FinetuneConfig) -> str:
         "model": released.model.model_dump(mode="json"),
         "vocabulary": released.vocabulary_size,
         "token_types": released.token_types,
+        "head": released.task_head(make_task(config.task_settings).head),
         **_lasting(config),
     }
     tokenizer = read_tokenizer(folder, released.vocabulary_size).to_str()
@@ -269,8 +292,8 @@ def random_fingerprint(config: FinetuneConfig) -> str:
 
 
 def _earlier(member: _Member) -> Outcome | None:
-    """The outcome of a run from random weights that another checkpoint of the same shape has left."""
-    before, trial = _begun_by_another(member), member.trial
+    """The outcome of a run that another place of checkpoint or data has left."""
+    before, trial = _begun_elsewhere(member), member.trial
     if before is None:
         return None
     # Where the data lies is not part of the fingerprint, what it holds is.
@@ -279,22 +302,23 @@ def _earlier(member: _Member) -> Outcome | None:
 
 
 def _remove_unfinished(member: _Member) -> None:
-    """Remove an unfinished run from random weights that another checkpoint of the same shape has left.
+    """Remove an unfinished run that another place of checkpoint or data has left.
 
     Its checkpoints belong to a run that began from a folder which may be gone.
     """
-    if _begun_by_another(member) is not None and _earlier(member) is None:
+    if _begun_elsewhere(member) is not None and _earlier(member) is None:
         shutil.rmtree(member.trial.config.folder)
 
 
-def _begun_by_another(member: _Member) -> FinetuneConfig | None:
-    """The config of a run from random weights that began from another checkpoint; its own ones `run_all` continues."""
-    path = member.trial.config.folder / "config.yaml"
-    if not (member.random and path.is_file()):
+def _begun_elsewhere(member: _Member) -> FinetuneConfig | None:
+    """The config of a run with another place of checkpoint or data; one with the same places `run_all` continues."""
+    now = member.trial.config
+    path = now.folder / "config.yaml"
+    if not path.is_file():
         return None
     before = load_config(path)
-    same = Path(before.start_from).resolve() == Path(member.trial.config.start_from).resolve()
-    return None if same else before
+    same_start = Path(before.start_from).resolve() == Path(now.start_from).resolve()
+    return None if same_start and before.task_settings == now.task_settings else before
 
 
 def _scores(members: Sequence[_Member], outcomes: Sequence[Outcome | None]) -> dict[str, FinetuningScore]:
@@ -310,6 +334,7 @@ def _scores(members: Sequence[_Member], outcomes: Sequence[Outcome | None]) -> d
             part=next(outcome.chosen_on for member, outcome, _ in done if member.config == key),
             pretrained=tuple(score for member, _, score in done if member.config == key and not member.random),
             random=tuple(score for member, _, score in done if member.config == key and member.random),
+            runs=sum(member.config == key and not member.random for member in members),
         )
         for key in dict.fromkeys(member.config for member, _, _ in done)
     }

@@ -15,7 +15,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,9 +122,12 @@ def held_out_score(
     """
     settings, documents = resolved(folder, settings), read_documents(texts)
     given = {"texts": text_digest(*documents), **asdict(how), **asdict(settings)}
-    if record is not None and (earlier := record.read(PART, given)):
+    earlier = record.read(PART, given) if record is not None else {}
+    if earlier.keys() == {field.name for field in fields(HeldOutScore)}:  # else it is one of another version
         return HeldOutScore(**earlier)
     model = MaskedModel(folder, settings)
+    if record is not None:
+        record.check(folder)
     if how.length > model.max_positions:
         default = " (the default)" if how.length == DEFAULT_MASKS.length else ""
         raise InputError(

@@ -6,6 +6,7 @@ Shape letters: L tokens of a sequence, K tokens to predict, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,6 +117,7 @@ class MaskedModel:
         with torch.device("meta"):
             model = PretrainingModel(released.model, released.vocabulary_size, next_sentence=False)
         model.load_state_dict(state, assign=True)
+        torch.set_float32_matmul_precision("highest")  # an earlier training in this process may have chosen TF32
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = model.eval().to(self._device, torch_dtype(settings.precision))
         self._most_predictions = max(1, _LOGITS // released.vocabulary_size)
@@ -180,11 +182,15 @@ def resolved(folder: Path, settings: ModelSettings) -> ModelSettings:
 
 
 def fingerprint(folder: Path) -> str:
-    """SHA-256 of the checkpoint's tensors and of its tokenizer, as hexadecimal digits."""
+    """SHA-256 of the checkpoint's tensors, its tokenizer and how it computes, as hexadecimal digits."""
     released = read_released(folder)
     tokenizer = read_tokenizer(folder, released.vocabulary_size)
     heads = {f"head.{name}": tensor for name, tensor in released.head.items()}
-    return text_digest(digest({**released.backbone, **heads, **released.pretraining}), tokenizer.to_str())
+    tensors = digest({**released.backbone, **heads, **released.pretraining})
+    # Without defaults, so that a further setting of models changes no fingerprint.
+    shape = released.model.model_dump(mode="json", exclude_defaults=True)
+    how = [released.family, shape, released.token_types, released.task_head("sequence")]
+    return text_digest(tensors, tokenizer.to_str(), json.dumps(how, sort_keys=True))
 
 
 def text_digest(*texts: str) -> str:

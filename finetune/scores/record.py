@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.scores.masked_model import fingerprint
 from pretrain.common.errors import InputError
 from pretrain.common.files import locked, write_json
 
@@ -33,6 +34,14 @@ class Record:
     def content(self) -> dict[str, Any]:
         """The whole record."""
         return self._content
+
+    def check(self, folder: Path) -> None:
+        """Raise `InputError` if the checkpoint in `folder` is not the one whose scores these are."""
+        if fingerprint(folder) != self._model["fingerprint"]:
+            raise InputError(
+                f"{folder}: its weights have changed since the evaluation began. If its training saves checkpoints, "
+                "wait for its end, or export it and evaluate the export."
+            )
 
     def read(self, part: str, how: Mapping[str, Any]) -> dict[str, Any]:
         """The scores of a part; {} if there are none, or they were measured in another way."""

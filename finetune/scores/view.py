@@ -109,9 +109,10 @@ def _finetuning_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
     for name, ones in _by_config(models):
         metric = next(one.metric for one in ones if one)
         hows = _hows(models, name)
-        yield f"{name}, {_readable(metric)}", _marked([_spread(one.pretrained) if one else _NONE for one in ones], hows)
+        pretrained = [_spread(one.pretrained, one.runs) if one else _NONE for one in ones]
+        yield f"{name}, {_readable(metric)}", _marked(pretrained, hows)
         if any(one and one.random for one in ones):
-            random = [_spread(one.random) if one else _NONE for one in ones]
+            random = [_spread(one.random, one.runs) if one else _NONE for one in ones]
             yield "  from random weights", _marked(random, hows)
             yield "  difference", _marked([_difference(one) for one in ones], hows)
 
@@ -172,12 +173,17 @@ def _explained(hows: Sequence[Mapping[str, Any] | None]) -> Iterator[str]:
         yield f"[{number}]: {settings}"
 
 
-def _spread(values: Sequence[float]) -> str:
+def _spread(values: Sequence[float], runs: int) -> str:
     """The mean with its standard error."""
     spread = Spread.of(values)
     if spread is None:
         return _NONE
-    return f"{spread.mean:.4f}" + ("" if spread.error is None else f" ± {spread.error:.4f}")
+    return f"{spread.mean:.4f}" + ("" if spread.error is None else f" ± {spread.error:.4f}") + _missing(values, runs)
+
+
+def _missing(values: Sequence[float], runs: int) -> str:
+    """Of how many runs the mean is, if some have no score: they diverged, failed or are still to run."""
+    return f" ({len(values)} of {runs})" if len(values) < runs else ""
 
 
 def _difference(score: FinetuningScore | None) -> str:
@@ -223,8 +229,9 @@ def _finetuning_charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         bars = []
         for name, one in zip(names, ones, strict=True):
             if one is not None:
-                bars += _bars(name, one.pretrained, "train")
-                bars += _bars(f"{name}, random weights", one.random, "baseline")
+                bars += _bars(f"{name}{_missing(one.pretrained, one.runs)}", one.pretrained, "train")
+                random = f"{name}, random weights{_missing(one.random, one.runs)}"
+                bars += _bars(random, one.random, "baseline")
         metric = next(one.metric for one in ones if one)
         if bars:
             yield bar_chart(config, _readable(metric), bars, form=lambda value: f"{value:.3f}")

@@ -23,11 +23,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 from pretrain.batches.loader import BatchMaker, Loader
 from pretrain.commands import local_path, positive_int, program
 from pretrain.common.children import run_program
 from pretrain.common.errors import InputError
+from pretrain.common.setting_errors import first_problem
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import Shard, TokenShards, open_shards
 from pretrain.corpus.vocabulary import read_vocabulary
@@ -52,6 +54,8 @@ def main(argv: list[str]) -> int:
     if options.resume_only:
         print(json.dumps(_resume_here(options.resume_only)))
         return 0
+    for length in options.lengths:
+        _config(length, options.sequences)  # refused before anything is measured
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         shards = open_shards(options.corpus, "train") if options.corpus else synthetic_corpus(Path(scratch))
@@ -149,8 +153,11 @@ def _baseline(shards: TokenShards, length: int, sequences: int) -> Callable[[], 
 
 
 def _config(length: int, sequences: int) -> PretrainConfig:
-    phase = PhaseConfig(sequence_length=length, global_sequences=sequences, steps=1 << 40, peak_learning_rate=1e-4)
-    return PretrainConfig(name="bench", corpus=CorpusConfig(dir="nowhere"), phases=(phase,))
+    try:
+        phase = PhaseConfig(sequence_length=length, global_sequences=sequences, steps=1 << 40, peak_learning_rate=1e-4)
+        return PretrainConfig(name="bench", corpus=CorpusConfig(dir="nowhere"), phases=(phase,))
+    except ValidationError as error:
+        raise InputError(f"bench: {first_problem(error)}.") from None
 
 
 def synthetic_corpus(folder: Path) -> TokenShards:

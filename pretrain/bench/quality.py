@@ -23,6 +23,7 @@ from pretrain.bench.baselines import BASELINES, OURS, TrainerProcess, TrainerSpe
 from pretrain.commands import positive_int, program
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, load_config
+from pretrain.corpus.shards import open_shards
 from pretrain.model.precision import resolve_here
 
 TURN_SECONDS = 10.0
@@ -62,6 +63,10 @@ def main(argv: list[str]) -> int:
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Train both in alternation. Returns the held-out MLM loss of each after every tenth of the time."""
     ours, theirs = _configs(options)
+    if not open_shards(theirs.corpus.folder, "validation").shards:
+        raise InputError(
+            f"--corpus: {options.corpus}: has no held-out text. Prepare one with corpus.validation_fraction."
+        )
     if options.recipe:
         ours = _of_length(ours, max(2, round(60 * options.minutes / _step_seconds(ours))))
         if not options.json:

@@ -21,7 +21,7 @@ from torch import Tensor
 from pretrain.batches.batch import MicroBatch
 from pretrain.commands import positive_int, program
 from pretrain.common.children import run_program
-from pretrain.common.errors import MachineError
+from pretrain.common.errors import InputError, MachineError
 from pretrain.common.wording import aligned
 from pretrain.config import EngineConfig, ModelConfig, OptimizerConfig
 from pretrain.config.families import SIZES
@@ -54,6 +54,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--micro-batches", type=positive_int, default=2, help="micro-batches of a step; default: 2")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
+    if min(options.ranks) < 2:
+        raise InputError("--ranks: 1, which sends nothing; expected numbers from 2.")
     rows = [
         _in_a_process(options.size, stage, ranks, options.micro_batches)
         for stage in options.stages

@@ -73,7 +73,7 @@ def _check(arguments: argparse.Namespace, budgets: Sequence[float]) -> None:
     if arguments.finetune:
         read_configs(arguments.out, _finetunings(arguments))
     if arguments.log is not None:
-        results.append_to_log(arguments.log, [])
+        results.check_log(arguments.log)
 
 
 def _finetunings(arguments: argparse.Namespace) -> FinetuningSettings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from finetune.bench.speedrun.scores import Scores
 from finetune.bench.speedrun.trial import budget_text
 from pretrain.bench.results import short_commit
 from pretrain.common.errors import InputError
-from pretrain.common.files import atomic_open, locked, write_json
+from pretrain.common.files import atomic_open, disk_errors, existing_parent, locked, write_json
 from pretrain.common.wording import aligned, counted
 
 RESULTS = "speedrun.json"
@@ -146,15 +147,31 @@ def append_to_log(path: Path, trials: Sequence[Trial]) -> int:
     Raises `InputError` if the file ends otherwise, or cannot be written.
     """
     with locked(path.with_name(f".{path.name}.lock")):
-        text = path.read_text(encoding="utf-8").rstrip() if path.is_file() else ""
-        text = text or "\n".join(_log_head())
-        if not text.rpartition("\n")[2].startswith("|"):
-            raise InputError(f"--log: {path}: does not end with a table. Give a file that this command began.")
+        text = _read_log(path) or "\n".join(_log_head())
         known = set(text.splitlines())
         rows = [row for one in trials if one.flops and (row := _log_row(one)) not in known]
         with atomic_open(path, "w") as file:
             file.write("\n".join([text, *rows]) + "\n")
     return len(rows)
+
+
+def check_log(path: Path) -> None:
+    """Raise `InputError` if `append_to_log` would do so. Writes nothing."""
+    _read_log(path)
+    with disk_errors(path):
+        tempfile.TemporaryFile(dir=existing_parent(path.parent)).close()
+
+
+def _read_log(path: Path) -> str:
+    """What the log has; "" if it is empty or does not exist. Raises `InputError` if it cannot be appended to."""
+    try:
+        with disk_errors(path):
+            text = path.read_text(encoding="utf-8").rstrip() if path.exists() else ""
+    except UnicodeDecodeError:
+        raise InputError(f"--log: {path}: is not UTF-8. Give a file that this command began.") from None
+    if text and not text.rpartition("\n")[2].startswith("|"):
+        raise InputError(f"--log: {path}: does not end with a table. Give a file that this command began.")
+    return text
 
 
 def _log_head() -> list[str]:
