@@ -103,7 +103,7 @@ def report_finished(config: RunConfig) -> None:
 def bring(run_dir: Any) -> None:
     """Fetch what a resume needs of the run at the address `run_dir`; nothing for a path."""
     if is_remote(run_dir):
-        StoredRun(run_dir, local_run(run_dir)).bring()
+        StoredRun(run_dir, local_run(run_dir)).bring(best=True)
 
 
 @contextlib.contextmanager

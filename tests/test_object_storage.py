@@ -21,6 +21,7 @@ from corpora import make_corpus
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
+from pretrain import launch
 from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.addresses import local
@@ -524,6 +525,21 @@ def test_a_fetch_that_ends_between_the_checkpoint_and_the_small_files_goes_on(
     (folder / "metrics.jsonl").write_text("new\n")
     StoredRun(RUN, folder).bring()
     assert (folder / "metrics.jsonl").read_text() == "new\n", "only what was not fetched is fetched again"
+
+
+def test_a_resume_elsewhere_has_the_best_checkpoint_as_the_same_machine_has(proxy: FaultyProxy) -> None:
+    """A fine-tuning ends with the best of the checkpoints in its folder."""
+    folder = local(RUN)
+    saver = make_saver(StoredRun(RUN, folder), folder)
+    for step, loss in ((2, 0.5), (4, 0.7), (6, 0.8)):
+        save(saver, step, validation_loss=loss)
+    here = [path.name for path in store.list_checkpoints(folder / "checkpoints")]
+    shutil.rmtree(folder)
+    StoredRun(RUN, folder).bring()  # to be read
+    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000006"]
+    launch.bring(RUN)
+    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == here
+    assert store.best(folder / "checkpoints") == folder / "checkpoints" / "step-00000002"
 
 
 def test_a_finished_fine_tuning_is_stored_without_checkpoints(proxy: FaultyProxy) -> None:

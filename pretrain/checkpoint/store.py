@@ -17,12 +17,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,6 +44,7 @@ from pretrain.common.files import (
     verify_manifest,
     write_json,
 )
+from pretrain.storage.runs import best_of
 
 FORMAT = 2  # 1 listed every piece with its file, and is still read
 _NAME = re.compile(r"step-(\d{8})")
@@ -261,20 +261,6 @@ def best(folder: Path) -> Path | None:
             states[path.name] = read_state(path)
     name = best_of(states)
     return folder / name if name else None
-
-
-def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
-    """As `best`, from the states of checkpoints by their names, in ascending order; "" if none was evaluated."""
-    measured: dict[str, dict[str, float]] = {}
-    for name, state in states.items():
-        loss = state.get("validation_loss")
-        if loss is not None and math.isfinite(loss):
-            losses = measured.pop(state["validation_set"], {})
-            measured[state["validation_set"]] = {**losses, name: loss}
-    if not measured:
-        return ""
-    latest = list(measured.values())[-1]
-    return min(reversed(latest), key=latest.__getitem__)
 
 
 def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:

@@ -16,11 +16,12 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import re
 import socket
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,23 @@ def fetched_model(location: Path | str) -> Path:
     return local(address)
 
 
+def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
+    """The checkpoint with the lowest validation loss, from states by names, in ascending order; "" if none has one.
+
+    On ties the newest. Only those count that were evaluated on the same held-out samples as the last one that was.
+    """
+    measured: dict[str, dict[str, float]] = {}
+    for name, state in states.items():
+        loss = state.get("validation_loss")
+        if loss is not None and math.isfinite(loss):
+            losses = measured.pop(state["validation_set"], {})
+            measured[state["validation_set"]] = {**losses, name: loss}
+    if not measured:
+        return ""
+    latest = list(measured.values())[-1]
+    return min(reversed(latest), key=latest.__getitem__)
+
+
 class StoredRun:
     """The run at an address.
 
@@ -107,14 +125,21 @@ class StoredRun:
         """Whether the model of a finished fine-tuning is stored."""
         return self._objects.facts(self._at(_MODEL, MANIFEST)) is not None
 
-    def bring(self) -> None:
+    def best(self) -> str:
+        """The name of the best stored checkpoint (`best_of`)."""
+        return best_of({name: self.state(name) for name in self.names()})
+
+    def bring(self, *, best: bool = False) -> None:
         """Fetch the newest stored checkpoint and the run's files, if the local folder has no newer checkpoint.
 
-        The model of a finished fine-tuning is fetched too. One process per machine fetches; others wait.
+        The model of a finished fine-tuning is fetched too, and, for a run that goes on, the `best` checkpoint. One
+        process per machine fetches; others wait.
         """
         model, begun = self._folder / _MODEL, self._folder / _FETCHING
         with folders.alone(self._folder):
             fetched = self._bring_newest(begun)
+            if best:
+                self._bring_best()
             if self.has_model():
                 if not (model / MANIFEST).is_file():
                     fetched = True
@@ -246,6 +271,15 @@ class StoredRun:
             except InputError as error:
                 logger.warning("%s Trying the checkpoint before it.", error)
         return False
+
+    def _bring_best(self) -> None:
+        """Fetch the best stored checkpoint, unless it is here: a fine-tuning ends with it."""
+        name = self.best()
+        if name and name not in checkpoint_names(self._folder):
+            try:
+                self._fetch(name)
+            except InputError as error:
+                logger.warning("%s The run goes on without its best checkpoint.", error)
 
     def _fetch(self, name: str) -> None:
         folders.fetch(self._at("checkpoints", name), self._objects, folder=self._folder / "checkpoints" / name)
