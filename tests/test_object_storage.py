@@ -26,10 +26,10 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import verify_manifest, write_manifest
+from pretrain.common.files import checkpoint_names, verify_manifest, write_manifest
 from pretrain.storage import folders
 from pretrain.storage.objects import Listed, ObjectStore, _listed, _part_file
-from pretrain.storage.runs import StoredRun
+from pretrain.storage.runs import StoredRun, fetched_model
 from pretrain.training.engine import Fragment
 from tests.object_store import BUCKET, Fault, FaultyProxy, forget_clients, point_to, s3_server
 
@@ -355,8 +355,8 @@ def make_saver(run: StoredRun, folder: Path, rank: Rank | None = None) -> Saver:
     return Saver(folder / "checkpoints", group, keep_last=1, background=True, retry_seconds=0.0, stored=run)
 
 
-def save(saver: Saver, step: int, **state: Any) -> None:
-    fragment = Fragment("a", 0, {"weight": torch.full((4,), float(step))}, shared=False)
+def save(saver: Saver, step: int, value: float | None = None, **state: Any) -> None:
+    fragment = Fragment("a", 0, {"weight": torch.full((4,), float(step if value is None else value))}, shared=False)
     saver.save(step, [fragment], {"step": step, "shapes": {"a": [4]}, "validation_set": "0", **state})
     saver.wait()
 
@@ -525,6 +525,73 @@ def test_a_fetch_that_ends_between_the_checkpoint_and_the_small_files_goes_on(
     (folder / "metrics.jsonl").write_text("new\n")
     StoredRun(RUN, folder).bring()
     assert (folder / "metrics.jsonl").read_text() == "new\n", "only what was not fetched is fetched again"
+
+
+def read_value(address: str) -> tuple[str, float, str]:
+    """What a reader sees of a run: the newest checkpoint, its value and the config's text."""
+    fetched_model.cache_clear()
+    folder = fetched_model(address)
+    newest = store.newest(folder / "checkpoints")
+    assert newest is not None
+    return newest.name, store.read_weights(newest)["a"][0].item(), (folder / "config.yaml").read_text()
+
+
+def test_a_run_that_was_deleted_and_trained_again_is_read_anew_or_refused(proxy: FaultyProxy, tmp_path: Path) -> None:
+    def train(value: float, step: int, *files: str) -> None:
+        for name in ObjectStore().listing(RUN):
+            ObjectStore().delete(f"{RUN}/{name}")
+        folder = tmp_path / str(value)
+        run = StoredRun(RUN, folder)
+        save(make_saver(run, folder), step, value)
+        for name in ("config.yaml", *files):
+            (folder / name).write_text(f"{value}")
+        run.complete()
+
+    train(1.0, 10, "start.json")
+    assert read_value(RUN) == ("step-00000010", 1.0, "1.0")
+    train(2.0, 10)
+    assert read_value(RUN) == ("step-00000010", 2.0, "2.0")
+    assert not (local(RUN) / "start.json").exists()
+    proxy.requests.clear()
+    read_value(RUN)
+    assert not [one for one in proxy.requests if ".safetensors" in one], "what is here is not fetched again"
+    train(3.0, 5)
+    for read in (read_value, launch.bring):
+        with pytest.raises(InputError, match=r"holds step-00000010, but s3://bucket/runs/a does not: .* Move this"):
+            read(RUN)
+    shutil.rmtree(local(RUN))
+    assert read_value(RUN) == ("step-00000005", 3.0, "3.0")
+
+
+def test_a_run_goes_on_here_unless_another_start_has_gone_on_elsewhere(proxy: FaultyProxy, tmp_path: Path) -> None:
+    here, there = (StoredRun(RUN, tmp_path / name) for name in ("here", "there"))
+    here.claim()
+    save(make_saver(here, tmp_path / "here"), 1)
+    proxy.plan = [Fault("403", "PUT .*step-0000000[23]/rank", 2)]
+    for step in (2, 3):
+        save(make_saver(here, tmp_path / "here"), step)
+    StoredRun(RUN, tmp_path / "here").bring()
+    assert checkpoint_names(tmp_path / "here") == ["step-00000003"]
+    there.bring()
+    there.claim()
+    save(make_saver(there, tmp_path / "there"), 2)
+    with pytest.raises(InputError, match="holds step-00000003, but .* the run was started again elsewhere"):
+        StoredRun(RUN, tmp_path / "here").bring()
+    save(make_saver(there, tmp_path / "there"), 4)
+    StoredRun(RUN, tmp_path / "here").bring()
+    assert checkpoint_names(tmp_path / "here") == ["step-00000003", "step-00000004"]
+
+
+def test_files_of_a_released_model_that_were_deleted_are_not_read(proxy: FaultyProxy) -> None:
+    address = f"s3://{BUCKET}/models/bert"
+    for name in ("config.json", "model.safetensors"):
+        ObjectStore().write(f"{address}/{name}", b"{}")
+    (fetched_model(address) / "notes.txt").write_text("mine")
+    ObjectStore().delete(f"{address}/model.safetensors")
+    ObjectStore().write(f"{address}/pytorch_model.bin", b"{}")
+    fetched_model.cache_clear()
+    names = [path.name for path in fetched_model(address).iterdir() if not path.name.startswith(".")]
+    assert sorted(names) == ["config.json", "notes.txt", "pytorch_model.bin"]
 
 
 def test_a_resume_elsewhere_has_the_best_checkpoint_as_the_same_machine_has(proxy: FaultyProxy) -> None:

@@ -50,6 +50,7 @@ RUN_FILES = (
     "scores.json",
 )
 _STATE, _MODEL = "state.json", "model"
+_FETCHED = ".fetched.json"  # names of the files of a released model that were fetched
 _FETCHING = ".fetching"  # a file that is there until the run's small files have been fetched behind a checkpoint
 _CHECKPOINT = re.compile(r"step-\d{8}")
 
@@ -61,7 +62,7 @@ def fetched_model(location: Path | str) -> Path:
     """The local folder of a model: of one at an address, which is fetched once per process; a path as it is.
 
     At the address may be an export, a run, of which the newest checkpoint is fetched, or a released model.
-    Raises `InputError` if there is nothing.
+    Raises `InputError` if there is nothing, or if another run is in the folder.
     """
     if not is_remote(location):
         return Path(location)
@@ -71,9 +72,22 @@ def fetched_model(location: Path | str) -> Path:
     run = StoredRun(address, local(address))
     if run.names() or run.has_model():
         run.bring()
-    elif not folders.fetch_files(address, objects=objects):
+    elif brought := folders.fetch_files(address, objects=objects):
+        _forget_deleted(local(address), brought)
+    else:
         raise InputError(f"{address}: nothing is stored there. Check the address.")
     return local(address)
+
+
+def _forget_deleted(folder: Path, brought: Iterable[Path]) -> None:
+    """Remove files that an earlier call fetched, and that were deleted at the address; their names may win."""
+    if not folder.is_dir():  # the address of one file
+        return
+    names, record = {path.relative_to(folder).as_posix() for path in brought}, folder / _FETCHED
+    before = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else []
+    for name in set(before) - names:
+        (folder / name).unlink(missing_ok=True)
+    write_json(record, sorted(names))
 
 
 def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
@@ -133,7 +147,8 @@ class StoredRun:
         """Fetch the newest stored checkpoint and the run's files, if the local folder has no newer checkpoint.
 
         The model of a finished fine-tuning is fetched too, and, for a run that goes on, the `best` checkpoint. One
-        process per machine fetches; others wait.
+        process per machine fetches; others wait. Raises `InputError` if the folder holds another run, such as one that
+        was deleted at the address and trained again.
         """
         model, begun = self._folder / _MODEL, self._folder / _FETCHING
         with folders.alone(self._folder):
@@ -141,7 +156,7 @@ class StoredRun:
             if best:
                 self._bring_best()
             if self.has_model():
-                if not (model / MANIFEST).is_file():
+                if not self._is_here(_MODEL):
                     fetched = True
                     write_json(begun, {})
                 folders.fetch(self._at(_MODEL), self._objects, folder=model)
@@ -261,8 +276,9 @@ class StoredRun:
         The file `begun` is written first.
         """
         ours = self._newest_intact()
+        self._refuse_another_run(ours)
         for name in reversed(self.names()):
-            if ours >= name:
+            if ours > name or (ours == name and (self._is_here("checkpoints", name) or self._started_here())):
                 return False
             try:
                 write_json(begun, {})
@@ -271,6 +287,30 @@ class StoredRun:
             except InputError as error:
                 logger.warning("%s Trying the checkpoint before it.", error)
         return False
+
+    def _refuse_another_run(self, ours: str) -> None:
+        """Raise `InputError` if the folder has results that the run at the address neither has nor goes on from.
+
+        `ours` is the newest checkpoint of the folder.
+        """
+        newest = max(self.names(), default="")
+        is_newer = ours > newest and not self._is_here("checkpoints", newest)
+        found = "a finished model" if (self._folder / _MODEL / MANIFEST).is_file() else ours if is_newer else ""
+        if found and not self.has_model() and not self._started_here():
+            raise InputError(
+                f"{self._folder}: holds {found}, but {self.address} does not: the run was started again elsewhere, or "
+                "deleted there. Move this folder away or remove it, then run the command again."
+            )
+
+    def _started_here(self) -> bool:
+        """Whether the last start of the run was in the local folder."""
+        ours = self._folder / WRITER
+        return ours.is_file() and self._objects.read(self._at(WRITER)) in (None, ours.read_bytes())
+
+    def _is_here(self, *names: str) -> bool:
+        """Whether the local folder has this folder of the address, by its manifest."""
+        manifest = self._folder.joinpath(*names, MANIFEST)
+        return manifest.is_file() and manifest.read_bytes() == self._objects.read(self._at(*names, MANIFEST))
 
     def _bring_best(self) -> None:
         """Fetch the best stored checkpoint, unless it is here: a fine-tuning ends with it."""
@@ -323,6 +363,8 @@ class StoredRun:
     def _bring_files(self) -> None:
         for name in RUN_FILES:
             content = self._objects.read(self._at(name))
-            if content is not None:
+            if content is None and not (self._folder / WRITER).is_file():  # of a run that was trained again
+                (self._folder / name).unlink(missing_ok=True)
+            elif content is not None:
                 with atomic_open(self._folder / name) as file:
                     file.write(content)
