@@ -393,13 +393,16 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(proxy: FaultyProxy) ->
     assert store.read_weights(folder / "checkpoints" / "step-00000001")["a"].tolist() == [1.0] * 4
 
 
-def test_a_damaged_stored_checkpoint_is_passed_over(proxy: FaultyProxy) -> None:
+@pytest.mark.parametrize("file", ["manifest.json", "rank-00000-of-00001.safetensors"])
+def test_a_damaged_stored_checkpoint_is_passed_over(proxy: FaultyProxy, file: str) -> None:
     folder = local(RUN)
     run = StoredRun(RUN, folder)
     saver = make_saver(run, folder)
     save(saver, 1, validation_loss=1.0)
     save(saver, 2)
-    ObjectStore().write(f"{RUN}/checkpoints/step-00000002/manifest.json", b"{}")
+    damaged = f"{RUN}/checkpoints/step-00000002/{file}"
+    content = ObjectStore().read(damaged) or b""
+    ObjectStore().write(damaged, content[:-1] + b"?")
     shutil.rmtree(folder)
     StoredRun(RUN, folder).bring()
     assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000001"]

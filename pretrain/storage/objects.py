@@ -67,6 +67,10 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+class ContentError(MachineError):
+    """An object's content is not what the manifest or the listing says."""
+
+
 @dataclass(frozen=True)
 class Listed:
     """An object in a listing. `tag` changes with its content."""
@@ -121,7 +125,7 @@ class ObjectStore:
         """Fetch an object of `expected` size to `path`, which appears complete or not at all.
 
         A download that was cut goes on where it ended, also in another process. The content must have the given
-        SHA-256, or else the tag of `expected` still after the last byte.
+        SHA-256, or else the tag of `expected` still after the last byte; `ContentError` if it has not.
         """
         part = _part_file(path, expected, sha256)
         with disk_errors(path):
@@ -132,7 +136,7 @@ class ObjectStore:
                     break
                 part.unlink()
                 if not retries_left:
-                    raise MachineError(
+                    raise ContentError(
                         f"{address}: its content is not what its manifest or listing says; it was changed or damaged. "
                         "Store it again."
                     )

@@ -36,7 +36,7 @@ from pretrain.common.files import (
     write_json,
 )
 from pretrain.storage import folders
-from pretrain.storage.objects import RETRY_SECONDS, ObjectStore
+from pretrain.storage.objects import RETRY_SECONDS, ContentError, ObjectStore
 
 INDEX = "index.json"
 WRITER = "writer.json"
@@ -284,7 +284,7 @@ class StoredRun:
                 write_json(begun, {})
                 self._fetch(name)
                 return True
-            except InputError as error:
+            except (InputError, ContentError) as error:
                 logger.warning("%s Trying the checkpoint before it.", error)
         return False
 
@@ -318,7 +318,7 @@ class StoredRun:
         if name and name not in checkpoint_names(self._folder):
             try:
                 self._fetch(name)
-            except InputError as error:
+            except (InputError, ContentError) as error:
                 logger.warning("%s The run goes on without its best checkpoint.", error)
 
     def _fetch(self, name: str) -> None:
