@@ -408,6 +408,17 @@ def test_a_damaged_stored_checkpoint_is_passed_over(proxy: FaultyProxy, file: st
     assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000001"]
 
 
+def test_a_checkpoint_that_was_damaged_here_is_fetched_again(proxy: FaultyProxy) -> None:
+    folder = local(RUN)
+    save(make_saver(StoredRun(RUN, folder), folder), 1)
+    shard = folder / "checkpoints/step-00000001/rank-00000-of-00001.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + b"!")
+    StoredRun(RUN, folder).bring()
+    assert shard.read_bytes() == content
+    verify_manifest(shard.parent)
+
+
 def test_a_checkpoint_that_is_written_again_is_withdrawn_first(proxy: FaultyProxy) -> None:
     saver = make_saver(StoredRun(RUN, local(RUN), retry_seconds=0.2), local(RUN))
     save(saver, 1)

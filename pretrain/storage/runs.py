@@ -282,6 +282,8 @@ class StoredRun:
                 return False
             try:
                 write_json(begun, {})
+                # What is here is damaged or another's; without a manifest its content is looked at.
+                (self._folder / "checkpoints" / name / MANIFEST).unlink(missing_ok=True)
                 self._fetch(name)
                 return True
             except (InputError, ContentError) as error:
