@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from pretrain.checkpoint.saver import Saver
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import checkpoint_names, verify_manifest, write_manifest
-from pretrain.storage import folders
+from pretrain.storage import folders, objects
 from pretrain.storage.objects import Listed, ObjectStore, _listed, _part_file
 from pretrain.storage.runs import StoredRun, fetched_model
 from pretrain.training.engine import Fragment
@@ -216,6 +217,27 @@ def test_a_store_that_stays_away_is_given_up_after_the_time(proxy: FaultyProxy) 
     proxy.plan = [Fault("drop", ".*", 10_000)]
     with pytest.raises(MachineError, match=r"s3://bucket/a: cannot be read; \d attempts in \d+ s \(.*\)\. Check"):
         ObjectStore(retry_seconds=0.5).read(f"s3://{BUCKET}/a")
+
+
+def test_what_takes_longer_than_the_time_for_retries_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, attempts = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def upload(failures: int) -> int:
+        sleep(500.0)
+        attempts.append(now[0])
+        if len(attempts) <= failures:
+            raise ConnectionResetError("cut")
+        return len(attempts)
+
+    monkeypatch.setattr(objects, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    patient = ObjectStore(retry_seconds=60.0)
+    assert patient._retried(f"s3://{BUCKET}/a", "stored", lambda: upload(1)) == 2
+    attempts.clear()
+    with pytest.raises(MachineError, match=r"cannot be stored; 2 attempts in 100\d s \(cut\)"):
+        patient._retried(f"s3://{BUCKET}/a", "stored", lambda: upload(2))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

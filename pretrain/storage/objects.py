@@ -84,7 +84,7 @@ class ObjectStore:
     """Objects by address.
 
     Args:
-        retry_seconds: how long an operation that fails is tried again.
+        retry_seconds: how long an operation is tried again after it failed; what the first attempt takes does not count.
 
     Its methods raise `InputError` for wrong credentials, a missing bucket and a missing package, and `MachineError` if
     the store still fails after `retry_seconds`.
@@ -217,7 +217,8 @@ class ObjectStore:
             os.fsync(file.fileno())
 
     def _retried(self, address: str, what: str, work: Callable[[], T]) -> T:
-        began, wait = time.monotonic(), _FIRST_WAIT_SECONDS
+        began = failing_since = time.monotonic()
+        wait = _FIRST_WAIT_SECONDS
         for attempt in itertools.count(1):
             try:
                 return work()
@@ -225,10 +226,12 @@ class ObjectStore:
                 _refuse_permanent(address, what, error)
                 if not _is_of_storage(error):
                     raise
-                left = began + self._retry_seconds - time.monotonic()
+                now = time.monotonic()
+                failing_since = now if attempt == 1 else failing_since
+                left = failing_since + self._retry_seconds - now
                 if left <= 0:
                     raise MachineError(
-                        f"{address}: cannot be {what}; {attempt} attempts in {time.monotonic() - began:.0f} s "
+                        f"{address}: cannot be {what}; {attempt} attempts in {now - began:.0f} s "
                         f"({_one_line(error)}). Check the network and the object store, then run the command again."
                     ) from error
                 logger.info("%s: %s; retrying", address, _one_line(error))
