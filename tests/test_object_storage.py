@@ -269,8 +269,10 @@ def test_files_are_fetched_again_if_their_objects_changed(proxy: FaultyProxy) ->
     assert not [request for request in proxy.requests if request.startswith("GET") and "a.txt" in request]
     ObjectStore().write(address, b"new")
     os.utime(local(address), (1e9, 1e9))  # S3 tells whole seconds
+    proxy.plan = [Fault("500", "HEAD .*a.txt")]  # the last request of a download
     (path,) = folders.fetch_files(f"s3://{BUCKET}/texts")
     assert path.read_bytes() == b"new"
+    assert not proxy.plan
 
 
 def test_patterns_match_as_those_of_local_files(proxy: FaultyProxy) -> None:

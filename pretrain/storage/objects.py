@@ -132,7 +132,7 @@ class ObjectStore:
             path.parent.mkdir(parents=True, exist_ok=True)
             for retries_left in (1, 0):
                 self._append(address, part, expected.bytes)
-                if sha256_file(part) == sha256 if sha256 else self._facts(address).tag == expected.tag:
+                if sha256_file(part) == sha256 if sha256 else self._tag(address) == expected.tag:
                     break
                 part.unlink()
                 if not retries_left:
@@ -199,6 +199,9 @@ class ObjectStore:
         if facts.get("type") == "directory":
             raise FileNotFoundError(address)
         return _listed(facts)
+
+    def _tag(self, address: str) -> str:
+        return self._retried(address, "read", lambda: self._facts(address)).tag
 
     def _append(self, address: str, part: Path, size: int) -> None:
         """Add what `part` lacks of the object's `size` bytes."""
