@@ -632,6 +632,17 @@ def test_files_of_a_released_model_that_were_deleted_are_not_read(proxy: FaultyP
     assert sorted(names) == ["config.json", "notes.txt", "pytorch_model.bin"]
 
 
+def test_a_manifest_of_another_program_is_a_file_as_others(proxy: FaultyProxy) -> None:
+    address = f"s3://{BUCKET}/models/other"
+    for name in ("config.json", "model.safetensors", "manifest.json"):
+        ObjectStore().write(f"{address}/{name}", b'{"name": "my model", "version": 2}')
+    assert (fetched_model(address) / "model.safetensors").is_file()
+    ObjectStore().write(f"{address}/manifest.json", b'{"files"')  # may be one of ours
+    fetched_model.cache_clear()
+    with pytest.raises(InputError, match=r"manifest\.json: damaged"):
+        fetched_model(address)
+
+
 def test_a_resume_elsewhere_has_the_best_checkpoint_as_the_same_machine_has(proxy: FaultyProxy) -> None:
     """A fine-tuning ends with the best of the checkpoints in its folder."""
     folder = local(RUN)

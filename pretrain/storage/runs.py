@@ -31,6 +31,7 @@ from pretrain.common.files import (
     MANIFEST,
     atomic_open,
     checkpoint_names,
+    is_signed,
     read_manifest,
     verify_manifest,
     write_json,
@@ -67,7 +68,7 @@ def fetched_model(location: Path | str) -> Path:
     if not is_remote(location):
         return Path(location)
     address, objects = str(location), ObjectStore()
-    if folders.read_stored_manifest(address, objects) is not None:
+    if _is_own(folders.read_stored_manifest(address, objects)):
         return folders.fetch(address, objects)
     run = StoredRun(address, local(address))
     if run.names() or run.has_model():
@@ -77,6 +78,14 @@ def fetched_model(location: Path | str) -> Path:
     else:
         raise InputError(f"{address}: nothing is stored there. Check the address.")
     return local(address)
+
+
+def _is_own(manifest: bytes | None) -> bool:
+    """Whether a manifest.json is one of ours, damaged or not, and not another program's."""
+    try:
+        return manifest is not None and is_signed(json.loads(manifest))
+    except ValueError:
+        return True
 
 
 def _forget_deleted(folder: Path, brought: Iterable[Path]) -> None:
