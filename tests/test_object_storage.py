@@ -432,13 +432,19 @@ def test_a_damaged_stored_checkpoint_is_passed_over(proxy: FaultyProxy, file: st
     assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000001"]
 
 
-def test_a_checkpoint_that_was_damaged_here_is_fetched_again(proxy: FaultyProxy) -> None:
+def test_a_checkpoint_that_was_damaged_here_is_fetched_again(
+    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = local(RUN)
     save(make_saver(StoredRun(RUN, folder), folder), 1)
     shard = folder / "checkpoints/step-00000001/rank-00000-of-00001.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + b"!")
-    StoredRun(RUN, folder).bring()
+    monkeypatch.setenv("RANK", "1")
+    launch.bring(RUN)
+    assert shard.read_bytes() != content, "torchrun's first process looks at the content for all"
+    monkeypatch.setenv("RANK", "0")
+    launch.bring(RUN)
     assert shard.read_bytes() == content
     verify_manifest(shard.parent)
 
@@ -472,6 +478,18 @@ def test_every_rank_stores_its_part_and_one_process_of_a_machine_fetches_them(pr
     fetched = [request.split("/")[-1] for request in proxy.requests if "GET" in request and ".safetensors" in request]
     assert sorted(fetched) == [f"rank-0000{rank}-of-00002.safetensors" for rank in range(2)]
     assert torch.equal(store.read_weights(folder / "checkpoints/step-00000001")["a"], weights)
+
+
+def test_machines_that_share_the_run_folder_fetch_a_checkpoint_once(
+    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(make_saver(StoredRun(RUN, tmp_path / "first"), tmp_path / "first"), 1)
+    monkeypatch.setattr(folders, "cache", lambda: tmp_path / threading.current_thread().name)  # each has its own
+    proxy.requests.clear()
+    proxy.plan = [Fault("slow", "GET .*safetensors", 2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: StoredRun(RUN, tmp_path / "shared").bring(), range(2)))
+    assert len([request for request in proxy.requests if "GET" in request and ".safetensors" in request]) == 1
 
 
 def test_a_rank_that_cannot_store_leaves_no_manifest(proxy: FaultyProxy) -> None:

@@ -47,13 +47,14 @@ def fetch(
     *,
     folder: Path | None = None,
     but: str = "",
+    trusted: bool = True,
     advice: str = "Check the address.",
 ) -> Path:
     """Bring the folder with a manifest at `address` to this machine, to `folder` or else its local one; returns that.
 
     One process per machine fetches; others that ask meanwhile wait. What is already here is kept, so a fetch that was
-    cut goes on. Files whose names match the pattern `but` are left out, and then no manifest is written. `advice` says
-    what to do if there is no manifest.
+    cut goes on. Files whose names match the pattern `but` are left out, and then no manifest is written. Files under the
+    same manifest are compared by size if `trusted`, else by SHA-256. `advice` says what to do if there is no manifest.
 
     Raises:
         InputError: there is no manifest, or it is damaged.
@@ -67,7 +68,7 @@ def fetch(
     files = {name: entry for name, entry in manifest["files"].items() if not (but and fnmatch.fnmatch(name, but))}
     with alone(folder):
         same = (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == content
-        missing = [name for name, entry in files.items() if not _is_here(folder / name, entry, trusted=same)]
+        missing = [name for name, entry in files.items() if not _is_here(folder / name, entry, trusted=same and trusted)]
         if same and not missing:
             return folder
         if not same:

@@ -32,6 +32,7 @@ from pretrain.common.files import (
     atomic_open,
     checkpoint_names,
     is_signed,
+    locked,
     read_manifest,
     verify_manifest,
     write_json,
@@ -51,6 +52,7 @@ RUN_FILES = (
     "scores.json",
 )
 _STATE, _MODEL = "state.json", "model"
+_LOCK = ".fetch.lock"
 _FETCHED = ".fetched.json"  # names of the files of a released model that were fetched
 _FETCHING = ".fetching"  # a file that is there until the run's small files have been fetched behind a checkpoint
 _CHECKPOINT = re.compile(r"step-\d{8}")
@@ -152,16 +154,17 @@ class StoredRun:
         """The name of the best stored checkpoint (`best_of`)."""
         return best_of({name: self.state(name) for name in self.names()})
 
-    def bring(self, *, best: bool = False) -> None:
+    def bring(self, *, best: bool = False, content: bool = True) -> None:
         """Fetch the newest stored checkpoint and the run's files, if the local folder has no newer checkpoint.
 
         The model of a finished fine-tuning is fetched too, and, for a run that goes on, the `best` checkpoint. One
-        process per machine fetches; others wait. Raises `InputError` if the folder holds another run, such as one that
+        process fetches, and all that share the folder wait; without `content` they only look at the sizes of what is
+        here. Raises `InputError` if the folder holds another run, such as one that
         was deleted at the address and trained again.
         """
         model, begun = self._folder / _MODEL, self._folder / _FETCHING
-        with folders.alone(self._folder):
-            fetched = self._bring_newest(begun)
+        with locked(self._folder / _LOCK):  # in the folder, which several machines may share
+            fetched = self._bring_newest(begun, content)
             if best:
                 self._bring_best()
             if self.has_model():
@@ -279,20 +282,18 @@ class StoredRun:
     def _at(self, *names: str) -> str:
         return join(self.address, *names)
 
-    def _bring_newest(self, begun: Path) -> bool:
+    def _bring_newest(self, begun: Path, content: bool) -> bool:
         """Fetch the newest intact stored checkpoint, unless the local folder has it or a newer one; whether it did.
 
         The file `begun` is written first.
         """
-        ours = self._newest_intact()
+        ours = self._newest_intact(content)
         self._refuse_another_run(ours)
         for name in reversed(self.names()):
             if ours > name or (ours == name and (self._is_here("checkpoints", name) or self._started_here())):
                 return False
             try:
                 write_json(begun, {})
-                # What is here is damaged or another's; without a manifest its content is looked at.
-                (self._folder / "checkpoints" / name / MANIFEST).unlink(missing_ok=True)
                 self._fetch(name)
                 return True
             except (InputError, ContentError) as error:
@@ -333,7 +334,8 @@ class StoredRun:
                 logger.warning("%s The run goes on without its best checkpoint.", error)
 
     def _fetch(self, name: str) -> None:
-        folders.fetch(self._at("checkpoints", name), self._objects, folder=self._folder / "checkpoints" / name)
+        folder = self._folder / "checkpoints" / name
+        folders.fetch(self._at("checkpoints", name), self._objects, folder=folder, trusted=False)
 
     def _delete(self, name: str, files: set[str]) -> None:
         """Delete a checkpoint, the manifest first; `files` are those of its files that a listing showed."""
@@ -344,11 +346,11 @@ class StoredRun:
         for file in sorted(files - {MANIFEST}):
             self._objects.delete(self._at("checkpoints", name, file))
 
-    def _newest_intact(self) -> str:
-        """The name of the newest intact checkpoint of the local folder; "" if there is none."""
+    def _newest_intact(self, content: bool = True) -> str:
+        """The name of the newest checkpoint of the local folder that `verify_manifest` accepts; "" if there is none."""
         for name in reversed(checkpoint_names(self._folder)):
             try:
-                verify_manifest(self._folder / "checkpoints" / name)
+                verify_manifest(self._folder / "checkpoints" / name, content=content)
             except (InputError, OSError) as error:
                 logger.warning("%s", error)
                 continue
