@@ -131,6 +131,7 @@ def _stored(config: RunConfig, resume: bool) -> Iterator[None]:
     except RunError as error:
         try:
             run.complete()
+            run.give_back()
         except RunError as reason:
             raise type(error)(f"{error} Not stored: {reason}") from error
         raise

@@ -535,6 +535,28 @@ def test_the_last_start_of_a_run_is_the_one_that_stores(proxy: FaultyProxy, tmp_
     assert StoredRun(RUN, tmp_path / "fresh").names()[-1] == "step-00000003"
 
 
+def test_a_start_that_fails_before_a_checkpoint_gives_the_run_back(proxy: FaultyProxy, tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    run = StoredRun(RUN, here)
+    run.claim()
+    saver = make_saver(run, here)
+    save(saver, 1)
+    run.put_files()
+    StoredRun(RUN, there).bring(best=True)
+    config: Any = SimpleNamespace(address=RUN, folder=there, checkpoint=SimpleNamespace(retry_seconds=0.0))
+    for end in ("--resume by mistake", "and again"):
+        with pytest.raises(MachineError, match=end), launch._stored(config, True):
+            raise MachineError(end)
+        assert not (there / "writer.json").exists()
+    save(saver, 2)
+    assert saver.trouble == ""
+    with pytest.raises(MachineError), launch._stored(config, True):
+        save(make_saver(StoredRun(RUN, there), there), 3)
+        raise MachineError("after a checkpoint")
+    save(saver, 4)
+    assert "the run was started again" in saver.trouble
+
+
 def test_a_start_elsewhere_while_tensors_are_stored_is_noticed(proxy: FaultyProxy, tmp_path: Path) -> None:
     here, there = (StoredRun(RUN, tmp_path / name) for name in ("here", "there"))
     here.claim()

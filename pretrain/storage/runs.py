@@ -101,6 +101,10 @@ def _forget_deleted(folder: Path, brought: Iterable[Path]) -> None:
     write_json(record, sorted(names))
 
 
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
 def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
     """The checkpoint with the lowest validation loss, from states by names, in ascending order; "" if none has one.
 
@@ -132,6 +136,8 @@ class StoredRun:
         self._objects = ObjectStore(retry_seconds)
         self._names: set[str] | None = None  # of the stored checkpoints, once they are known
         self._states: dict[str, dict[str, Any]] = {}
+        # Before `claim`: writer.json at the address and here, and the newest manifest here; None for what is not there.
+        self._before: tuple[bytes | None, bytes | None, bytes | None] = (None, None, None)
 
     def names(self) -> list[str]:
         """Names of the stored checkpoints, the oldest first."""
@@ -189,10 +195,25 @@ class StoredRun:
         """
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         writer = json.dumps({"id": uuid.uuid4().hex, "host": socket.gethostname(), "since": since}).encode()
+        ours = self._folder / WRITER
+        self._before = self._objects.read(self._at(WRITER)), _content(ours), self._newest_manifest()
         self._objects.write(self._at(WRITER), writer)
-        with atomic_open(self._folder / WRITER) as file:
+        with atomic_open(ours) as file:
             file.write(writer)
         self._write_index()
+
+    def give_back(self) -> None:
+        """Undo `claim` after a start that failed before it had a checkpoint: an earlier one may still run elsewhere."""
+        stored, ours, manifest = self._before
+        if stored is None or self._newest_manifest() != manifest:
+            return
+        self._check_claim()
+        self._objects.write(self._at(WRITER), stored)
+        if ours is None:
+            (self._folder / WRITER).unlink()
+        else:
+            with atomic_open(self._folder / WRITER) as file:
+                file.write(ours)
 
     def withdraw(self, name: str) -> None:
         """Before a checkpoint is stored: if it is written once more, delete its manifest.
@@ -316,13 +337,13 @@ class StoredRun:
 
     def _started_here(self) -> bool:
         """Whether the last start of the run was in the local folder."""
-        ours = self._folder / WRITER
-        return ours.is_file() and self._objects.read(self._at(WRITER)) in (None, ours.read_bytes())
+        ours = _content(self._folder / WRITER)
+        return ours is not None and self._objects.read(self._at(WRITER)) in (None, ours)
 
     def _is_here(self, *names: str) -> bool:
         """Whether the local folder has this folder of the address, by its manifest."""
-        manifest = self._folder.joinpath(*names, MANIFEST)
-        return manifest.is_file() and manifest.read_bytes() == self._objects.read(self._at(*names, MANIFEST))
+        manifest = _content(self._folder.joinpath(*names, MANIFEST))
+        return manifest is not None and manifest == self._objects.read(self._at(*names, MANIFEST))
 
     def _bring_best(self) -> None:
         """Fetch the best stored checkpoint, unless it is here: a fine-tuning ends with it."""
@@ -345,6 +366,11 @@ class StoredRun:
         self._forget(name)
         for file in sorted(files - {MANIFEST}):
             self._objects.delete(self._at("checkpoints", name, file))
+
+    def _newest_manifest(self) -> bytes | None:
+        """The manifest of the newest checkpoint of the local folder."""
+        newest = max(checkpoint_names(self._folder), default="")
+        return _content(self._folder / "checkpoints" / newest / MANIFEST)
 
     def _newest_intact(self, content: bool = True) -> str:
         """The name of the newest checkpoint of the local folder that `verify_manifest` accepts; "" if there is none."""
