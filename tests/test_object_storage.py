@@ -424,7 +424,8 @@ def test_a_damaged_stored_checkpoint_is_passed_over(proxy: FaultyProxy, file: st
     saver = make_saver(run, folder)
     save(saver, 1, validation_loss=1.0)
     save(saver, 2)
-    damaged = f"{RUN}/checkpoints/step-00000002/{file}"
+    (damaged,) = (name for name in ObjectStore().listing(RUN) if f"step-00000002/{file}" in name)
+    damaged = f"{RUN}/{damaged}"
     content = ObjectStore().read(damaged) or b""
     ObjectStore().write(damaged, content[:-1] + b"?")
     shutil.rmtree(folder)
@@ -476,7 +477,8 @@ def test_every_rank_stores_its_part_and_one_process_of_a_machine_fetches_them(pr
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: StoredRun(RUN, folder).bring(), range(2)))
     fetched = [request.split("/")[-1] for request in proxy.requests if "GET" in request and ".safetensors" in request]
-    assert sorted(fetched) == [f"rank-0000{rank}-of-00002.safetensors" for rank in range(2)]
+    names = [name.rpartition(".")[0] for name in sorted(fetched)]
+    assert names == [f"rank-0000{rank}-of-00002.safetensors" for rank in range(2)]
     assert torch.equal(store.read_weights(folder / "checkpoints/step-00000001")["a"], weights)
 
 
@@ -503,7 +505,7 @@ def test_a_rank_that_cannot_store_leaves_no_manifest(proxy: FaultyProxy) -> None
 
     with ThreadPoolExecutor(2) as pool:
         troubles = [saver.trouble for saver in pool.map(train, range(2))]
-    assert ["rank-00001-of-00002.safetensors: cannot be stored" in trouble for trouble in troubles] == [True, True]
+    assert ["/rank-00001-of-00002.safetensors." in trouble for trouble in troubles] == [True, True]
     assert StoredRun(RUN, folder).names() == []
 
 
@@ -533,6 +535,50 @@ def test_the_last_start_of_a_run_is_the_one_that_stores(proxy: FaultyProxy, tmp_
     save(other, 3)
     assert other.trouble == ""
     assert StoredRun(RUN, tmp_path / "fresh").names()[-1] == "step-00000003"
+
+
+def test_a_late_upload_of_a_replaced_start_overwrites_nothing(
+    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = (StoredRun(RUN, tmp_path / name) for name in ("here", "there"))
+    here.claim()
+    put = StoredRun.put
+
+    def stall(self: StoredRun, *given: Any) -> None:
+        if self is here and not (tmp_path / "there").exists():
+            there.claim()
+            save(make_saver(there, tmp_path / "there"), 1, 99.0)
+        put(self, *given)
+
+    monkeypatch.setattr(StoredRun, "put", stall)
+    saver = make_saver(here, tmp_path / "here")
+    save(saver, 1)
+    assert "the run was started again" in saver.trouble
+    StoredRun(RUN, tmp_path / "fresh").bring()
+    (checkpoint,) = store.list_checkpoints(tmp_path / "fresh" / "checkpoints")
+    assert store.read_weights(checkpoint)["a"].tolist() == [99.0] * 4
+    save(make_saver(there, tmp_path / "there"), 2)
+    listed = ObjectStore().listing(f"{RUN}/checkpoints")
+    assert not [name for name in listed if "step-00000001" in name], "what came late is deleted too"
+
+
+def test_checkpoints_without_sha256_in_their_names_are_read_and_deleted(proxy: FaultyProxy, tmp_path: Path) -> None:
+    """As they were stored before."""
+    run = StoredRun(RUN, tmp_path / "here")
+    saver = make_saver(run, tmp_path / "here")
+    save(saver, 1, validation_loss=1.0)
+    at, objects = f"{RUN}/checkpoints/step-00000001", ObjectStore()
+    for path in (tmp_path / "here/checkpoints/step-00000001").iterdir():
+        objects.write(f"{at}/{path.name}", path.read_bytes())
+    for name in objects.listing(at):
+        if name.rpartition(".")[2] not in ("json", "safetensors"):
+            objects.delete(f"{at}/{name}")
+    fresh = StoredRun(RUN, tmp_path / "fresh")
+    fresh.bring()
+    assert store.read_weights(tmp_path / "fresh/checkpoints/step-00000001")["a"].tolist() == [1.0] * 4
+    assert fresh.best() == "step-00000001"
+    save(make_saver(fresh, tmp_path / "fresh"), 2, validation_loss=0.5)
+    assert not objects.listing(at)
 
 
 def test_a_start_that_fails_before_a_checkpoint_gives_the_run_back(proxy: FaultyProxy, tmp_path: Path) -> None:

@@ -48,13 +48,15 @@ def fetch(
     folder: Path | None = None,
     but: str = "",
     trusted: bool = True,
+    place: Callable[[str, str], str] | None = None,
     advice: str = "Check the address.",
 ) -> Path:
     """Bring the folder with a manifest at `address` to this machine, to `folder` or else its local one; returns that.
 
     One process per machine fetches; others that ask meanwhile wait. What is already here is kept, so a fetch that was
     cut goes on. Files whose names match the pattern `but` are left out, and then no manifest is written. Files under the
-    same manifest are compared by size if `trusted`, else by SHA-256. `advice` says what to do if there is no manifest.
+    same manifest are compared by size if `trusted`, else by SHA-256. `place` gives the address of a file
+    from its name and SHA-256, if that is not its name at `address`. `advice` says what to do if there is no manifest.
 
     Raises:
         InputError: there is no manifest, or it is damaged.
@@ -75,7 +77,12 @@ def fetch(
             (folder / MANIFEST).unlink(missing_ok=True)
         expected = {name: (Listed(files[name]["bytes"], "", 0.0), files[name]["sha256"]) for name in missing}
         _check_space(folder, sum(bytes_to_fetch(folder / name, *expected[name]) for name in missing))
-        _all(lambda name: objects.download(join(address, name), folder / name, *expected[name]), missing)
+
+        def bring(name: str) -> None:
+            source = place(name, files[name]["sha256"]) if place else join(address, name)
+            objects.download(source, folder / name, *expected[name])
+
+        _all(bring, missing)
         if not but:
             with atomic_open(folder / MANIFEST) as file:
                 file.write(content)
@@ -98,7 +105,7 @@ def store(folder: Path, address: str, objects: ObjectStore | None = None) -> Non
     content, theirs = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
     if theirs == content:
         return
-    before = _files_of(theirs)
+    before = files_of(theirs)
     changed = [name for name, entry in manifest["files"].items() if before.get(name) != entry]
     if theirs is not None and changed:
         objects.delete(join(address, MANIFEST))
@@ -214,7 +221,8 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _files_of(manifest: bytes | None) -> dict[str, Any]:
+def files_of(manifest: bytes | None) -> dict[str, Any]:
+    """The entries of a stored manifest; {} if there is none or it is damaged."""
     if manifest is None:
         return {}
     with contextlib.suppress(ValueError, KeyError, TypeError):

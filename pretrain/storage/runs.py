@@ -2,7 +2,9 @@
 
 The run trains in the local folder of its address (`addresses.local_run`). What is stored:
 
-    checkpoints/step-00001000/...     as on disk; deleting begins with the manifest
+    checkpoints/step-00001000/...     as on disk; deleting begins with the manifest. The names of other files end with
+                                      their SHA-256, so what a start still uploads after another has begun
+                                      overwrites nothing of the other's
     checkpoints/index.json            names of the checkpoints, for stores whose listings lag
     config.yaml, metrics.jsonl, ...   as they were when the last checkpoint was stored, or when the run ended
     writer.json                       which start of the run may write, and on which machine: the last one
@@ -12,7 +14,6 @@ A checkpoint without a manifest does not exist; the index and the listing only s
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -99,6 +100,10 @@ def _forget_deleted(folder: Path, brought: Iterable[Path]) -> None:
     for name in set(before) - names:
         (folder / name).unlink(missing_ok=True)
     write_json(record, sorted(names))
+
+
+def _stored_name(name: str, sha256: str) -> str:
+    return f"{name}.{sha256[:16]}"
 
 
 def _content(path: Path) -> bytes | None:
@@ -227,8 +232,10 @@ class StoredRun:
 
     def put(self, checkpoint: Path, names: Iterable[str]) -> None:
         """Store these files of a checkpoint."""
+        entries = read_manifest(checkpoint)["files"]
         for name in names:
-            self._objects.upload(checkpoint / name, self._at("checkpoints", checkpoint.name, name))
+            stored = _stored_name(name, entries[name]["sha256"])
+            self._objects.upload(checkpoint / name, self._at("checkpoints", checkpoint.name, stored))
 
     def publish(self, checkpoint: Path) -> None:
         """Store the rest of a checkpoint whose tensors are stored: state, run files, then the manifest; the index."""
@@ -252,10 +259,11 @@ class StoredRun:
     def state(self, name: str) -> dict[str, Any]:
         """state.json of a stored checkpoint; {} if it cannot be read."""
         if name not in self._states:
-            content = self._objects.read(self._at("checkpoints", name, _STATE))
             try:
+                entry = folders.files_of(self._manifest(name))[_STATE]
+                content = self._objects.read(self._place(name, _STATE, entry["sha256"]))
                 self._states[name] = json.loads(content or b"{}")
-            except ValueError:
+            except (ValueError, KeyError):
                 self._states[name] = {}
         return self._states[name]
 
@@ -355,13 +363,18 @@ class StoredRun:
                 logger.warning("%s The run goes on without its best checkpoint.", error)
 
     def _fetch(self, name: str) -> None:
-        folder = self._folder / "checkpoints" / name
-        folders.fetch(self._at("checkpoints", name), self._objects, folder=folder, trusted=False)
+        folder, place = self._folder / "checkpoints" / name, functools.partial(self._place, name)
+        folders.fetch(self._at("checkpoints", name), self._objects, folder=folder, trusted=False, place=place)
+
+    def _place(self, checkpoint: str, name: str, sha256: str) -> str:
+        """The address of a checkpoint's file. Before there were SHA-256 in names, it was the name alone."""
+        address = self._at("checkpoints", checkpoint, _stored_name(name, sha256))
+        return address if self._objects.facts(address) else self._at("checkpoints", checkpoint, name)
 
     def _delete(self, name: str, files: set[str]) -> None:
         """Delete a checkpoint, the manifest first; `files` are those of its files that a listing showed."""
-        with contextlib.suppress(ValueError, KeyError):  # a damaged manifest
-            files = files | set(json.loads(self._manifest(name) or b'{"files": {}}')["files"])
+        entries = folders.files_of(self._manifest(name))
+        files = files | {_stored_name(file, entry["sha256"]) for file, entry in entries.items()}
         self._objects.delete(self._at("checkpoints", name, MANIFEST))
         self._forget(name)
         for file in sorted(files - {MANIFEST}):
