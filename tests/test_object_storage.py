@@ -482,6 +482,27 @@ def test_every_rank_stores_its_part_and_one_process_of_a_machine_fetches_them(pr
     assert torch.equal(store.read_weights(folder / "checkpoints/step-00000001")["a"], weights)
 
 
+def test_a_run_that_saves_while_it_is_read_is_read_from_its_newest_checkpoint(
+    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = make_saver(StoredRun(RUN, tmp_path / "run"), tmp_path / "run")
+    save(saver, 1, validation_loss=1.0)  # the best, which is kept
+    save(saver, 2)
+    download = ObjectStore.download
+
+    def slow(self: ObjectStore, *given: Any) -> None:
+        if not (tmp_path / "run/checkpoints/step-00000004").exists():
+            for step in (3, 4):
+                save(saver, step)
+        download(self, *given)
+
+    monkeypatch.setattr(ObjectStore, "download", slow)
+    monkeypatch.setattr(folders, "_AT_ONCE", 1)
+    folder = fetched_model(RUN)
+    assert store.list_checkpoints(folder / "checkpoints") == [folder / "checkpoints" / "step-00000004"]
+    assert store.newest(folder / "checkpoints") is not None
+
+
 def test_machines_that_share_the_run_folder_fetch_a_checkpoint_once(
     proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -318,7 +318,8 @@ class StoredRun:
         """
         ours = self._newest_intact(content)
         self._refuse_another_run(ours)
-        for name in reversed(self.names()):
+        names = self.names()
+        for name in reversed(names):
             if ours > name or (ours == name and (self._is_here("checkpoints", name) or self._started_here())):
                 return False
             try:
@@ -326,6 +327,9 @@ class StoredRun:
                 self._fetch(name)
                 return True
             except (InputError, ContentError) as error:
+                self._names = None
+                if self.names()[-1:] > names[-1:]:  # the run has saved another, and perhaps deleted this one
+                    return self._bring_newest(begun, content)
                 logger.warning("%s Trying the checkpoint before it.", error)
         return False
 
