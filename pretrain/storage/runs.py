@@ -170,8 +170,8 @@ class StoredRun:
 
         The model of a finished fine-tuning is fetched too, and, for a run that goes on, the `best` checkpoint. One
         process fetches, and all that share the folder wait; without `content` they only look at the sizes of what is
-        here. Raises `InputError` if the folder holds another run, such as one that
-        was deleted at the address and trained again.
+        here. Raises `InputError` if the folder holds another run, such as one that was deleted at the address and
+        trained again.
         """
         model, begun = self._folder / _MODEL, self._folder / _FETCHING
         with locked(self._folder / _LOCK):  # in the folder, which several machines may share
