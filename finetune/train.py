@@ -249,10 +249,8 @@ class Finetuning:
         return self._decode(examples, windows, logits, tune=tune), total / (weight or 1.0)
 
     def _decode(self, examples: list[Any], windows: Windows, logits: np.ndarray, *, tune: bool) -> list[dict[str, Any]]:
-        predictions = self.task.decode(examples, windows, logits)
-        if not tune:
-            return predictions
-        self.task.tune(examples, predictions)
+        if tune:
+            self.task.tune(examples, windows, logits)
         return self.task.decode(examples, windows, logits)
 
 
@@ -302,8 +300,12 @@ def _finish(
     The scores are those of the model as `evaluate` loads it, so that both agree.
     """
     checkpoints = config.folder / "checkpoints"
-    best = store.best(checkpoints) or store.newest(checkpoints) if engine.rank == 0 else None
-    name = engine.gather_objects(best and best.name)[0]
+
+    def choose() -> str | None:
+        best = store.best_intact(checkpoints) if engine.rank == 0 else None
+        return best and best.name
+
+    name = store.agree(engine, choose)[0]
     if name is None:
         raise InputError(f"{checkpoints}: has no complete checkpoint. Start the run again.")
     state = read_state(engine, checkpoints / name)

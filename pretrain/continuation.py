@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pretrain.batches.replay import with_replay
 from pretrain.checkpoint.start import START_FILE, read_start
-from pretrain.common.files import write_json
+from pretrain.common.files import sha256_file, write_json
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.training.engine import Engine
@@ -78,7 +78,10 @@ class Continuation:
         # One parameter has old rows and added ones, so its rate cannot be that of an optimizer group.
         if config.corpus.vocabulary.added_words:
             self.rate_shares[_WORDS] = 1.0
-        self.identity: dict[str, Any] = {"fingerprint": corpora.training.fingerprint}
+        self.identity: dict[str, Any] = {
+            "fingerprint": corpora.training.fingerprint,
+            "vocabulary": sha256_file(corpora.own.folder / "vocab.txt"),
+        }
 
     def begin(self, engine: Engine) -> None:
         """Give `engine` the checkpoint's weights, and new ones for what it lacks; every rank reads them itself."""

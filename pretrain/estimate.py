@@ -132,7 +132,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     optimizer     fp32 master weights, the optimizer's moments, and the mean of the weights if they are averaged
     gradients     kept from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
     activations   saved for the backward pass of one micro-batch, and the working space of one layer
-    logits        scores of the masked tokens and their gradient
+    logits        scores of the masked tokens and their gradient; both twice with CUDA graphs
     teacher       its weights, and what its forward pass needs, in a distillation; 0 if it cannot be read
     copies        gradients in communication, and what DeepSpeed copies to take a step
     checkpoint    the copy that is written in the background (CPU; on CUDA it is in the host's memory)
@@ -150,6 +150,8 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     states["optimizer"] += more // (workers if stage else 1)
     if device == "cuda":
         copies = during + max(0, max(after - during, embedding) - activations - logits)
+        if config.engine.cuda_graphs:  # recordings keep their memory; passes that are launched have their own
+            activations, logits = 2 * activations, 2 * logits
     else:
         copies = max(during + embedding, after)
     return {

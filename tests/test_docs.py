@@ -14,7 +14,9 @@ import pytest
 from pydantic import Field
 
 from docs import build, conf, generate
+from finetune import config as finetune_config
 from pretrain.common.sections import Section
+from pretrain.config import resume
 from pretrain.reporting.dashboard.panels import EVENTS, PANELS
 from pretrain.tracking.events import EVALUATION_FIELDS
 from pretrain.tracking.events import EVENTS as EVENT_KINDS
@@ -140,6 +142,20 @@ def test_every_metric_and_event_of_the_dashboard_is_described():
     described = {*TRAINING_METRICS, *EVALUATION_FIELDS, *FORMER_NAMES}
     assert {name for panel in PANELS for name in panel.metrics} <= described
     assert set(EVENTS) <= set(EVENT_KINDS)
+
+
+def test_the_table_of_what_may_change_on_resume_is_whole():
+    page = (ROOT / "docs/guides/recovery.md").read_text(encoding="utf-8")
+    table = page.partition("| Section | Pretraining | Fine-tuning |\n")[2].partition("\n\n")[0]
+    found = set[str](), set[str]()
+    for row in table.splitlines()[1:]:
+        sections, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        for names, cell in zip(found, [cells[0], cells[0] if cells[1] == "the same" else cells[1]], strict=True):
+            for section in re.findall(r"`(\w+)`", sections) or [""]:
+                within = [section] if cell.startswith("all") else re.findall(r"`(\w+)`", cell)
+                names |= {f"{section}.{name}" if section not in ("", name) else name for name in within}
+    expected = (*resume._FREE_ON_RESUME, resume._EVALUATED_ONLY), finetune_config._FREE_ON_RESUME
+    assert found == tuple({name.replace(".*", "") for name in names} for names in expected)
 
 
 def test_every_page_is_in_the_navigation():

@@ -167,6 +167,13 @@ def states(stage: int, workers: int, **engine: Any) -> dict[str, int]:
     return estimate.memory_bytes(config, stage, workers, "cuda")
 
 
+def test_recorded_passes_keep_their_memory_beside_that_of_launched_ones():
+    plain, recorded = states(1, 8), states(1, 8, cuda_graphs=True, static_shapes=True)
+    passes = ("activations", "logits")
+    assert [recorded[name] for name in passes] == [2 * plain[name] for name in passes]
+    assert {**recorded, "activations": 0, "logits": 0} == {**plain, "activations": 0, "logits": 0}
+
+
 def test_buckets_are_those_of_the_engine():
     """Estimates are made without torch, so they repeat these numbers."""
     assert estimate._BUCKET == roofline._BUCKET == buckets.ENTRIES

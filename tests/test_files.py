@@ -18,7 +18,7 @@ from corpora import make_vocabulary, write_corpus
 
 from pretrain.common.addresses import local, local_run
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import append_open, disk_errors, locked
+from pretrain.common.files import append_open, checkpoint_names, disk_errors, locked
 from pretrain.corpus import shards as shards_of
 from pretrain.corpus.shards import open_shards
 
@@ -44,6 +44,14 @@ def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch: pytest.MonkeyPat
     assert local("~/corpora/x") == tmp_path / "corpora/x"
     assert local_run("~/runs/x") == tmp_path / "runs/x"
     assert local("corpora/~x") == Path("corpora/~x")
+
+
+def test_only_finished_checkpoints_count(tmp_path: Path) -> None:
+    for name in ("step-00000020", "step-00000010", ".step-00000030.tmp", "damaged-step-00000040", "step-00000050"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        if name != "step-00000050":
+            (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    assert checkpoint_names(tmp_path) == ["step-00000010", "step-00000020"]
 
 
 def test_a_lock_is_held_against_others(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -791,12 +791,19 @@ def test_scores_and_details_of_values() -> None:
     assert value.details(examples, made) == {"mean_absolute_error": 1.0, "mean_squared_error": 1.0}
 
 
+def tune(one: Classification, examples: list[Any], predictions: list[Any]) -> None:
+    """Tune on logits that decode to `predictions`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one, "decode", lambda *_: predictions)
+        one.tune(examples, cast(Windows, None), np.zeros((0, 0), np.float32))
+
+
 def test_the_threshold_is_tuned_on_the_dev_set_and_kept() -> None:
     multi = two_classes(problem_type="multi_label")
     examples = [*some(2, ("a",)), *some(2, ())]
     made = [{"labels": [], "scores": {"a": a, "b": 0.1}} for a in (0.4, 0.3, 0.2, 0.05)]
     assert multi.score(examples, made)["micro_f1"] == 0
-    multi.tune(examples, made)
+    tune(multi, examples, made)
     assert multi.threshold == pytest.approx(0.25)
     scores = multi.score(examples, made)
     assert (scores["micro_f1"], scores["macro_f1"], scores["subset_accuracy"]) == (1.0, 0.5, 1.0)
@@ -804,15 +811,15 @@ def test_the_threshold_is_tuned_on_the_dev_set_and_kept() -> None:
     assert again.threshold == multi.threshold
     assert again.details(examples, made)["threshold"] == multi.threshold
     fixed = two_classes(problem_type="multi_label", threshold=0.6)
-    fixed.tune(examples, made)
+    tune(fixed, examples, made)
     assert fixed.threshold == 0.6
     # Of equally good ones (2 / 3 above 0.3 and above 0.05) the nearest to 0.5.
     made = [{"scores": {"a": a, "b": 0.01}} for a in (0.4, 0.2, 0.3, 0.25, 0.05)]
-    multi.tune([*some(2, ("a",)), *some(3, ())], made)
+    tune(multi, [*some(2, ("a",)), *some(3, ())], made)
     assert multi.threshold == pytest.approx(0.35)
     # Where nothing is better than 0.5, it stays.
     sure = [{"labels": [], "scores": {"a": a, "b": 0.1}} for a in (0.9, 0.8, 0.2, 0.05)]
-    multi.tune(examples, sure)
+    tune(multi, examples, sure)
     assert multi.threshold == 0.5
 
 
@@ -825,7 +832,7 @@ def test_no_threshold_is_better_than_the_tuned_one(rows: list[tuple[bool, bool, 
         multi = two_classes(problem_type="multi_label", metric=metric)
         examples = [Example("x", None, tuple(n for n, on in zip("ab", row[:2], strict=True) if on), "") for row in rows]
         made = [{"scores": {"a": row[2] / 20, "b": row[3] / 20}} for row in rows]
-        multi.tune(examples, made)
+        tune(multi, examples, made)
         best = multi.score(examples, made)[metric]
         for threshold in np.arange(0.025, 1, 0.05):
             multi.threshold = float(threshold)
@@ -841,7 +848,7 @@ def test_a_threshold_among_many_rare_labels_is_found() -> None:
     chances[:40, 0] = np.linspace(0.2, 0.4, 40)
     examples = [*some(20, ()), *some(20, ("a",)), *some(4960, ())]
     multi = two_classes(problem_type="multi_label")
-    multi.tune(examples, [{"scores": {"a": a, "b": b}} for a, b in chances.tolist()])
+    tune(multi, examples, [{"scores": {"a": a, "b": b}} for a, b in chances.tolist()])
     assert multi.score(examples, [{"scores": {"a": a, "b": b}} for a, b in chances.tolist()])["micro_f1"] > 0.97
 
 

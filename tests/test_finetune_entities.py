@@ -8,6 +8,7 @@ import string
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from finetune.datasets.words import cut_words, joined
 from finetune.metrics import entities as metrics
 from finetune.tasks.base import Windows
 from finetune.tasks.entities import Entities, EntitiesSettings
+from finetune.tasks.entities.decoding import best_sequences
 from pretrain.common.errors import InputError
 from pretrain.common.settings import load
 from pretrain.corpus.vocabulary import SPECIAL_TOKENS, bert_tokenizer
@@ -682,7 +684,7 @@ def test_a_sentence_of_3000_words_with_windows_of_64(overlap):
     random = np.random.default_rng(0)
     names = ["".join(random.choice(list("abcd"), random.integers(1, 5))) for _ in range(3000)]
     labels = random.integers(0, 5, 3000)
-    task, encoder = make_task(overlap=overlap), make_encoder(64)
+    task, encoder = make_task(overlap=overlap, decoding="argmax"), make_encoder(64)
     one = Sentence(names, [task.labels[label] for label in labels], "it")
     windows = task.windows([one], encoder, training=False)
     assert sorted(windows.extra["word"].tolist()) == list(range(3000))
@@ -830,8 +832,8 @@ def test_a_word_without_tokens_is_outside_and_scored():
     windows = task.windows([one], encoder, training=False)
     assert windows.extra["word"].tolist() == [1, 3]
     assert text_of(windows, encoder, 0)[-2] == "[UNK]"
-    (prediction,) = task.decode([one], windows, logits_of(windows, np.array([1, 2]), 5))
-    assert prediction["tags"] == ["O", "B-PER", "O", "I-PER"]
+    (prediction,) = task.decode([one], windows, logits_of(windows, np.array([1, 1]), 5))
+    assert prediction["tags"] == ["O", "B-PER", "O", "B-PER"]
     assert [entity["text"] for entity in prediction["entities"]] == ["ann", "\U0001f600"]
     scores = task.score([one], [prediction])
     assert scores["accuracy"] == 0.25
@@ -903,11 +905,65 @@ def test_tokens_are_joined_by_blanks():
     assert one.tags is None
 
 
+def is_valid(tags: Sequence[int]) -> bool:
+    """Whether every I (an even number) follows B or I of its type."""
+    return all(tag % 2 or not tag or before in (tag - 1, tag) for before, tag in zip([0, *tags], tags, strict=False))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 4), max_size=5), st.integers(1, 2), st.integers(0, 1000))
+def test_viterbi_finds_the_most_probable_valid_sequence(lengths, types, seed):
+    starts, outputs = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), 1 + 2 * types
+    logits = np.random.default_rng(seed).normal(size=(starts[-1], outputs)) * 3
+    log_probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    tags = best_sequences(log_probabilities, starts)
+    for first, end in pairwise(starts.tolist()):
+        candidates = filter(is_valid, product(range(outputs), repeat=end - first))
+        words = np.arange(first, end)
+        expected = max(candidates, key=lambda one: log_probabilities[words, list(one)].sum())
+        assert tags[first:end].tolist() == list(expected)
+
+
+@settings(deadline=None, max_examples=50)
+@given(laid_out(), st.integers(0, 1000))
+def test_decoded_tags_are_valid_and_differ_from_the_most_probable_ones_only_where_those_are_not(case, seed):
+    sentences, max_length, context, overlap = case
+    task, plain = (make_task(document_context=context, overlap=overlap, decoding=one) for one in ("viterbi", "argmax"))
+    windows = task.windows(sentences, make_encoder(max_length), training=False)
+    logits = np.random.default_rng(seed).normal(size=(len(windows.queries), 5)).astype(np.float32) * 3
+    both = zip(task.decode(sentences, windows, logits), plain.decode(sentences, windows, logits), strict=True)
+    for ours, theirs in both:
+        numbers = [[task.labels.index(tag) for tag in one["tags"]] for one in (ours, theirs)]
+        assert is_valid(numbers[0])
+        assert numbers[0] == numbers[1] or not is_valid(numbers[1])
+
+
+def test_the_penalty_of_o_is_tuned_on_the_dev_set_and_kept():
+    encoder, task = make_encoder(16), make_task(tune_outside=True)
+    sentences = [Sentence(["Ann", "sat"], ["B-PER", "O"], "it") for _ in range(3)]
+    windows = task.windows(sentences, encoder, training=False)
+    logits = np.zeros((6, 5), np.float32)
+    logits[:, 0] = [1.6, 4.0, 1.6, 4.0, 9.0, 9.0]  # O, by 1.6 nats where "Ann" is
+    assert task.score(sentences, task.decode(sentences, windows, logits))["f1"] == 0
+    task.tune(sentences, windows, logits)
+    assert task.outside_penalty == 1.75, "the smallest that finds two of three and no other word"
+    assert task.score(sentences, task.decode(sentences, windows, logits))["f1"] == pytest.approx(0.8)
+    state = json.loads(json.dumps(task.state()))
+    assert Entities(task.settings, state).outside_penalty == 1.75
+    fixed = make_task()
+    fixed.tune(sentences, windows, logits)
+    assert (fixed.outside_penalty, "outside_penalty" in fixed.state()) == (0.0, False)
+    # What is found with probabilities as they are stays so.
+    sure = logits_of(windows, windows.labels, 5)
+    task.tune(sentences, windows, sure)
+    assert task.outside_penalty == 0.0
+
+
 @settings(deadline=None, max_examples=50)
 @given(laid_out(), st.integers(0, 1000))
 def test_any_logits_decode_to_their_most_probable_tags(case, seed):
     sentences, max_length, context, overlap = case
-    task = make_task(document_context=context, overlap=overlap)
+    task = make_task(document_context=context, overlap=overlap, decoding="argmax")
     windows = task.windows(sentences, make_encoder(max_length), training=False)
     logits = np.random.default_rng(seed).normal(size=(len(windows.queries), 5)).astype(np.float32) * 3
     predictions = task.decode(sentences, windows, logits)

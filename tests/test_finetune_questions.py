@@ -8,7 +8,7 @@ import logging
 import math
 import unicodedata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -775,12 +775,19 @@ def predictions(*made: tuple[str, str, float]) -> list[dict[str, Any]]:
     ]
 
 
+def tune(one: Questions, examples: list[Any], predictions: list[Any]) -> None:
+    """Tune on logits that decode to `predictions`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one, "decode", lambda *_: predictions)
+        one.tune(examples, cast(Windows, None), np.zeros((0, 0), np.float32))
+
+
 def test_the_threshold_is_tuned_kept_and_used(encoder):
     examples = [ask("the cat", "cat", id="1"), ask("the dog", "dog", id="2"), ask("the ox", "", id="3")]
     made = predictions(("1", "cat", 1.0), ("2", "dog", 2.5), ("3", "ox", 4.0))
     one = task(unanswerable=True)
     assert one.score(examples, made)["f1"] == pytest.approx(1 / 3)
-    one.tune(examples, made)
+    tune(one, examples, made)
     assert one.state() == {"unanswerable": True, "threshold": 2.5}
     scores = one.score(examples, made)
     assert (scores["exact"], scores["f1"], scores["best_f1"], scores["best_f1_thresh"]) == (1, 1, 1, 2.5)
@@ -797,10 +804,10 @@ def test_the_threshold_is_tuned_kept_and_used(encoder):
     assert again.decode([CAT], windows, logits)[0]["answer"] == ""
     # The settings' own threshold is left alone.
     fixed = task(one.state(), threshold=0.25)
-    fixed.tune(examples, made)
+    tune(fixed, examples, made)
     assert fixed.threshold == 0.25
     always = task(unanswerable=False)
-    always.tune(examples[:2], made)
+    tune(always, examples[:2], made)
     assert always.threshold == 0.0
 
 
@@ -809,7 +816,7 @@ def test_the_threshold_is_tuned_for_the_metric():
     made = predictions(("1", "cat sat", 1.0), ("2", "dog", 3.0))
     for metric, threshold in (("f1", 1.0), ("exact", 0.0)):
         one = task(unanswerable=True, metric=metric)
-        one.tune(examples, made)
+        tune(one, examples, made)
         assert one.threshold == threshold
 
 
@@ -817,7 +824,7 @@ def test_a_threshold_that_answers_nothing_is_below_all_scores():
     """Scores are differences of logits and may all be negative; the script's 0 would answer everything then."""
     examples = [ask("a cat sat", "", id="1"), ask("a dog", "", id="2")]
     one = task(unanswerable=True)
-    one.tune(examples, predictions(("1", "cat", -3.0), ("2", "dog", -1.0)))
+    tune(one, examples, predictions(("1", "cat", -3.0), ("2", "dog", -1.0)))
     assert one.threshold < -3.0
     assert one.score(examples, predictions(("1", "cat", -3.0), ("2", "dog", -1.0)))["f1"] == 1
 

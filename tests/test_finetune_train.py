@@ -22,6 +22,7 @@ from finetune import runs
 from finetune.__main__ import main
 from finetune.config import PRESETS, FinetuneConfig, TrainingConfig
 from finetune.train import layered_groups
+from pretrain.checkpoint import store
 from pretrain.checkpoint.released import read_released
 from pretrain.commands import as_stage
 from pretrain.common.errors import InputError
@@ -154,6 +155,23 @@ def test_the_best_evaluation_is_kept_between_checkpoints(root: Path) -> None:
     evaluated = {r["step"]: r["accuracy"] for r in records(root / "unsteady", "validation")}
     assert evaluated[30] < max(evaluated.values())
     assert scores["scores"]["dev"]["accuracy"] == evaluated[scores["step"]] == max(evaluated.values())
+
+
+def test_a_damaged_best_checkpoint_becomes_no_model(tmp_path: Path) -> None:
+    make_bert(tmp_path / "bert")
+    write_reviews(tmp_path, train=160, dev=40)
+    config = settings(tmp_path, "run", training__learning_rate=UNSTEADY)
+    assert run_workers(1, starts, [Start(config, stop_at=21)])[0][0].startswith("StoppedError: stopped at step 21")
+    best = store.best(tmp_path / "run/checkpoints")
+    assert best is not None
+    shard = next(best.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\0")
+    assert run_workers(1, starts, [Start(config, resume=True)]) == [[""]]
+    evaluated = {r["step"]: r["accuracy"] for r in records(tmp_path / "run", "validation")}
+    assert evaluated[store.step_of(best)] == max(evaluated.values())
+    scores = json.loads((tmp_path / "run/scores.json").read_text())
+    assert scores["step"] != store.step_of(best)
+    assert scores["scores"]["dev"]["accuracy"] == evaluated[scores["step"]]
 
 
 def test_a_model_of_one_token_type_stays_one(root: Path) -> None:

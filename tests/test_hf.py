@@ -277,6 +277,21 @@ class TestExportRun:
         text = "The cat sat [MASK]"
         assert read_tokenizer(run).encode(text).ids == read_tokenizer(run / "export").encode(text).ids
 
+    def test_a_corpus_prepared_anew_is_not_the_runs(self, run: Path) -> None:
+        """It has as many entries; checkpoints of earlier versions do not tell which."""
+        vocabulary = run.parent / "corpus/vocab.txt"
+        trained_on = files.sha256_file(vocabulary)
+        write_tokenizer(vocabulary.parent, [*VOCABULARY[:-2], *reversed(VOCABULARY[-2:])])
+        hf.export_run(run, run / "export")
+        write_checkpoint(run, 2900, 1.0, vocabulary=trained_on)
+        (run / "checkpoints/step-00003000/state.json").write_text("{")
+        for read in (read_tokenizer, lambda run: hf.export_run(run, run / "export")):
+            with pytest.raises(InputError, match=r"vocab\.txt: not the vocabulary that .*run was trained with\."):
+                read(run)
+        write_tokenizer(vocabulary.parent, VOCABULARY)
+        hf.export_run(run, run / "export")
+        assert read_tokenizer(run).encode("cat").ids == read_tokenizer(run / "export").encode("cat").ids
+
     def test_the_card_has_what_was_measured(self, run: Path) -> None:
         hf.export_run(run, run / "export", "best")
         card = (run / "export" / "README.md").read_text()
@@ -304,7 +319,7 @@ class TestExportRun:
             hf.export_run(tmp_path, run / "export")
 
 
-def write_checkpoint(run: Path, step: int, loss: float) -> None:
+def write_checkpoint(run: Path, step: int, loss: float, **more: Any) -> None:
     state = make_model(next_sentence=True).state_dict()
     state["heads.mlm_bias"][0] = step
     fragments = [Piece(name, {"weight": tensor.flatten()}) for name, tensor in state.items()]
@@ -313,7 +328,7 @@ def write_checkpoint(run: Path, step: int, loss: float) -> None:
         run / "checkpoints",
         step,
         fragments,
-        {"step": step, "shapes": shapes, "validation_loss": loss, "validation_set": "phase 0"},
+        {"step": step, "shapes": shapes, "validation_loss": loss, "validation_set": "phase 0", **more},
         Alone(),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,23 @@ def test_each_part_follows_what_it_depends_on():
     assert times(make_config(engine={"zero_stage": 3, "micro_batch_tokens": 8192})).network > base.network
     assert times(make_config(engine={"compile": False})).launches > 1.4 * base.launches
     assert times(make_config(engine={"activation_checkpointing": True})).products > 1.2 * base.products
+    assert 0.65 * base.products < times(make_config(engine={"fp8": True})).products < 0.8 * base.products
     assert times(make_config(optimizer={"name": "muon"})).products > base.products
     assert times(make_config(), gpu="A100").products > 2.5 * base.products
     assert times(make_config(), gpu="H200").memory < base.memory
+
+
+def test_recorded_passes_leave_the_launches_of_the_optimizer():
+    plain, recorded, adamw = (
+        times(make_config(engine={"cuda_graphs": graphs, "static_shapes": graphs}, optimizer={"name": name}), workers=1)
+        for graphs, name in ((False, "muon"), (True, "muon"), (True, "adamw"))
+    )
+    passes = adamw.launches / roofline._LAUNCH_SECONDS
+    assert passes == 8, "one for each micro-batch: 4,096 sequences of 121.6 tokens in budgets of 65,536"
+    assert plain.launches > 100 * adamw.launches
+    muon = (recorded.launches - adamw.launches) / roofline._LAUNCH_SECONDS
+    assert muon == roofline._MUON_KERNELS * math.ceil(12 * 12 * 768**2 / roofline._MUON_ENTRIES)
+    assert recorded.device == plain.device
 
 
 def test_a_second_model_adds_its_share():

@@ -123,6 +123,35 @@ def test_no_rank_writes_while_the_first_still_removes_old_checkpoints(
         assert store.read_weights(tmp_path / store.name_of(step))["a"].tolist() == [step] * 4
 
 
+def test_the_other_ranks_do_not_wait_for_one_whose_save_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lack of memory is no error of the storage."""
+    write = store.save_file
+
+    def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        if path.name.startswith("rank-00001"):
+            raise MemoryError("too little")
+        write(tensors, path)
+
+    monkeypatch.setattr(store, "save_file", save_file)
+    failed = []
+
+    def train(rank: int) -> None:
+        saver = Saver(tmp_path, Rank(rank), keep_last=3, background=True, retry_seconds=0.0)
+        saver.save(1, [Fragment("a", 2 * rank, {"weight": torch.ones(2)}, shared=False)], STATE)
+        try:
+            saver.wait()
+        except MachineError as error:
+            failed.append(str(error))
+
+    ranks = [threading.Thread(target=train, args=(rank,)) for rank in (0, 1)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+    assert failed == ["worker 1: MemoryError: too little"] * 2
+    assert not list(tmp_path.iterdir())
+
+
 def test_storage_that_fails_for_a_while_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver_module, "_FIRST_WAIT_SECONDS", 0.05)
     folder = tmp_path / "checkpoints"

@@ -166,19 +166,22 @@ def starts_with_a_bad_update(given: list[Start]) -> list[str]:
         loop._Fit.launch_step = launch  # type: ignore[method-assign]
 
 
-def test_bad_weights_are_never_saved(corpus: Path, tmp_path: Path) -> None:
-    """Saves are due at steps 6 and 9, after the update and before the rollback."""
+@pytest.mark.parametrize(("steps", "noticed"), [(20, 10), (6, 6)])
+def test_bad_weights_are_never_saved(corpus: Path, tmp_path: Path, steps: int, noticed: int) -> None:
+    """Saves are due at steps 6 and 9, after the update and before the rollback; the run ends at step 6 or later."""
     config = pretraining(
         corpus,
         tmp_path / "run",
-        [(32, 12, 20)],
+        [(32, 12, steps)],
         model__layers=1,
         checkpoint={"every_steps": 3, "keep_last": 1},
         engine__max_bad_steps=5,
     )
     assert run_workers(1, starts_with_a_bad_update, [Start(config)]) == [[""]]
     events = [one for one in all_records(tmp_path / "run") if one.get("event") == "rollback"]
-    assert [(one["step"], one["from_step"]) for one in events] == [(3, 10)]
+    assert [(one["step"], one["from_step"]) for one in events] == [(3, noticed)]
+    weights = read_weights(tmp_path / f"run/checkpoints/step-{steps:08d}")
+    assert all(weight.isfinite().all() for weight in weights.values())
 
 
 def test_a_phase_may_begin_with_higher_losses(corpus: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.mapping import MappedTensor
 from pretrain.checkpoint.start import _table, log_frequencies, read_start, start_overrides
 from pretrain.common.errors import InputError
+from pretrain.common.files import sha256_file
 from pretrain.common.yaml_text import Dumper
 from pretrain.config import AdaptationConfig, PairsConfig, PretrainConfig, load_config
 from pretrain.corpus.extension import check_extension, extend_vocabulary
@@ -362,6 +363,7 @@ def test_general_text_is_replayed_and_scored(place: Place, runs: dict[str, Path]
     assert found[0]["general_mlm_loss"] != found[0]["mlm_loss"]
     state = store.read_state(runs["replay"] / "checkpoints/step-00000004")
     assert state["fingerprint"] != open_shards(place.extended, "train").fingerprint
+    assert state["vocabulary"] == sha256_file(place.extended / "vocab.txt")
 
 
 # ---- settings

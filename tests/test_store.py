@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from pretrain.checkpoint import store
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import verify_manifest
+from pretrain.common.files import put_manifest, verify_manifest
 
 SHAPES = {"a": [4, 5], "b": [7]}
 
@@ -170,6 +171,35 @@ def test_an_unreadable_checkpoint_is_retried_then_refused(
     assert bad.exists(), "its content may be whole"
 
 
+@pytest.mark.parametrize("failures", [1, 99])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT])
+@pytest.mark.parametrize("which", ["state.json", "manifest.json", "rank-00000-of-00001.safetensors"])
+def test_reading_a_verified_checkpoint_is_retried_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, number: int, failures: int
+) -> None:
+    """Rank 0 verifies; the machine of another rank may not see a file yet."""
+    monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
+    checkpoint, left = save(tmp_path, 10), [failures]
+
+    def unreliable(read: Any) -> Any:
+        def reads(path: Any, *arguments: Any, **more: Any) -> Any:
+            if Path(path) == checkpoint / which and left[0]:
+                left[0] -= 1
+                raise OSError(number, os.strerror(number))
+            return read(path, *arguments, **more)
+
+        return reads
+
+    monkeypatch.setattr(Path, "read_text", unreliable(Path.read_text))
+    monkeypatch.setattr(Path, "read_bytes", unreliable(Path.read_bytes))
+    monkeypatch.setattr(store, "safe_open", unreliable(store.safe_open))
+    refused = pytest.raises(MachineError, match=rf"{which}: cannot be read \({os.strerror(number)}\)\. Check")
+    with contextlib.nullcontext() if failures == 1 else refused:
+        assert store.read_state(checkpoint)["step"] == 10
+        assert list(store.read_weights(checkpoint)) == list(SHAPES)
+    assert left != [failures]
+
+
 def test_a_manifest_that_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, opened = save(tmp_path, 10) / "manifest.json", Path.open
 
@@ -182,6 +212,34 @@ def test_a_manifest_that_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatc
     with pytest.raises(MachineError, match=r"manifest\.json: cannot be read \(Permission denied\)"):
         store.newest(tmp_path, set_aside=True)
     assert manifest.is_file()
+
+
+def test_a_checkpoint_that_is_saved_while_the_one_before_is_read_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one that is kept, the run that trains removes the one that another program verifies."""
+    save(tmp_path, 10)
+    verify, later = store.verify_manifest, []
+
+    def slow(checkpoint: Path) -> Any:
+        if not later:
+            later.append(save(tmp_path, 20))
+            store.prune(tmp_path, 1)
+        return verify(checkpoint)
+
+    monkeypatch.setattr(store, "verify_manifest", slow)
+    assert [store.newest(tmp_path)] == later
+
+
+def test_a_checkpoint_of_a_later_version_is_refused_and_not_set_aside(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    later = save(tmp_path, 20)
+    manifest = json.loads((later / "manifest.json").read_text())
+    del manifest["manifest_sha256"]
+    put_manifest(later, {**manifest, "format": store.FORMAT + 1})
+    with pytest.raises(MachineError, match=r"step-00000020: written by a newer version of bertrain \(format 3"):
+        store.newest(tmp_path, set_aside=True)
+    assert later.is_dir()
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_a_new_one(tmp_path: Path) -> None:
@@ -234,10 +292,26 @@ def test_the_best_is_of_the_latest_phase_and_the_newest_of_equals(tmp_path: Path
     assert store.best(tmp_path) == tmp_path / store.name_of(4)
 
 
+def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path: Path) -> None:
+    losses = {1: 2.0, 2: 1.0, 3: 3.0, 4: None}
+    first, best, worse, last = (save(tmp_path, step, loss=loss) for step, loss in losses.items())
+    damage_flip(best)
+    assert store.best_intact(tmp_path) == first
+    assert (tmp_path / "damaged-step-00000002").is_dir()
+    for checkpoint in (first, worse):
+        damage_truncate(checkpoint)
+    assert store.best_intact(tmp_path) == last, "none is evaluated"
+    damage_flip(last)
+    with pytest.raises(InputError, match="all checkpoints are damaged"):
+        store.best_intact(tmp_path)
+
+
 def test_a_torn_state_stops_neither_pruning_nor_resuming(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, loss=4.0 - step)
     (tmp_path / store.name_of(3) / "state.json").write_text('{"step"')
+    assert store.best(tmp_path) == tmp_path / store.name_of(2)
+    (tmp_path / store.name_of(3) / "state.json").unlink()
     assert store.best(tmp_path) == tmp_path / store.name_of(2)
     store.prune(tmp_path, 5)
     assert store.newest(tmp_path) == tmp_path / store.name_of(2)
@@ -252,6 +326,7 @@ def test_nothing_is_pruned_while_the_best_is_not_known(tmp_path: Path, monkeypat
             raise OSError(errno.ESTALE, "Stale file handle")
         return read(path, *arguments, **more)
 
+    monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", stale)
         with pytest.raises(MachineError, match=r"step-00000001/state\.json: cannot be read \(Stale file handle\)"):

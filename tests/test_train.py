@@ -248,6 +248,29 @@ def test_a_run_whose_checkpoints_cannot_be_read_is_not_a_new_one(corpus: Path, t
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")} == before
 
 
+def starts_with_an_old_listing(given: list[Start]) -> list[str]:
+    """Starts that never see the newest checkpoint in a listing of the folder, as with the attribute cache of NFS."""
+    from pretrain.checkpoint import store
+
+    whole = store.list_checkpoints
+    store.list_checkpoints = lambda folder: whole(folder)[:-1]
+    try:
+        return starts(given)
+    finally:
+        store.list_checkpoints = whole
+
+
+def test_a_resume_does_not_write_the_checkpoint_that_it_reads(corpus: Path, tmp_path: Path) -> None:
+    """Each rank would decide on its own listing, and one that lacks the checkpoint waits for the others for ever."""
+    config = settings(corpus, tmp_path / "run", checkpoint__keep_last=5)
+    assert run_workers(1, starts, [Start(config, stop_at=2)])[0][0].startswith("StoppedError")
+    shard = next((tmp_path / "run/checkpoints/step-00000002").glob("*.safetensors"))
+    before = shard.read_bytes()
+    resumed = run_workers(1, starts_with_an_old_listing, [Start(config, resume=True, stop_at=1)])[0][0]
+    assert resumed.startswith("StoppedError: stopped at step 3")
+    assert shard.read_bytes() == before
+
+
 # ---- the command line
 
 

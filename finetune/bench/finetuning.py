@@ -207,8 +207,7 @@ def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
     trainer.train()
     windows = task.windows(held_out, encoder, training=False)
     logits = _predict(model.eval(), collate, windows, task.outputs, config.engine.precision)
-    predictions = task.decode(held_out, windows, logits)
-    task.tune(held_out, predictions)
+    task.tune(held_out, windows, logits)
     predictions = task.decode(held_out, windows, logits)
     return {
         "metric": task.metric,

@@ -169,8 +169,8 @@ class Task(ABC, Generic[E]):
         """Whether `tune` chooses anything."""
         return False
 
-    def tune(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> None:
-        """Choose, on the dev set, what `state` then keeps, such as a threshold."""
+    def tune(self, examples: Sequence[E], windows: Windows, logits: np.ndarray) -> None:
+        """Choose, on the dev set, what `state` then keeps, such as a threshold; arguments as those of `decode`."""
         return None
 
     @abstractmethod

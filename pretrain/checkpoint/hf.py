@@ -23,13 +23,12 @@ from pretrain.checkpoint.layouts import BERT, LAYOUTS, OWN, ReleasedFacts, layou
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_ids, released_tensors, their_tensors, written_facts
 from pretrain.checkpoint.start import START_FILE
-from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
+from pretrain.checkpoint.tokenizer import copy_tokenizer, corpus_of, read_tokenizer
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig, load_config
-from pretrain.corpus.stored import fetch_without_tokens
 from pretrain.corpus.vocabulary import read_vocabulary
 from pretrain.tracking.records import read_records
 
@@ -110,12 +109,12 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
         The settings of the model for which transformers cannot load the export; "" if it can.
 
     Raises:
-        InputError: the run, the checkpoint or the corpus's tokenizer is missing or damaged.
+        InputError: the run, the checkpoint or the corpus's tokenizer is missing, damaged or another one.
     """
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
     config = load_config(run_dir / "config.yaml")
-    fetch_without_tokens(config.corpus)
+    corpus_of(run_dir)
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
     state = store.read_weights(path, averaged=averaged)
     start, electra = _began_as(run_dir), config.electra.is_on

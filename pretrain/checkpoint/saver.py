@@ -7,7 +7,6 @@ name when it is complete (`store.write`).
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 import time
@@ -123,7 +122,7 @@ class Saver:
         ]
         try:
             for step in steps:
-                store.agree(self._group, functools.partial(_as_run_error, step))
+                store.agree(self._group, step)
         except RunError as error:
             self.trouble = f"{checkpoint.name} is not stored at {stored.address}, only in {self._folder}: {error}"
             logger.warning("%s", self.trouble)
@@ -153,14 +152,3 @@ class Saver:
                 logger.warning("%s Retrying in %.0f s.", reason, wait)
             time.sleep(wait)
             waited, wait = waited + wait, wait * 2
-
-
-def _as_run_error(work: Callable[[], None]) -> None:
-    """Call `work`; a bug in it or in an object store's client is logged, and a `MachineError` too."""
-    try:
-        work()
-    except (RunError, OSError):
-        raise
-    except Exception as error:
-        logger.exception("storing a checkpoint failed")
-        raise MachineError(f"{type(error).__name__}: {error}") from error

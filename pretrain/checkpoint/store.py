@@ -18,13 +18,12 @@ import contextlib
 import json
 import logging
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,12 +33,13 @@ from torch import Tensor
 from pretrain.checkpoint.pieces import PieceIndex, packed
 from pretrain.common.errors import InputError, MachineError, RunError
 from pretrain.common.files import (
+    CHECKPOINT_NAME,
     MANIFEST,
     disk_errors,
     existing_parent,
     fsync_folder,
+    parse_manifest,
     put_manifest,
-    read_manifest,
     sha256_file,
     verify_manifest,
     write_json,
@@ -47,12 +47,12 @@ from pretrain.common.files import (
 from pretrain.storage.runs import best_of
 
 FORMAT = 2  # 1 listed every piece with its file, and is still read
-_NAME = re.compile(r"step-(\d{8})")
 _DAMAGED = "damaged-"  # before the name of a checkpoint that was set aside
 # Attempts to read a checkpoint when the storage fails, and the first wait between them, which doubles each time.
 _READS, _READ_WAIT_SECONDS = 6, 1.0
 # Pages of a mapped file count as the process's memory until the file is closed.
 _MOST_MAPPED_BYTES = 128 << 20
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -87,7 +87,7 @@ def name_of(step: int) -> str:
 
 def step_of(checkpoint: Path) -> int:
     """The step in the name of a checkpoint's folder."""
-    match = _NAME.fullmatch(checkpoint.name)
+    match = CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if match is None:
         raise InputError(f"{checkpoint}: not the name of a checkpoint. Give a folder such as {name_of(1000)}.")
     return int(match[1])
@@ -168,12 +168,16 @@ def write(folder: Path, step: int, shard: CheckpointShard, state: dict[str, Any]
 def agree(group: SavingGroup, work: Callable[[], Any]) -> list[Any]:
     """Run `work` on this rank. Returns the results of all ranks, or raises the first error on all ranks.
 
-    Every rank of the group calls this. `work` may raise a `RunError` or an `OSError`.
+    Every rank of the group calls this. An error that is neither a `RunError` nor an `OSError` is logged, and raised as
+    a `MachineError` too: the other ranks wait for this one.
     """
     try:
         outcome: dict[str, Any] = {"result": work()}
     except (RunError, OSError) as error:
         outcome = {"error": str(error), "kind": type(error).__name__}
+    except Exception as error:
+        logger.exception("worker %d failed", group.rank)
+        outcome = {"error": f"worker {group.rank}: {type(error).__name__}: {error}", "kind": type(error).__name__}
     outcomes = group.gather_objects(outcome)
     failed = next((o for o in outcomes if "error" in o), None)
     if failed is None:
@@ -191,15 +195,17 @@ def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
         MachineError: a newer checkpoint cannot be read (`verify`). It may be whole, and the one before it much older.
         InputError: all checkpoints are damaged, those that were set aside before among them.
     """
-    for checkpoint in reversed(_named_as_checkpoints(folder)):
+    tried = set[Path]()
+    # Listed again each time: a run that trains may have saved another one, and removed those before it.
+    while left := [path for path in _named_as_checkpoints(folder) if path not in tried]:
+        checkpoint = left[-1]
+        tried.add(checkpoint)
         try:
             verify(checkpoint)
         except InputError as error:
             logger.warning("%s Trying the checkpoint before it.", error)
             if set_aside:
-                damaged = checkpoint.with_name(f"{_DAMAGED}{checkpoint.name}")
-                shutil.rmtree(damaged, ignore_errors=True)
-                checkpoint.replace(damaged)
+                _set_aside(checkpoint)
             continue
         return checkpoint
     if damaged := sorted(path.name for path in (*_named_as_checkpoints(folder), *folder.glob(f"{_DAMAGED}*"))):
@@ -210,25 +216,49 @@ def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
     return None
 
 
+def _set_aside(checkpoint: Path) -> None:
+    damaged = checkpoint.with_name(f"{_DAMAGED}{checkpoint.name}")
+    shutil.rmtree(damaged, ignore_errors=True)
+    checkpoint.replace(damaged)
+
+
 def verify(checkpoint: Path) -> None:
     """As `verify_manifest`, but read errors are retried for half a minute: the storage may fail for a moment only.
 
     Raises:
         InputError: a file is missing or damaged.
-        MachineError: a file cannot be read.
+        MachineError: a file cannot be read, or the format is one of a later version.
     """
-    for attempt in range(_READS):
+
+    def read() -> dict[str, Any]:
+        with contextlib.suppress(FileNotFoundError):
+            (checkpoint / MANIFEST).open("rb").close()  # `verify_manifest` reports a refusal as damage
+        return verify_manifest(checkpoint)
+
+    written = _retried(checkpoint, read).get("format", 1)
+    if written > FORMAT:
+        raise MachineError(
+            f"{checkpoint}: written by a newer version of bertrain (format {written}; this one reads up to {FORMAT}). "
+            "Install that version."
+        )
+
+
+def _retried(path: Path, read: Callable[[], T]) -> T:
+    """What `read` returns; its read errors are retried for half a minute. Raises `MachineError` after it.
+
+    A missing file is one of them: machines that share a folder may see a name that another one made later than it.
+    """
+    attempt = 0
+    while True:
         try:
-            with contextlib.suppress(FileNotFoundError):
-                (checkpoint / MANIFEST).open("rb").close()  # `verify_manifest` reports a refusal as damage
-            verify_manifest(checkpoint)
-            return
+            return read()
         except OSError as error:
             if attempt == _READS - 1 or isinstance(error, PermissionError):
-                raise _unreadable(checkpoint, error) from error
+                raise _unreadable(path, error) from error
             wait = _READ_WAIT_SECONDS * 2**attempt
-            logger.warning("%s: cannot be read (%s). Retrying in %.0f s.", checkpoint, error, wait)
+            logger.warning("%s: cannot be read (%s). Retrying in %.0f s.", path, error, wait)
             time.sleep(wait)
+            attempt += 1
 
 
 def _unreadable(path: Path, error: OSError) -> MachineError:
@@ -245,7 +275,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def _named_as_checkpoints(folder: Path) -> list[Path]:
     """In ascending order of step. A checkpoint gets its name when complete, so one without a manifest has lost it."""
-    return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name)) if folder.is_dir() else []
+    return sorted(p for p in folder.iterdir() if CHECKPOINT_NAME.fullmatch(p.name)) if folder.is_dir() else []
 
 
 def best(folder: Path) -> Path | None:
@@ -258,9 +288,25 @@ def best(folder: Path) -> Path | None:
     states = {}
     for path in list_checkpoints(folder):
         with contextlib.suppress(InputError):
-            states[path.name] = read_state(path)
+            if (path / "state.json").is_file():  # else it is damaged, or was just removed
+                states[path.name] = read_state(path)
     name = best_of(states)
     return folder / name if name else None
+
+
+def best_intact(folder: Path) -> Path | None:
+    """The `best` of the intact checkpoints, else the newest; damaged ones are set aside as by `newest`. Raises as it.
+
+    Only the run that owns the folder may call this.
+    """
+    while (checkpoint := best(folder)) is not None:
+        try:
+            verify(checkpoint)
+            return checkpoint
+        except InputError as error:
+            logger.warning("%s Trying the next best checkpoint.", error)
+            _set_aside(checkpoint)
+    return newest(folder, set_aside=True)
 
 
 def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:
@@ -287,14 +333,20 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The checkpoint's state.json. Raises `InputError` if it is damaged, `MachineError` if it cannot be read."""
+    """The state.json of a verified checkpoint, with retries as `verify`.
+
+    Raises `InputError` if it is damaged, `MachineError` if it cannot be read.
+    """
     path = checkpoint / "state.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError, RecursionError) as error:
+        return json.loads(_retried(path, lambda: path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read ({error}). Use another checkpoint.") from None
-    except OSError as error:
-        raise _unreadable(path, error) from error
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / MANIFEST
+    return parse_manifest(_retried(path, path.read_bytes), path)
 
 
 def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tensor]:
@@ -307,7 +359,7 @@ def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tenso
             f"{checkpoint}: has no averaged weights. Give a checkpoint of the last steps of a run with averaging.share."
         )
     kind = "average" if averaged else "weight"
-    shapes = read_manifest(checkpoint)["shapes"]
+    shapes = _manifest(checkpoint)["shapes"]
     with CheckpointReader(checkpoint) as reader:
         return {
             name: reader.read(kind, name, 0, torch.Size(shape).numel()).view(shape) for name, shape in shapes.items()
@@ -315,13 +367,16 @@ def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tenso
 
 
 class CheckpointReader:
-    """Reads any range of any parameter, regardless of the ranks that wrote it. Use as a context manager."""
+    """Reads any range of any parameter, regardless of the ranks that wrote it. Use as a context manager.
+
+    Files are opened with retries as `verify`.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
         self._files: dict[str, Any] = {}
         self._mapped = 0  # bytes read since the files were opened
         self._checkpoint = checkpoint
-        manifest = read_manifest(checkpoint)
+        manifest = _manifest(checkpoint)
         files = sorted(name for name in manifest["files"] if name.startswith("rank-"))
         self._pieces = PieceIndex(manifest["fragments"], files)
 
@@ -349,8 +404,8 @@ class CheckpointReader:
         if name not in self._files:
             path = self._checkpoint / name
             try:
-                self._files[name] = safe_open(path, framework="pt").__enter__()
-            except (SafetensorError, OSError) as error:
+                self._files[name] = _retried(path, lambda: safe_open(path, framework="pt").__enter__())
+            except SafetensorError as error:
                 raise InputError(f"{path}: cannot be read ({error}). Use another checkpoint.") from None
         return self._files[name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -10,10 +11,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from pretrain.checkpoint import store
 from pretrain.checkpoint.weight_files import read_json
 from pretrain.common import settings
 from pretrain.common.errors import InputError
-from pretrain.common.files import write_json
+from pretrain.common.files import sha256_file, write_json
 from pretrain.common.setting_errors import shortened
 from pretrain.config import load_config
 from pretrain.corpus.stored import fetch_without_tokens
@@ -105,7 +107,31 @@ def is_run(folder: Path) -> bool:
 def tokenizer_folder(folder: Path) -> Path:
     """The folder of a model's tokenizer: the corpus for a run folder of ours, else that of the weights."""
     folder = released_folder(folder)
-    return fetch_without_tokens(load_config(folder / "config.yaml").corpus) if is_run(folder) else folder
+    return corpus_of(folder) if is_run(folder) else folder
+
+
+def corpus_of(run: Path) -> Path:
+    """The corpus of a run of ours, whose tokenizer is the run's.
+
+    Raises `InputError` if it has another vocabulary by now; checkpoints of earlier versions do not tell.
+    """
+    corpus = fetch_without_tokens(load_config(run / "config.yaml").corpus)
+    vocabulary, trained_on = corpus / "vocab.txt", _trained_vocabulary(run)
+    if trained_on and vocabulary.is_file() and sha256_file(vocabulary) != trained_on:
+        raise InputError(
+            f"{vocabulary}: not the vocabulary that {run} was trained with. Prepare the corpus as it was, or give an "
+            "export of the run, which has its own tokenizer."
+        )
+    return corpus
+
+
+def _trained_vocabulary(run: Path) -> str:
+    """SHA-256 of the vocab.txt that a run was trained with; "" if no checkpoint tells."""
+    for checkpoint in reversed(store.list_checkpoints(run / "checkpoints")):
+        with contextlib.suppress(InputError):  # a damaged one
+            if found := store.read_state(checkpoint).get("vocabulary"):
+                return found
+    return ""
 
 
 def copy_tokenizer(

@@ -28,6 +28,7 @@ from pretrain.common.errors import InputError, MachineError
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+CHECKPOINT_NAME = re.compile(r"step-(\d{8})")
 _OWN_HASH = "manifest_sha256"
 # One slash is enough: pathlib reduces two slashes to one.
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -241,8 +242,9 @@ def _own_hash(manifest: dict[str, Any]) -> str:
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    """Names of the finished checkpoints of a run folder, the oldest first."""
-    return sorted(path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
+    """Names of the finished checkpoints of a run folder, the oldest first, without those that were set aside."""
+    names = (path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
+    return sorted(name for name in names if CHECKPOINT_NAME.fullmatch(name))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -196,7 +196,7 @@ class _Fit(Generic[S]):
     def train(self, stop_requested: Callable[[], bool]) -> TrainingFailure | None:
         """Train to the end of the plan, or to a failure that a rollback may fix.
 
-        Saves and stops wait for the next good step.
+        Saves and stops wait for the next good step, and a bad last step is a failure.
         """
         progress, plan = self.progress, self.plan
         self.engine.module.train()
@@ -219,6 +219,8 @@ class _Fit(Generic[S]):
             stopping = stopping or stop
             self.save_due = self.save_due or due.save or stop
             # Bad steps may come from bad weights, to which a rollback or a resume would return for ever.
+            if last and progress.bad_in_a_row:
+                return self._bad_steps(progress.step)
             if last or best or (self.save_due and not progress.bad_in_a_row):
                 self.save()
             if progress.stopped_early:
@@ -348,11 +350,11 @@ class _Fit(Generic[S]):
         logger.warning("step %d: loss or gradient is not finite; skipped", progress.step + 1)
         if progress.bad_in_a_row < self.plan.config.engine.max_bad_steps:
             return None
-        return TrainingFailure(
-            f"{counted(progress.bad_in_a_row, 'step')} in a row up to step {progress.step + 1} had a loss or "
-            "gradient that is not "
-            "finite"
-        )
+        return self._bad_steps(progress.step + 1)
+
+    def _bad_steps(self, last: int) -> TrainingFailure:
+        count = counted(self.progress.bad_in_a_row, "step")
+        return TrainingFailure(f"{count} in a row up to step {last} had a loss or gradient that is not finite")
 
     def _scale_is_stuck(self) -> bool:
         return self.scale_search.skipped(self.engine.scaler_state().get("cur_scale", 1))

@@ -17,20 +17,25 @@ from pretrain.training.task import S, TrainingTask
 
 
 def rehearse(
-    engine: Engine, task: TrainingTask[S], progress: Progress, checkpoints: Path, extra_state: dict[str, Any]
+    engine: Engine,
+    task: TrainingTask[S],
+    progress: Progress,
+    checkpoints: Path,
+    extra_state: dict[str, Any],
+    resumed: Path | None,
 ) -> None:
     """Step the largest micro-batch, with a checkpoint written before and read back after.
 
-    Leaves the training state bitwise as the checkpoint of `progress` has it. A fresh start writes that checkpoint
-    first, as step 0. A resumed run need not have been restored before.
+    Leaves the training state bitwise as the checkpoint of `progress` has it: the one that the run is `resumed` from,
+    which need not have been restored before, or else one that is written first, as step 0.
 
     Raises:
         MachineError: the largest micro-batch does not fit the device.
     """
-    checkpoint = checkpoints / store.name_of(progress.step)
-    if checkpoint not in store.list_checkpoints(checkpoints):
+    checkpoint = resumed
+    if checkpoint is None:
         state = checkpoint_state(engine, progress, extra_state)
-        store.save(checkpoints, progress.step, engine.fragments(), state, engine)
+        checkpoint = store.save(checkpoints, progress.step, engine.fragments(), state, engine)
     engine.module.train()
     step, passes = task.largest(), Passes(engine, task)
     weights = task.loss_weights(step)

@@ -86,7 +86,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
     try:
         if progress.step < plan.total_steps and not progress.stopped_early:
-            plan = _prepared(training, engine, progress, checkpoints, extra_state)
+            plan = _prepared(training, engine, progress, checkpoints, extra_state, checkpoint)
             fit(
                 engine,
                 task,
@@ -109,7 +109,12 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
 
 
 def _prepared(
-    training: Training[S], engine: Engine, progress: Progress, checkpoints: Path, extra_state: dict[str, Any]
+    training: Training[S],
+    engine: Engine,
+    progress: Progress,
+    checkpoints: Path,
+    extra_state: dict[str, Any],
+    resumed: Path | None,
 ) -> TrainingPlan:
     """Rehearse and measure before the first step; returns the plan with its `peak_flops`."""
     config = training.plan.config
@@ -119,7 +124,7 @@ def _prepared(
             starting.write_phase(config.folder, phase)
 
     begin(starting.COMPILE if config.engine.compile else starting.REHEARSE)
-    rehearse(engine, training.task, progress, checkpoints, extra_state)
+    rehearse(engine, training.task, progress, checkpoints, extra_state, resumed)
     begin(starting.MEASURE)
     plan = dataclasses.replace(training.plan, peak_flops=total_matmul_peak(engine))
     if engine.rank == 0:

@@ -135,13 +135,14 @@ class Classification(Task[Example]):
     def tunes(self) -> bool:
         return self.problem == "multi_label" and not self.settings.threshold
 
-    def tune(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> None:
+    def tune(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> None:
         """multi_label: choose the threshold, one for all labels, with the best `metric` on these examples.
 
         Ties go to the one nearest to 0.5. A threshold in the settings stays.
         """
         if not self.tunes or not examples:
             return
+        predictions = self.decode(examples, windows, logits)
         self.threshold = self._outputs().best_threshold(self._true(examples), predictions, self.metric)
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:

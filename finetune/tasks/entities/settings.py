@@ -50,6 +50,16 @@ class EntitiesSettings(Section):
         description="Tokens of context on each side where a sentence longer than the window is cut; at most a "
         "quarter of the window.",
     )
+    decoding: Literal["viterbi", "argmax"] = Field(
+        default="viterbi",
+        description="viterbi: the most probable sequence of valid IOB2 tags. argmax: the most probable tag of each "
+        "word, as in the BERT paper; an I without a B before it begins an entity, as in conlleval.",
+    )
+    tune_outside: bool = Field(
+        default=False,
+        description="Subtract from the logits of O what gives the best `metric` on the dev set, between -1 and 4 nats. "
+        "It finds more entities where they are rare. The score on the dev set becomes a little too favourable.",
+    )
     metric: Literal["f1", "macro_f1", "strict_f1", "accuracy"] = Field(
         default="f1",
         description="Score that chooses the checkpoint: f1 over entities (conlleval, seqeval), macro_f1 (its mean over "

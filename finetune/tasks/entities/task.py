@@ -34,8 +34,8 @@ class Entities(Task[Sentence]):
         {"entities": [{"type", "text", "score", "start", "end", "first_word", "last_word"}], "tags": ["O", ...]}
 
     `start` and `end` (exclusive) count characters of the text, or of the tokens joined by blanks if there is no text;
-    `last_word` is inclusive. `score` is the mean probability of the words' tags. `tags` are the most probable ones,
-    whether they follow IOB2 or not; entities are read off them as conlleval does.
+    `last_word` is inclusive. `score` is the mean probability of the words' tags. With `decoding: argmax`, tags may
+    break IOB2; entities are read off them as conlleval does.
 
     Texts are cut into words as the training set is, see `WordCuts`.
     """
@@ -50,6 +50,7 @@ class Entities(Task[Sentence]):
     def __init__(self, settings: EntitiesSettings, state: Mapping[str, Any] | None = None) -> None:
         self.settings = settings
         self.metric: str = settings.metric
+        self.outside_penalty = float((state or {}).get("outside_penalty", 0.0))
         self._source = SentenceSource(settings, state)
 
     @property
@@ -68,8 +69,12 @@ class Entities(Task[Sentence]):
         return self._source.remarks
 
     def state(self) -> dict[str, Any]:
-        """{"types": in the order of the labels, "scheme": of the files, "word_cuts": of `WordCuts`}."""
-        return self._source.state()
+        """{"types": in the order of the labels, "scheme": of the files, "word_cuts": of `WordCuts`}.
+
+        With `tune_outside` also "outside_penalty", nats.
+        """
+        tuned = {"outside_penalty": self.outside_penalty} if self.tunes else {}
+        return {**self._source.state(), **tuned}
 
     # ------------------------------------------------------------ files in
 
@@ -122,7 +127,19 @@ class Entities(Task[Sentence]):
     # ------------------------------------------------------------ predictions and scores
 
     def decode(self, examples: Sequence[Sentence], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
-        return decoding.decode(self._source.types, examples, windows, logits)
+        return self._decoder().predictions(examples, windows, logits)
+
+    @property
+    def tunes(self) -> bool:
+        return self.settings.tune_outside
+
+    def tune(self, examples: Sequence[Sentence], windows: Windows, logits: np.ndarray) -> None:
+        """Choose the penalty of O with the best `metric` on these examples, if `tune_outside` is on."""
+        if self.tunes and examples:
+            self.outside_penalty = self._decoder().best_penalty(examples, windows, logits, self.metric)
+
+    def _decoder(self) -> decoding.Decoder:
+        return decoding.Decoder(self._source.types, self.settings.decoding == "viterbi", self.outside_penalty)
 
     def scorer_files(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Columns for conlleval; none for unlabelled texts, whose words are of our own cutting."""

@@ -121,12 +121,10 @@ class Questions(Task[Question]):
     def tunes(self) -> bool:
         return self.unanswerable and self.settings.threshold is None
 
-    def tune(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> None:
-        """Set the threshold to the best one for `metric`, unless the settings do.
-
-        `score` and `details` use it from now on; the answers in `predictions` are as they were decoded.
-        """
+    def tune(self, examples: Sequence[Question], windows: Windows, logits: np.ndarray) -> None:
+        """Set the threshold to the best one for `metric`, unless the settings do; `score` and `details` use it, too."""
         if self.tunes:
+            predictions = self.decode(examples, windows, logits)
             self.threshold = self._decoder().best_threshold(examples, predictions, self.settings.metric)
 
     def score(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
