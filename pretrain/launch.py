@@ -101,9 +101,12 @@ def report_finished(config: RunConfig) -> None:
 
 
 def bring(run_dir: Any) -> None:
-    """Fetch what a resume needs of the run at the address `run_dir`; nothing for a path."""
+    """Fetch what a resume needs of the run at the address `run_dir`; nothing for a path.
+
+    Of torchrun's processes, the first verifies what is here.
+    """
     if is_remote(run_dir):
-        StoredRun(run_dir, local_run(run_dir)).bring()
+        StoredRun(run_dir, local_run(run_dir)).bring(best=True, content=not is_follower())
 
 
 @contextlib.contextmanager
@@ -128,6 +131,7 @@ def _stored(config: RunConfig, resume: bool) -> Iterator[None]:
     except RunError as error:
         try:
             run.complete()
+            run.give_back()
         except RunError as reason:
             raise type(error)(f"{error} Not stored: {reason}") from error
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import os
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,14 +23,15 @@ from corpora import make_corpus
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
+from pretrain import launch
 from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import verify_manifest, write_manifest
-from pretrain.storage import folders
+from pretrain.common.files import checkpoint_names, verify_manifest, write_manifest
+from pretrain.storage import folders, objects
 from pretrain.storage.objects import Listed, ObjectStore, _listed, _part_file
-from pretrain.storage.runs import StoredRun
+from pretrain.storage.runs import StoredRun, fetched_model
 from pretrain.training.engine import Fragment
 from tests.object_store import BUCKET, Fault, FaultyProxy, forget_clients, point_to, s3_server
 
@@ -217,6 +220,27 @@ def test_a_store_that_stays_away_is_given_up_after_the_time(proxy: FaultyProxy) 
         ObjectStore(retry_seconds=0.5).read(f"s3://{BUCKET}/a")
 
 
+def test_what_takes_longer_than_the_time_for_retries_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, attempts = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    def upload(failures: int) -> int:
+        sleep(500.0)
+        attempts.append(now[0])
+        if len(attempts) <= failures:
+            raise ConnectionResetError("cut")
+        return len(attempts)
+
+    monkeypatch.setattr(objects, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    patient = ObjectStore(retry_seconds=60.0)
+    assert patient._retried(f"s3://{BUCKET}/a", "stored", lambda: upload(1)) == 2
+    attempts.clear()
+    with pytest.raises(MachineError, match=r"cannot be stored; 2 attempts in 100\d s \(cut\)"):
+        patient._retried(f"s3://{BUCKET}/a", "stored", lambda: upload(2))
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "adlfs", None)
     with pytest.raises(InputError, match=r"Run: .* -m pip install adlfs"):
@@ -246,8 +270,10 @@ def test_files_are_fetched_again_if_their_objects_changed(proxy: FaultyProxy) ->
     assert not [request for request in proxy.requests if request.startswith("GET") and "a.txt" in request]
     ObjectStore().write(address, b"new")
     os.utime(local(address), (1e9, 1e9))  # S3 tells whole seconds
+    proxy.plan = [Fault("500", "HEAD .*a.txt")]  # the last request of a download
     (path,) = folders.fetch_files(f"s3://{BUCKET}/texts")
     assert path.read_bytes() == b"new"
+    assert not proxy.plan
 
 
 def test_patterns_match_as_those_of_local_files(proxy: FaultyProxy) -> None:
@@ -354,8 +380,8 @@ def make_saver(run: StoredRun, folder: Path, rank: Rank | None = None) -> Saver:
     return Saver(folder / "checkpoints", group, keep_last=1, background=True, retry_seconds=0.0, stored=run)
 
 
-def save(saver: Saver, step: int, **state: Any) -> None:
-    fragment = Fragment("a", 0, {"weight": torch.full((4,), float(step))}, shared=False)
+def save(saver: Saver, step: int, value: float | None = None, **state: Any) -> None:
+    fragment = Fragment("a", 0, {"weight": torch.full((4,), float(step if value is None else value))}, shared=False)
     saver.save(step, [fragment], {"step": step, "shapes": {"a": [4]}, "validation_set": "0", **state})
     saver.wait()
 
@@ -392,16 +418,37 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(proxy: FaultyProxy) ->
     assert store.read_weights(folder / "checkpoints" / "step-00000001")["a"].tolist() == [1.0] * 4
 
 
-def test_a_damaged_stored_checkpoint_is_passed_over(proxy: FaultyProxy) -> None:
+@pytest.mark.parametrize("file", ["manifest.json", "rank-00000-of-00001.safetensors"])
+def test_a_damaged_stored_checkpoint_is_passed_over(proxy: FaultyProxy, file: str) -> None:
     folder = local(RUN)
     run = StoredRun(RUN, folder)
     saver = make_saver(run, folder)
     save(saver, 1, validation_loss=1.0)
     save(saver, 2)
-    ObjectStore().write(f"{RUN}/checkpoints/step-00000002/manifest.json", b"{}")
+    (damaged,) = (name for name in ObjectStore().listing(RUN) if f"step-00000002/{file}" in name)
+    damaged = f"{RUN}/{damaged}"
+    content = ObjectStore().read(damaged) or b""
+    ObjectStore().write(damaged, content[:-1] + b"?")
     shutil.rmtree(folder)
     StoredRun(RUN, folder).bring()
     assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000001"]
+
+
+def test_a_checkpoint_that_was_damaged_here_is_fetched_again(
+    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = local(RUN)
+    save(make_saver(StoredRun(RUN, folder), folder), 1)
+    shard = folder / "checkpoints/step-00000001/rank-00000-of-00001.safetensors"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + b"!")
+    monkeypatch.setenv("RANK", "1")
+    launch.bring(RUN)
+    assert shard.read_bytes() != content, "torchrun's first process looks at the content for all"
+    monkeypatch.setenv("RANK", "0")
+    launch.bring(RUN)
+    assert shard.read_bytes() == content
+    verify_manifest(shard.parent)
 
 
 def test_a_checkpoint_that_is_written_again_is_withdrawn_first(proxy: FaultyProxy) -> None:
@@ -431,8 +478,42 @@ def test_every_rank_stores_its_part_and_one_process_of_a_machine_fetches_them(pr
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: StoredRun(RUN, folder).bring(), range(2)))
     fetched = [request.split("/")[-1] for request in proxy.requests if "GET" in request and ".safetensors" in request]
-    assert sorted(fetched) == [f"rank-0000{rank}-of-00002.safetensors" for rank in range(2)]
+    names = [name.rpartition(".")[0] for name in sorted(fetched)]
+    assert names == [f"rank-0000{rank}-of-00002.safetensors" for rank in range(2)]
     assert torch.equal(store.read_weights(folder / "checkpoints/step-00000001")["a"], weights)
+
+
+def test_a_run_that_saves_while_it_is_read_is_read_from_its_newest_checkpoint(
+    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = make_saver(StoredRun(RUN, tmp_path / "run"), tmp_path / "run")
+    save(saver, 1, validation_loss=1.0)  # the best, which is kept
+    save(saver, 2)
+    download = ObjectStore.download
+
+    def slow(self: ObjectStore, *given: Any) -> None:
+        if not (tmp_path / "run/checkpoints/step-00000004").exists():
+            for step in (3, 4):
+                save(saver, step)
+        download(self, *given)
+
+    monkeypatch.setattr(ObjectStore, "download", slow)
+    monkeypatch.setattr(folders, "_AT_ONCE", 1)
+    folder = fetched_model(RUN)
+    assert store.list_checkpoints(folder / "checkpoints") == [folder / "checkpoints" / "step-00000004"]
+    assert store.newest(folder / "checkpoints") is not None
+
+
+def test_machines_that_share_the_run_folder_fetch_a_checkpoint_once(
+    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(make_saver(StoredRun(RUN, tmp_path / "first"), tmp_path / "first"), 1)
+    monkeypatch.setattr(folders, "cache", lambda: tmp_path / threading.current_thread().name)  # each has its own
+    proxy.requests.clear()
+    proxy.plan = [Fault("slow", "GET .*safetensors", 2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: StoredRun(RUN, tmp_path / "shared").bring(), range(2)))
+    assert len([request for request in proxy.requests if "GET" in request and ".safetensors" in request]) == 1
 
 
 def test_a_rank_that_cannot_store_leaves_no_manifest(proxy: FaultyProxy) -> None:
@@ -446,7 +527,7 @@ def test_a_rank_that_cannot_store_leaves_no_manifest(proxy: FaultyProxy) -> None
 
     with ThreadPoolExecutor(2) as pool:
         troubles = [saver.trouble for saver in pool.map(train, range(2))]
-    assert ["rank-00001-of-00002.safetensors: cannot be stored" in trouble for trouble in troubles] == [True, True]
+    assert ["/rank-00001-of-00002.safetensors." in trouble for trouble in troubles] == [True, True]
     assert StoredRun(RUN, folder).names() == []
 
 
@@ -476,6 +557,72 @@ def test_the_last_start_of_a_run_is_the_one_that_stores(proxy: FaultyProxy, tmp_
     save(other, 3)
     assert other.trouble == ""
     assert StoredRun(RUN, tmp_path / "fresh").names()[-1] == "step-00000003"
+
+
+def test_a_late_upload_of_a_replaced_start_overwrites_nothing(
+    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = (StoredRun(RUN, tmp_path / name) for name in ("here", "there"))
+    here.claim()
+    put = StoredRun.put
+
+    def stall(self: StoredRun, *given: Any) -> None:
+        if self is here and not (tmp_path / "there").exists():
+            there.claim()
+            save(make_saver(there, tmp_path / "there"), 1, 99.0)
+        put(self, *given)
+
+    monkeypatch.setattr(StoredRun, "put", stall)
+    saver = make_saver(here, tmp_path / "here")
+    save(saver, 1)
+    assert "the run was started again" in saver.trouble
+    StoredRun(RUN, tmp_path / "fresh").bring()
+    (checkpoint,) = store.list_checkpoints(tmp_path / "fresh" / "checkpoints")
+    assert store.read_weights(checkpoint)["a"].tolist() == [99.0] * 4
+    save(make_saver(there, tmp_path / "there"), 2)
+    listed = ObjectStore().listing(f"{RUN}/checkpoints")
+    assert not [name for name in listed if "step-00000001" in name], "what came late is deleted too"
+
+
+def test_checkpoints_without_sha256_in_their_names_are_read_and_deleted(proxy: FaultyProxy, tmp_path: Path) -> None:
+    """As they were stored before."""
+    run = StoredRun(RUN, tmp_path / "here")
+    saver = make_saver(run, tmp_path / "here")
+    save(saver, 1, validation_loss=1.0)
+    at, objects = f"{RUN}/checkpoints/step-00000001", ObjectStore()
+    for path in (tmp_path / "here/checkpoints/step-00000001").iterdir():
+        objects.write(f"{at}/{path.name}", path.read_bytes())
+    for name in objects.listing(at):
+        if name.rpartition(".")[2] not in ("json", "safetensors"):
+            objects.delete(f"{at}/{name}")
+    fresh = StoredRun(RUN, tmp_path / "fresh")
+    fresh.bring()
+    assert store.read_weights(tmp_path / "fresh/checkpoints/step-00000001")["a"].tolist() == [1.0] * 4
+    assert fresh.best() == "step-00000001"
+    save(make_saver(fresh, tmp_path / "fresh"), 2, validation_loss=0.5)
+    assert not objects.listing(at)
+
+
+def test_a_start_that_fails_before_a_checkpoint_gives_the_run_back(proxy: FaultyProxy, tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    run = StoredRun(RUN, here)
+    run.claim()
+    saver = make_saver(run, here)
+    save(saver, 1)
+    run.put_files()
+    StoredRun(RUN, there).bring(best=True)
+    config: Any = SimpleNamespace(address=RUN, folder=there, checkpoint=SimpleNamespace(retry_seconds=0.0))
+    for end in ("--resume by mistake", "and again"):
+        with pytest.raises(MachineError, match=end), launch._stored(config, True):
+            raise MachineError(end)
+        assert not (there / "writer.json").exists()
+    save(saver, 2)
+    assert saver.trouble == ""
+    with contextlib.suppress(MachineError), launch._stored(config, True):
+        save(make_saver(StoredRun(RUN, there), there), 3)
+        raise MachineError("after a checkpoint")
+    save(saver, 4)
+    assert "the run was started again" in saver.trouble
 
 
 def test_a_start_elsewhere_while_tensors_are_stored_is_noticed(proxy: FaultyProxy, tmp_path: Path) -> None:
@@ -524,6 +671,99 @@ def test_a_fetch_that_ends_between_the_checkpoint_and_the_small_files_goes_on(
     (folder / "metrics.jsonl").write_text("new\n")
     StoredRun(RUN, folder).bring()
     assert (folder / "metrics.jsonl").read_text() == "new\n", "only what was not fetched is fetched again"
+
+
+def read_value(address: str) -> tuple[str, float, str]:
+    """What a reader sees of a run: the newest checkpoint, its value and the config's text."""
+    fetched_model.cache_clear()
+    folder = fetched_model(address)
+    newest = store.newest(folder / "checkpoints")
+    assert newest is not None
+    return newest.name, store.read_weights(newest)["a"][0].item(), (folder / "config.yaml").read_text()
+
+
+def test_a_run_that_was_deleted_and_trained_again_is_read_anew_or_refused(proxy: FaultyProxy, tmp_path: Path) -> None:
+    def train(value: float, step: int, *files: str) -> None:
+        for name in ObjectStore().listing(RUN):
+            ObjectStore().delete(f"{RUN}/{name}")
+        folder = tmp_path / str(value)
+        run = StoredRun(RUN, folder)
+        save(make_saver(run, folder), step, value)
+        for name in ("config.yaml", *files):
+            (folder / name).write_text(f"{value}")
+        run.complete()
+
+    train(1.0, 10, "start.json")
+    assert read_value(RUN) == ("step-00000010", 1.0, "1.0")
+    train(2.0, 10)
+    assert read_value(RUN) == ("step-00000010", 2.0, "2.0")
+    assert not (local(RUN) / "start.json").exists()
+    proxy.requests.clear()
+    read_value(RUN)
+    assert not [one for one in proxy.requests if ".safetensors" in one], "what is here is not fetched again"
+    train(3.0, 5)
+    for read in (read_value, launch.bring):
+        with pytest.raises(InputError, match=r"holds step-00000010, but s3://bucket/runs/a does not: .* Move this"):
+            read(RUN)
+    shutil.rmtree(local(RUN))
+    assert read_value(RUN) == ("step-00000005", 3.0, "3.0")
+
+
+def test_a_run_goes_on_here_unless_another_start_has_gone_on_elsewhere(proxy: FaultyProxy, tmp_path: Path) -> None:
+    here, there = (StoredRun(RUN, tmp_path / name) for name in ("here", "there"))
+    here.claim()
+    save(make_saver(here, tmp_path / "here"), 1)
+    proxy.plan = [Fault("403", "PUT .*step-0000000[23]/rank", 2)]
+    for step in (2, 3):
+        save(make_saver(here, tmp_path / "here"), step)
+    StoredRun(RUN, tmp_path / "here").bring()
+    assert checkpoint_names(tmp_path / "here") == ["step-00000003"]
+    there.bring()
+    there.claim()
+    save(make_saver(there, tmp_path / "there"), 2)
+    with pytest.raises(InputError, match=r"holds step-00000003, but .* the run was started again elsewhere"):
+        StoredRun(RUN, tmp_path / "here").bring()
+    save(make_saver(there, tmp_path / "there"), 4)
+    StoredRun(RUN, tmp_path / "here").bring()
+    assert checkpoint_names(tmp_path / "here") == ["step-00000003", "step-00000004"]
+
+
+def test_files_of_a_released_model_that_were_deleted_are_not_read(proxy: FaultyProxy) -> None:
+    address = f"s3://{BUCKET}/models/bert"
+    for name in ("config.json", "model.safetensors"):
+        ObjectStore().write(f"{address}/{name}", b"{}")
+    (fetched_model(address) / "notes.txt").write_text("mine")
+    ObjectStore().delete(f"{address}/model.safetensors")
+    ObjectStore().write(f"{address}/pytorch_model.bin", b"{}")
+    fetched_model.cache_clear()
+    names = [path.name for path in fetched_model(address).iterdir() if not path.name.startswith(".")]
+    assert sorted(names) == ["config.json", "notes.txt", "pytorch_model.bin"]
+
+
+def test_a_manifest_of_another_program_is_a_file_as_others(proxy: FaultyProxy) -> None:
+    address = f"s3://{BUCKET}/models/other"
+    for name in ("config.json", "model.safetensors", "manifest.json"):
+        ObjectStore().write(f"{address}/{name}", b'{"name": "my model", "version": 2}')
+    assert (fetched_model(address) / "model.safetensors").is_file()
+    ObjectStore().write(f"{address}/manifest.json", b'{"files"')  # may be one of ours
+    fetched_model.cache_clear()
+    with pytest.raises(InputError, match=r"manifest\.json: damaged"):
+        fetched_model(address)
+
+
+def test_a_resume_elsewhere_has_the_best_checkpoint_as_the_same_machine_has(proxy: FaultyProxy) -> None:
+    """A fine-tuning ends with the best of the checkpoints in its folder."""
+    folder = local(RUN)
+    saver = make_saver(StoredRun(RUN, folder), folder)
+    for step, loss in ((2, 0.5), (4, 0.7), (6, 0.8)):
+        save(saver, step, validation_loss=loss)
+    here = [path.name for path in store.list_checkpoints(folder / "checkpoints")]
+    shutil.rmtree(folder)
+    StoredRun(RUN, folder).bring()  # to be read
+    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000006"]
+    launch.bring(RUN)
+    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == here
+    assert store.best(folder / "checkpoints") == folder / "checkpoints" / "step-00000002"
 
 
 def test_a_finished_fine_tuning_is_stored_without_checkpoints(proxy: FaultyProxy) -> None:

@@ -129,10 +129,8 @@ class Saver:
 
     def _publish(self, stored: StoredRun, checkpoint: Path) -> None:
         stored.publish(checkpoint)
-        names = stored.names()
         try:
-            best = store.best_of({name: stored.state(name) for name in names})
-            stored.keep({*names[-self._keep_last :], checkpoint.name, best})
+            stored.keep({*stored.names()[-self._keep_last :], checkpoint.name, stored.best()})
         except RunError as error:  # the next save deletes again
             logger.warning("%s", error)
 

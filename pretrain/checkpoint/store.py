@@ -17,11 +17,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -45,6 +44,7 @@ from pretrain.common.files import (
     verify_manifest,
     write_json,
 )
+from pretrain.storage.runs import best_of
 
 FORMAT = 2  # 1 listed every piece with its file, and is still read
 _DAMAGED = "damaged-"  # before the name of a checkpoint that was set aside
@@ -307,20 +307,6 @@ def best_intact(folder: Path) -> Path | None:
             logger.warning("%s Trying the next best checkpoint.", error)
             _set_aside(checkpoint)
     return newest(folder, set_aside=True)
-
-
-def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
-    """As `best`, from the states of checkpoints by their names, in ascending order; "" if none was evaluated."""
-    measured: dict[str, dict[str, float]] = {}
-    for name, state in states.items():
-        loss = state.get("validation_loss")
-        if loss is not None and math.isfinite(loss):
-            losses = measured.pop(state["validation_set"], {})
-            measured[state["validation_set"]] = {**losses, name: loss}
-    if not measured:
-        return ""
-    latest = list(measured.values())[-1]
-    return min(reversed(latest), key=latest.__getitem__)
 
 
 def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:

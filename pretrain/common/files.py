@@ -231,6 +231,11 @@ def put_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     write_json(folder / MANIFEST, {**manifest, _OWN_HASH: _own_hash(manifest)})
 
 
+def is_signed(manifest: Any) -> bool:
+    """Whether `put_manifest` wrote it, and not another program."""
+    return isinstance(manifest, dict) and _OWN_HASH in manifest
+
+
 def _own_hash(manifest: dict[str, Any]) -> str:
     rest = {key: value for key, value in manifest.items() if key != _OWN_HASH}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -47,13 +47,21 @@ def fetch(
     *,
     folder: Path | None = None,
     but: str = "",
+    trusted: bool = True,
+    place: Callable[[str, str], str] | None = None,
     advice: str = "Check the address.",
 ) -> Path:
     """Bring the folder with a manifest at `address` to this machine, to `folder` or else its local one; returns that.
 
     One process per machine fetches; others that ask meanwhile wait. What is already here is kept, so a fetch that was
-    cut goes on. Files whose names match the pattern `but` are left out, and then no manifest is written. `advice` says
-    what to do if there is no manifest.
+    cut goes on.
+
+    Args:
+        objects: where the address is.
+        but: files whose names match this pattern are left out, and then no manifest is written.
+        trusted: files under the same manifest are compared by size, otherwise by SHA-256.
+        place: the address of a file from its name and SHA-256; without it, its name below `address`.
+        advice: what to do if there is no manifest.
 
     Raises:
         InputError: there is no manifest, or it is damaged.
@@ -67,14 +75,20 @@ def fetch(
     files = {name: entry for name, entry in manifest["files"].items() if not (but and fnmatch.fnmatch(name, but))}
     with alone(folder):
         same = (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == content
-        missing = [name for name, entry in files.items() if not _is_here(folder / name, entry, trusted=same)]
+        trusted = trusted and same
+        missing = [name for name, entry in files.items() if not _is_here(folder / name, entry, trusted=trusted)]
         if same and not missing:
             return folder
         if not same:
             (folder / MANIFEST).unlink(missing_ok=True)
         expected = {name: (Listed(files[name]["bytes"], "", 0.0), files[name]["sha256"]) for name in missing}
         _check_space(folder, sum(bytes_to_fetch(folder / name, *expected[name]) for name in missing))
-        _all(lambda name: objects.download(join(address, name), folder / name, *expected[name]), missing)
+
+        def bring(name: str) -> None:
+            source = place(name, files[name]["sha256"]) if place else join(address, name)
+            objects.download(source, folder / name, *expected[name])
+
+        _all(bring, missing)
         if not but:
             with atomic_open(folder / MANIFEST) as file:
                 file.write(content)
@@ -97,7 +111,7 @@ def store(folder: Path, address: str, objects: ObjectStore | None = None) -> Non
     content, theirs = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
     if theirs == content:
         return
-    before = _files_of(theirs)
+    before = files_of(theirs)
     changed = [name for name, entry in manifest["files"].items() if before.get(name) != entry]
     if theirs is not None and changed:
         objects.delete(join(address, MANIFEST))
@@ -213,7 +227,8 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _files_of(manifest: bytes | None) -> dict[str, Any]:
+def files_of(manifest: bytes | None) -> dict[str, Any]:
+    """The entries of a stored manifest; {} if there is none or it is damaged."""
     if manifest is None:
         return {}
     with contextlib.suppress(ValueError, KeyError, TypeError):

@@ -67,6 +67,10 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+class ContentError(MachineError):
+    """An object's content is not what the manifest or the listing says."""
+
+
 @dataclass(frozen=True)
 class Listed:
     """An object in a listing. `tag` changes with its content."""
@@ -80,7 +84,7 @@ class ObjectStore:
     """Objects by address.
 
     Args:
-        retry_seconds: how long an operation that fails is tried again.
+        retry_seconds: how long an operation that fails is tried again; the first attempt does not count.
 
     Its methods raise `InputError` for wrong credentials, a missing bucket and a missing package, and `MachineError` if
     the store still fails after `retry_seconds`.
@@ -121,18 +125,18 @@ class ObjectStore:
         """Fetch an object of `expected` size to `path`, which appears complete or not at all.
 
         A download that was cut goes on where it ended, also in another process. The content must have the given
-        SHA-256, or else the tag of `expected` still after the last byte.
+        SHA-256, or else the tag of `expected` still after the last byte; `ContentError` if it has not.
         """
         part = _part_file(path, expected, sha256)
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             for retries_left in (1, 0):
                 self._append(address, part, expected.bytes)
-                if sha256_file(part) == sha256 if sha256 else self._facts(address).tag == expected.tag:
+                if sha256_file(part) == sha256 if sha256 else self._tag(address) == expected.tag:
                     break
                 part.unlink()
                 if not retries_left:
-                    raise MachineError(
+                    raise ContentError(
                         f"{address}: its content is not what its manifest or listing says; it was changed or damaged. "
                         "Store it again."
                     )
@@ -196,6 +200,9 @@ class ObjectStore:
             raise FileNotFoundError(address)
         return _listed(facts)
 
+    def _tag(self, address: str) -> str:
+        return self._retried(address, "read", lambda: self._facts(address)).tag
+
     def _append(self, address: str, part: Path, size: int) -> None:
         """Add what `part` lacks of the object's `size` bytes."""
         with part.open("ab") as file:
@@ -213,7 +220,8 @@ class ObjectStore:
             os.fsync(file.fileno())
 
     def _retried(self, address: str, what: str, work: Callable[[], T]) -> T:
-        began, wait = time.monotonic(), _FIRST_WAIT_SECONDS
+        began = failing_since = time.monotonic()
+        wait = _FIRST_WAIT_SECONDS
         for attempt in itertools.count(1):
             try:
                 return work()
@@ -221,10 +229,12 @@ class ObjectStore:
                 _refuse_permanent(address, what, error)
                 if not _is_of_storage(error):
                     raise
-                left = began + self._retry_seconds - time.monotonic()
+                now = time.monotonic()
+                failing_since = now if attempt == 1 else failing_since
+                left = failing_since + self._retry_seconds - now
                 if left <= 0:
                     raise MachineError(
-                        f"{address}: cannot be {what}; {attempt} attempts in {time.monotonic() - began:.0f} s "
+                        f"{address}: cannot be {what}; {attempt} attempts in {now - began:.0f} s "
                         f"({_one_line(error)}). Check the network and the object store, then run the command again."
                     ) from error
                 logger.info("%s: %s; retrying", address, _one_line(error))

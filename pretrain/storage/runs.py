@@ -2,7 +2,9 @@
 
 The run trains in the local folder of its address (`addresses.local_run`). What is stored:
 
-    checkpoints/step-00001000/...     as on disk; deleting begins with the manifest
+    checkpoints/step-00001000/...     as on disk; deleting begins with the manifest. The names of other files end with
+                                      their SHA-256, so what a start still uploads after another has begun
+                                      overwrites nothing of the other's
     checkpoints/index.json            names of the checkpoints, for stores whose listings lag
     config.yaml, metrics.jsonl, ...   as they were when the last checkpoint was stored, or when the run ended
     writer.json                       which start of the run may write, and on which machine: the last one
@@ -12,15 +14,15 @@ A checkpoint without a manifest does not exist; the index and the listing only s
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
+import math
 import re
 import socket
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,14 @@ from pretrain.common.files import (
     MANIFEST,
     atomic_open,
     checkpoint_names,
+    is_signed,
+    locked,
     read_manifest,
     verify_manifest,
     write_json,
 )
 from pretrain.storage import folders
-from pretrain.storage.objects import RETRY_SECONDS, ObjectStore
+from pretrain.storage.objects import RETRY_SECONDS, ContentError, ObjectStore
 
 INDEX = "index.json"
 WRITER = "writer.json"
@@ -49,6 +53,8 @@ RUN_FILES = (
     "scores.json",
 )
 _STATE, _MODEL = "state.json", "model"
+_LOCK = ".fetch.lock"
+_FETCHED = ".fetched.json"  # names of the files of a released model that were fetched
 _FETCHING = ".fetching"  # a file that is there until the run's small files have been fetched behind a checkpoint
 _CHECKPOINT = re.compile(r"step-\d{8}")
 
@@ -60,19 +66,65 @@ def fetched_model(location: Path | str) -> Path:
     """The local folder of a model: of one at an address, which is fetched once per process; a path as it is.
 
     At the address may be an export, a run, of which the newest checkpoint is fetched, or a released model.
-    Raises `InputError` if there is nothing.
+    Raises `InputError` if there is nothing, or if another run is in the folder.
     """
     if not is_remote(location):
         return Path(location)
     address, objects = str(location), ObjectStore()
-    if folders.read_stored_manifest(address, objects) is not None:
+    if _is_own(folders.read_stored_manifest(address, objects)):
         return folders.fetch(address, objects)
     run = StoredRun(address, local(address))
     if run.names() or run.has_model():
         run.bring()
-    elif not folders.fetch_files(address, objects=objects):
+    elif brought := folders.fetch_files(address, objects=objects):
+        _forget_deleted(local(address), brought)
+    else:
         raise InputError(f"{address}: nothing is stored there. Check the address.")
     return local(address)
+
+
+def _is_own(manifest: bytes | None) -> bool:
+    """Whether a manifest.json is one of ours, damaged or not, and not another program's."""
+    try:
+        return manifest is not None and is_signed(json.loads(manifest))
+    except ValueError:
+        return True
+
+
+def _forget_deleted(folder: Path, brought: Iterable[Path]) -> None:
+    """Remove files that an earlier call fetched, and that were deleted at the address; their names may win."""
+    if not folder.is_dir():  # the address of one file
+        return
+    names, record = {path.relative_to(folder).as_posix() for path in brought}, folder / _FETCHED
+    before = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else []
+    for name in set(before) - names:
+        (folder / name).unlink(missing_ok=True)
+    write_json(record, sorted(names))
+
+
+def _stored_name(name: str, sha256: str) -> str:
+    return f"{name}.{sha256[:16]}"
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
+    """The checkpoint with the lowest validation loss, from states by names, in ascending order; "" if none has one.
+
+    On ties the newest. Only those count that were evaluated on the same held-out samples as the last one that was.
+    """
+    measured: dict[str, dict[str, float]] = {}
+    for name, state in states.items():
+        loss = state.get("validation_loss")
+        if loss is not None and math.isfinite(loss):
+            losses = measured.pop(state["validation_set"], {})
+            measured[state["validation_set"]] = {**losses, name: loss}
+    if not measured:
+        return ""
+    latest = list(measured.values())[-1]
+    return min(reversed(latest), key=latest.__getitem__)
 
 
 class StoredRun:
@@ -89,6 +141,8 @@ class StoredRun:
         self._objects = ObjectStore(retry_seconds)
         self._names: set[str] | None = None  # of the stored checkpoints, once they are known
         self._states: dict[str, dict[str, Any]] = {}
+        # Before `claim`: writer.json at the address and here, and the newest manifest here; None for what is not there.
+        self._before: tuple[bytes | None, bytes | None, bytes | None] = (None, None, None)
 
     def names(self) -> list[str]:
         """Names of the stored checkpoints, the oldest first."""
@@ -107,16 +161,25 @@ class StoredRun:
         """Whether the model of a finished fine-tuning is stored."""
         return self._objects.facts(self._at(_MODEL, MANIFEST)) is not None
 
-    def bring(self) -> None:
+    def best(self) -> str:
+        """The name of the best stored checkpoint (`best_of`)."""
+        return best_of({name: self.state(name) for name in self.names()})
+
+    def bring(self, *, best: bool = False, content: bool = True) -> None:
         """Fetch the newest stored checkpoint and the run's files, if the local folder has no newer checkpoint.
 
-        The model of a finished fine-tuning is fetched too. One process per machine fetches; others wait.
+        The model of a finished fine-tuning is fetched too, and, for a run that goes on, the `best` checkpoint. One
+        process fetches, and all that share the folder wait; without `content` they only look at the sizes of what is
+        here. Raises `InputError` if the folder holds another run, such as one that was deleted at the address and
+        trained again.
         """
         model, begun = self._folder / _MODEL, self._folder / _FETCHING
-        with folders.alone(self._folder):
-            fetched = self._bring_newest(begun)
+        with locked(self._folder / _LOCK):  # in the folder, which several machines may share
+            fetched = self._bring_newest(begun, content)
+            if best:
+                self._bring_best()
             if self.has_model():
-                if not (model / MANIFEST).is_file():
+                if not self._is_here(_MODEL):
                     fetched = True
                     write_json(begun, {})
                 folders.fetch(self._at(_MODEL), self._objects, folder=model)
@@ -137,10 +200,25 @@ class StoredRun:
         """
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         writer = json.dumps({"id": uuid.uuid4().hex, "host": socket.gethostname(), "since": since}).encode()
+        ours = self._folder / WRITER
+        self._before = self._objects.read(self._at(WRITER)), _content(ours), self._newest_manifest()
         self._objects.write(self._at(WRITER), writer)
-        with atomic_open(self._folder / WRITER) as file:
+        with atomic_open(ours) as file:
             file.write(writer)
         self._write_index()
+
+    def give_back(self) -> None:
+        """Undo `claim` after a start that failed before it had a checkpoint: an earlier one may still run elsewhere."""
+        stored, ours, manifest = self._before
+        if stored is None or self._newest_manifest() != manifest:
+            return
+        self._check_claim()
+        self._objects.write(self._at(WRITER), stored)
+        if ours is None:
+            (self._folder / WRITER).unlink()
+        else:
+            with atomic_open(self._folder / WRITER) as file:
+                file.write(ours)
 
     def withdraw(self, name: str) -> None:
         """Before a checkpoint is stored: if it is written once more, delete its manifest.
@@ -154,8 +232,10 @@ class StoredRun:
 
     def put(self, checkpoint: Path, names: Iterable[str]) -> None:
         """Store these files of a checkpoint."""
+        entries = read_manifest(checkpoint)["files"]
         for name in names:
-            self._objects.upload(checkpoint / name, self._at("checkpoints", checkpoint.name, name))
+            stored = _stored_name(name, entries[name]["sha256"])
+            self._objects.upload(checkpoint / name, self._at("checkpoints", checkpoint.name, stored))
 
     def publish(self, checkpoint: Path) -> None:
         """Store the rest of a checkpoint whose tensors are stored: state, run files, then the manifest; the index."""
@@ -179,10 +259,11 @@ class StoredRun:
     def state(self, name: str) -> dict[str, Any]:
         """state.json of a stored checkpoint; {} if it cannot be read."""
         if name not in self._states:
-            content = self._objects.read(self._at("checkpoints", name, _STATE))
             try:
+                entry = folders.files_of(self._manifest(name))[_STATE]
+                content = self._objects.read(self._place(name, _STATE, entry["sha256"]))
                 self._states[name] = json.loads(content or b"{}")
-            except ValueError:
+            except (ValueError, KeyError):
                 self._states[name] = {}
         return self._states[name]
 
@@ -230,40 +311,89 @@ class StoredRun:
     def _at(self, *names: str) -> str:
         return join(self.address, *names)
 
-    def _bring_newest(self, begun: Path) -> bool:
+    def _bring_newest(self, begun: Path, content: bool) -> bool:
         """Fetch the newest intact stored checkpoint, unless the local folder has it or a newer one; whether it did.
 
         The file `begun` is written first.
         """
-        ours = self._newest_intact()
-        for name in reversed(self.names()):
-            if ours >= name:
+        ours = self._newest_intact(content)
+        self._refuse_another_run(ours)
+        names = self.names()
+        for name in reversed(names):
+            if ours > name or (ours == name and (self._is_here("checkpoints", name) or self._started_here())):
                 return False
             try:
                 write_json(begun, {})
                 self._fetch(name)
                 return True
-            except InputError as error:
+            except (InputError, ContentError) as error:
+                self._names = None
+                if self.names()[-1:] > names[-1:]:  # the run has saved another, and perhaps deleted this one
+                    return self._bring_newest(begun, content)
                 logger.warning("%s Trying the checkpoint before it.", error)
         return False
 
+    def _refuse_another_run(self, ours: str) -> None:
+        """Raise `InputError` if the folder has results that the run at the address neither has nor goes on from.
+
+        `ours` is the newest checkpoint of the folder.
+        """
+        newest = max(self.names(), default="")
+        is_newer = ours > newest and not self._is_here("checkpoints", newest)
+        found = "a finished model" if (self._folder / _MODEL / MANIFEST).is_file() else ours if is_newer else ""
+        if found and not self.has_model() and not self._started_here():
+            raise InputError(
+                f"{self._folder}: holds {found}, but {self.address} does not: the run was started again elsewhere, or "
+                "deleted there. Move this folder away or remove it, then run the command again."
+            )
+
+    def _started_here(self) -> bool:
+        """Whether the last start of the run was in the local folder."""
+        ours = _content(self._folder / WRITER)
+        return ours is not None and self._objects.read(self._at(WRITER)) in (None, ours)
+
+    def _is_here(self, *names: str) -> bool:
+        """Whether the local folder has this folder of the address, by its manifest."""
+        manifest = _content(self._folder.joinpath(*names, MANIFEST))
+        return manifest is not None and manifest == self._objects.read(self._at(*names, MANIFEST))
+
+    def _bring_best(self) -> None:
+        """Fetch the best stored checkpoint, unless it is here: a fine-tuning ends with it."""
+        name = self.best()
+        if name and name not in checkpoint_names(self._folder):
+            try:
+                self._fetch(name)
+            except (InputError, ContentError) as error:
+                logger.warning("%s The run goes on without its best checkpoint.", error)
+
     def _fetch(self, name: str) -> None:
-        folders.fetch(self._at("checkpoints", name), self._objects, folder=self._folder / "checkpoints" / name)
+        folder, place = self._folder / "checkpoints" / name, functools.partial(self._place, name)
+        folders.fetch(self._at("checkpoints", name), self._objects, folder=folder, trusted=False, place=place)
+
+    def _place(self, checkpoint: str, name: str, sha256: str) -> str:
+        """The address of a checkpoint's file. Before there were SHA-256 in names, it was the name alone."""
+        address = self._at("checkpoints", checkpoint, _stored_name(name, sha256))
+        return address if self._objects.facts(address) else self._at("checkpoints", checkpoint, name)
 
     def _delete(self, name: str, files: set[str]) -> None:
         """Delete a checkpoint, the manifest first; `files` are those of its files that a listing showed."""
-        with contextlib.suppress(ValueError, KeyError):  # a damaged manifest
-            files = files | set(json.loads(self._manifest(name) or b'{"files": {}}')["files"])
+        entries = folders.files_of(self._manifest(name))
+        files = files | {_stored_name(file, entry["sha256"]) for file, entry in entries.items()}
         self._objects.delete(self._at("checkpoints", name, MANIFEST))
         self._forget(name)
         for file in sorted(files - {MANIFEST}):
             self._objects.delete(self._at("checkpoints", name, file))
 
-    def _newest_intact(self) -> str:
-        """The name of the newest intact checkpoint of the local folder; "" if there is none."""
+    def _newest_manifest(self) -> bytes | None:
+        """The manifest of the newest checkpoint of the local folder."""
+        newest = max(checkpoint_names(self._folder), default="")
+        return _content(self._folder / "checkpoints" / newest / MANIFEST)
+
+    def _newest_intact(self, content: bool = True) -> str:
+        """The name of the newest checkpoint of the local folder that `verify_manifest` accepts; "" if there is none."""
         for name in reversed(checkpoint_names(self._folder)):
             try:
-                verify_manifest(self._folder / "checkpoints" / name)
+                verify_manifest(self._folder / "checkpoints" / name, content=content)
             except (InputError, OSError) as error:
                 logger.warning("%s", error)
                 continue
@@ -289,6 +419,8 @@ class StoredRun:
     def _bring_files(self) -> None:
         for name in RUN_FILES:
             content = self._objects.read(self._at(name))
-            if content is not None:
+            if content is None and not (self._folder / WRITER).is_file():  # of a run that was trained again
+                (self._folder / name).unlink(missing_ok=True)
+            elif content is not None:
                 with atomic_open(self._folder / name) as file:
                     file.write(content)
