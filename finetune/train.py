@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +28,7 @@ from finetune.tasks.base import Task, Windows, data_digest
 from finetune.tasks.registry import make_task
 from pretrain.checkpoint import store
 from pretrain.checkpoint.released import Released, read_released
+from pretrain.checkpoint.start import digest
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
@@ -40,7 +43,7 @@ from pretrain.training.optim import learning_rate, make_optimizer, parameter_gro
 from pretrain.training.plan import TrainingPlan
 from pretrain.training.progress import read_state
 from pretrain.training.run import Training, run
-from pretrain.training.session import started
+from pretrain.training.session import check_same_data, started
 
 
 def main(payload: dict[str, Any], worker: Worker) -> None:
@@ -54,6 +57,9 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         task = make_task(config.task_settings)
         examples = task.read_train()
         released = read_released(fetched_model(config.start_from))
+        if worker.world_size > 1:
+            labels = hashlib.sha256(json.dumps(task.labels).encode()).hexdigest()
+            check_same_data({"start_from": digest(released.backbone), config.task_name: labels})
         model = make_model(config, task, released)
         weights = model.state_dict()
         engine = Engine(
@@ -65,12 +71,14 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         engine.load(FreshState(weights), 0)
         del weights
         job = Finetuning(config, task, examples, _text_encoder(config, released), released.model, engine, device)
+        held_out = job.data_digest({})
+        check_same_data({config.task_name: held_out})
         training = Training(
             job,
             _plan(config, job),
             job_type="finetune",
             card={"examples": len(examples), "labels": list(task.labels)},
-            identity={"data": job.digest, "held_out": job.data_digest({})},
+            identity={"data": job.digest, "held_out": held_out},
             check=lambda state, checkpoint: _check_state(state, checkpoint, config, job),
             finish=lambda tracker: _finish(
                 config, job, released, engine, tracker, test_sets=payload.get("test_sets", True)

@@ -21,6 +21,7 @@ from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
 from pretrain.training.rates import rate_shares
+from pretrain.training.session import check_same_data
 
 _WORDS = "embeddings.word"
 
@@ -56,6 +57,11 @@ class Corpora:
             training = with_replay(own, open_shards(general, "train"), adaptation.replay_share)
         return cls(own, training, held_out, open_shards(general, "validation"))
 
+    def fingerprints(self) -> dict[str, str]:
+        """Of each corpus, by the setting that names it."""
+        general = {"adaptation.general": self.general.fingerprint} if self.general else {}
+        return {"corpus.dir": self.own.fingerprint, **general}
+
 
 class Continuation:
     """What a run takes from the checkpoint in `start_from`, and what its checkpoints remember of it.
@@ -86,6 +92,7 @@ class Continuation:
             return
         shapes = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
         start = read_start(self._config, shapes, self._corpora.own)
+        check_same_data({"start_from": start.fingerprint})
         engine.load(FreshState({**self._state, **start.state}), 0)
         self._state = {}
         self.identity["start"] = {

@@ -38,7 +38,7 @@ from pretrain.training.optim import learning_rate, make_optimizer
 from pretrain.training.plan import TrainingPlan
 from pretrain.training.rates import rated_groups
 from pretrain.training.run import Training, run
-from pretrain.training.session import started
+from pretrain.training.session import check_same_data, started
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FETCH_SECONDS = 86400.0  # the most that fetching a corpus to this machine may take
@@ -56,7 +56,10 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         with watchdog.allow(_FETCH_SECONDS) if is_remote(config.corpus.dir) else contextlib.nullcontext():
             fetch_corpus(config.corpus)
         corpora = Corpora.open(config)
+        check_same_data(corpora.fingerprints())
         objective = make_objective(config, config.model.rows(corpora.own.vocabulary_size))
+        if teacher := objective.identity.get("teacher"):
+            check_same_data({"distillation.teacher": teacher["fingerprint"]})
         continuation = Continuation(config, corpora, objective.model.state_dict())
         continuation.identity.update(objective.identity)
         shares = continuation.rate_shares

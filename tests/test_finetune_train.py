@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_checkpoints import make_bert, make_roberta, write_reviews
 
 import finetune
@@ -53,6 +54,12 @@ def starts(given: list[Start]) -> list[str]:
     from finetune import train
 
     return make_starts(train.main, given)
+
+
+def starts_on_own_disks(folders: list[Path], given: list[Start]) -> list[str]:
+    """Starts whose relative paths lead into a folder of each rank."""
+    os.chdir(folders[dist.get_rank()])
+    return starts(given)
 
 
 @pytest.fixture(scope="module")
@@ -323,6 +330,36 @@ def test_torchruns_other_processes_end_with_the_first(
     monkeypatch.setenv("RANK", "1")  # without an address to meet the others at: training would fail
     (tmp_path / "task.yaml").write_text(json.dumps(settings(root, "whole")))
     assert main(["finetune", str(tmp_path / "task.yaml"), *arguments]) == 0
+
+
+def test_workers_with_other_files_are_refused(tmp_path: Path) -> None:
+    disks = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    for seed, disk in enumerate(disks):
+        write_reviews(disk)
+        make_bert(disk / "same")
+        make_bert(disk / "other", seed=seed)
+        lines = (disk / "train.jsonl").read_text()
+        (disk / "turned.jsonl").write_text("".join(lines.splitlines(keepends=True)[:: 1 - 2 * seed]))
+        (disk / "renamed.jsonl").write_text(lines.replace("negative", ("negative", "poor")[seed]))
+    given = [
+        Start(
+            settings(
+                tmp_path,
+                f"run-{number}",
+                start_from=start,
+                classification={"train": f"{name}.jsonl", "dev_share": 0.2},
+                training__epochs=0.5,
+            )
+        )
+        for number, (start, name) in enumerate(
+            (("other", "train"), ("same", "turned"), ("same", "renamed"), ("same", "train"))
+        )
+    ]
+    outcomes = run_workers(2, starts_on_own_disks, disks, given)
+    assert outcomes[0] == outcomes[1]
+    for name, outcome in zip(("start_from", "classification", "classification"), outcomes[0], strict=False):
+        assert re.match(rf"InputError: worker 1 on \S+ differs from worker 0: {name} \(\w{{12}} -> \w{{12}}\)", outcome)
+    assert outcomes[0][3] == ""
 
 
 def test_a_fine_tuned_run_can_be_the_initial_checkpoint(root: Path) -> None:

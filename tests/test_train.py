@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 from corpora import make_corpus, make_corpus_of_two_piece_words
 
 from cluster.workers.actors import PROCESS_TITLE
-from pretrain.config import load_config
+from pretrain import preflight
+from pretrain.config import PretrainConfig, load_config
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
 
@@ -42,6 +46,11 @@ def starts(given: list[Start]) -> list[str]:
     from pretrain import train
 
     return make_starts(train.main, given)
+
+
+def starts_of_own(given: list[list[Start]]) -> list[str]:
+    """Each rank's own starts."""
+    return starts(given[dist.get_rank()])
 
 
 def losses(run_dir: Path, split: str = "train") -> list[tuple[int, float]]:
@@ -246,6 +255,38 @@ def test_a_run_whose_checkpoints_cannot_be_read_is_not_a_new_one(corpus: Path, t
         assert outcome[0].startswith("MachineError: ")
         assert "rank-00000-of-00001.safetensors: cannot be read (Permission denied). Check" in outcome[0]
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.json*")} == before
+
+
+def test_workers_with_other_settings_or_data_are_refused(corpus: Path, tmp_path: Path) -> None:
+    """Under torchrun each machine reads its own config, and with any launcher its own disk."""
+    other = make_corpus(tmp_path / "other", documents=60, vocabulary_size=300, seed=1)
+    same = make_corpus(tmp_path / "same", documents=60, vocabulary_size=300)
+    models = [settings(corpus, tmp_path / f"model-{seed}", seed=seed) for seed in (0, 1)]
+    assert run_workers(1, starts, [Start(model) for model in models]) == [["", ""]]
+    for model in models:
+        preflight.record_config(PretrainConfig.model_validate(model))
+
+    def start(name: str, folder: Path = corpus, **changes: Any) -> Start:
+        return Start(settings(folder, tmp_path / name, **changes))
+
+    plan = [
+        (start("seeds"), start("seeds", seed=9, masking__probability=0.4)),
+        (start("corpora"), start("corpora", other)),
+        *(
+            tuple(start(setting, **{setting: model["run_dir"]}) for model in models)
+            for setting in ("start_from", "distillation__teacher")
+        ),
+        (start("fine"), start("fine", same, engine__precision="auto")),
+    ]
+    outcomes = run_workers(2, starts_of_own, [list(one) for one in zip(*plan, strict=True)])
+    assert outcomes[0] == outcomes[1]
+    seeds, corpora, begun, taught, fine = outcomes[0]
+    where = f"InputError: worker 1 on {socket.gethostname()} differs from worker 0: "
+    assert seeds.startswith(f"{where}seed (0 -> 9), masking.probability (0.15 -> 0.4). Start all workers with")
+    for name, outcome in (("corpus.dir", corpora), ("start_from", begun), ("distillation.teacher", taught)):
+        assert re.fullmatch(rf"{re.escape(where)}{name} \(\w{{12}} -> \w{{12}}\)\. Give every machine the .*", outcome)
+    assert fine == ""
+    assert sorted(path.parent.name for path in tmp_path.glob("*/checkpoints")) == ["fine", "model-0", "model-1"]
 
 
 # ---- the command line
