@@ -23,6 +23,7 @@ from finetune import runs
 from finetune.__main__ import main
 from finetune.config import PRESETS, FinetuneConfig, TrainingConfig
 from finetune.train import layered_groups
+from pretrain import launch
 from pretrain.checkpoint.released import read_released
 from pretrain.commands import as_stage
 from pretrain.common.errors import InputError
@@ -327,7 +328,9 @@ def test_a_bad_test_set_is_reported_before_training(root: Path, tmp_path: Path) 
 def test_torchruns_other_processes_end_with_the_first(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "1")  # without an address to meet the others at: training would fail
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "_train", lambda *_, **__: pytest.fail("it trains"))
     (tmp_path / "task.yaml").write_text(json.dumps(settings(root, "whole")))
     assert main(["finetune", str(tmp_path / "task.yaml"), *arguments]) == 0
 

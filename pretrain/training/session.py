@@ -76,7 +76,7 @@ def started(config: R, worker: Worker) -> Iterator[tuple[R, torch.device, Watchd
 
 @contextlib.contextmanager
 def process_group(worker: Worker) -> Iterator[None]:
-    """The workers' process group if MASTER_ADDR is set; else one of this process only. It takes the worker's GPU.
+    """The workers' process group, by MASTER_ADDR; one of this process only if the worker is alone. It takes the GPU.
 
     While it lasts, CPU kernels yield to other programs (`pretrain.common.thread_waits`).
     """
@@ -90,7 +90,7 @@ def process_group(worker: Worker) -> Iterator[None]:
         return
     _check_open_files(worker)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if "MASTER_ADDR" in os.environ:
+    if worker.world_size > 1:
         dist.init_process_group(backend, timeout=_CONNECT_TIMEOUT)
     else:
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportAttributeAccessIssue]
