@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from finetune.artifacts.saved import MODEL, SetResult, save_model
-from finetune.config import FinetuneConfig
+from finetune.config import FinetuneConfig, changed_for_resume
 from finetune.datasets.text import TextEncoder
 from finetune.model.batches import Batches, LabelledBatch, LabelledStep
 from finetune.model.inference import inference_model, predict_logits
@@ -41,7 +41,7 @@ from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
 from pretrain.training.plan import TrainingPlan
-from pretrain.training.progress import read_state
+from pretrain.training.progress import check_settings, read_state
 from pretrain.training.run import Training, run
 from pretrain.training.session import check_same_data, started
 
@@ -294,6 +294,7 @@ def _check_state(state: dict[str, Any], checkpoint: Path, config: FinetuneConfig
             f"{checkpoint}: was scored on another dev set than the files of {config.task_name} give now, and scores on "
             "it choose the model. Put the dev set back as it was, or choose another name or run_dir."
         )
+    check_settings(state, checkpoint, config, changed_for_resume)
 
 
 def _finish(

@@ -84,6 +84,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Start(edited, stop_at=7),
             Start(settings(root, "edited", classification__train=str(root / "reversed.jsonl")), resume=True),
             Start(settings(root, "edited", classification__dev=str(root / "test.jsonl")), resume=True),
+            Start(settings(root, "edited", seed=9), resume=True),
             Start(settings(root, "zero3", engine__zero_stage=3)),
             Start(settings(root, "patient", training__patience=1, training__learning_rate=1e-9)),
             Start(settings(root, "random", random_weights=True, training__epochs=1.0)),
@@ -102,6 +103,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     assert "step-00000007: was trained on other data" in outcomes[4]
     assert "step-00000007: was scored on another dev set" in outcomes[5]
+    assert "step-00000007: the run was started with other settings: seed (0 -> 9)" in outcomes[6]
     assert run_workers(2, starts, [Start(settings(root, "two"))]) == [[""], [""]]
     return root
 

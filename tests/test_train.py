@@ -180,12 +180,13 @@ def test_it_learns(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> None:
-    """Another corpus under a checkpoint, a corpus too small for a batch, and divergence; each ends in its own words."""
+    """Another corpus or seed under a checkpoint, a corpus too small for a batch, and divergence; each ends in its own words."""
     other = make_corpus(tmp_path / "other", documents=60, vocabulary_size=300, seed=1)
     config = settings(corpus, tmp_path / "run")
     swapped = settings(other, tmp_path / "run")
     phase = config["phases"][0]
     later = settings(corpus, tmp_path / "later", phases=[phase, {**phase, "global_sequences": 1_000_000}])
+    reseeded = settings(corpus, tmp_path / "run", seed=9, engine__zero_stage=3)
     wider = settings(corpus, tmp_path / "run", model__max_positions=32, phases=[phase])
     too_big = settings(corpus, tmp_path / "big", phases=[{**phase, "global_sequences": 1_000_000}])
     wild = settings(
@@ -198,17 +199,19 @@ def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> N
     given = [
         Start(config, stop_at=1),
         Start(swapped, resume=True),
+        Start(reseeded, resume=True),
         Start(wider, resume=True),
         Start(too_big),
         Start(later),
         Start(wild),
     ]
-    ended, refused, reshaped, small, small_later, diverged = run_workers(1, starts, given)[0]
+    ended, refused, other_seed, reshaped, small, small_later, diverged = run_workers(1, starts, given)[0]
     assert "embeddings.position is [64, 32], but this config gives [32, 32]" in reshaped
     assert small_later.startswith("InputError: phases.1.global_sequences: 1000000, but")
     assert not (tmp_path / "later/metrics.jsonl").exists() or not records(tmp_path / "later"), "before any step"
     assert ended.startswith("StoppedError")
     assert refused.startswith(f"InputError: {tmp_path}/run/checkpoints/step-00000001: was trained on another corpus")
+    assert "step-00000001: the run was started with other settings: seed (0 -> 9). Resume with" in other_seed
     assert "phases.0.global_sequences: 1000000, but" in small
     assert small.startswith("InputError")
     assert diverged.startswith("DivergedError: 3 steps in a row")
