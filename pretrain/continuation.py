@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from pretrain.batches.replay import with_replay
 from pretrain.checkpoint.start import START_FILE, read_start
+from pretrain.common.addresses import local
 from pretrain.common.files import write_json
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
@@ -51,7 +51,7 @@ class Corpora:
         own, held_out = open_shards(folder, "train"), open_shards(folder, "validation")
         if not adaptation.general:
             return cls(own, own, held_out)
-        general = Path(adaptation.general)
+        general = local(adaptation.general)
         training = own
         if adaptation.replay_share:
             training = with_replay(own, open_shards(general, "train"), adaptation.replay_share)

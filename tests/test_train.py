@@ -180,7 +180,7 @@ def test_it_learns(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> None:
-    """Another corpus or seed under a checkpoint, a corpus too small for a batch, and divergence; each ends in its own words."""
+    """Another corpus or seed under a checkpoint, too small a corpus, and divergence; each ends in its own words."""
     other = make_corpus(tmp_path / "other", documents=60, vocabulary_size=300, seed=1)
     config = settings(corpus, tmp_path / "run")
     swapped = settings(other, tmp_path / "run")
