@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -319,6 +320,8 @@ class TestWandb:
         sent: list[tuple[str, int, int]] = []
 
         class Mirror:
+            failure = ""
+
             def __init__(self, mode: str, arguments: dict[str, Any]) -> None:
                 pass
 
@@ -347,7 +350,7 @@ class TestWandb:
 
     def test_the_end_of_a_run_reaches_wandb_only(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sent: list[dict[str, Any]] = []
-        monkeypatch.setattr(tracking, "WandbMirror", lambda *_: SimpleNamespace(log=sent.append))
+        monkeypatch.setattr(tracking, "WandbMirror", lambda *_: SimpleNamespace(log=sent.append, failure=""))
         start(tmp_path, wandb="offline").mirror_end("stop", 7, "as asked")
         assert sent == [
             {"train/global_step": 7, "events/stop": 1, "events/message": "as asked", "train/start": 1},
@@ -360,10 +363,22 @@ class TestWandb:
     ) -> None:
         monkeypatch.setattr(mirror, "_start_wandb", lambda *_: 1 / 0)
         tracker = start(tmp_path, wandb="offline")
+        assert tracker._wandb is not None
+        tracker._wandb._thread.join()
         tracker.log({"step": 1})
+        tracker.log({"step": 2})
+        assert not tracker.mirrored
         tracker.close()
-        assert steps(tmp_path) == [1]
+        assert steps(tmp_path) == [1, 1, 2]
+        event = read_records(tmp_path)[1]
+        assert event["event"] == "wandb"
+        assert event["message"].endswith("without it (ZeroDivisionError: division by zero)")
         assert "W&B failed; metrics.jsonl continues" in caplog.text
+
+    def test_a_generated_id_fits_wandb(self, tmp_path: Path) -> None:
+        config = make_config().model_copy(update={"name": 63 * "a"})
+        tracker = Tracker(config, tmp_path, run_id=None, step=0, card={}, job_type="pretrain", enabled=False)
+        assert re.fullmatch("a{55}-[0-9a-f]{8}", tracker.run_id)
 
     def test_a_server_that_does_not_answer_means_offline(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(mirror, "_INIT_SECONDS", 1.0)

@@ -31,6 +31,9 @@ _WANDB_TRAIN = {
 }
 _WANDB_EVALUATION = {"step": "train/global_step", "epoch": "train/epoch", "seconds": "eval/runtime"}
 
+ID_NAME = 55
+"""Characters of a run's name in the W&B id that is generated for it: W&B's ids have up to 64."""
+
 WANDB_START = "train/start"
 """1, and one more after each `resume` and `rollback`. Every record has this number in W&B, which keeps what
 metrics.jsonl drops when a run continues from a checkpoint."""
@@ -116,10 +119,15 @@ def wandb_arguments(
 
 
 class WandbMirror:
-    """Sends records to W&B from a background thread. Training only puts them into a queue and never waits."""
+    """Sends records to W&B from a background thread. Training only puts them into a queue and never waits.
+
+    Attributes:
+        failure: why nothing is sent any more; "" while all is well.
+    """
 
     def __init__(self, mode: str, arguments: dict[str, Any]) -> None:
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self.failure = ""
         self._close_seconds = _TEARDOWN_SECONDS
         if mode == "online":
             self._close_seconds += _INIT_SECONDS + _FINISH_SECONDS
@@ -149,9 +157,10 @@ class WandbMirror:
                 else:
                     _log_wandb_artifact(run, *value)
             _finish_wandb(run)
-        except Exception:
+        except Exception as error:
             # metrics.jsonl has all records, so training continues without W&B.
             _log.exception("W&B failed; metrics.jsonl continues. See %s/wandb", arguments["dir"])
+            self.failure = " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _start_wandb(mode: str, arguments: dict[str, Any]) -> Any:
