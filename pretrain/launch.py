@@ -148,7 +148,10 @@ def _train_and_follow(target: str, config: RunConfig, resume: bool, steps: int, 
         with live.follow(config.folder, steps):
             _train(target, config, resume, alone=alone)
     except (StoppedError, DivergedError) as error:
-        records.note_end(config.folder, "stop" if isinstance(error, StoppedError) else "diverged", str(error))
+        try:
+            records.note_end(config.folder, "stop" if isinstance(error, StoppedError) else "diverged", str(error))
+        except (RunError, OSError) as reason:  # the exit code tells job scripts how the run ended
+            print(f"warning: the end of the run is not recorded: {reason}", file=sys.stderr)
         raise
 
 

@@ -283,6 +283,18 @@ def test_the_end_of_the_workers_is_the_exit_code(
     assert events == {3: [], 4: [("diverged", "d")], 75: [("stop", "s")]}[code]
 
 
+def test_an_end_that_cannot_be_recorded_keeps_its_exit_code(
+    config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    def note_end(*_: Any) -> None:
+        raise MachineError("disk full")
+
+    raise_in_run(monkeypatch, StoppedError("s"))
+    monkeypatch.setattr(records, "note_end", note_end)
+    assert cli("pretrain", config_file) == 75
+    assert error_of(capsys) == "warning: the end of the run is not recorded: disk full\nerror: s"
+
+
 def test_interruption_is_130(config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch):
     raise_in_run(monkeypatch, KeyboardInterrupt())
     assert cli("pretrain", config_file) == 130

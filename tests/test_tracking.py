@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -32,7 +33,7 @@ from pretrain.tracking import live, mirror, starting
 from pretrain.tracking import tracker as tracking
 from pretrain.tracking.live import follow
 from pretrain.tracking.mirror import wandb_names
-from pretrain.tracking.records import read_records
+from pretrain.tracking.records import note_end, read_records
 from pretrain.tracking.tracker import Tracker
 
 RESTART = {"event": "restart", "time": 1.0, "message": "worker 1 died"}
@@ -69,6 +70,18 @@ def steps(folder: Path) -> list[int]:
 
 
 class TestMetricsFile:
+    def test_the_end_of_a_run_replaces_an_incomplete_line(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        note_end(tmp_path, "stop", "as asked")
+        assert not path.exists()
+        kept = '{"step": 10}\n{"step": 20, "lost": [}\n{"step": 20}\n{"step": 20, "split": "validation"}\n'
+        path.write_text(f'{kept}{{"st')
+        note_end(tmp_path, "stop", "as asked")
+        lines = path.read_text()
+        assert lines.startswith(kept)
+        event = json.loads(lines.removeprefix(kept))
+        assert (event["event"], event["step"], event["message"]) == ("stop", 20, "as asked")
+
     def test_one_json_object_a_line_with_null_for_what_json_cannot_say(self, tmp_path: Path) -> None:
         tracker = start(tmp_path)
         tracker.log({"step": 1, "loss": 2.5, "grad_norm": math.inf, "lr": math.nan})
@@ -577,6 +590,21 @@ class TestFollow:
         shown = ["  step 20: a loss spike: back to step-00000020"]
         assert screen.file.getvalue().splitlines() == shown  # type: ignore[attr-defined]
         tracker.close()
+
+    @pytest.mark.parametrize("error", [FileNotFoundError(), OSError(errno.ESTALE, "Stale file handle")])
+    def test_a_read_that_fails_once_costs_nothing(
+        self, run: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+    ) -> None:
+        progress = live._Progress(run, 100, Console(file=io.StringIO()))
+        append(run, {"step": 10})
+        progress.poll()
+        append(run, {"step": 20})
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", lambda *_: (_ for _ in ()).throw(error))
+            progress.poll()
+        assert progress.step == 10
+        progress.poll()
+        assert progress.step == 20
 
     def test_half_a_line_waits_for_its_other_half(self, run: Path) -> None:
         progress = live._Progress(run, 100, Console(file=io.StringIO()))
