@@ -97,8 +97,8 @@ class SchedulingConfig(Section):
     )
     cluster: str = Field(
         default="",
-        description="Hardware for which --dry-run estimates the time if --on is missing, such as 8xH100; here measures "
-        "this machine. Empty estimates no time.",
+        description="Hardware for which --dry-run estimates the time if --on is missing, such as H100, one for each of "
+        "workers; here measures this machine. Empty estimates no time.",
     )
     hang_seconds: float = Field(
         default=180.0,

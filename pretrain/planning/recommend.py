@@ -42,7 +42,7 @@ def recommendation(config: PretrainConfig, budget_text: str, on: str | None = No
             fits, or the budget pays for none.
         MachineError: the timed run failed.
     """
-    budget, on = parse_budget(budget_text), on or config.scheduling.cluster
+    budget, on = parse_budget(budget_text), on or estimate.own_cluster(config)
     found = published.read(law)
     _check(config, budget, on)
     config, _ = estimate.resolve_precision(config, on)

@@ -184,12 +184,8 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
         return
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     has = f"{name} has {capability[0]}.{capability[1]}"
-    if chosen == "bf16" and capability < (8, 0):
-        raise MachineError(f"engine.precision: bf16 needs compute capability 8.0; {has}. {advice}")
-    if config.engine.cuda_graphs and chosen != "bf16":
-        raise MachineError(f"engine.cuda_graphs needs bf16; this run computes in {chosen}. Set it to false.")
-    if config.engine.fp8 and capability < (9, 0):
-        raise MachineError(f"engine.fp8 needs compute capability 9.0; {has}. Set it to false.")
+    if why := precision.unsupported(config.engine, capability):
+        raise MachineError(f"{why}; {has}. {advice if why.startswith('engine.precision') else 'Set it to false.'}")
     known = [int(one[3:]) for one in torch.cuda.get_arch_list() if one[3:].isdigit()]
     if known and 10 * capability[0] + capability[1] < min(known):
         raise MachineError(
