@@ -282,6 +282,15 @@ class TestWandb:
             "train/rank_forward_seconds/0": 0.5,
             "train/rank_forward_seconds/1": 0.75,
         }
+        many = [1.0] * 256
+        many[7], many[8], many[9] = 0.5, 3.0, 2.0
+        assert wandb_names({"step": 10, "rank_forward_seconds": many}) == {
+            "train/global_step": 10,
+            "train/rank_forward_seconds/min": 0.5,
+            "train/rank_forward_seconds/median": 1.0,
+            "train/rank_forward_seconds/max": 3.0,
+            "train/rank_forward_seconds/max_rank": 8,
+        }
         assert wandb_names({"event": "restart", "step": 10, "time": 1.0, "message": "worker 1 died"}) == {
             "train/global_step": 10,
             "events/restart": 1,

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
 _STEP = "train/global_step"
-_MOST_RANKS = 32  # ranks with a curve
 
 
 def write(runs: Sequence[RunRecords], path: Path) -> str:
@@ -153,8 +152,7 @@ def _names(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
     for metric in panel.metrics:
         for records in itertools.chain.from_iterable((run.training, run.evaluations) for run in runs):
             last = next((record for record in reversed(records) if record.get(metric) is not None), {})
-            value = last.get(metric)
-            record = {metric: value[:_MOST_RANKS] if isinstance(value, list) else value}
+            record = {metric: last.get(metric)}
             if last:
                 names.update(dict.fromkeys(wandb_names({**record, "split": ""} if "split" in last else record)))
     return list(names)
