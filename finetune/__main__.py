@@ -34,6 +34,7 @@ from pretrain.commands import (
 from pretrain.common.addresses import local
 from pretrain.common.children import unwound_when_terminated
 from pretrain.common.errors import InputError
+from pretrain.common.worker import torchrun_place
 
 if TYPE_CHECKING:
     from finetune.config import FinetuneConfig
@@ -149,7 +150,7 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
 def _finetune_seeds(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
     from finetune.experiments.sweep import run_seeds
 
-    if arguments.no_ray or "RANK" in os.environ:
+    if arguments.no_ray or torchrun_place():
         raise InputError("--seeds: several runs need Ray. Remove --no-ray, and do not use torchrun.")
     run_seeds(
         config,

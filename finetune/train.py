@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from finetune.artifacts.saved import MODEL, SetResult, save_model
-from finetune.config import FinetuneConfig
+from finetune.config import FinetuneConfig, changed_for_resume
 from finetune.datasets.text import TextEncoder
 from finetune.model.batches import Batches, LabelledBatch, LabelledStep
 from finetune.model.inference import inference_model, predict_logits
@@ -35,13 +37,13 @@ from pretrain.model.cost import encoder_flops
 from pretrain.model.parameters import layer_of
 from pretrain.storage.runs import fetched_model
 from pretrain.tracking.tracker import Tracker
-from pretrain.training.engine import Engine, gather_objects
+from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
 from pretrain.training.plan import TrainingPlan
-from pretrain.training.progress import read_state
+from pretrain.training.progress import check_settings, read_state
 from pretrain.training.run import Training, run
-from pretrain.training.session import started
+from pretrain.training.session import check_same_data, started
 
 
 def main(payload: dict[str, Any], worker: Worker) -> None:
@@ -55,7 +57,9 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         task = make_task(config.task_settings)
         examples = task.read_train()
         released = read_released(fetched_model(config.start_from))
-        _check_one_start(config, released, worker)
+        if worker.world_size > 1:
+            labels = hashlib.sha256(json.dumps(task.labels).encode()).hexdigest()
+            check_same_data({"start_from": digest(released.backbone), config.task_name: labels})
         model = make_model(config, task, released)
         weights = model.state_dict()
         engine = Engine(
@@ -67,12 +71,14 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         engine.load(FreshState(weights), 0)
         del weights
         job = Finetuning(config, task, examples, _text_encoder(config, released), released.model, engine, device)
+        held_out = job.data_digest({})
+        check_same_data({config.task_name: held_out})
         training = Training(
             job,
             _plan(config, job),
             job_type="finetune",
             card={"examples": len(examples), "labels": list(task.labels)},
-            identity={"data": job.digest, "held_out": job.data_digest({})},
+            identity={"data": job.digest, "held_out": held_out},
             check=lambda state, checkpoint: _check_state(state, checkpoint, config, job),
             finish=lambda tracker: _finish(
                 config, job, released, engine, tracker, test_sets=payload.get("test_sets", True)
@@ -80,15 +86,6 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         )
         run(training, engine, worker, payload)
         engine.close()
-
-
-def _check_one_start(config: FinetuneConfig, released: Released, worker: Worker) -> None:
-    """Raise `InputError` if the workers have read different weights, of which ZeRO would put together a mixture."""
-    if worker.world_size > 1 and len(set(gather_objects(digest(released.backbone)))) > 1:
-        raise InputError(
-            f"{config.start_from}: the workers read different weights. If a training saves checkpoints there, export "
-            "one and start from the export; else give all machines the same files."
-        )
 
 
 def make_model(config: FinetuneConfig, task: Task[Any], released: Released) -> TaskModel:
@@ -295,6 +292,7 @@ def _check_state(state: dict[str, Any], checkpoint: Path, config: FinetuneConfig
             f"{checkpoint}: was scored on another dev set than the files of {config.task_name} give now, and scores on "
             "it choose the model. Put the dev set back as it was, or choose another name or run_dir."
         )
+    check_settings(state, checkpoint, config, changed_for_resume)
 
 
 def _finish(

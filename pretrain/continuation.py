@@ -8,19 +8,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from pretrain.batches.replay import with_replay
 from pretrain.checkpoint.start import START_FILE, read_start
+from pretrain.common.addresses import local
 from pretrain.common.files import sha256_file, write_json
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
 from pretrain.training.rates import rate_shares
+from pretrain.training.session import check_same_data
 
 _WORDS = "embeddings.word"
 
@@ -50,11 +51,16 @@ class Corpora:
         own, held_out = open_shards(folder, "train"), open_shards(folder, "validation")
         if not adaptation.general:
             return cls(own, own, held_out)
-        general = Path(adaptation.general)
+        general = local(adaptation.general)
         training = own
         if adaptation.replay_share:
             training = with_replay(own, open_shards(general, "train"), adaptation.replay_share)
         return cls(own, training, held_out, open_shards(general, "validation"))
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of each corpus, by the setting that names it."""
+        general = {"adaptation.general": self.general.fingerprint} if self.general else {}
+        return {"corpus.dir": self.own.fingerprint, **general}
 
 
 class Continuation:
@@ -89,6 +95,7 @@ class Continuation:
             return
         shapes = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
         start = read_start(self._config, shapes, self._corpora.own)
+        check_same_data({"start_from": start.fingerprint})
         engine.load(FreshState({**self._state, **start.state}), 0)
         self._state = {}
         self.identity["start"] = {

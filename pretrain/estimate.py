@@ -20,7 +20,7 @@ from pretrain.config import ModelConfig, Precision, PretrainConfig, R, with_prec
 from pretrain.corpus.stored import prepared_manifest
 from pretrain.model import cost
 from pretrain.model.parameters import total
-from pretrain.model.precision import matmul_peak, resolve_here
+from pretrain.model.precision import allow_tf32, matmul_peak, resolve_here, unsupported
 from pretrain.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
 from pretrain.storage.runs import fetched_model
 from pretrain.work import Flops, Work, optimizer_flops, phase_work
@@ -49,12 +49,13 @@ def dry_run(
     if mean_length is not None and not 0 < mean_length < math.inf:
         raise InputError(f"--mean-length: {mean_length:g}; expected a number above 0.")
     size = vocabulary_size(config)
-    on = on or config.scheduling.cluster
+    where, on = "--on" if on else "scheduling.cluster:", on or own_cluster(config)
     config, why = resolve_precision(config, on)
-    cluster = parse_cluster(on, config) if on else None
+    cluster = parse_cluster(on, config, where) if on else None
     if cluster:
-        _check_batches(config, cluster.workers, on)
-    device: Device = cluster.device if cluster else "cuda" if Path("/proc/driver/nvidia").exists() else "cpu"
+        _check_batches(config, cluster.workers, f"{where} {on}")
+    has_gpus = bool(config.scheduling.address) or Path("/proc/driver/nvidia").exists()
+    device: Device = cluster.device if cluster else "cuda" if has_gpus else "cpu"
     work = [phase_work(config, phase, size, mean_length, teacher_shape(config)) for phase in config.phases]
     parts = [
         f"Precision\n  {config.engine.precision}: {why}",
@@ -68,13 +69,19 @@ def dry_run(
     return "\n\n".join(parts)
 
 
-def _check_batches(config: PretrainConfig, workers: int, on: str) -> None:
-    """Raise `InputError` if a batch of the config cannot be balanced across the workers of the cluster `on`."""
+def own_cluster(config: PretrainConfig) -> str:
+    """`scheduling.cluster`, with as many GPUs as the run has workers now; "" if it is not set."""
+    kind = re.sub(r"^\s*\d+\s*[xX]\s*", "", config.scheduling.cluster)
+    return f"{config.scheduling.workers}x{kind}" if kind and kind != "here" else kind
+
+
+def _check_batches(config: PretrainConfig, workers: int, where: str) -> None:
+    """Raise `InputError`, which begins with `where`, if a batch cannot be balanced across so many workers."""
     for number, phase in enumerate(config.phases):
         for name in ("ramp_from", "global_sequences"):
             sequences = getattr(phase, name)
             if sequences and (why := config.why_not_balanced(number, sequences, workers)):
-                raise InputError(f"--on {on}: phases.{number}.{name} ({sequences}) {why}.")
+                raise InputError(f"{where}: phases.{number}.{name} ({sequences}) {why}.")
 
 
 def teacher_shape(config: PretrainConfig) -> ModelConfig | None:
@@ -267,8 +274,12 @@ class Cluster:
     kind: str = ""  # name of the GPU in `roofline.GPUS`
 
 
-def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
-    """`8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second."""
+def parse_cluster(text: str, config: PretrainConfig, where: str = "--on") -> Cluster:
+    """`8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second.
+
+    Raises `InputError`, which begins with `where` it was given, if there is no such cluster or the run cannot compute
+    there.
+    """
     if text == "here":
         device, peak = _measure_peak(config.engine.resolved_precision)
         return Cluster("this machine", config.scheduling.workers, device, peak * used_devices(config))
@@ -277,11 +288,14 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     count = int(match[1] or 1) if match else 0
     if not match or match[2].upper() not in names or not count:
         known = ", ".join(GPUS)
-        raise InputError(f"--on {text}: not a known cluster. Give here, or COUNTxNAME with one of {known}.")
+        raise InputError(f"{where} {text}: not a known cluster. Give here, or COUNTxNAME with one of {known}.")
     name = names[match[2].upper()]
     if config.engine.precision == "fp32":
-        raise InputError(f"--on {text}: its figures are for bf16 and fp16; engine.precision is fp32.")
-    return Cluster(f"{count} x {name}", count, "cuda", count * GPUS[name].peak_flops, GPUS[name], name)
+        raise InputError(f"{where} {text}: its figures are for bf16 and fp16; engine.precision is fp32.")
+    gpu = GPUS[name]
+    if why := unsupported(config.engine, gpu.capability):
+        raise InputError(f"{where} {text}: {why}; {name} has {gpu.capability[0]}.{gpu.capability[1]}.")
+    return Cluster(f"{count} x {name}", count, "cuda", count * gpu.peak_flops, gpu, name)
 
 
 def resolve_precision(config: R, on: str = "") -> tuple[R, str]:
@@ -301,6 +315,7 @@ def _measure_peak(precision: Precision) -> tuple[Device, float]:
 
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    allow_tf32(precision, torch.device(device))  # as the run does
     return device, matmul_peak(device, precision)
 
 
@@ -325,11 +340,10 @@ def _parameter_lines(config: PretrainConfig, size: int) -> str:
         ]
     else:
         count = cost.parameter_count(model, size, pairs.has_classifier)
-        pooler = f", pooler, {pairs.chosen_objective.upper()}" if pairs.has_classifier else ""
         rows = [
             ("embeddings", count.embeddings, _embedding_note(model, size)),
             ("layers", count.layers, _shape(model)),
-            ("heads", count.heads, f"MLM transform and bias{pooler}"),
+            ("heads", count.heads, _head_note(config)),
             ("total", count.total, _total_note(model)),
         ]
     return "\n".join(f"  {label:<12}{number:>14,}  {note}" for label, number, note in rows)
@@ -337,7 +351,19 @@ def _parameter_lines(config: PretrainConfig, size: int) -> str:
 
 def _embedding_note(model: ModelConfig, size: int) -> str:
     positions = f", {model.max_positions} positions" if model.positions == "learned" else ""
-    return f"{size:,} words{positions}{', 2 segments' if model.token_types else ''}"
+    bigrams = f", {model.bigram_rows:,} bigrams" if model.bigram_rows else ""
+    return f"{size:,} words{positions}{', 2 segments' if model.token_types else ''}{bigrams}"
+
+
+def _head_note(config: PretrainConfig) -> str:
+    model, pairs = config.model, config.pairs
+    parts = {
+        "MLM transform": model.mlm_transform,
+        "decoder": not model.tied_decoder,
+        "bias": model.decoder_bias,
+        f"pooler, {pairs.chosen_objective.upper()}": pairs.has_classifier,
+    }
+    return ", ".join(name for name, has in parts.items() if has) or "none"
 
 
 def _total_note(model: ModelConfig) -> str:
@@ -360,8 +386,10 @@ def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -
         if any(values):
             lines.append(f"  {name:<14}" + "".join(f"{value / 2**30:>9.2f}" for value in values))
     engine = config.engine
+    assumed = " (assumed)" if config.scheduling.address and not workers else ""
+    kind = "GPU worker" if device == "cuda" else "CPU worker"
     lines.append(
-        f"  * configured. {counted(count, 'GPU worker' if device == 'cuda' else 'CPU worker')}, {engine.precision}, "
+        f"  * configured. {counted(count, kind)}{assumed}, {engine.precision}, "
         f"{engine.micro_batch_tokens:,} tokens per micro-batch"
         + (", activations recomputed" if engine.activation_checkpointing else "")
         + (", compiled" if engine.compile else "")

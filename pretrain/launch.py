@@ -14,7 +14,7 @@ from pretrain import preflight
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import disk_errors
-from pretrain.common.worker import STOP_FILE, Flag, Worker, clear_stop
+from pretrain.common.worker import STOP_FILE, Flag, Worker, clear_stop, torchrun_place
 from pretrain.config import R, RunConfig
 from pretrain.storage.runs import StoredRun
 from pretrain.tracking import live, records
@@ -87,12 +87,13 @@ def is_alone(config: RunConfig, no_ray: bool) -> bool:
             f"--no-ray: trains in one process, but scheduling.workers is {config.scheduling.workers}. "
             "Add --workers 1, or start several processes with torchrun."
         )
-    return no_ray or "RANK" in os.environ
+    return bool(torchrun_place()) or no_ray
 
 
 def is_follower() -> bool:
     """Whether this is a process of torchrun's, but not the first."""
-    return os.environ.get("RANK", "0") != "0"
+    place = torchrun_place()
+    return place is not None and place[0] > 0
 
 
 def report_finished(config: RunConfig) -> None:
@@ -151,7 +152,10 @@ def _train_and_follow(target: str, config: RunConfig, resume: bool, steps: int, 
         with live.follow(config.folder, steps):
             _train(target, config, resume, alone=alone)
     except (StoppedError, DivergedError) as error:
-        records.note_end(config.folder, "stop" if isinstance(error, StoppedError) else "diverged", str(error))
+        try:
+            records.note_end(config.folder, "stop" if isinstance(error, StoppedError) else "diverged", str(error))
+        except (RunError, OSError) as reason:  # the exit code tells job scripts how the run ended
+            print(f"warning: the end of the run is not recorded: {reason}", file=sys.stderr)
         raise
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import Any
 from pretrain.common.children import run_program, unwound_when_terminated
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump, load
+from pretrain.common.worker import torchrun_place
 from pretrain.config import PretrainConfig
 from pretrain.estimate import ASSUMED_MFU, parse_cluster, resolve_precision, teacher_shape, vocabulary_size
 from pretrain.preflight import CONFIG_FILE
@@ -58,7 +58,7 @@ def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None 
     """
     if not 0 < minutes < math.inf:
         raise InputError(f"--minutes: {minutes:g}; expected a number above 0.")
-    if config.scheduling.address or "RANK" in os.environ:
+    if config.scheduling.address or torchrun_place():
         raise InputError("--minutes: times steps on this machine alone; leave out scheduling.address and torchrun.")
     print(f"timing steps for --minutes {minutes:g} ...", flush=True)
     pace = measure(config, lengths)

@@ -115,12 +115,16 @@ def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str
         )
     before = folder / CONFIG_FILE
     if checkpoints and before.exists():
-        others = changed(load(before, type(config)), config)
-        if others:
-            raise InputError(
-                f"{before}: the run was started with other settings: {', '.join(others)}. "
-                "Resume with the old values, or choose another name or run_dir to start a new run."
-            )
+        check_unchanged(before, load(before, type(config)), config, changed)
+
+
+def check_unchanged(where: Path, before: R, config: R, changed: Callable[[R, R], list[str]]) -> None:
+    """Raise `InputError` if a resumed run changes settings of `before`, found at `where`; `changed` as above."""
+    if others := changed(before, config):
+        raise InputError(
+            f"{where}: the run was started with other settings: {', '.join(others)}. "
+            "Resume with the old values, or choose another name or run_dir to start a new run."
+        )
 
 
 def is_finished(config: PretrainConfig) -> bool:

@@ -33,6 +33,7 @@ class Gpu(NamedTuple):
     # Shares of the peak that the best matrix product and long attention of heads of 64 reach.
     product_share: float
     attention_share: float
+    capability: tuple[int, int]  # CUDA's compute capability
 
 
 # Data sheets. Networks: DGX-1 has 4 cards of 100 Gb/s for 8 GPUs, DGX A100 200 Gb/s and DGX H100 400 Gb/s per GPU.
@@ -40,14 +41,14 @@ class Gpu(NamedTuple):
 # no figure. attention_share: flash attention 2, forward and backward (Dao 2023, figures 4 and 7: 171 TFLOP/s on A100,
 # about 300 on H100); on B200 that of H100; on V100, which it does not support, 0.2 is a guess.
 GPUS = {
-    "V100": Gpu(125e12, 0.9e12, 150e9, 6.25e9, 0.8, 0.2),
-    "A100": Gpu(312e12, 2.039e12, 300e9, 25e9, 0.869, 0.55),
-    "L4": Gpu(121e12, 0.3e12, 32e9, 12.5e9, 0.8, 0.55),
-    "L40S": Gpu(362e12, 0.864e12, 32e9, 25e9, 0.8, 0.55),
-    "RTX4090": Gpu(165e12, 1.008e12, 32e9, 12.5e9, 0.8, 0.55),
-    "H100": Gpu(989e12, 3.35e12, 450e9, 50e9, 0.803, 0.30),
-    "H200": Gpu(989e12, 4.8e12, 450e9, 50e9, 0.803, 0.30),
-    "B200": Gpu(2250e12, 8e12, 900e9, 50e9, 0.776, 0.30),
+    "V100": Gpu(125e12, 0.9e12, 150e9, 6.25e9, 0.8, 0.2, (7, 0)),
+    "A100": Gpu(312e12, 2.039e12, 300e9, 25e9, 0.869, 0.55, (8, 0)),
+    "L4": Gpu(121e12, 0.3e12, 32e9, 12.5e9, 0.8, 0.55, (8, 9)),
+    "L40S": Gpu(362e12, 0.864e12, 32e9, 25e9, 0.8, 0.55, (8, 9)),
+    "RTX4090": Gpu(165e12, 1.008e12, 32e9, 12.5e9, 0.8, 0.55, (8, 9)),
+    "H100": Gpu(989e12, 3.35e12, 450e9, 50e9, 0.803, 0.30, (9, 0)),
+    "H200": Gpu(989e12, 4.8e12, 450e9, 50e9, 0.803, 0.30, (9, 0)),
+    "B200": Gpu(2250e12, 8e12, 900e9, 50e9, 0.776, 0.30, (10, 0)),
 }
 GPUS_PER_MACHINE = 8
 REACHED = 0.64  # share of the limit that public trainers reached: the median of `bench roofline`

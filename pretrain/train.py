@@ -24,7 +24,7 @@ from pretrain.checkpoint import hf
 from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
-from pretrain.config import PretrainConfig
+from pretrain.config import PretrainConfig, changed_for_resume
 from pretrain.continuation import Continuation, Corpora
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.stored import fetch_corpus
@@ -36,9 +36,10 @@ from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
 from pretrain.training.optim import learning_rate, make_optimizer
 from pretrain.training.plan import TrainingPlan
+from pretrain.training.progress import check_settings
 from pretrain.training.rates import rated_groups
 from pretrain.training.run import Training, run
-from pretrain.training.session import started
+from pretrain.training.session import check_same_data, started
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FETCH_SECONDS = 86400.0  # the most that fetching a corpus to this machine may take
@@ -56,7 +57,10 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         with watchdog.allow(_FETCH_SECONDS) if is_remote(config.corpus.dir) else contextlib.nullcontext():
             fetch_corpus(config.corpus)
         corpora = Corpora.open(config)
+        check_same_data(corpora.fingerprints())
         objective = make_objective(config, config.model.rows(corpora.own.vocabulary_size))
+        if teacher := objective.identity.get("teacher"):
+            check_same_data({"distillation.teacher": teacher["fingerprint"]})
         continuation = Continuation(config, corpora, objective.model.state_dict())
         continuation.identity.update(objective.identity)
         shares = continuation.rate_shares
@@ -266,6 +270,7 @@ def _check_state(state: dict[str, Any], checkpoint: Path, config: PretrainConfig
             f"{checkpoint}: was trained on another corpus (fingerprint {state['fingerprint'][:12]}, "
             f"{config.corpus.dir} has {shards.fingerprint[:12]}). Prepare the same corpus again or start a new run."
         )
+    check_settings(state, checkpoint, config, changed_for_resume)
     if state["step"] > config.total_steps:
         raise InputError(
             f"{checkpoint}: is at step {state['step']}, past the {config.total_steps} steps of the config's phases."

@@ -117,11 +117,42 @@ def test_without_ray_it_trains_in_this_process(config_file: Path, calls: Calls):
 def test_under_torchrun_only_the_first_worker_checks_and_draws(
     config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, rank: str, expected: list[str]
 ):
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
     assert cli("pretrain", config_file) == 0
     assert [name for name, _ in calls] == expected
     assert Path("runs/trial/config.yaml").exists() == (rank == "0")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"RANK": "1"}, "RANK is '1' in the environment, but WORLD_SIZE is not set. Start the"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is '0' in the environment, but MASTER_ADDR is not set. Start the"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK is 'x' and WORLD_SIZE '2' in"),
+        ({"RANK": "0", "WORLD_SIZE": "", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK is '0' in the environment"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK is '2' and WORLD_SIZE '2' in"),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--no-ray",)])
+def test_half_of_torchruns_variables_are_refused(
+    config_file: Path,
+    calls: Calls,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys,
+    given: dict[str, str],
+    message: str,
+    options: tuple[str, ...],
+):
+    """Such processes would all train the whole run, in one folder."""
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert cli("pretrain", config_file, *options) == 2
+    assert error_of(capsys).startswith(f"error: {message}")
+    assert not calls
+    assert not Path("runs").exists()
 
 
 def test_a_run_with_checkpoints_is_not_restarted_without_resume(config_file: Path, calls: Calls, capsys):
@@ -250,6 +281,18 @@ def test_the_end_of_the_workers_is_the_exit_code(
     assert error_of(capsys) == f"error: {error}"
     events = [given[1:] for what, given in calls if what == "end"]
     assert events == {3: [], 4: [("diverged", "d")], 75: [("stop", "s")]}[code]
+
+
+def test_an_end_that_cannot_be_recorded_keeps_its_exit_code(
+    config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    def note_end(*_: Any) -> None:
+        raise MachineError("disk full")
+
+    raise_in_run(monkeypatch, StoppedError("s"))
+    monkeypatch.setattr(records, "note_end", note_end)
+    assert cli("pretrain", config_file) == 75
+    assert error_of(capsys) == "warning: the end of the run is not recorded: disk full\nerror: s"
 
 
 def test_interruption_is_130(config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch):

@@ -52,6 +52,24 @@ def problems(path: Path, *overrides: str) -> list[str]:
     return str(caught.value).replace(str(path.parent) + "/", "").splitlines()
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "project=team/project",
+            "project: 'team/project' must be at most 128 characters without / \\ # ? % :",
+        ),
+        ("run_id=team/exp", "run_id: 'team/exp' must have none of"),
+        ("run_id=' exp'", "run_id: ' exp' must have none of"),
+        (f"tags=[a, {65 * 'b'}]", f"tags: the tag '{65 * 'b'}' must have 1 to 64 characters"),
+        ("tags=['']", "tags: the tag '' must have 1 to 64 characters"),
+    ],
+)
+def test_what_wandb_refuses_is_refused_before_the_run(write, setting: str, message: str):
+    (line,) = problems(write(GOOD), f"tracking.{setting}")
+    assert f": tracking.{message}" in line
+
+
 def test_reads_a_run(write):
     config = load_config(write(GOOD))
     assert [phase.peak_learning_rate for phase in config.phases] == [1e-4, 5e-5]

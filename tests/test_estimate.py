@@ -323,6 +323,79 @@ def test_a_cluster_with_more_workers_than_sequences_is_refused(on: str, phase: d
     assert "at least" in estimate.dry_run(config, on="128xH100")
 
 
+def test_the_clusters_of_a_config_have_its_workers():
+    """--workers changes only the number of workers."""
+    scheduling = SchedulingConfig(workers=64, cluster="8xH100")
+    text = estimate.dry_run(make_config(scheduling=scheduling))
+    assert "64 GPU workers, bf16" in text
+    assert "on 64 x H100" in text
+    with pytest.raises(InputError, match=r"^scheduling.cluster: 64xH100: its figures are for bf16 and fp16"):
+        estimate.dry_run(make_config(scheduling=scheduling, engine=EngineConfig(precision="fp32")))
+    assert "on 8 x H100" in estimate.dry_run(make_config(scheduling=scheduling), on="8xH100")
+
+
+@pytest.mark.parametrize(
+    ("on", "engine", "message"),
+    [
+        ("8xA100", {"precision": "bf16", "fp8": True}, "engine.fp8 needs compute capability 9.0; A100 has 8.0."),
+        ("8xV100", {"precision": "bf16"}, "engine.precision: bf16 needs compute capability 8.0; V100 has 7.0."),
+        (
+            "8xV100",
+            {"cuda_graphs": True, "static_shapes": True},
+            "engine.cuda_graphs needs bf16, and this run computes",
+        ),
+    ],
+)
+def test_a_cluster_that_the_run_would_refuse_is_refused(on: str, engine: dict[str, Any], message: str):
+    with pytest.raises(InputError) as error:
+        estimate.dry_run(make_config(engine=EngineConfig(**engine)), on=on)
+    assert str(error.value).startswith(f"--on {on}: {message}")
+
+
+def test_a_cluster_at_an_address_is_assumed_to_have_gpus():
+    scheduling = SchedulingConfig(workers=8, address="10.0.0.5:6379")
+    text = estimate.dry_run(make_config(scheduling=scheduling))
+    assert "8 GPU workers (assumed), bf16" in text
+    assert "  process " not in text
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (7, 0)])
+def test_this_machine_is_measured_as_it_trains(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]):
+    """A run in fp32 uses TF32 tensor cores where there are any."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    before = torch.get_float32_matmul_precision()
+    found: list[str] = []
+    monkeypatch.setattr(estimate, "matmul_peak", lambda *_: found.append(torch.get_float32_matmul_precision()) or 1e12)
+    try:
+        assert estimate._measure_peak("fp32") == ("cuda", 1e12)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found == ["high" if capability == (9, 0) else "highest"]
+
+
+@pytest.mark.parametrize(
+    ("model", "embeddings", "heads"),
+    [
+        ({"size": "mini"}, "30,522 words, 512 positions, 2 segments", "MLM transform, bias, pooler, NSP"),
+        (
+            {"family": "eurobert", "size": "custom", "layers": 2, "hidden": 64, "heads": 2},
+            "30,522 words",
+            "decoder, pooler, NSP",
+        ),
+        (
+            {"size": "mini", "bigram_rows": 65536},
+            "30,522 words, 512 positions, 2 segments, 65,536 bigrams",
+            "MLM transform, bias, pooler, NSP",
+        ),
+    ],
+)
+def test_the_parts_of_the_parameters_are_named(model: dict[str, Any], embeddings: str, heads: str):
+    lines = [" ".join(line.split()) for line in estimate.dry_run(make_config(model=ModelConfig(**model))).splitlines()]
+    assert next(line for line in lines if line.startswith("embeddings ")).endswith(f" {embeddings}")
+    assert next(line for line in lines if line.startswith("heads ")).split(" ", 2)[2] == heads
+
+
 def test_this_machine_is_measured():
     config = make_config(scheduling=SchedulingConfig(workers=2), engine=EngineConfig(precision="fp32"))
     cluster = estimate.parse_cluster("here", config)

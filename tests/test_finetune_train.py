@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_checkpoints import make_bert, make_roberta, write_reviews
 
 import finetune
@@ -22,13 +23,13 @@ from finetune import runs, train
 from finetune.__main__ import main
 from finetune.config import PRESETS, FinetuneConfig, TrainingConfig
 from finetune.train import layered_groups
+from pretrain import launch
 from pretrain.checkpoint import store
 from pretrain.checkpoint.released import read_released
 from pretrain.commands import as_stage
 from pretrain.common.errors import InputError
 from pretrain.common.files import verify_manifest
 from pretrain.common.settings import dump
-from pretrain.common.worker import Worker
 from pretrain.training.optim import learning_rate
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, records, with_changes
@@ -55,6 +56,12 @@ def starts(given: list[Start]) -> list[str]:
     return make_starts(train.main, given)
 
 
+def starts_on_own_disks(folders: list[Path], given: list[Start]) -> list[str]:
+    """Starts whose relative paths lead into a folder of each rank."""
+    os.chdir(folders[dist.get_rank()])
+    return starts(given)
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of one worker (whole, stopped and resumed, patient, at ZeRO 3, from random weights) and of two."""
@@ -76,6 +83,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Start(edited, stop_at=7),
             Start(settings(root, "edited", classification__train=str(root / "reversed.jsonl")), resume=True),
             Start(settings(root, "edited", classification__dev=str(root / "test.jsonl")), resume=True),
+            Start(settings(root, "edited", seed=9), resume=True),
             Start(settings(root, "zero3", engine__zero_stage=3)),
             Start(settings(root, "patient", training__patience=1, training__learning_rate=1e-9)),
             Start(settings(root, "random", random_weights=True, training__epochs=1.0)),
@@ -94,6 +102,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     assert "step-00000007: was trained on other data" in outcomes[4]
     assert "step-00000007: was scored on another dev set" in outcomes[5]
+    assert "step-00000007: the run was started with other settings: seed (0 -> 9)" in outcomes[6]
     assert run_workers(2, starts, [Start(settings(root, "two"))]) == [[""], [""]]
     return root
 
@@ -114,17 +123,6 @@ def test_losses_do_not_depend_on_workers_or_stage(root: Path, other: str) -> Non
     assert [r["accuracy"] for r in records(root / other, "validation")] == [
         r["accuracy"] for r in records(root / "whole", "validation")
     ]
-
-
-def test_workers_that_read_different_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as those of two checkpoints of a run that is still training."""
-    released = read_released(make_bert(tmp_path / "bert"))
-    config = FinetuneConfig(**settings(tmp_path, "two"))
-    monkeypatch.setattr(train, "gather_objects", lambda mine: [mine, mine])
-    train._check_one_start(config, released, Worker(0, 2, 0, 2))
-    monkeypatch.setattr(train, "gather_objects", lambda mine: [mine, "another"])
-    with pytest.raises(InputError, match="the workers read different weights"):
-        train._check_one_start(config, released, Worker(0, 2, 0, 2))
 
 
 def test_it_learns_and_keeps_the_best_evaluation(root: Path) -> None:
@@ -348,9 +346,41 @@ def test_a_bad_test_set_is_reported_before_training(root: Path, tmp_path: Path) 
 def test_torchruns_other_processes_end_with_the_first(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "1")  # without an address to meet the others at: training would fail
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "_train", lambda *_, **__: pytest.fail("it trains"))
     (tmp_path / "task.yaml").write_text(json.dumps(settings(root, "whole")))
     assert main(["finetune", str(tmp_path / "task.yaml"), *arguments]) == 0
+
+
+def test_workers_with_other_files_are_refused(tmp_path: Path) -> None:
+    disks = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    for seed, disk in enumerate(disks):
+        write_reviews(disk)
+        make_bert(disk / "same")
+        make_bert(disk / "other", seed=seed)
+        lines = (disk / "train.jsonl").read_text()
+        (disk / "turned.jsonl").write_text("".join(lines.splitlines(keepends=True)[:: 1 - 2 * seed]))
+        (disk / "renamed.jsonl").write_text(lines.replace("negative", ("negative", "poor")[seed]))
+    given = [
+        Start(
+            settings(
+                tmp_path,
+                f"run-{number}",
+                start_from=start,
+                classification={"train": f"{name}.jsonl", "dev_share": 0.2},
+                training__epochs=0.5,
+            )
+        )
+        for number, (start, name) in enumerate(
+            (("other", "train"), ("same", "turned"), ("same", "renamed"), ("same", "train"))
+        )
+    ]
+    outcomes = run_workers(2, starts_on_own_disks, disks, given)
+    assert outcomes[0] == outcomes[1]
+    for name, outcome in zip(("start_from", "classification", "classification"), outcomes[0], strict=False):
+        assert re.match(rf"InputError: worker 1 on \S+ differs from worker 0: {name} \(\w{{12}} -> \w{{12}}\)", outcome)
+    assert outcomes[0][3] == ""
 
 
 def test_a_fine_tuned_run_can_be_the_initial_checkpoint(root: Path) -> None:

@@ -175,5 +175,5 @@ def test_the_precision_is_checked_where_it_is_known(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_arch_list", list)
     session._check_device(config, torch.device("cpu"))
-    with pytest.raises(MachineError, match=r"engine\.cuda_graphs needs bf16; this run computes in fp32"):
+    with pytest.raises(MachineError, match=r"engine\.cuda_graphs needs bf16, and this run computes in fp32"):
         session._check_device(config, torch.device("cuda"))

@@ -128,9 +128,11 @@ def test_a_long_wait_for_one_batch_is_an_event(tmp_path: Path) -> None:
     times.lap(recorder, 10)  # type: ignore[arg-type]
     assert not logged, "below the seconds that are worth an event"
     times.waited_once(40.0)
+    times.waited = 1 / 3
     engine.others[2] = torch.tensor([6.0, 0.0, 31.0])
     record = times.lap(recorder, 20)  # type: ignore[arg-type]
     assert set(record) == {"rank_forward_seconds", "rank_wait_seconds"}
+    assert record["rank_wait_seconds"][1] == 0.3333, "four digits"
     (event,) = logged
     assert (event["event"], event["step"], event["rank"], event["seconds"]) == ("data_stall", 20, 1, 40.0)
     assert event["message"] == "rank 1 waited 40 s for a batch"

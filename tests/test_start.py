@@ -23,15 +23,17 @@ from pretrain.checkpoint.start import _table, log_frequencies, read_start, start
 from pretrain.common.errors import InputError
 from pretrain.common.files import sha256_file
 from pretrain.common.yaml_text import Dumper
-from pretrain.config import AdaptationConfig, PairsConfig, PretrainConfig, load_config
+from pretrain.config import AdaptationConfig, PairsConfig, PretrainConfig, load_config, run_folder
+from pretrain.continuation import Corpora
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.vocabulary import load_vocabulary
 from pretrain.model.heads import PretrainingModel
+from pretrain.storage.runs import fetched_model
 from pretrain.training.rates import rate_shares, rated_groups
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
-from tests.starts import Start, make_starts, records, with_changes
+from tests.starts import Start, make_starts, pretraining, records, with_changes
 
 JARGON = ["zymurgy", "quotidian", "vexillology", "jumbuck", "wyvern"]
 
@@ -367,6 +369,17 @@ def test_general_text_is_replayed_and_scored(place: Place, runs: dict[str, Path]
 
 
 # ---- settings
+
+
+def test_paths_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own, general = (make_corpus(tmp_path / name, documents=20, vocabulary_size=300) for name in ("own", "general"))
+    config = pretraining(own, tmp_path / "run", [(32, 8, 2)], start_from="~/start", adaptation__general="~/general")
+    general_of_run = Corpora.open(PretrainConfig.model_validate(config)).general
+    assert general_of_run is not None
+    assert general_of_run.folder == general
+    assert fetched_model("~/start") == tmp_path / "start"
+    assert run_folder({"run_dir": "~/run"}) == tmp_path / "run"
 
 
 def test_the_checkpoint_decides_the_model(place: Place) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,7 +33,7 @@ from pretrain.tracking import live, mirror, starting
 from pretrain.tracking import tracker as tracking
 from pretrain.tracking.live import follow
 from pretrain.tracking.mirror import wandb_names
-from pretrain.tracking.records import read_records
+from pretrain.tracking.records import note_end, read_records
 from pretrain.tracking.tracker import Tracker
 
 RESTART = {"event": "restart", "time": 1.0, "message": "worker 1 died"}
@@ -68,6 +70,18 @@ def steps(folder: Path) -> list[int]:
 
 
 class TestMetricsFile:
+    def test_the_end_of_a_run_replaces_an_incomplete_line(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        note_end(tmp_path, "stop", "as asked")
+        assert not path.exists()
+        kept = '{"step": 10}\n{"step": 20, "lost": [}\n{"step": 20}\n{"step": 20, "split": "validation"}\n'
+        path.write_text(f'{kept}{{"st')
+        note_end(tmp_path, "stop", "as asked")
+        lines = path.read_text()
+        assert lines.startswith(kept)
+        event = json.loads(lines.removeprefix(kept))
+        assert (event["event"], event["step"], event["message"]) == ("stop", 20, "as asked")
+
     def test_one_json_object_a_line_with_null_for_what_json_cannot_say(self, tmp_path: Path) -> None:
         tracker = start(tmp_path)
         tracker.log({"step": 1, "loss": 2.5, "grad_norm": math.inf, "lr": math.nan})
@@ -268,6 +282,15 @@ class TestWandb:
             "train/rank_forward_seconds/0": 0.5,
             "train/rank_forward_seconds/1": 0.75,
         }
+        many = [1.0] * 256
+        many[7], many[8], many[9] = 0.5, 3.0, 2.0
+        assert wandb_names({"step": 10, "rank_forward_seconds": many}) == {
+            "train/global_step": 10,
+            "train/rank_forward_seconds/min": 0.5,
+            "train/rank_forward_seconds/median": 1.0,
+            "train/rank_forward_seconds/max": 3.0,
+            "train/rank_forward_seconds/max_rank": 8,
+        }
         assert wandb_names({"event": "restart", "step": 10, "time": 1.0, "message": "worker 1 died"}) == {
             "train/global_step": 10,
             "events/restart": 1,
@@ -319,6 +342,8 @@ class TestWandb:
         sent: list[tuple[str, int, int]] = []
 
         class Mirror:
+            failure = ""
+
             def __init__(self, mode: str, arguments: dict[str, Any]) -> None:
                 pass
 
@@ -347,7 +372,7 @@ class TestWandb:
 
     def test_the_end_of_a_run_reaches_wandb_only(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sent: list[dict[str, Any]] = []
-        monkeypatch.setattr(tracking, "WandbMirror", lambda *_: SimpleNamespace(log=sent.append))
+        monkeypatch.setattr(tracking, "WandbMirror", lambda *_: SimpleNamespace(log=sent.append, failure=""))
         start(tmp_path, wandb="offline").mirror_end("stop", 7, "as asked")
         assert sent == [
             {"train/global_step": 7, "events/stop": 1, "events/message": "as asked", "train/start": 1},
@@ -360,10 +385,22 @@ class TestWandb:
     ) -> None:
         monkeypatch.setattr(mirror, "_start_wandb", lambda *_: 1 / 0)
         tracker = start(tmp_path, wandb="offline")
+        assert tracker._wandb is not None
+        tracker._wandb._thread.join()
         tracker.log({"step": 1})
+        tracker.log({"step": 2})
+        assert not tracker.mirrored
         tracker.close()
-        assert steps(tmp_path) == [1]
+        assert steps(tmp_path) == [1, 1, 2]
+        event = read_records(tmp_path)[1]
+        assert event["event"] == "wandb"
+        assert event["message"].endswith("without it (ZeroDivisionError: division by zero)")
         assert "W&B failed; metrics.jsonl continues" in caplog.text
+
+    def test_a_generated_id_fits_wandb(self, tmp_path: Path) -> None:
+        config = make_config().model_copy(update={"name": 63 * "a"})
+        tracker = Tracker(config, tmp_path, run_id=None, step=0, card={}, job_type="pretrain", enabled=False)
+        assert re.fullmatch("a{55}-[0-9a-f]{8}", tracker.run_id)
 
     def test_a_server_that_does_not_answer_means_offline(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(mirror, "_INIT_SECONDS", 1.0)
@@ -562,6 +599,21 @@ class TestFollow:
         shown = ["  step 20: a loss spike: back to step-00000020"]
         assert screen.file.getvalue().splitlines() == shown  # type: ignore[attr-defined]
         tracker.close()
+
+    @pytest.mark.parametrize("error", [FileNotFoundError(), OSError(errno.ESTALE, "Stale file handle")])
+    def test_a_read_that_fails_once_costs_nothing(
+        self, run: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+    ) -> None:
+        progress = live._Progress(run, 100, Console(file=io.StringIO()))
+        append(run, {"step": 10})
+        progress.poll()
+        append(run, {"step": 20})
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", lambda *_: (_ for _ in ()).throw(error))
+            progress.poll()
+        assert progress.step == 10
+        progress.poll()
+        assert progress.step == 20
 
     def test_half_a_line_waits_for_its_other_half(self, run: Path) -> None:
         progress = live._Progress(run, 100, Console(file=io.StringIO()))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 from corpora import make_corpus, make_corpus_of_two_piece_words
 
 from cluster.workers.actors import PROCESS_TITLE
-from pretrain.config import load_config
+from pretrain import preflight
+from pretrain.config import PretrainConfig, load_config
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
 
@@ -42,6 +46,11 @@ def starts(given: list[Start]) -> list[str]:
     from pretrain import train
 
     return make_starts(train.main, given)
+
+
+def starts_of_own(given: list[list[Start]]) -> list[str]:
+    """Each rank's own starts."""
+    return starts(given[dist.get_rank()])
 
 
 def losses(run_dir: Path, split: str = "train") -> list[tuple[int, float]]:
@@ -171,12 +180,13 @@ def test_it_learns(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> None:
-    """Another corpus under a checkpoint, a corpus too small for a batch, and divergence; each ends in its own words."""
+    """Another corpus or seed under a checkpoint, too small a corpus, and divergence; each ends in its own words."""
     other = make_corpus(tmp_path / "other", documents=60, vocabulary_size=300, seed=1)
     config = settings(corpus, tmp_path / "run")
     swapped = settings(other, tmp_path / "run")
     phase = config["phases"][0]
     later = settings(corpus, tmp_path / "later", phases=[phase, {**phase, "global_sequences": 1_000_000}])
+    reseeded = settings(corpus, tmp_path / "run", seed=9, engine__zero_stage=3)
     wider = settings(corpus, tmp_path / "run", model__max_positions=32, phases=[phase])
     too_big = settings(corpus, tmp_path / "big", phases=[{**phase, "global_sequences": 1_000_000}])
     wild = settings(
@@ -189,17 +199,19 @@ def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> N
     given = [
         Start(config, stop_at=1),
         Start(swapped, resume=True),
+        Start(reseeded, resume=True),
         Start(wider, resume=True),
         Start(too_big),
         Start(later),
         Start(wild),
     ]
-    ended, refused, reshaped, small, small_later, diverged = run_workers(1, starts, given)[0]
+    ended, refused, other_seed, reshaped, small, small_later, diverged = run_workers(1, starts, given)[0]
     assert "embeddings.position is [64, 32], but this config gives [32, 32]" in reshaped
     assert small_later.startswith("InputError: phases.1.global_sequences: 1000000, but")
     assert not (tmp_path / "later/metrics.jsonl").exists() or not records(tmp_path / "later"), "before any step"
     assert ended.startswith("StoppedError")
     assert refused.startswith(f"InputError: {tmp_path}/run/checkpoints/step-00000001: was trained on another corpus")
+    assert "step-00000001: the run was started with other settings: seed (0 -> 9). Resume with" in other_seed
     assert "phases.0.global_sequences: 1000000, but" in small
     assert small.startswith("InputError")
     assert diverged.startswith("DivergedError: 3 steps in a row")
@@ -269,6 +281,38 @@ def test_a_resume_does_not_write_the_checkpoint_that_it_reads(corpus: Path, tmp_
     resumed = run_workers(1, starts_with_an_old_listing, [Start(config, resume=True, stop_at=1)])[0][0]
     assert resumed.startswith("StoppedError: stopped at step 3")
     assert shard.read_bytes() == before
+
+
+def test_workers_with_other_settings_or_data_are_refused(corpus: Path, tmp_path: Path) -> None:
+    """Under torchrun each machine reads its own config, and with any launcher its own disk."""
+    other = make_corpus(tmp_path / "other", documents=60, vocabulary_size=300, seed=1)
+    same = make_corpus(tmp_path / "same", documents=60, vocabulary_size=300)
+    models = [settings(corpus, tmp_path / f"model-{seed}", seed=seed) for seed in (0, 1)]
+    assert run_workers(1, starts, [Start(model) for model in models]) == [["", ""]]
+    for model in models:
+        preflight.record_config(PretrainConfig.model_validate(model))
+
+    def start(name: str, folder: Path = corpus, **changes: Any) -> Start:
+        return Start(settings(folder, tmp_path / name, **changes))
+
+    plan = [
+        (start("seeds"), start("seeds", seed=9, masking__probability=0.4)),
+        (start("corpora"), start("corpora", other)),
+        *(
+            tuple(start(setting, **{setting: model["run_dir"]}) for model in models)
+            for setting in ("start_from", "distillation__teacher")
+        ),
+        (start("fine"), start("fine", same, engine__precision="auto")),
+    ]
+    outcomes = run_workers(2, starts_of_own, [list(one) for one in zip(*plan, strict=True)])
+    assert outcomes[0] == outcomes[1]
+    seeds, corpora, begun, taught, fine = outcomes[0]
+    where = f"InputError: worker 1 on {socket.gethostname()} differs from worker 0: "
+    assert seeds.startswith(f"{where}seed (0 -> 9), masking.probability (0.15 -> 0.4). Start all workers with")
+    for name, outcome in (("corpus.dir", corpora), ("start_from", begun), ("distillation.teacher", taught)):
+        assert re.fullmatch(rf"{re.escape(where)}{name} \(\w{{12}} -> \w{{12}}\)\. Give every machine the .*", outcome)
+    assert fine == ""
+    assert sorted(path.parent.name for path in tmp_path.glob("*/checkpoints")) == ["fine", "model-0", "model-1"]
 
 
 # ---- the command line

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.common.errors import DivergedError, InputError, RunError, StoppedError
+from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import Worker
 from pretrain.tracking import starting
 from pretrain.training import run as running
@@ -27,6 +27,7 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, saved: dict[str, Any] | None = None) -> None:
         self.made: list[str] = []
         self.outcome: Exception | None = None
+        self.closing: Exception | None = None
         self.settings: dict[str, Any] = {}
         self.events: list[str] = []
         self.extra_state: dict[str, Any] = {}
@@ -91,8 +92,13 @@ class Calls:
             run_id=settings["run_id"] or "new",
             log_events=self._log_events,
             mirror_end=lambda event, step, message: self._note(f"mirror {event} at {step}: {message}"),
-            close=lambda: self._note("close tracker"),
+            close=self._close_tracker,
         )
+
+    def _close_tracker(self) -> None:
+        self._note("close tracker")
+        if self.closing:
+            raise self.closing
 
     def _log_events(self, events: list[dict[str, Any]], step: int) -> None:
         self.events = [event["message"] for event in events]
@@ -163,3 +169,13 @@ def test_an_early_end_reaches_wandb_closes_all_and_does_not_finish(
         calls.run()
     end = [f"mirror {event} at 0: {error}", "(", "close task", "close tracker", ")"]
     assert calls.made[-6:] == ["fit from 0", *end]
+
+
+@pytest.mark.parametrize("error", [StoppedError("as asked"), None])
+def test_records_that_are_not_written_fail_a_run_that_did_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: RunError | None
+) -> None:
+    calls = Calls(monkeypatch, tmp_path)
+    calls.outcome, calls.closing = error, MachineError("disk full")
+    with pytest.raises(type(error or calls.closing)):
+        calls.run()

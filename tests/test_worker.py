@@ -30,7 +30,8 @@ def test_alone() -> None:
 
 
 def test_under_torchrun() -> None:
-    worker = Worker.from_environment({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
+    place = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    worker = Worker.from_environment({**place, "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500"})
     assert (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size) == (5, 8, 1, 4)
 
 

@@ -30,7 +30,7 @@ WORDS = [
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-def make_bert(folder: Path, *, hidden: int = 32, layers: int = 2, positions: int = 64) -> Path:
+def make_bert(folder: Path, *, hidden: int = 32, layers: int = 2, positions: int = 64, seed: int = 0) -> Path:
     """A BertModel with random weights and a vocabulary of `WORDS` and letters."""
     import torch
     from transformers import BertConfig, BertModel
@@ -38,7 +38,7 @@ def make_bert(folder: Path, *, hidden: int = 32, layers: int = 2, positions: int
     letters = "abcdefghijklmnopqrstuvwxyz"
     entries = [*SPECIALS, *WORDS, *letters, *(f"##{letter}" for letter in letters), *".,?!0123456789"]
     vocabulary = list(dict.fromkeys(entries))
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     shape = BertConfig(
         vocab_size=len(vocabulary),
         hidden_size=hidden,

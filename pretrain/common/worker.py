@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from pretrain.common.errors import InputError
+
 # In the run folder: the run saves a checkpoint and finishes.
 STOP_FILE = "stop"
 # Files in the run's logs. hang.json: a hang that a watchdog detected, read by the driver that restarts the workers.
@@ -22,6 +24,7 @@ WAITING_FILE = "waiting.json"
 
 _OWNER = "for "
 _OWNER_BYTES = 200
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what each of torchrun's processes has
 # The modification time that `Flag.set` gives a file, in nanoseconds (in 2001). Touching the file changes it.
 _SET_AT = 10**18
 
@@ -110,6 +113,23 @@ def handlers_kept() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def torchrun_place(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """(rank, number of processes) if torchrun started this process, or a program that sets RANK as it does; else None.
+
+    `environment` replaces os.environ. Raises `InputError` if RANK is set, but the processes could not meet.
+    """
+    values = os.environ if environment is None else environment
+    if "RANK" not in values:
+        return None
+    rank, advice = values["RANK"], "Start the processes with torchrun, or unset RANK."
+    if missing := [name for name in _TORCHRUN if not values.get(name)]:
+        raise InputError(f"RANK is {rank!r} in the environment, but {missing[0]} is not set. {advice}")
+    size = values["WORLD_SIZE"]
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise InputError(f"RANK is {rank!r} and WORLD_SIZE {size!r} in the environment: no rank of so many. {advice}")
+    return int(rank), int(size)
+
+
 @dataclass
 class Worker:
     """One process of a run: its rank, its CPU threads and its stop requests.
@@ -148,15 +168,17 @@ class Worker:
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Worker:
         """The worker of a single process, or its rank under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE).
 
-        The worker handles signals from then on. `environment` replaces os.environ.
+        The worker handles signals from then on. `environment` replaces os.environ. Raises as `torchrun_place`.
         """
         values = os.environ if environment is None else environment
-        world_size = int(values.get("WORLD_SIZE", "1"))
-        worker = cls(
-            rank=int(values.get("RANK", "0")),
-            world_size=world_size,
-            local_rank=int(values.get("LOCAL_RANK", "0")),
-            local_world_size=int(values.get("LOCAL_WORLD_SIZE", str(world_size))),
-        )
+        worker = cls()
+        if place := torchrun_place(values):
+            rank, world_size = place
+            worker = cls(
+                rank=rank,
+                world_size=world_size,
+                local_rank=int(values.get("LOCAL_RANK", "0")),
+                local_world_size=int(values.get("LOCAL_WORLD_SIZE", str(world_size))),
+            )
         worker.listen()
         return worker

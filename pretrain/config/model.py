@@ -36,7 +36,12 @@ class ModelConfig(Section):
         default=0, ge=0, le=MAX_WIDTH, description="Hidden size; a multiple of heads. 0 takes it from size."
     )
     heads: int = Field(default=0, ge=0, description="Number of attention heads. 0 takes it from size.")
-    intermediate: int = Field(default=0, ge=0, description="Width of the feed-forward layers. 0 means 4 x hidden.")
+    intermediate: int = Field(
+        default=0,
+        ge=0,
+        description="Width of the feed-forward layers. 0 takes it from size; with custom it is 4 x hidden, or 1.5 x "
+        "hidden if gated.",
+    )
     max_positions: int = Field(
         default=512,
         ge=8,
@@ -82,7 +87,7 @@ class ModelConfig(Section):
     scaled_output_init: bool = Field(
         default=False,
         description="Divide the initial deviation of the matrices that write into the residual stream by "
-        "sqrt(2 x layers), as ModernBERT does.",
+        "sqrt(2 x layers x recursions), as ModernBERT does.",
     )
     vocabulary_rows: int = Field(
         default=0,

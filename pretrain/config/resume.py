@@ -72,7 +72,7 @@ def with_precision(config: R, precision: Precision) -> R:
 
 def run_folder(given: Mapping[str, Any]) -> Path:
     """The run folder of a config's values, not validated; as `RunConfig.folder`."""
-    return local_run(str(given.get("run_dir") or f"runs/{given.get('name')}")).expanduser()
+    return local_run(str(given.get("run_dir") or f"runs/{given.get('name')}"))
 
 
 def began_from(folder: Path) -> bool:

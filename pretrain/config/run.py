@@ -51,6 +51,32 @@ class TrackingConfig(Section):
     group: str = Field(default="", description="W&B group. Empty means the run's name.")
     tags: tuple[str, ...] = Field(default=(), description="W&B tags.")
 
+    # W&B's own rules: a run that breaks them would not be mirrored.
+    @field_validator("project")
+    @classmethod
+    def _check_project(cls, project: str) -> str:
+        if len(project) > 128 or set(project) & set("/\\#?%:"):
+            raise ValueError(
+                f"{project!r} must be at most 128 characters without / \\ # ? % : for W&B. The environment variable "
+                "WANDB_ENTITY chooses the team"
+            )
+        return project
+
+    @field_validator("run_id")
+    @classmethod
+    def _check_run_id(cls, run_id: str) -> str:
+        if run_id != run_id.strip() or set(run_id) & set(":;,#?/'"):
+            raise ValueError(f"{run_id!r} must have none of : ; , # ? / ' and no space around it, for W&B")
+        return run_id
+
+    @field_validator("tags")
+    @classmethod
+    def _check_tags(cls, tags: tuple[str, ...]) -> tuple[str, ...]:
+        for tag in tags:
+            if not 0 < len(tag) <= 64:
+                raise ValueError(f"the tag {tag!r} must have 1 to 64 characters for W&B")
+        return tags
+
 
 class SchedulingConfig(Section):
     """Workers, the cluster, and restarts."""
@@ -71,8 +97,8 @@ class SchedulingConfig(Section):
     )
     cluster: str = Field(
         default="",
-        description="Hardware for which --dry-run estimates the time if --on is missing, such as 8xH100; here measures "
-        "this machine. Empty estimates no time.",
+        description="Hardware for which --dry-run estimates the time if --on is missing, such as H100, one for each of "
+        "workers; here measures this machine. Empty estimates no time.",
     )
     hang_seconds: float = Field(
         default=180.0,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pretrain.config import Precision, R, with_precision
+from pretrain.config import EngineConfig, Precision, R, with_precision
 
 if TYPE_CHECKING:
     import torch
@@ -145,6 +145,17 @@ def allow_tf32(precision: str, device: torch.device) -> bool:
     tf32 = precision == "fp32" and torch.cuda.get_device_capability(device) >= (8, 0)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     return tf32
+
+
+def unsupported(engine: EngineConfig, capability: tuple[int, int]) -> str:
+    """What the settings need that a GPU of this compute capability does not have, in words; "" if it has all."""
+    if engine.precision == "bf16" and capability < (8, 0):
+        return "engine.precision: bf16 needs compute capability 8.0"
+    if engine.cuda_graphs and engine.precision != "bf16":
+        return f"engine.cuda_graphs needs bf16, and this run computes in {engine.precision}"
+    if engine.fp8 and capability < (9, 0):
+        return "engine.fp8 needs compute capability 9.0"
+    return ""
 
 
 def choose_here() -> Choice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 from pretrain import estimate, pace
 from pretrain.common.errors import InputError
 from pretrain.common.memory import machine_memory
+from pretrain.common.worker import torchrun_place
 from pretrain.config import PretrainConfig
 from pretrain.estimate import Cluster
 from pretrain.planning import published
@@ -42,7 +42,7 @@ def recommendation(config: PretrainConfig, budget_text: str, on: str | None = No
             fits, or the budget pays for none.
         MachineError: the timed run failed.
     """
-    budget, on = parse_budget(budget_text), on or config.scheduling.cluster
+    budget, on = parse_budget(budget_text), on or estimate.own_cluster(config)
     found = published.read(law)
     _check(config, budget, on)
     config, _ = estimate.resolve_precision(config, on)
@@ -102,7 +102,7 @@ def _check(config: PretrainConfig, budget: Budget, on: str) -> None:
             f"--budget {budget.text}: a time needs the speed of a machine. Give --on here or --on 8xH100 with it, or a "
             "budget in FLOPs such as 0.5e15."
         )
-    if on == "here" and (config.scheduling.address or "RANK" in os.environ):
+    if on == "here" and (config.scheduling.address or torchrun_place()):
         raise InputError("--on here: times this machine alone; leave out scheduling.address and torchrun.")
 
 

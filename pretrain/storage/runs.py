@@ -63,13 +63,13 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def fetched_model(location: Path | str) -> Path:
-    """The local folder of a model: of one at an address, which is fetched once per process; a path as it is.
+    """The local folder of a model: of one at an address, which is fetched once per process; a path, with ~ expanded.
 
     At the address may be an export, a run, of which the newest checkpoint is fetched, or a released model.
     Raises `InputError` if there is nothing, or if another run is in the folder.
     """
     if not is_remote(location):
-        return Path(location)
+        return local(location)
     address, objects = str(location), ObjectStore()
     if _is_own(folders.read_stored_manifest(address, objects)):
         return folders.fetch(address, objects)

@@ -38,6 +38,7 @@ EVENTS: dict[str, str] = {
     "straggler": "A rank was slower than the others for a while.",
     "average": "The averaged weights were evaluated at the end of training.",
     "storage": "Storage failed and was tried again.",
+    "wandb": "W&B failed. The run continues without it.",
     "stop": "The run was stopped; it can be resumed.",
     "diverged": "The run ended because training diverged.",
 }

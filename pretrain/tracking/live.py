@@ -99,14 +99,13 @@ class _Tail:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 fresh = status.st_ino != self._inode or status.st_size < self._offset
-                if fresh:
-                    self._inode, self._offset = status.st_ino, 0
-                file.seek(self._offset)
+                start = 0 if fresh else self._offset
+                file.seek(start)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:  # not there yet, or storage that fails for a moment: the next poll reads from here
             return [], False
         whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
+        self._inode, self._offset = status.st_ino, start + len(whole)
         return [record for line in whole.splitlines() if (record := parse_record(line)) is not None], fresh
 
 

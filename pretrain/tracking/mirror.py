@@ -6,6 +6,7 @@ import logging
 import netrc
 import os
 import queue
+import statistics
 import threading
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,10 @@ _WANDB_TRAIN = {
 }
 _WANDB_EVALUATION = {"step": "train/global_step", "epoch": "train/epoch", "seconds": "eval/runtime"}
 
+_MOST_RANKS = 16  # with a metric each in W&B
+ID_NAME = 55
+"""Characters of a run's name in the W&B id that is generated for it: W&B's ids have up to 64."""
+
 WANDB_START = "train/start"
 """1, and one more after each `resume` and `rollback`. Every record has this number in W&B, which keeps what
 metrics.jsonl drops when a run continues from a checkpoint."""
@@ -46,7 +51,8 @@ _TEARDOWN_SECONDS = 12.0
 def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
     """The record under the metric names of the HF Trainer and Composer; the x axis is train/global_step.
 
-    A list of values per rank becomes one metric per rank. An event becomes a metric named after its kind; its value is
+    A list of values per rank becomes one metric per rank; of many ranks, the least, the median and the largest value,
+    and the rank of the largest. An event becomes a metric named after its kind; its value is
     the rank, or 1.
     """
     if "event" in record:
@@ -56,8 +62,16 @@ def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
     names, section = (_WANDB_EVALUATION, "eval") if evaluation else (_WANDB_TRAIN, "train")
     named = {names.get(key, f"{section}/{key}"): value for key, value in record.items() if key != "split"}
     for name in [name for name, value in named.items() if isinstance(value, list)]:
-        named.update({f"{name}/{number}": one for number, one in enumerate(named.pop(name))})
+        named.update({f"{name}/{key}": one for key, one in _of_ranks(named.pop(name)).items()})
     return named
+
+
+def _of_ranks(values: list[float | None]) -> dict[int | str, float | None]:
+    known = sorted(value for value in values if value is not None)
+    if len(values) <= _MOST_RANKS or not known:
+        return dict(enumerate(values))
+    least, middle, largest = known[0], statistics.median(known), known[-1]
+    return {"min": least, "median": middle, "max": largest, "max_rank": values.index(largest)}
 
 
 def wandb_mode(mode: str) -> str:
@@ -116,10 +130,15 @@ def wandb_arguments(
 
 
 class WandbMirror:
-    """Sends records to W&B from a background thread. Training only puts them into a queue and never waits."""
+    """Sends records to W&B from a background thread. Training only puts them into a queue and never waits.
+
+    Attributes:
+        failure: why nothing is sent any more; "" while all is well.
+    """
 
     def __init__(self, mode: str, arguments: dict[str, Any]) -> None:
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self.failure = ""
         self._close_seconds = _TEARDOWN_SECONDS
         if mode == "online":
             self._close_seconds += _INIT_SECONDS + _FINISH_SECONDS
@@ -149,9 +168,10 @@ class WandbMirror:
                 else:
                     _log_wandb_artifact(run, *value)
             _finish_wandb(run)
-        except Exception:
+        except Exception as error:
             # metrics.jsonl has all records, so training continues without W&B.
             _log.exception("W&B failed; metrics.jsonl continues. See %s/wandb", arguments["dir"])
+            self.failure = " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _start_wandb(mode: str, arguments: dict[str, Any]) -> Any:

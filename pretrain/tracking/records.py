@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import atomic_open, disk_errors
+from pretrain.common.files import atomic_open, disk_errors, open_regular
 from pretrain.tracking.metrics import FORMER_NAMES
 
 METRICS = "metrics.jsonl"
@@ -41,14 +42,24 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def note_end(run_dir: Path, event: str, message: str) -> None:
-    """Append the event that ended the run. Does nothing if the run has no training record yet."""
-    records = read_records(run_dir)
-    steps = [record["step"] for record in records if is_training(record)]
-    if not steps:
+    """Append the event that ended the run, in place of an incomplete last line.
+
+    Does nothing if the run has no training record yet.
+    """
+    path = run_dir / METRICS
+    if not path.is_file():
         return
-    records.append({"event": event, "step": max(steps), "time": time.time(), "message": message})
-    with disk_errors(run_dir), atomic_open(run_dir / METRICS, "w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+    with disk_errors(path), os.fdopen(open_regular(path, os.O_RDWR), "r+b") as file:
+        data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        found = (parse_record(line) for line in reversed(whole.splitlines()))
+        last = next((record for record in found if record is not None and is_training(record)), None)
+        if last is None:
+            return
+        record = {"event": event, "step": last["step"], "time": time.time(), "message": message}
+        file.truncate(len(whole))
+        file.seek(len(whole))
+        file.write(json.dumps(record).encode() + b"\n")
 
 
 def is_training(record: dict[str, Any]) -> bool:

@@ -6,13 +6,14 @@ import json
 import math
 import os
 import secrets
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pretrain.common.files import append_open, disk_errors
 from pretrain.config import RunConfig
-from pretrain.tracking.mirror import WANDB_START, WandbMirror, wandb_arguments, wandb_mode, wandb_names
+from pretrain.tracking.mirror import ID_NAME, WANDB_START, WandbMirror, wandb_arguments, wandb_mode, wandb_names
 from pretrain.tracking.records import METRICS, keep_until, read_records
 
 # Events at whose step training continues from a checkpoint: what was recorded before, of later steps, is abandoned.
@@ -46,7 +47,7 @@ class Tracker:
         job_type: str,
         enabled: bool,
     ) -> None:
-        self.run_id = run_id or config.tracking.run_id or f"{config.name}-{secrets.token_hex(4)}"
+        self.run_id = run_id or config.tracking.run_id or f"{config.name[:ID_NAME]}-{secrets.token_hex(4)}"
         self._file = None
         self._wandb = None
         if not enabled:
@@ -77,6 +78,10 @@ class Tracker:
                 remaining = remaining[self._file.write(remaining) :]
         self._start += record.get("event") in _CONTINUATIONS
         self._mirror(record)
+        if self._wandb is not None and (reason := self._wandb.failure):
+            self._wandb = None
+            message = f"W&B failed; metrics.jsonl continues without it ({reason})"
+            self.log({"event": "wandb", "step": record["step"], "time": time.time(), "message": message})
 
     def log_events(self, events: Iterable[dict[str, Any]], step: int) -> None:
         """Record events from before this start, such as the crash that caused it: "event", "time" and "message"."""

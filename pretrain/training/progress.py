@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from torch import Tensor
 
+from pretrain import preflight
 from pretrain.checkpoint import store
 from pretrain.common.errors import InputError
 from pretrain.common.memory import return_freed_memory
+from pretrain.config import R
 from pretrain.training.engine import Engine, FragmentReader
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -82,6 +89,22 @@ def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:
                 "Resume with the config with which it was written."
             )
     return state
+
+
+def check_settings(state: dict[str, Any], checkpoint: Path, config: R, changed: Callable[[R, R], list[str]]) -> None:
+    """Raise `InputError` if `config` has other settings than the run had when it wrote the checkpoint with this state.
+
+    The run folder's config.yaml is compared before the start, but it may be missing.
+
+    Args:
+        changed: names the settings that differ between two configs and must not when a run resumes.
+    """
+    try:
+        before = type(config).model_validate(state.get("config"))
+    except ValidationError:  # of a version with other settings
+        logger.warning("%s: its settings cannot be compared; this version does not know all of them", checkpoint)
+    else:
+        preflight.check_unchanged(checkpoint, before, config, changed)
 
 
 class AveragedWeights:

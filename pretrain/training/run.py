@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
 
-from pretrain.common.errors import DivergedError, StoppedError
+from pretrain.common.errors import DivergedError, MachineError, RunError, StoppedError
 from pretrain.common.worker import Worker
 from pretrain.tracking import starting
 from pretrain.tracking.records import read_records
@@ -84,6 +84,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
     tracker.log_events([*payload.get("events", ()), *_resume_events(checkpoint)], progress.step)
     first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
+    ended: RunError | None = None
     try:
         if progress.step < plan.total_steps and not progress.stopped_early:
             plan = _prepared(training, engine, progress, checkpoints, extra_state, checkpoint)
@@ -100,12 +101,18 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
         with engine.allow(LONG_SECONDS):
             training.finish(tracker)
     except (StoppedError, DivergedError) as error:
+        ended = error
         tracker.mirror_end("stop" if isinstance(error, StoppedError) else "diverged", progress.step, str(error))
         raise
     finally:
         with engine.allow(LONG_SECONDS):  # W&B may wait for its network
             task.close()
-            tracker.close()
+            try:
+                tracker.close()
+            except MachineError as error:
+                if ended is None:
+                    raise
+                logger.warning("%s", error)  # the exit code tells job scripts how the run ended
 
 
 def _prepared(

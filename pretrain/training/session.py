@@ -6,7 +6,8 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,14 +19,15 @@ from pretrain.checkpoint import store
 from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 from pretrain.common.files import allow_open_files, disk_errors
+from pretrain.common.settings import differences
 from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import Worker
-from pretrain.config import R, RunConfig, with_precision
+from pretrain.config import R, RunConfig, keep_precision, with_precision
 from pretrain.model import precision
 from pretrain.storage.runs import StoredRun
 from pretrain.tracking import starting
 from pretrain.tracking.logs import quiet_logging
-from pretrain.training.engine import Engine, end_process_group, gather_objects
+from pretrain.training.engine import Engine, end_process_group, first_object, gather_objects
 from pretrain.training.watchdog import Watchdog
 
 _OTHER_FILES = 256  # that a worker holds open: libraries, shards, logs, connections of collectives
@@ -34,6 +36,9 @@ _TIMEOUT = timedelta(hours=1)  # of a collective: a compilation, for which other
 _ENDLESS = timedelta(days=365)
 # With which a user sets up torch's allocator of device memory; it takes either.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# Settings that a machine may have of its own: where things are, of which `check_same_data` compares the contents, and
+# how workers are started, which they do not read.
+_OF_A_MACHINE = ("run_dir", "scheduling", "corpus.dir", "start_from", "adaptation.general", "distillation.teacher")
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +50,10 @@ def started(config: R, worker: Worker) -> Iterator[tuple[R, torch.device, Watchd
     Yields:
         (the config with its precision resolved, this worker's device, the watchdog, to which the engine must report its
         progress).
+
+    Raises:
+        InputError: the workers have different configs, or do not share the run folder.
+        MachineError: the device cannot compute in the run's precision, or there are too few open files.
     """
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
     if worker.rank == 0 and worker.world_size > 1:
@@ -52,6 +61,7 @@ def started(config: R, worker: Worker) -> Iterator[tuple[R, torch.device, Watchd
     with process_group(worker), watched(config, worker) as watchdog:
         if worker.world_size > 1:
             dist.distributed_c10d._set_pg_timeout(collective_timeout(config))
+        _check_same_config(config)
         _check_shared(config, worker)
         config, device = choose_device(config, worker)
         torch.manual_seed(config.seed)
@@ -66,7 +76,7 @@ def started(config: R, worker: Worker) -> Iterator[tuple[R, torch.device, Watchd
 
 @contextlib.contextmanager
 def process_group(worker: Worker) -> Iterator[None]:
-    """The workers' process group if MASTER_ADDR is set; else one of this process only. It takes the worker's GPU.
+    """The workers' process group, by MASTER_ADDR; one of this process only if the worker is alone. It takes the GPU.
 
     While it lasts, CPU kernels yield to other programs (`pretrain.common.thread_waits`).
     """
@@ -80,7 +90,7 @@ def process_group(worker: Worker) -> Iterator[None]:
         return
     _check_open_files(worker)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if "MASTER_ADDR" in os.environ:
+    if worker.world_size > 1:
         dist.init_process_group(backend, timeout=_CONNECT_TIMEOUT)
     else:
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportAttributeAccessIssue]
@@ -174,12 +184,8 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
         return
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     has = f"{name} has {capability[0]}.{capability[1]}"
-    if chosen == "bf16" and capability < (8, 0):
-        raise MachineError(f"engine.precision: bf16 needs compute capability 8.0; {has}. {advice}")
-    if config.engine.cuda_graphs and chosen != "bf16":
-        raise MachineError(f"engine.cuda_graphs needs bf16; this run computes in {chosen}. Set it to false.")
-    if config.engine.fp8 and capability < (9, 0):
-        raise MachineError(f"engine.fp8 needs compute capability 9.0; {has}. Set it to false.")
+    if why := precision.unsupported(config.engine, capability):
+        raise MachineError(f"{why}; {has}. {advice if why.startswith('engine.precision') else 'Set it to false.'}")
     known = [int(one[3:]) for one in torch.cuda.get_arch_list() if one[3:].isdigit()]
     if known and 10 * capability[0] + capability[1] < min(known):
         raise MachineError(
@@ -200,6 +206,33 @@ def _resolve_precision(config: R, device: torch.device, worker: Worker) -> R:
         logger.info("engine.precision: %s; %s", choice.precision, choice.reason)
         preflight.record_config(config)
     return config
+
+
+def check_same_data(found: Mapping[str, str]) -> None:
+    """Raise `InputError` on every rank if a rank has found other data than rank 0.
+
+    Args:
+        found: a fingerprint of what each setting names, the same settings on all ranks.
+    """
+    first = first_object(dict(found))
+    others = [f"{name} ({first[name][:12]} -> {mine[:12]})" for name, mine in found.items() if first[name] != mine]
+    _refuse(others, "Give every machine the same files.")
+
+
+def _check_same_config(config: RunConfig) -> None:
+    """Raise `InputError` on every rank if a rank's settings differ from rank 0's, as those of torchrun's may."""
+    first = type(config).model_validate(first_object(config.model_dump(mode="json")))
+    _refuse(
+        differences(first, keep_precision(config, first), free=_OF_A_MACHINE),
+        "Start all workers with the same config and overrides.",
+    )
+
+
+def _refuse(others: Sequence[str], advice: str) -> None:
+    """Raise `InputError` on every rank if one has `others`: names, with rank 0's value and its own."""
+    for rank, (host, theirs) in enumerate(gather_objects((socket.gethostname(), list(others)))):
+        if theirs:
+            raise InputError(f"worker {rank} on {host} differs from worker 0: {', '.join(theirs)}. {advice}")
 
 
 def _check_shared(config: RunConfig, worker: Worker) -> None:

@@ -86,7 +86,9 @@ class RankTimes:
         forward, waited, longest = table.tolist()
         self._name_stragglers(forward, recorder, step)
         _name_stall(longest, recorder, step)
-        return {"rank_forward_seconds": forward, "rank_wait_seconds": waited}
+        # Of many ranks, these are most of a record. More digits would be noise.
+        values = {"rank_forward_seconds": forward, "rank_wait_seconds": waited}
+        return {name: [float(f"{one:.4g}") for one in seconds] for name, seconds in values.items()}
 
     def _name_stragglers(self, forward: list[float], recorder: Recorder, step: int) -> None:
         now, times = time.monotonic(), find_stragglers(forward, self._factor)

@@ -19,13 +19,12 @@ from pretrain.common.files import atomic_open
 from pretrain.reporting.dashboard.panels import EVENTS, Panel, panels_for
 from pretrain.reporting.dashboard.runs import RunRecords
 from pretrain.reporting.dashboard.subjects import by_subject, differing
-from pretrain.tracking.mirror import wandb_entity, wandb_mode, wandb_names
+from pretrain.tracking.mirror import ID_NAME, wandb_entity, wandb_mode, wandb_names
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
 _STEP = "train/global_step"
-_MOST_RANKS = 32  # ranks with a curve
 
 
 def write(runs: Sequence[RunRecords], path: Path) -> str:
@@ -104,9 +103,9 @@ def _grouping(runs: Sequence[RunRecords]) -> list[Any]:
 
 
 def _query(run: RunRecords) -> str:
-    """A search expression for the run in W&B: its run_id, or its name and eight hex digits."""
+    """A search expression for the run in W&B: its run_id, or the one that `Tracker` generates."""
     given = _tracking(run).get("run_id")
-    return f"^{re.escape(given)}$" if given else f"^{re.escape(run.name)}-[0-9a-f]{{8}}$"
+    return f"^{re.escape(given)}$" if given else f"^{re.escape(run.name[:ID_NAME])}-[0-9a-f]{{8}}$"
 
 
 def _literal(texts: list[str]) -> str:
@@ -153,8 +152,7 @@ def _names(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
     for metric in panel.metrics:
         for records in itertools.chain.from_iterable((run.training, run.evaluations) for run in runs):
             last = next((record for record in reversed(records) if record.get(metric) is not None), {})
-            value = last.get(metric)
-            record = {metric: value[:_MOST_RANKS] if isinstance(value, list) else value}
+            record = {metric: last.get(metric)}
             if last:
                 names.update(dict.fromkeys(wandb_names({**record, "split": ""} if "split" in last else record)))
     return list(names)

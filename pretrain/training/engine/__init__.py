@@ -2,7 +2,14 @@
 
 from pretrain.training.engine.deepspeed_config import deepspeed_config
 from pretrain.training.engine.deepspeed_patches import deepspeed_ops
-from pretrain.training.engine.engine import Engine, ProgressWatch, StepResult, end_process_group, gather_objects
+from pretrain.training.engine.engine import (
+    Engine,
+    ProgressWatch,
+    StepResult,
+    end_process_group,
+    first_object,
+    gather_objects,
+)
 from pretrain.training.engine.pass_graphs import LAUNCHED
 from pretrain.training.engine.state_layouts import Fragment, FragmentReader
 
@@ -16,5 +23,6 @@ __all__ = [
     "deepspeed_config",
     "deepspeed_ops",
     "end_process_group",
+    "first_object",
     "gather_objects",
 ]

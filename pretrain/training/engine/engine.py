@@ -455,6 +455,14 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     return gathered
 
 
+def first_object(value: Any) -> Any:
+    """The small JSON-like value of rank 0, on every rank."""
+    values = [value]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
 def end_process_group() -> None:
     """Destroy the process group and DeepSpeed's state of it, so that this process can start another run."""
     if "deepspeed" in sys.modules and sys.modules["deepspeed"].comm.is_initialized():
