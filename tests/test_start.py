@@ -24,6 +24,7 @@ from pretrain.checkpoint.start import _table, log_frequencies, read_start, start
 from pretrain.common.errors import InputError
 from pretrain.common.yaml_text import Dumper
 from pretrain.config import AdaptationConfig, PairsConfig, PretrainConfig, load_config
+from pretrain.continuation import Corpora
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.vocabulary import load_vocabulary
@@ -31,7 +32,7 @@ from pretrain.model.heads import PretrainingModel
 from pretrain.training.rates import rate_shares, rated_groups
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
-from tests.starts import Start, make_starts, records, with_changes
+from tests.starts import Start, make_starts, pretraining, records, with_changes
 
 JARGON = ["zymurgy", "quotidian", "vexillology", "jumbuck", "wyvern"]
 
@@ -376,6 +377,19 @@ def test_weights_of_a_phase_leave_replayed_sources_of_the_same_name_alone(
 def test_a_general_corpus_without_a_sample_is_refused() -> None:
     with pytest.raises(InputError, match=r"adaptation\.general: none of its documents has the sentences"):
         mixture_weights([{}, {"replay_share": 0.5}], [1.0, 1.0], [10, 0])
+
+
+def test_without_own_held_out_text_a_run_says_that_general_text_is_not_evaluated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, held_out in (("own", 0), ("general", 5)):
+        make_corpus(tmp_path / name, documents=10, validation_documents=held_out)
+    values = pretraining(tmp_path / "own", tmp_path / "run", [(32, 8, 4)])
+    config = PretrainConfig.model_validate(
+        {**values, "start_from": "start", "adaptation": {"general": str(tmp_path / "general")}}
+    )
+    assert Corpora.open(config).general is None
+    assert "adaptation.general is not evaluated" in caplog.text
 
 
 def test_general_text_is_replayed_and_scored(place: Place, runs: dict[str, Path]) -> None:
