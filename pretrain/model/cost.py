@@ -161,6 +161,16 @@ def encoder_flops(model: ModelConfig, lengths: Sequence[float], rows: float) -> 
     return _all_layers(model, lengths) - skipped
 
 
+def unseen_flops(model: ModelConfig, causal: Sequence[float]) -> float:
+    """What `flops` and `executed_flops` count too much for causal sequences of these lengths: keys behind the query."""
+    pairs = sum(
+        layers * (_pairs(length, window) - length) / 2
+        for window, layers in _products(model).windows.items()
+        for length in causal
+    )
+    return model.recursions * 12 * model.hidden * pairs
+
+
 def recomputed_flops(model: ModelConfig, lengths: Sequence[float], rows: float, *, checkpointing: bool) -> float:
     """FLOPs of what the backward pass of the encoder computes a second time; `lengths` and `rows` as `encoder_flops`.
 
