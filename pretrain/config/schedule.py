@@ -131,7 +131,7 @@ class PhaseConfig(Section):
     max_predictions: int = Field(
         default=0,
         ge=0,
-        description="Most masked tokens per sequence. 0 means masking.probability x sequence_length.",
+        description="Most masked tokens per sequence. 0 means sequence_length x the share that is masked then.",
     )
     weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict,
