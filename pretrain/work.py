@@ -72,9 +72,7 @@ class Flops:
         with_it, without = (self._again(lengths, masked, causal, checkpointing=one) for one in (True, False))
         return with_it - without
 
-    def _again(
-        self, lengths: Sequence[float], masked: float, causal: Sequence[float], *, checkpointing: bool
-    ) -> float:
+    def _again(self, lengths: Sequence[float], masked: float, causal: Sequence[float], *, checkpointing: bool) -> float:
         """What the backward pass computes again."""
         config, rows = self.config, self._rows(lengths, masked)
         again = cost.recomputed_flops(config.model, lengths, rows, checkpointing=checkpointing)

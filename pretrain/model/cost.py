@@ -9,7 +9,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pretrain.config import ElectraConfig, ModelConfig
 from pretrain.model.activations import get_activation
@@ -131,7 +131,8 @@ def electra_flops(
     The discriminator reads every row, the generator only the masked ones. The scores that samples are drawn from count
     a second time, without a backward pass.
     """
-    generator = _generator(settings, model)
+    frozen: Any = settings, model
+    generator = _generator(*frozen)
     discriminator = _FLOPS_PER_ENTRY * matrix_entries(discriminator_parameters(model)) * sum(lengths)
     heads = discriminator + head_flops(generator, vocabulary_size, masked)
     scores = _FLOPS_PER_ENTRY / 3 * (model.embedding or model.hidden) * vocabulary_size * masked
@@ -257,11 +258,14 @@ class _Products(NamedTuple):
     windows: Counter[int]  # how many layers have each window
 
 
-@functools.lru_cache(maxsize=16)
 def _products(model: ModelConfig) -> _Products:
-    layers = [
-        [p for p in layer_parameters(model, number) if not _is_of_distances(p)] for number in range(model.layers)
-    ]
+    frozen: Any = model  # and therefore hashable
+    return _counted_products(frozen)
+
+
+@functools.lru_cache(maxsize=16)
+def _counted_products(model: ModelConfig) -> _Products:
+    layers = [[p for p in layer_parameters(model, number) if not _is_of_distances(p)] for number in range(model.layers)]
     return _Products(
         _FLOPS_PER_ENTRY * sum(map(matrix_entries, layers)),
         _FLOPS_PER_ENTRY * matrix_entries(p for p in layers[-1] if p.name not in _PROJECTIONS),

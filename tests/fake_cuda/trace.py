@@ -4,8 +4,8 @@ A case is a dictionary as JSON: `model` and `optimizer` (sections of the config)
 `fp8` and `cuda_graphs` where they are true; for a fine-tuning `task`, its head, objective and pooling. A line has
 `host_reads`: where the host waited for the device, read a value of it, copied from it, or copied to it in a way that
 waits, while the loop launched a step; for pretraining `host_reads_of_evaluation`; `collectives` of the step, by name;
-and `launches`, the Python functions from which it put work on the device. What would be recorded is launched. Tensors on two devices, shapes that depend on values, and collectives of
-tensors that are not on the device are errors.
+and `launches`, the Python functions from which it put work on the device. What would be recorded is launched. Tensors
+on two devices, shapes that depend on values, and collectives of tensors that are not on the device are errors.
 """
 
 from __future__ import annotations
