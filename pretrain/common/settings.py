@@ -164,8 +164,8 @@ class _Document(Generic[S]):
         keys, parts = _split_name(name), name.split(".")
         for depth in range(1, len(keys)):
             field = field_at(self.kind, keys[:depth])
-            types = typing.get_args(field.annotation) if field else ()
-            if field and typing.get_origin(field.annotation) is dict and types[1] is not Any:
+            annotation = field.annotation if field else None
+            if typing.get_origin(annotation) is dict and typing.get_args(annotation)[1] is not Any:
                 return (*keys[:depth], ".".join(parts[depth:]))
         return keys
 
