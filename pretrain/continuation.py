@@ -36,7 +36,7 @@ class Corpora:
         own: training split of the run's corpus.
         training: what is trained on: `own`, and replayed text of the general corpus.
         held_out: validation split of the run's corpus.
-        general: validation split of the general corpus, None without one.
+        general: validation split of the general corpus; None without one, or if `held_out` is empty.
     """
 
     own: TokenShards
@@ -55,6 +55,13 @@ class Corpora:
         training = own
         if adaptation.replay_share:
             training = with_replay(own, open_shards(general, "train"), adaptation.replay_share)
+        if not held_out.shards:
+            logger.warning(
+                "adaptation.general is not evaluated, since %s has no held-out text beside which its losses are "
+                "recorded. Prepare it with a corpus.validation_fraction above 0",
+                folder,
+            )
+            return cls(own, training, held_out)
         return cls(own, training, held_out, open_shards(general, "validation"))
 
     def fingerprints(self) -> dict[str, str]:

@@ -23,6 +23,7 @@ from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.model.attention import AttentionOptions, ProjectionWeights, TokenLayout, self_attention
 from pretrain.model.heads import PretrainingModel
 from pretrain.objectives.masked import MaskedTokens
+from pretrain.work import Flops
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
 
@@ -159,6 +160,22 @@ def test_a_causal_sequence_does_not_see_what_follows() -> None:
     assert same[9:20].all()
     assert same[21:35].all()
     assert not same[[20, 35]].any()
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_keys_behind_the_query_are_not_counted_as_work(window: int) -> None:
+    shape = {"local_attention": 2 * window, "global_every": 2} if window else {}
+    model = {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "max_positions": 64, **shape}
+    config, (masked, causal) = causal_config(0.5, model=model), (21, 25)
+    distance = torch.arange(causal)[:, None] - torch.arange(causal)
+    layers = [distance.abs() <= w if w else distance.abs() >= 0 for w in (0, window)]
+    unseen = 12 * 32 * sum(int((sees & (distance < 0)).sum()) for sees in layers)
+    counted = Flops(config, 300)
+    for count, part in ((counted.useful, 1), (counted.of_models, 1), (counted.executed, 7 / 6)):
+        whole, less = count([masked, causal], 30), count([masked, causal], 30, [causal])
+        assert whole - less == pytest.approx(part * unseen)
+    batch = dataclasses.replace(make_batch((masked, causal)), causal=1)
+    assert MaskedTokens(config, 300).flops(batch) == counted.of_models((masked, causal), batch.targets, (causal,))
 
 
 # ---- losses

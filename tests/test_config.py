@@ -264,8 +264,11 @@ def test_overrides_reach_sections_lists_and_new_places(write):
             "corpus.sources.0.name=x=y",
             "run_dir=",
             "engine.deepspeed.zero_optimization.overlap_comm=true",
+            "phases.0.weights.2019=2",
+            "phases.0.weights.wiki.en=0.5",
         ],
     )
+    assert config.phases[0].weights == {"2019": 2, "wiki.en": 0.5}
     assert [phase.steps for phase in config.phases] == [77, 1, 1]
     assert (config.phases[1].peak_learning_rate, config.optimizer.epsilon) == (2e-3, 1e-8)
     assert (config.scheduling.workers, config.tracking.tags, config.tracking.wandb) == (3, ("a", "b"), "off")
@@ -361,6 +364,12 @@ def test_a_resumed_run_may_change_the_rate_of_muon(write):
     momentum = load_config(path, ["optimizer.name=muon", "optimizer.muon_momentum=0.5"])
     assert changed_for_resume(muon, slower) == []
     assert len(changed_for_resume(muon, momentum)) == 1
+
+
+def test_a_resumed_run_keeps_the_weight_of_a_source_that_is_named_like_a_setting(write):
+    path = write(GOOD)
+    before, after = (load_config(path, [f"phases.0.weights.decay={weight}"]) for weight in (1, 5))
+    assert changed_for_resume(before, after) == ["phases.0.weights.decay (1.0 -> 5.0)"]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from pretrain.training.watchdog import _LAUNCHING
 from tests import fake_cuda
 
 pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch has a CUDA device of its own")
@@ -49,6 +50,13 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 def test_the_host_waits_for_nothing_in_a_step(traced: dict[str, dict[str, Any]], name: str) -> None:
     (read,) = traced[name]["host_reads"]
     assert read.endswith('values.to("cpu", non_blocking=True)  # into pinned memory')
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_host_that_can_launch_no_more_counts_as_waiting(traced: dict[str, dict[str, Any]], name: str) -> None:
+    ours = [function for function in traced[name]["launches"] if not function.startswith("__main__.")]
+    assert ours
+    assert [function for function in ours if not function.startswith(_LAUNCHING)] == []
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "task" not in case])

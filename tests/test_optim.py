@@ -135,6 +135,13 @@ def test_a_decay_timescale_is_the_share_of_the_steps_in_which_weights_shrink_by_
     assert optimizer.decay_over(half) == pytest.approx(2 * decay), "a run of half the steps decays twice as fast"
 
 
+@pytest.mark.parametrize(("matrices", "fastest"), [({"name": "muon", "muon_rate": 2.5}, 1e-2), ({}, 4e-3)])
+def test_a_timescale_below_one_step_takes_no_more_than_the_whole_weight(matrices: dict[str, Any], fastest: float):
+    phases = (make_phase(steps=3, peak=4e-3), make_phase(steps=1, peak=1e-3))
+    optimizer = PretrainOptimizerConfig.model_validate({"decay_timescale": 0.1, **matrices})
+    assert optimizer.decay_over(phases) * fastest == pytest.approx(1.0)
+
+
 def test_without_a_timescale_the_weight_decay_does_not_depend_on_the_run():
     assert PretrainOptimizerConfig(weight_decay=0.3).decay_over((make_phase(steps=7, peak=1e-3),)) == 0.3
 

@@ -133,6 +133,22 @@ def test_a_spike_is_rolled_back_and_its_data_skipped(corpus: Path, tmp_path: Pat
     assert [one["loss"] for one in found] == [one["loss"] for one in records(tmp_path / "again")], "exact resume"
 
 
+def test_rollbacks_that_a_checkpoint_followed_do_not_end_a_run(corpus: Path, tmp_path: Path) -> None:
+    config = pretraining(
+        corpus,
+        tmp_path / "run",
+        [(32, 12, 40)],
+        model__layers=1,
+        checkpoint__every_steps=4,
+        engine__max_bad_steps=1,
+        guard__max_rollbacks=1,
+    )
+    bad = {number * 12: math.nan for number in (6, 14, 22)}
+    assert run_workers(1, starts_with_bad_data, [(Start(config), bad)]) == [[""]]
+    events = [one for one in all_records(tmp_path / "run") if one.get("event") == "rollback"]
+    assert [(one["step"], one["from_step"]) for one in events] == [(4, 7), (8, 12), (12, 16)]
+
+
 def test_saves_and_stops_wait_for_a_good_step(corpus: Path, tmp_path: Path) -> None:
     config = settings(corpus, tmp_path / "run", checkpoint__keep_last=9, checkpoint__every_steps=6)
     bad = {number * 12: math.nan for number in (5, 6, 12, 13)}  # steps 6, 7, 13 and 14

@@ -16,6 +16,7 @@ from corpora import make_corpus
 from tiny_checkpoints import WORDS, make_bert
 
 from pretrain.__main__ import main
+from pretrain.batches.pairs import Sampler
 from pretrain.batches.replay import mixture_weights, with_replay
 from pretrain.checkpoint import store
 from pretrain.checkpoint.mapping import MappedTensor
@@ -337,8 +338,6 @@ def test_an_extension_that_exceeds_16_bits_is_refused(place: Place) -> None:
 
 
 def test_replayed_text_has_its_share_of_every_epoch(tmp_path: Path) -> None:
-    from pretrain.batches.pairs import Sampler
-
     own = open_shards(make_corpus(tmp_path / "own", documents=40), "train")
     general = open_shards(make_corpus(tmp_path / "general", documents=150, seed=3, sources=2), "train")
     mixed = with_replay(own, general, 0.25)
@@ -356,6 +355,43 @@ def test_replayed_text_has_its_share_of_every_epoch(tmp_path: Path) -> None:
 def test_sources_without_replay_keep_their_weights() -> None:
     assert mixture_weights([{}, {}], [0.5, 1.0], [10, 20]) == [0.5, 1.0]
     assert mixture_weights([{}, {"replay_share": 0.5}], [1.0, 1.0], [10, 40]) == [1.0, 0.25]
+
+
+@pytest.mark.parametrize("weights", [{"source-0": 2.0}, {"source-0": 0.0}])
+def test_weights_of_a_phase_leave_replayed_sources_of_the_same_name_alone(
+    tmp_path: Path, weights: dict[str, float]
+) -> None:
+    own, general = (make_corpus(tmp_path / str(n), documents=40, seed=n, sources=n) for n in (2, 1))
+    mixed = with_replay(open_shards(own, "train"), open_shards(general, "train"), 0.2)
+
+    def shares(weights: dict[str, float]) -> tuple[int, ...]:
+        pairs = PairsConfig(next_sentence=False)
+        return Sampler(mixed, pairs, sequence_length=64, seed=0, phase=0, weights=weights)._order.shares
+
+    first, second, _ = shares({})
+    found = shares(weights)
+    assert found[:2] == (weights["source-0"] * first, second)
+    assert found[2] / sum(found) == pytest.approx(0.2, abs=0.001)
+    with pytest.raises(InputError, match=r"leaves no source\. Give one of source-0, source-1 a weight above 0"):
+        shares({"source-0": 0.0, "source-1": 0.0})
+
+
+def test_a_general_corpus_without_a_sample_is_refused() -> None:
+    with pytest.raises(InputError, match=r"adaptation\.general: none of its documents has the sentences"):
+        mixture_weights([{}, {"replay_share": 0.5}], [1.0, 1.0], [10, 0])
+
+
+def test_without_own_held_out_text_a_run_says_that_general_text_is_not_evaluated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, held_out in (("own", 0), ("general", 5)):
+        make_corpus(tmp_path / name, documents=10, validation_documents=held_out)
+    values = pretraining(tmp_path / "own", tmp_path / "run", [(32, 8, 4)])
+    config = PretrainConfig.model_validate(
+        {**values, "start_from": "start", "adaptation": {"general": str(tmp_path / "general")}}
+    )
+    assert Corpora.open(config).general is None
+    assert "adaptation.general is not evaluated" in caplog.text
 
 
 def test_general_text_is_replayed_and_scored(place: Place, runs: dict[str, Path]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.common import thread_waits
+from pretrain.common import memory, thread_waits
 
 
 class Script:
@@ -90,6 +90,7 @@ def test_no_pool_is_made_near_a_limit_of_threads(monkeypatch: pytest.MonkeyPatch
 def test_limits_of_threads_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {resource.RLIMIT_AS: resource.RLIM_INFINITY, resource.RLIMIT_NPROC: 1 << 40}
     monkeypatch.setattr(thread_waits.resource, "getrlimit", lambda which: (limits[which], 0))
+    monkeypatch.setattr(thread_waits, "control_groups", lambda _: [Path("group")])
     monkeypatch.setattr(Path, "read_text", lambda _: "max")  # the cgroup's
     assert thread_waits._may_start(3)
     limits[resource.RLIMIT_NPROC] = 20
@@ -100,6 +101,34 @@ def test_limits_of_threads_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert thread_waits._may_start(2)
     limits[resource.RLIMIT_AS] = 1 << 34
     assert not thread_waits._may_start(2)
+
+
+@pytest.mark.parametrize(
+    ("group", "folder", "files"),
+    [
+        ("0::/jobs/one", "", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "4:memory:/jobs/one\n0::/",
+            "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_the_limits_of_every_control_group_around_a_job_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group: str, folder: str, files: tuple[str, str, str]
+) -> None:
+    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "groups")
+    (tmp_path / "own").write_text(group + "\n")
+    job = tmp_path / "groups" / folder / "jobs/one"
+    job.mkdir(parents=True)
+    assert memory.machine_memory()[0] > 1 << 20, "no limit"
+    for place, limit, used in ((job, 1 << 20, 1000), (job.parent, 1 << 21, (1 << 21) - 5000)):
+        (place / files[0]).write_text(str(limit))
+        (place / files[1]).write_text(str(used))
+        (place / "memory.stat").write_text(f"anon 5\n{files[2]} 200\n")
+    assert memory.machine_memory() == (1 << 20, 5200)
+    assert job in memory.control_groups("memory")
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])

@@ -104,6 +104,18 @@ def test_the_executed_flops_are_what_torch_counts(name: str) -> None:
     assert expected == pytest.approx(counted(config, batch) - ones, rel=0.002)
 
 
+@pytest.mark.parametrize("name", ["bert", "electra"])
+def test_the_layers_of_a_model_are_counted_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop asks for the FLOPs of each micro-batch."""
+    asked: list[int] = []
+    plain = cost.layer_parameters
+    monkeypatch.setattr(cost, "layer_parameters", lambda model, number: asked.append(number) or plain(model, number))
+    cost._counted_products.cache_clear()
+    for lengths in ([64, 32], [17, 5, 3]):
+        work.Flops(make_config(**CASES[name]), VOCABULARY).of_models(lengths, 4)
+    assert sorted(asked) == sorted([0, 1, 2] * (1 + (name == "electra")))
+
+
 def test_padding_of_groups_is_not_counted() -> None:
     """On CPU, sequences of unequal lengths are attended in padded groups: a few per cent more than is counted."""
     shape = {**SHAPE, "layers": 2, "hidden": 256}

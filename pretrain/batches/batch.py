@@ -53,6 +53,11 @@ class MicroBatch:
         return self.lengths[: len(self.lengths) - self.filler.sequences]
 
     @property
+    def causal_lengths(self) -> tuple[int, ...]:
+        """Tokens of each causal sequence."""
+        return self.lengths[len(self.lengths) - self.causal :]
+
+    @property
     def targets(self) -> int:
         """How many tokens are predicted."""
         return len(self.masked_rows) - self.filler.rows

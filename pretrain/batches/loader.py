@@ -210,8 +210,7 @@ def validation_batches(
 ) -> list[StepBatch]:
     """The held-out batches of a phase: the same samples every time, for every `config.seed`.
 
-    At most `config.evaluation.sequences` samples; none if the corpus has no validation split. If a micro-batch holds
-    only one sequence, up to `world_size` - 1 samples are left out so that every rank gets as many. If there are fewer
+    At most `config.evaluation.sequences` samples; none if the corpus has no validation split. If there are fewer
     samples than ranks, as after a small run has grown, every rank evaluates all of them.
 
     Raises `InputError` if there is a split, but no sample in it.
@@ -229,8 +228,6 @@ def validation_batches(
     if count < world_size:
         alone = BatchMaker(shards, config, phase, seed=0, rank=0, world_size=1, held_out=True)
         return [_on_all_ranks(alone.make(0, count), world_size)]
-    if config.engine.micro_batch_tokens < 2 * config.phases[phase].sequence_length:
-        count -= count % world_size
     parts = max(1, count // max(_EVALUATION_SEQUENCES, world_size))
     bounds = [*(count // world_size * part // parts * world_size for part in range(parts)), count]
     return [maker.make(first, last - first) for first, last in itertools.pairwise(bounds)]
@@ -246,7 +243,8 @@ class BatchMaker:
     """Makes one rank's share of any batch, in the calling thread.
 
     `held_out` batches are masked as at the end of the run, whatever the schedule of masking, and mixed as the corpus
-    says, so that losses compare.
+    says, so that losses compare. Their micro-batches hold at least two sequences, since any number of those can be
+    dealt to any number of ranks; without a backward pass they still take less memory than the training's.
     """
 
     def __init__(
@@ -265,7 +263,7 @@ class BatchMaker:
         self.rank, self.world_size = rank, world_size
         self._length = length
         self._config, self._phase, self._folder = config, phase, shards.folder
-        self._budget = config.engine.micro_batch_tokens
+        self._budget = max(config.engine.micro_batch_tokens, 2 * length if held_out else 0)
         self._paired = config.pairs.has_classifier
         last = config.held_out_masking_share
         self._shares = (last, last) if held_out else config.masking_shares(phase)

@@ -36,10 +36,12 @@ def with_replay(shards: TokenShards, general: TokenShards, share: float) -> Toke
         )
     digest = hashlib.sha256(f"{shards.fingerprint} {general.fingerprint} {share!r}".encode())
     behind = len(shards.sources)
+    # Without names: weights of a phase are for the run's own sources, which may have the same ones.
+    replayed = [{"weight": source.get("weight", 1.0), _SHARE: share} for source in general.sources]
     return dataclasses.replace(
         shards,
         fingerprint=digest.hexdigest(),
-        sources=[*shards.sources, *({**source, _SHARE: share} for source in general.sources)],
+        sources=[*shards.sources, *replayed],
         shards=[*shards.shards, *(dataclasses.replace(one, source=one.source + behind) for one in general.shards)],
     )
 
@@ -51,6 +53,8 @@ def mixture_weights(sources: Sequence[Mapping[str, Any]], weights: list[float], 
         sources: of the corpus; replayed ones have the share of the samples that all of them give together.
         weights: of the sources, which count among the replayed ones and among the others.
         samples: of one epoch of each source.
+
+    Raises `InputError` if there is nothing to replay.
     """
     share = next((float(source[_SHARE]) for source in sources if _SHARE in source), None)
     if share is None:
@@ -58,5 +62,10 @@ def mixture_weights(sources: Sequence[Mapping[str, Any]], weights: list[float], 
     counts = [weight * count for weight, count in zip(weights, samples, strict=True)]
     own = sum(count for source, count in zip(sources, counts, strict=True) if _SHARE not in source)
     replayed = sum(count for source, count in zip(sources, counts, strict=True) if _SHARE in source)
+    if own and not replayed:
+        raise InputError(
+            "adaptation.general: none of its documents has the sentences that a sample needs, so nothing can be "
+            "replayed. Add text, or set pairs.objective: none."
+        )
     factor = share / (1 - share) * own / max(replayed, 1.0)
     return [weight * factor if _SHARE in source else weight for source, weight in zip(sources, weights, strict=True)]

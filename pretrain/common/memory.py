@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # malloc.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
+_OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def hold_freed_memory(at_most: int = -1) -> None:
@@ -38,27 +40,42 @@ def return_freed_memory() -> None:
 
 
 def machine_memory() -> tuple[int, int]:
-    """Total and free bytes of the machine, or of its container if that has less."""
+    """Total and free bytes of the machine, or of its container or job if that has less."""
     import psutil
 
     machine = psutil.virtual_memory()
-    limit, used = _container_memory()
-    return min(machine.total, limit), min(machine.available, max(0, limit - used))
+    limits = [(machine.total, machine.available), *_limits()]
+    return min(total for total, _ in limits), min(free for _, free in limits)
 
 
-def _container_memory() -> tuple[int, int]:
-    """Limit and use by the kernel's control groups, version 2 or 1; without the file cache, which can be reclaimed."""
-    for folder, limit, used, cache in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            words = (Path(folder) / "memory.stat").read_text().split()
-            cached = int(dict(zip(words[::2], words[1::2], strict=True))[cache])
-            return int((Path(folder) / limit).read_text()), int((Path(folder) / used).read_text()) - cached
-        except (OSError, ValueError, KeyError):  # no such version, or "max": no limit
-            continue
-    return sys.maxsize, 0
+def control_groups(controller: str) -> list[Path]:
+    """The folders of this process's control group, version 2 or 1, and of all groups around it.
+
+    In a container that knows its group by the host's name, only the outermost one exists: the container's own.
+    """
+    folders: list[Path] = []
+    with contextlib.suppress(OSError, ValueError):  # another system
+        for line in _OWN_GROUPS.read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            if not controllers or controller in controllers.split(","):
+                root = _GROUPS / controller if controllers else _GROUPS
+                own = root / name.lstrip("/")
+                folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    return folders
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Limit and free bytes of each control group with a limit; the file cache is free, since it can be reclaimed."""
+    for folder in control_groups("memory"):
+        for limit, used, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # the other version, or "max": no limit
+                words = (folder / "memory.stat").read_text().split()
+                cached = int(dict(zip(words[::2], words[1::2], strict=True))[cache])
+                most = int((folder / limit).read_text())
+                yield most, max(0, most - int((folder / used).read_text()) + cached)
 
 
 def _call(name: str, *arguments: int) -> None:

@@ -102,8 +102,14 @@ def differences(before: Section, after: Section, *, free: Sequence[str]) -> list
     return [
         f"{name} ({old} -> {new})"
         for name, (old, new) in changes(before, after).items()
-        if not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in free)
+        if not any(_is_below(name, pattern) for pattern in free)
     ]
+
+
+def _is_below(name: str, pattern: str) -> bool:
+    """Whether a dotted name is a setting that `pattern` describes, or below one; * is one part of a name."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) >= len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def changes(before: Section, after: Section) -> dict[str, tuple[Any, Any]]:
@@ -141,7 +147,7 @@ class _Document(Generic[S]):
         """Apply the override `key.path=value` to the file's values."""
         where = f"--set {shortened(printable(text), _LONGEST_OVERRIDE)}"
         name, equals, written = text.partition("=")
-        keys = _split_name(name.strip())
+        keys = self._keys_of(name.strip())
         if not equals or "" in keys or len(keys) > _MOST_LEVELS:
             raise InputError(f"{where}: expected key.path=value, for example phases.0.steps=10.")
         value = parse(written, where)[1] if written.strip() else ""
@@ -152,6 +158,16 @@ class _Document(Generic[S]):
             place = f"{where}: {'.'.join(map(str, keys[:depth])) or self.path}"
             new_item: Any = value if last else [] if isinstance(keys[depth + 1], int) else {}
             container = _enter(container, key, new_item, place, replace=last)
+
+    def _keys_of(self, name: str) -> Keys:
+        """The keys of a setting's dotted name. Names that are not ours, such as those of sources, may contain dots."""
+        keys, parts = _split_name(name), name.split(".")
+        for depth in range(1, len(keys)):
+            field = field_at(self.kind, keys[:depth])
+            annotation = field.annotation if field else None
+            if typing.get_origin(annotation) is dict and typing.get_args(annotation)[1] is not Any:
+                return (*keys[:depth], ".".join(parts[depth:]))
+        return keys
 
     def validate(self) -> S:
         """The validated settings. Raises `InputError` with one line per problem."""

@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from pretrain.common.memory import control_groups
+
 _POLL_SECONDS = 0.5
 # Share of the time that a runnable thread waits for a core: above the first the cores are contended, below the second
 # they are free.
@@ -119,7 +121,7 @@ def _may_start(threads: int) -> bool:
         return False
     limits = [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
     available = [limit - _threads_of_user() for limit in limits if limit != resource.RLIM_INFINITY]
-    for folder in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/pids")):
+    for folder in control_groups("pids"):
         with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
             available.append(int((folder / "pids.max").read_text()) - int((folder / "pids.current").read_text()))
     return all(_SPARE_FACTOR * threads < free for free in available)

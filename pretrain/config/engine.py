@@ -165,4 +165,9 @@ class SpikeConfig(Section):
         ge=0,
         description="A spike must also exceed that median by this share of it: 0.2 means 20 %.",
     )
-    max_rollbacks: int = Field(default=3, ge=0, description="Rollbacks before the run stops as diverged (exit code 4).")
+    max_rollbacks: int = Field(
+        default=3,
+        ge=0,
+        description="Rollbacks before the run stops as diverged (exit code 4), without a checkpoint past the step that "
+        "failed in between.",
+    )

@@ -67,7 +67,8 @@ class PretrainOptimizerConfig(OptimizerConfig):
         ge=0,
         description="Weight decay given as its timescale, a fraction of the run's steps: after that many steps at the "
         "peak rate, the decay has multiplied the layers' matrices by 1/e (Wang and Aitchison 2024). It suits runs of "
-        "any length, whereas a longer run needs a smaller weight_decay. More than 0 replaces weight_decay.",
+        "any length, whereas a longer run needs a smaller weight_decay. No step takes more than the whole weight: a "
+        "timescale below one step counts as one. More than 0 replaces weight_decay.",
     )
 
     @property
@@ -83,7 +84,9 @@ class PretrainOptimizerConfig(OptimizerConfig):
         if not self.decay_timescale:
             return self.weight_decay
         peaks = sum(phase.steps * phase.peak_learning_rate for phase in phases)
-        return 1 / (self.decay_timescale * peaks * self.muon_rate)
+        fastest = max(phase.peak_learning_rate for phase in phases) * max(1.0, self.muon_rate)
+        # A weight that lost more than itself in a step would change its sign, and grow.
+        return min(1 / (self.decay_timescale * peaks * self.muon_rate), 1 / fastest)
 
 
 class PhaseConfig(Section):
@@ -128,7 +131,7 @@ class PhaseConfig(Section):
     max_predictions: int = Field(
         default=0,
         ge=0,
-        description="Most masked tokens per sequence. 0 means masking.probability x sequence_length.",
+        description="Most masked tokens per sequence. 0 means sequence_length x the share that is masked then.",
     )
     weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict,

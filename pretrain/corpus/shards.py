@@ -73,14 +73,16 @@ class TokenShards:
     def weights(self, instead: Mapping[str, float], where: str) -> list[float]:
         """The weight of each source: that in `instead` by its name, else the one it was prepared with.
 
+        Replayed sources have no names.
+
         Raises `InputError`, which begins with `where`, if there is no source of a name or none is left.
         """
-        names = [source["name"] for source in self.sources] if instead else []
+        names = [source["name"] for source in self.sources if "name" in source] if instead else []
         for name in instead:
             if name not in names:
                 raise InputError(f"{where}: {not_one_of(name, names)}")
         weights = [float(instead.get(source.get("name", ""), source.get("weight", 1.0))) for source in self.sources]
-        if instead and not any(weights):
+        if instead and not any(w for w, source in zip(weights, self.sources, strict=True) if "name" in source):
             raise InputError(f"{where}: leaves no source. Give one of {', '.join(names)} a weight above 0.")
         return weights
 

@@ -5,9 +5,11 @@ Letters: H hidden width, F feed-forward width, V vocabulary, L layers, T tokens 
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pretrain.config import ElectraConfig, ModelConfig
 from pretrain.model.activations import get_activation
@@ -98,7 +100,7 @@ def executed_flops(
     if next_sentence and model.pooling != "cls":
         return useful
     tokens, window = sum(lengths), model.window(model.layers - 1)
-    linear = _after_attention(model) * (tokens - masked - len(lengths))
+    linear = _products(model).after_attention * (tokens - masked - len(lengths))
     skipped = (_pairs(length, window) * (1 - 1 / length - masked / tokens) for length in lengths)
     return useful - linear - 12 * model.hidden * sum(skipped)
 
@@ -129,7 +131,8 @@ def electra_flops(
     The discriminator reads every row, the generator only the masked ones. The scores that samples are drawn from count
     a second time, without a backward pass.
     """
-    generator = settings.generator(model)
+    frozen: Any = settings, model
+    generator = _generator(*frozen)
     discriminator = _FLOPS_PER_ENTRY * matrix_entries(discriminator_parameters(model)) * sum(lengths)
     heads = discriminator + head_flops(generator, vocabulary_size, masked)
     scores = _FLOPS_PER_ENTRY / 3 * (model.embedding or model.hidden) * vocabulary_size * masked
@@ -155,8 +158,18 @@ def encoder_flops(model: ModelConfig, lengths: Sequence[float], rows: float) -> 
     """
     tokens, window = sum(lengths), model.window(model.layers - 1)
     pairs = sum(_pairs(length, window) for length in lengths)
-    skipped = _after_attention(model) * (tokens - rows) + 12 * model.hidden * pairs * (1 - rows / tokens)
+    skipped = _products(model).after_attention * (tokens - rows) + 12 * model.hidden * pairs * (1 - rows / tokens)
     return _all_layers(model, lengths) - skipped
+
+
+def unseen_flops(model: ModelConfig, causal: Sequence[float]) -> float:
+    """What `flops` and `executed_flops` count too much for causal sequences of these lengths: keys behind the query."""
+    pairs = sum(
+        layers * (_pairs(length, window) - length) / 2
+        for window, layers in _products(model).windows.items()
+        for length in causal
+    )
+    return model.recursions * 12 * model.hidden * pairs
 
 
 def recomputed_flops(model: ModelConfig, lengths: Sequence[float], rows: float, *, checkpointing: bool) -> float:
@@ -170,8 +183,8 @@ def recomputed_flops(model: ModelConfig, lengths: Sequence[float], rows: float, 
     """
     tokens, last = sum(lengths), model.layers - 1
     stack = sum(
-        _pairs(length, model.window(number)) + 2 * _distance_pairs(model, length, model.window(number))
-        for number in range(model.layers)
+        layers * (_pairs(length, window) + 2 * _distance_pairs(model, length, window))
+        for window, layers in _products(model).windows.items()
         for length in lengths
     )
     skipped = sum(_pairs(length, model.window(last)) for length in lengths) * (1 - rows / tokens)
@@ -227,13 +240,42 @@ def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, items
 
 def _all_layers(model: ModelConfig, lengths: Sequence[float]) -> float:
     """FLOPs of the layers, as often as they are applied, and of the projection of the embeddings."""
-    tokens, matmuls, pairs = sum(lengths), 0, 0.0
-    for number in range(model.layers):
-        matmuls += matrix_entries(p for p in layer_parameters(model, number) if not _is_of_distances(p))
-        pairs += sum(_pairs(length, model.window(number)) for length in lengths)
-        pairs += sum(_distance_pairs(model, length, model.window(number)) for length in lengths)
-    layers = _FLOPS_PER_ENTRY * matmuls * tokens + 12 * model.hidden * pairs
+    tokens, products = sum(lengths), _products(model)
+    pairs = sum(
+        layers * (_pairs(length, window) + _distance_pairs(model, length, window))
+        for window, layers in products.windows.items()
+        for length in lengths
+    )
+    layers = products.all_layers * tokens + 12 * model.hidden * pairs
     return model.recursions * layers + _projection(model) * tokens
+
+
+class _Products(NamedTuple):
+    """What the products of the layers of a model depend on, counted once: the loop asks for each micro-batch."""
+
+    all_layers: int  # FLOPs per token of their matrices
+    after_attention: int  # of these, in the last layer, past query, key and value
+    windows: Counter[int]  # how many layers have each window
+
+
+def _products(model: ModelConfig) -> _Products:
+    frozen: Any = model  # and therefore hashable
+    return _counted_products(frozen)
+
+
+@functools.lru_cache(maxsize=16)
+def _counted_products(model: ModelConfig) -> _Products:
+    layers = [[p for p in layer_parameters(model, number) if not _is_of_distances(p)] for number in range(model.layers)]
+    return _Products(
+        _FLOPS_PER_ENTRY * sum(map(matrix_entries, layers)),
+        _FLOPS_PER_ENTRY * matrix_entries(p for p in layers[-1] if p.name not in _PROJECTIONS),
+        Counter(map(model.window, range(model.layers))),
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _generator(settings: ElectraConfig, model: ModelConfig) -> ModelConfig:
+    return settings.generator(model)
 
 
 def _projection(model: ModelConfig) -> int:
@@ -254,9 +296,9 @@ def _distance_pairs(model: ModelConfig, length: float, window: int) -> float:
 
     A float's rounding may take the last bucket for its neighbour (`positions.distance_rows`).
     """
-    far, middle = min(length - 1, window or length), model.relative_span // 2
     if not model.disentangled:
         return 0.0
+    far, middle = min(length - 1, window or length), model.relative_span // 2
     if model.relative_buckets and far > middle:
         growth = math.log(far / middle) / math.log((model.relative_max_distance - 1) / middle)
         far = middle + math.ceil(growth * (middle - 1))
@@ -267,13 +309,6 @@ def _distance_pairs(model: ModelConfig, length: float, window: int) -> float:
 def _is_of_distances(parameter: Parameter) -> bool:
     """Whether a matrix multiplies embeddings of distances, not tokens."""
     return parameter.name.startswith("position_")
-
-
-def _after_attention(model: ModelConfig) -> int:
-    """FLOPs per token of the last layer's matrices past query, key and value."""
-    parameters = layer_parameters(model, model.layers - 1)
-    past = (p for p in parameters if p.name not in _PROJECTIONS and not _is_of_distances(p))
-    return _FLOPS_PER_ENTRY * matrix_entries(past)
 
 
 def _embedding_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:

@@ -65,7 +65,7 @@ class MaskedTokens:
 
     def flops(self, micro_batch: MicroBatch) -> float:
         counted = Flops(self._config, self._vocabulary_size)
-        return counted.of_models(micro_batch.real_lengths, micro_batch.targets)
+        return counted.of_models(micro_batch.real_lengths, micro_batch.targets, micro_batch.causal_lengths)
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         if not self._config.masking.z_loss:

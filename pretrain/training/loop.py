@@ -78,6 +78,7 @@ class TrainingFailure:
     """The last steps were harmful, and training must go back to a checkpoint."""
 
     reason: str  # one clause, for messages
+    remedy: str = ""  # continues "Lower the learning rate"
 
 
 class StepOutcome(NamedTuple):
@@ -342,7 +343,10 @@ class _Fit(Generic[S]):
         spike = is_spike(progress.recent, loss, self.plan.config.guard)
         progress.recent = [*progress.recent, loss][-REMEMBERED:]
         progress.window.add(sums, counts)
-        return TrainingFailure(f"the loss of step {progress.step + 1} spiked to {loss:.4g}") if spike else None
+        if not spike:
+            return None
+        remedy = ", or set guard.spike_sigmas: 0 if such loss spikes are harmless"
+        return TrainingFailure(f"the loss of step {progress.step + 1} spiked to {loss:.4g}", remedy)
 
     def _count_bad_step(self) -> TrainingFailure | None:
         progress = self.progress
@@ -473,19 +477,23 @@ class _Fit(Generic[S]):
             self.saver.trouble = ""
 
     def roll_back(self, failure: TrainingFailure) -> None:
-        """Go back to the last checkpoint and skip the data since. Raises `DivergedError` after too many rollbacks."""
+        """Go back to the last checkpoint and skip the data since.
+
+        Raises `DivergedError` after too many rollbacks without a checkpoint past the step that failed.
+        """
         progress = self.progress
         if progress.window.tokens:  # not just logged
             self.log()
         with self.saving():
             self.wait_for_save()
             checkpoint = newest_checkpoint(self.checkpoints, self.engine)
+        if checkpoint is not None and store.step_of(checkpoint) >= progress.failed_step:
+            progress.rollbacks = 0
         if checkpoint is None or progress.rollbacks >= self.plan.config.guard.max_rollbacks:
             raise DivergedError(
                 f"{failure.reason}, after {progress.rollbacks} rollbacks. The last good checkpoint is "
-                f"{checkpoint.name if checkpoint else 'none'}. Lower the learning rate, or set guard.spike_sigmas: 0 "
-                "if such loss spikes are harmless. A pretraining continues from that checkpoint with --resume; a "
-                "fine-tuning starts again."
+                f"{checkpoint.name if checkpoint else 'none'}. Lower the learning rate{failure.remedy}. A pretraining "
+                "continues from that checkpoint with --resume; a fine-tuning starts again."
             )
         with self.engine.allow(LONG_SECONDS):
             restored = Progress.from_state(restore(self.engine, checkpoint))
@@ -500,7 +508,8 @@ class _Fit(Generic[S]):
             "time": time.time(),
             "message": message,
         }
-        restored.rollbacks, restored.bad_in_a_row = progress.rollbacks + 1, 0
+        restored.rollbacks, restored.failed_step = progress.rollbacks + 1, progress.step
+        restored.bad_in_a_row = 0
         restored.passed_over = [*progress.passed_over, *self.task.pass_over(first, count)]
         for name in Progress.__dataclass_fields__:
             setattr(progress, name, getattr(restored, name))

@@ -54,7 +54,8 @@ class Progress:
     evaluations_without_gain: int = 0
     stopped_early: bool = False
     recent: list[float] = field(default_factory=list)  # losses of the last steps, for `spikes.is_spike`
-    rollbacks: int = 0
+    rollbacks: int = 0  # without a checkpoint past `failed_step`
+    failed_step: int = 0  # where the last rollback began
     passed_over: list[tuple[int, int]] = field(default_factory=list)  # see `TrainingTask.batches`
     window: Window = field(default_factory=Window)  # since the last record
 

@@ -65,17 +65,29 @@ _DEVICE_WAITS = {
     ("torch.cuda", "synchronize"),
     ("torch.cuda.streams", "synchronize"),
 }
-# On a GPU, code of these modules only launches kernels. A host that stays in it has filled the device's queue, whose
-# first kernel is a collective that waits for another rank.
+# On a GPU, these modules and functions only launch kernels and copies. A host that stays in one has filled the device's
+# queue, whose first kernel is a collective that waits for another rank.
 _LAUNCHING = (
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.fp16.loss_scaler",
+    "finetune.model.task_model",
+    "finetune.train.loss",
+    "finetune.train.totals",
+    "pretrain.common.transfers",
     "pretrain.model",
+    "pretrain.objectives",
     "pretrain.training.engine",
+    "pretrain.training.loop.launch_step",
     "pretrain.training.optim",
+    "pretrain.training.passes",
     "torch._dynamo",
     "torch._functorch",
     "torch._inductor",
     "torch._ops",
+    "torch._tensor",
+    "torch._utils",
     "torch.autograd",
+    "torch.cuda.streams",
     "torch.nn",
     "torch.optim",
     "triton",
@@ -413,8 +425,8 @@ def _waits_for_others(thread: int, *, on_gpu: bool) -> bool:
     """Whether a thread is in a collective, as its Python frames show, or on a GPU behind one."""
     frame, modules = sys._current_frames().get(thread), []
     if frame is not None:
-        module = frame.f_globals.get("__name__") or ""
-        if (module, frame.f_code.co_name) in _DEVICE_WAITS or (on_gpu and module.startswith(_LAUNCHING)):
+        module, name = frame.f_globals.get("__name__") or "", frame.f_code.co_name
+        if (module, name) in _DEVICE_WAITS or (on_gpu and f"{module}.{name}".startswith(_LAUNCHING)):
             return True
     while frame is not None and len(modules) < _INNERMOST:
         modules.append(frame.f_globals.get("__name__") or "")

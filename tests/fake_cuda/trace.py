@@ -3,9 +3,9 @@
 A case is a dictionary as JSON: `model` and `optimizer` (sections of the config), `stage` and `precision`; `compile`,
 `fp8` and `cuda_graphs` where they are true; for a fine-tuning `task`, its head, objective and pooling. A line has
 `host_reads`: where the host waited for the device, read a value of it, copied from it, or copied to it in a way that
-waits, while the loop launched a step; for pretraining `host_reads_of_evaluation`; and `collectives` of the step, by
-name. What would be recorded is launched. Tensors on two devices, shapes that depend on values, and collectives of
-tensors that are not on the device are errors.
+waits, while the loop launched a step; for pretraining `host_reads_of_evaluation`; `collectives` of the step, by name;
+and `launches`, the Python functions from which it put work on the device. What would be recorded is launched. Tensors
+on two devices, shapes that depend on values, and collectives of tensors that are not on the device are errors.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ ATTENTION: dict[Any, Any] = {
     torch.ops.bertrain.grouped_attention.default: grouped_op._forward._init_fn,
     torch.ops.bertrain.grouped_attention_backward.default: grouped_op._backward._init_fn,
 }
+WRAPPERS = ("torch._dynamo.eval_frame", "torch._compile")  # of `__torch_dispatch__`
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 host_reads: list[str] = []
 host_reads_of_evaluation: list[str] = []
 collectives: Counter[str] = Counter()
+launches: set[str] = set()
 
 
 def main(cases: list[str]) -> None:
@@ -55,7 +57,7 @@ def main(cases: list[str]) -> None:
     for case in map(json.loads, cases):
         take_a_step(case)
         reads = {"host_reads": host_reads, "host_reads_of_evaluation": host_reads_of_evaluation}
-        print(json.dumps({**reads, "collectives": collectives}), flush=True)
+        print(json.dumps({**reads, "collectives": collectives, "launches": sorted(launches)}), flush=True)
 
 
 def take_a_step(case: dict[str, Any]) -> None:
@@ -86,6 +88,7 @@ def take_a_step(case: dict[str, Any]) -> None:
         for number in range(STEPS):
             host_reads.clear()
             collectives.clear()
+            launches.clear()
             with Copies():
                 fit.launch_step(number, StepBatch((there, there), *(1, 1, 1), epoch=0, first_sample=0), False)
         if "task" not in case:
@@ -110,13 +113,14 @@ def note_reads_of_evaluation(engine: Any, batch: Any) -> None:
     task._objective = SimpleNamespace(
         totals=lambda output: loss_of(output).detach()[None], counts=lambda _: torch.ones(1), metrics=lambda *_: {}
     )
-    before, of_step = len(host_reads), Counter(collectives)
+    before, of_step, launches_of_step = len(host_reads), Counter(collectives), set(launches)
     with torch.no_grad(), Copies():
         task._means(engine, [StepBatch((batch, batch), *(1, 1, 1), epoch=0, first_sample=0)] * 2)
     host_reads_of_evaluation.extend(host_reads[before:])
     del host_reads[before:]
     collectives.clear()
     collectives.update(of_step)
+    launches.intersection_update(launches_of_step)
 
 
 def model_of(case: dict[str, Any]) -> nn.Module:
@@ -204,6 +208,11 @@ class Copies(TorchDispatchMode):
         given, made = ([x for x in tree_leaves(part) if isinstance(x, Tensor)] for part in ((args, kwargs), result))
         if any(x.is_cuda for x in given) and any(x.device.type == "cpu" for x in made):
             note_a_read()
+        if any(x.is_cuda for x in made):
+            caller: Any = sys._getframe(1)
+            while caller.f_globals["__name__"] in WRAPPERS:
+                caller = caller.f_back
+            launches.add(f"{caller.f_globals['__name__']}.{caller.f_code.co_name}")
         if func in COPIES and not made[0].is_cpu and any(x.is_cpu and x.dim() for x in given):
             source = next(x for x in given if x.is_cpu)
             asked = (kwargs or {}).get("non_blocking") or (len(args) > 2 and args[2])
