@@ -184,7 +184,8 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 def fingerprint(run_dir: Path) -> str:
     """Hash of the weights and moments of the newest checkpoint, whichever rank wrote which part."""
-    from pretrain.checkpoint.store import CheckpointReader, read_manifest
+    from pretrain.checkpoint.store import CheckpointReader
+    from pretrain.common.files import read_manifest
 
     checkpoint = run_dir / f"checkpoints/step-{newest_checkpoint(run_dir):08d}"
     digest = hashlib.sha256()
