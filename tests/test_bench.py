@@ -31,7 +31,7 @@ from pretrain.config import load_config
 from pretrain.corpus.shards import open_shards
 from pretrain.reporting.charts import Bar, bar_chart
 from tests.chaos import wait_for
-from tests.tiny_checkpoints import write_reviews
+from tests.tiny_checkpoints import make_bert, write_reviews
 
 # What the benchmarks printed in small runs, shortened.
 STEP: dict[str, Any] = {
@@ -645,8 +645,8 @@ def test_what_is_terminated_ends_its_program_and_leaves_no_files(what: str, tmp_
     program.write_text("\n".join(["#!/bin/sh", *lines]))
     program.chmod(0o755)
     scratch.mkdir()
-    reviews = write_reviews(tmp_path, train=4, dev=4)
-    task = {"name": "run", "run_dir": str(tmp_path / "run"), "start_from": "unused", "classification": reviews}
+    reviews, start = write_reviews(tmp_path, train=4, dev=4), str(make_bert(tmp_path / "bert"))
+    task = {"name": "run", "run_dir": str(tmp_path / "run"), "start_from": start, "classification": reviews}
     (tmp_path / "task.yaml").write_text(json.dumps({**task, "engine": {"precision": "fp32"}}))
     recipe = Path(__file__).parents[1] / "configs/pretrain/mini.yaml"
     code = f"import sys, tempfile; sys.executable = sys.argv[1]\n{TERMINATED[what]}"
