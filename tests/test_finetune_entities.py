@@ -953,6 +953,8 @@ def test_the_penalty_of_o_is_tuned_on_the_dev_set_and_kept():
     fixed = make_task()
     fixed.tune(sentences, windows, logits)
     assert (fixed.outside_penalty, "outside_penalty" in fixed.state()) == (0.0, False)
+    with pytest.raises(InputError, match="there is no dev set to tune on"):
+        task.read_held_out()
     # What is found with probabilities as they are stays so.
     sure = logits_of(windows, windows.labels, 5)
     task.tune(sentences, windows, sure)

@@ -69,8 +69,8 @@ def start_overrides(path: Path, overrides: Sequence[str], *, resume: bool = Fals
     folder = given.get("start_from")
     if not folder or not isinstance(folder, str):
         return []
-    released = read_released(fetched_model(folder).expanduser())
-    tokenizer = start_tokenizer(fetched_model(folder).expanduser(), released)
+    released = read_released(fetched_model(folder))
+    tokenizer = start_tokenizer(fetched_model(folder), released)
     added = _section(_section(given, "corpus"), "vocabulary").get("added_words")
     model = _model(released, 0 if added else vocabulary_size(tokenizer))
     return [*_model_overrides(folder, model, given), *_vocabulary_overrides(folder, tokenizer, given)]

@@ -18,7 +18,6 @@ import functools
 import json
 import logging
 import math
-import re
 import socket
 import time
 import uuid
@@ -29,6 +28,7 @@ from typing import Any
 from pretrain.common.addresses import is_remote, join, local
 from pretrain.common.errors import InputError
 from pretrain.common.files import (
+    CHECKPOINT_NAME,
     MANIFEST,
     atomic_open,
     checkpoint_names,
@@ -56,7 +56,6 @@ _STATE, _MODEL = "state.json", "model"
 _LOCK = ".fetch.lock"
 _FETCHED = ".fetched.json"  # names of the files of a released model that were fetched
 _FETCHING = ".fetching"  # a file that is there until the run's small files have been fetched behind a checkpoint
-_CHECKPOINT = re.compile(r"step-\d{8}")
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +153,7 @@ class StoredRun:
                     names.discard(name)
                 else:
                     names.add(name)
-            self._names = {name for name in names if _CHECKPOINT.fullmatch(name)}
+            self._names = {name for name in names if CHECKPOINT_NAME.fullmatch(name)}
         return sorted(self._names)
 
     def has_model(self) -> bool:
@@ -272,7 +271,7 @@ class StoredRun:
         kept, newest = set(names), max(self.names(), default="")
         files: dict[str, set[str]] = {name: set() for name in self.names() if name not in kept}
         for name, _, file in (one.partition("/") for one in self._objects.listing(self._at("checkpoints"))):
-            if name in files or (_CHECKPOINT.fullmatch(name) and name < newest and name not in kept):
+            if name in files or (CHECKPOINT_NAME.fullmatch(name) and name < newest and name not in kept):
                 files.setdefault(name, set()).add(file)
         for name, listed in sorted(files.items()):
             self._delete(name, listed)

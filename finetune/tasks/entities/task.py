@@ -83,6 +83,8 @@ class Entities(Task[Sentence]):
 
     def read_held_out(self) -> dict[str, list[Sentence]]:
         if not self.settings.dev:
+            if self.tunes:
+                raise InputError("entities.tune_outside: true, but there is no dev set to tune on. Give entities.dev.")
             return {}
         sentences = self._source.read(self.settings.dev, labelled=True)
         if not any(set(cast(Sequence[str], one.tags)) - {"O"} for one in sentences):
