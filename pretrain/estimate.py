@@ -23,7 +23,7 @@ from pretrain.model.parameters import total
 from pretrain.model.precision import allow_tf32, matmul_peak, resolve_here, unsupported
 from pretrain.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
 from pretrain.storage.runs import fetched_model
-from pretrain.work import Flops, Work, optimizer_flops, phase_work
+from pretrain.work import Flops, Work, models, optimizer_flops, phase_work
 
 Device = Literal["cpu", "cuda"]
 
@@ -187,7 +187,7 @@ def _teacher_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int
 def _more_than_adamw(config: PretrainConfig, p: int) -> int:
     """Bytes of optimizer state besides AdamW's, over all workers; negative if there is less, as with Muon."""
     averages = 4 * p if config.averaging.share else 0
-    matrices = total(cost.hidden_matrices(config.model))
+    matrices = sum(total(cost.hidden_matrices(model)) for model in models(config))
     return averages - (4 * matrices if config.optimizer.name == "muon" else 0)
 
 
@@ -244,7 +244,6 @@ def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) ->
     if every_token or (config.pairs.has_classifier and config.model.pooling != "cls"):
         queries = tokens
     itemsize = 4 if engine.precision == "fp32" else 2
-    generator = [(config.electra.generator(config.model), masked)] if config.electra.is_on else []
     activations = sum(
         cost.activation_bytes(
             model,
@@ -254,7 +253,7 @@ def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) ->
             compiled=engine.compile,
             checkpointing=engine.activation_checkpointing,
         )
-        for model, rows in [(config.model, queries), *generator]
+        for model, rows in zip(models(config), (queries, masked), strict=False)
     )
     return activations, cost.logits_bytes(config.model, vocabulary, masked, itemsize=itemsize, compiled=engine.compile)
 

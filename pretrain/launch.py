@@ -136,6 +136,11 @@ def _stored(config: RunConfig, resume: bool) -> Iterator[None]:
         except RunError as reason:
             raise type(error)(f"{error} Not stored: {reason}") from error
         raise
+    except BaseException:  # a bug, an error of CUDA, Ctrl-C
+        with contextlib.suppress(RunError):
+            run.complete()
+            run.give_back()
+        raise
     try:
         run.complete()
     except RunError as error:

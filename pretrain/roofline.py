@@ -20,7 +20,7 @@ from typing import NamedTuple
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.model import cost
 from pretrain.model.parameters import Parameter, head_parameters, layer_parameters
-from pretrain.work import Flops, Work, optimizer_flops
+from pretrain.work import Flops, Work, models, optimizer_flops
 
 
 class Gpu(NamedTuple):
@@ -251,15 +251,16 @@ def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: _Batch, itemsi
 
 def _launches(config: PretrainConfig, micro_batches: int, workers: int) -> float:
     """Kernels and CUDA graphs that the host starts in a step."""
-    model = config.model
+    trained = models(config)
     layer = _LAYER_KERNELS if config.engine.compile else _PLAIN_LAYER_KERNELS
-    parameters = sum(len(layer_parameters(model, number)) for number in range(model.layers))
-    of_micro_batch = model.depth * layer + _PARAMETER_KERNELS * parameters + _OTHER_KERNELS
+    parameters = sum(len(layer_parameters(model, number)) for model in trained for number in range(model.layers))
+    depth = sum(model.depth for model in trained)
+    of_micro_batch = depth * layer + _PARAMETER_KERNELS * parameters + _OTHER_KERNELS * len(trained)
     if config.engine.cuda_graphs:
         of_micro_batch = 1
     muon = 0
     if config.optimizer.name == "muon":
-        entries = sum(math.prod(parameter.shape) for parameter in cost.hidden_matrices(model))
+        entries = sum(math.prod(matrix.shape) for model in trained for matrix in cost.hidden_matrices(model))
         muon = _MUON_KERNELS * math.ceil(entries / (_MUON_ENTRIES * workers))
     return micro_batches * of_micro_batch + muon
 

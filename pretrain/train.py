@@ -29,6 +29,7 @@ from pretrain.continuation import Continuation, Corpora
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.stored import fetch_corpus
 from pretrain.estimate import micro_batch_tokens
+from pretrain.model.precision import torch_dtype
 from pretrain.objectives import Objective, make_objective
 from pretrain.reporting.attention.history import AttentionHistory
 from pretrain.tracking.tracker import Tracker
@@ -41,7 +42,6 @@ from pretrain.training.rates import rated_groups
 from pretrain.training.run import Training, run
 from pretrain.training.session import check_same_data, started
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FETCH_SECONDS = 86400.0  # the most that fetching a corpus to this machine may take
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             config.engine,
             watchdog,
         )
-        objective.place(engine.device, _DTYPES[config.engine.resolved_precision])
+        objective.place(engine.device, torch_dtype(config.engine.resolved_precision))
 
         def begin() -> None:
             continuation.begin(engine)

@@ -15,6 +15,11 @@ from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.model import cost
 
 
+def models(config: PretrainConfig) -> list[ModelConfig]:
+    """The architectures that the run trains: the model's, and that of ELECTRA's generator."""
+    return [config.model, *([config.electra.generator(config.model)] if config.electra.is_on else [])]
+
+
 def expected_length(config: PretrainConfig, phase: PhaseConfig) -> float:
     """Mean tokens per sequence if documents are long: the full length except for the short pairs.
 
@@ -103,8 +108,7 @@ def optimizer_flops(config: PretrainConfig) -> float:
     """FLOPs of the matrix products of one optimizer step, over all workers: Muon's. Other optimizers have none."""
     if config.optimizer.name != "muon":
         return 0.0
-    models = [config.model, *([config.electra.generator(config.model)] if config.electra.is_on else [])]
-    return float(sum(cost.orthogonalisation_flops(model) for model in models))
+    return float(sum(cost.orthogonalisation_flops(model) for model in models(config)))
 
 
 @dataclass(frozen=True)

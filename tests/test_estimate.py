@@ -216,6 +216,9 @@ def test_muon_keeps_one_moment_of_matrices_and_averages_need_a_copy():
     assert optimizer(0, **averaging) == 16 * parameters
     assert optimizer(2, **muon, **averaging) == pytest.approx((16 * parameters - 4 * matrices) / 8, abs=8)
     assert optimizer(1, optimizer=PretrainOptimizerConfig(name="stable_adamw")) == optimizer(1)
+    electra = {"electra": {"generator_width": 0.25}, "pairs": {"next_sentence": False}}
+    of_generator = 24 * 12 * 256**2
+    assert optimizer(0, **electra) - optimizer(0, **electra, **muon) == 4 * (matrices + of_generator)
 
 
 def test_the_flops_of_muon_are_those_of_its_products():

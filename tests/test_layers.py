@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.checkpoint cluster.jobs"
     ),
     "pretrain.train": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches "
+        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
         "pretrain.checkpoint pretrain.estimate pretrain.training pretrain.continuation pretrain.objectives "
         "pretrain.reporting"
     ),

@@ -452,6 +452,19 @@ def test_a_checkpoint_that_was_damaged_here_is_fetched_again(
     verify_manifest(shard.parent)
 
 
+def test_a_checkpoint_that_may_not_be_read_is_not_passed_over_as_damaged(proxy: FaultyProxy) -> None:
+    folder = local(RUN)
+    saver = make_saver(StoredRun(RUN, folder), folder)
+    save(saver, 1)
+    save(saver, 2)
+    shutil.rmtree(folder)
+    proxy.plan = [Fault("403", "GET .*step-00000002/rank")]
+    with pytest.raises(InputError, match=r"step-00000002/rank.*Check the credentials"):
+        StoredRun(RUN, folder).bring()
+    StoredRun(RUN, folder).bring()
+    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000002"]
+
+
 def test_a_checkpoint_that_is_written_again_is_withdrawn_first(proxy: FaultyProxy) -> None:
     saver = make_saver(StoredRun(RUN, local(RUN), retry_seconds=0.2), local(RUN))
     save(saver, 1)
@@ -624,6 +637,22 @@ def test_a_start_that_fails_before_a_checkpoint_gives_the_run_back(proxy: Faulty
         raise MachineError("after a checkpoint")
     save(saver, 4)
     assert "the run was started again" in saver.trouble
+
+
+@pytest.mark.parametrize("error", [MachineError("no memory"), RuntimeError("a bug"), KeyboardInterrupt()])
+def test_what_a_start_leaves_is_stored_however_it_ends(proxy: FaultyProxy, error: BaseException) -> None:
+    folder = local(RUN)
+    config: Any = SimpleNamespace(address=RUN, folder=folder, checkpoint=SimpleNamespace(retry_seconds=0.0))
+
+    def start() -> None:
+        with launch._stored(config, False):
+            save(make_saver(StoredRun(RUN, folder), folder), 1)
+            (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+            raise error
+
+    with pytest.raises(type(error)):
+        start()
+    assert ObjectStore().read(f"{RUN}/metrics.jsonl") == b'{"step": 1}\n{"step": 2}\n'
 
 
 def test_a_start_elsewhere_while_tensors_are_stored_is_noticed(proxy: FaultyProxy, tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def test_recorded_passes_leave_the_launches_of_the_optimizer():
 def test_a_second_model_adds_its_share():
     plain, electra = make_config(), make_config(electra={"generator_width": 0.25}, pairs={"next_sentence": False})
     assert times(electra).products > times(plain).products
+    assert times(electra).launches > 1.9 * times(plain).launches, "the generator has as many layers"
 
 
 def test_the_limit_names_its_part():

@@ -67,6 +67,10 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+class AccessError(InputError):
+    """The store cannot be used at all: wrong credentials, a missing permission, bucket or package."""
+
+
 class ContentError(MachineError):
     """An object's content is not what the manifest or the listing says."""
 
@@ -86,7 +90,7 @@ class ObjectStore:
     Args:
         retry_seconds: how long an operation that fails is tried again; the first attempt does not count.
 
-    Its methods raise `InputError` for wrong credentials, a missing bucket and a missing package, and `MachineError` if
+    Its methods raise `AccessError` for wrong credentials, a missing bucket and a missing package, and `MachineError` if
     the store still fails after `retry_seconds`.
     """
 
@@ -264,7 +268,7 @@ def _system(address: str) -> Any:
         account = fsspec.get_filesystem_class(scheme)._get_kwargs_from_urls(address)
         return _systems(os.getpid(), scheme, tuple(sorted(account.items())))
     except ImportError:
-        raise InputError(
+        raise AccessError(
             f"{address}: {scheme}:// needs a package that is not installed. "
             f"Run: {sys.executable} -m pip install {_PACKAGES[scheme]}"
         ) from None
@@ -302,9 +306,9 @@ def _listed(facts: dict[str, Any]) -> Listed:
 
 
 def _refuse_missing_bucket(address: str, error: BaseException) -> None:
-    """Raise `InputError` if the bucket is what was not found."""
+    """Raise `AccessError` if the bucket is what was not found."""
     if _NO_BUCKET.search(str(error)):
-        raise InputError(f"{address}: {_one_line(error)}. Create the bucket, or correct its name.") from None
+        raise AccessError(f"{address}: {_one_line(error)}. Create the bucket, or correct its name.") from None
 
 
 def _refuse_permanent(address: str, what: str, error: Exception) -> None:
@@ -313,7 +317,7 @@ def _refuse_permanent(address: str, what: str, error: Exception) -> None:
     status = next((getattr(error, name, None) for name in ("status", "status_code", "code") if hasattr(error, name)), 0)
     names = {type(one).__name__ for one in (error, error.__cause__) if one is not None}
     if isinstance(error, PermissionError) or status in _REFUSED_STATUS or names & set(_NO_CREDENTIALS):
-        raise InputError(
+        raise AccessError(
             f"{address}: cannot be {what}: {_one_line(error)}. Check the credentials and their permissions "
             f"({_CREDENTIALS[scheme]})."
         ) from error

@@ -39,7 +39,7 @@ from pretrain.common.files import (
     write_json,
 )
 from pretrain.storage import folders
-from pretrain.storage.objects import RETRY_SECONDS, ContentError, ObjectStore
+from pretrain.storage.objects import RETRY_SECONDS, AccessError, ContentError, ObjectStore
 
 INDEX = "index.json"
 WRITER = "writer.json"
@@ -325,6 +325,8 @@ class StoredRun:
                 write_json(begun, {})
                 self._fetch(name)
                 return True
+            except AccessError:
+                raise
             except (InputError, ContentError) as error:
                 self._names = None
                 if self.names()[-1:] > names[-1:]:  # the run has saved another, and perhaps deleted this one
@@ -362,6 +364,8 @@ class StoredRun:
         if name and name not in checkpoint_names(self._folder):
             try:
                 self._fetch(name)
+            except AccessError:
+                raise
             except (InputError, ContentError) as error:
                 logger.warning("%s The run goes on without its best checkpoint.", error)
 
