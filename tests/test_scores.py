@@ -19,9 +19,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from cluster.trials.request import TrialEvent
 from finetune.__main__ import main
 from finetune.config import load_config
-from finetune.scores import blimp, finetuning, held_out, masked_model
+from finetune.scores import blimp, finetuning_runs, held_out, masked_model
 from finetune.scores.blimp import BlimpScore, ParadigmScore, blimp_score, pseudo_log_likelihoods, read_blimp
-from finetune.scores.finetuning import FinetuningScore, FinetuningSettings, finetuning_scores
+from finetune.scores.finetuning import FinetuningScore, finetuning_scores
+from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.held_out import HeldOutSettings, held_out_score, masked_sequences, read_documents
 from finetune.scores.masked_model import MaskedModel, ModelSettings
 from finetune.scores.record import Record
@@ -485,7 +486,7 @@ def test_a_fingerprint_knows_what_changes_random_runs(work: Path, bert: Path) ->
 
     def digest(folder: Path = bert, *overrides: str) -> str:
         places = [f"classification.{part}={work / 'data' / f'{part}.jsonl'}" for part in ("train", "dev")]
-        return finetuning.run_fingerprint(load_config(path, [f"start_from={folder}", *places, *overrides]))
+        return finetuning_runs.run_fingerprint(load_config(path, [f"start_from={folder}", *places, *overrides]))
 
     own = digest()
     assert digest(bert, "name=other", "seed=3", "run_dir=elsewhere") == own
@@ -672,7 +673,7 @@ def test_a_failed_run_leaves_all_other_scores(
 
 def test_transfer_configs_are_valid(tmp_path: Path) -> None:
     folder = Path(__file__).parent.parent / "configs" / "finetune" / "transfer"
-    configs = finetuning.read_configs(tmp_path, FinetuningSettings(tuple(folder.glob("*.yaml")), data=tmp_path))
+    configs = finetuning_runs.read_configs(tmp_path, FinetuningSettings(tuple(folder.glob("*.yaml")), data=tmp_path))
     assert sorted(configs) == ["cola", "mrpc", "rte", "sst2", "sst2-2000", "stsb", "wnut17"]
     assert {config.max_length <= 128 for config in configs.values()} == {True}
     sections = [config.task_settings for config in configs.values()]

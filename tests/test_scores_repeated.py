@@ -12,9 +12,10 @@ import pytest
 
 from cluster.trials.request import TrialEvent
 from finetune.__main__ import main
-from finetune.scores import blimp, finetuning
+from finetune.scores import blimp, finetuning, finetuning_runs
 from finetune.scores.blimp import blimp_score, read_blimp
-from finetune.scores.finetuning import FinetuningSettings, finetuning_scores
+from finetune.scores.finetuning import finetuning_scores
+from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.held_out import HeldOutSettings, masked_sequences
 from finetune.scores.masked_model import MaskedModel, fingerprint
 from finetune.scores.record import Record
@@ -218,7 +219,7 @@ def test_a_run_of_another_process_is_left_alone(work: Path, bert: Path, ran: Run
     ran.error = StoppedError("stopped.")
     with pytest.raises(StoppedError):
         finetuning_scores(bert, work / "out", "first", settings)
-    (begun,) = (folder for folder in ran.folders if finetuning.RANDOM in folder.parts)
+    (begun,) = (folder for folder in ran.folders if finetuning_runs.RANDOM in folder.parts)
     (begun / "sign").touch()
     ran.error = None
     other = make_masked_lm(work / "other")

@@ -19,7 +19,8 @@ from finetune.bench.speedrun.budget import SequenceCost, measured_costs, plan_bu
 from finetune.bench.speedrun.results import Results, Trial
 from finetune.bench.speedrun.scores import Scores, ScoreSettings
 from finetune.scores.blimp import BlimpScore, ParadigmScore
-from finetune.scores.finetuning import FinetuningScore, FinetuningSettings
+from finetune.scores.finetuning import FinetuningScore
+from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.held_out import HeldOutScore
 from finetune.scores.record import Record
 from pretrain import work

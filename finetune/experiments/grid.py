@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from finetune.config import GRIDS, TASKS
+from finetune.config import GRIDS, TASKS, FinetuneConfig
 from pretrain.common.errors import InputError
 
 _NO_AXES = ("seed", "name", "run_dir", "scheduling", "tracking")  # different in every run, or common to all
@@ -67,6 +67,15 @@ def parse_grid(name: str, given: Sequence[str]) -> dict[str, list[str]]:
             )
         grid[key.strip()] = list(dict.fromkeys(values))
     return grid
+
+
+def check_effect(config: FinetuneConfig, point: Point) -> None:
+    """Raise `InputError` if a setting of the point has no effect on the config that has them."""
+    if config.training.steps and "training.epochs" in point.settings:
+        raise InputError(
+            "training.steps: is set and overrides training.epochs, so a grid of epochs has no effect. Remove one of "
+            "the two."
+        )
 
 
 def expand(grid: Grid) -> list[Point]:

@@ -11,7 +11,7 @@ from finetune import runs
 from finetune.artifacts.saved import MODEL
 from finetune.config import FinetuneConfig, load_config
 from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
-from finetune.experiments.grid import Grid, Point, expand
+from finetune.experiments.grid import Grid, Point, check_effect, expand
 from finetune.experiments.outcomes import Outcome, Trial
 from finetune.experiments.results import SUMMARY, count_line, metric_of, seeds_table, show, summary, sweep_table
 from finetune.experiments.trials import TrialRuns, raise_failure, run_all, trial_config
@@ -109,11 +109,7 @@ def sweep_trials(
     trials, folders = [], set()
     for point in points:
         chosen = load_config(path, [*overrides, *point.overrides])
-        if chosen.training.steps and "training.epochs" in point.settings:
-            raise InputError(
-                "training.steps: is set and overrides training.epochs, so a grid of epochs has no effect. Remove one "
-                "of the two."
-            )
+        check_effect(chosen, point)
         if point.folder in folders:
             raise InputError(f"--grid-set: two points would share the folder {point.folder}. Remove one of them.")
         folders.add(point.folder)

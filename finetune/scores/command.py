@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from finetune.experiments.grid import parse_grid
 from finetune.experiments.results import show
 from finetune.scores.blimp import blimp_score, read_blimp
-from finetune.scores.finetuning import FinetuningSettings, finetuning_scores, read_plans
+from finetune.scores.finetuning import finetuning_scores
+from finetune.scores.finetuning_runs import FinetuningSettings, read_plans
 from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import ModelSettings, fingerprint
 from finetune.scores.record import Record, read_record
@@ -68,7 +70,7 @@ def _check(arguments: argparse.Namespace) -> None:
         "--precision": (arguments.precision != "fp32", predicts, "--text or --blimp"),
         **{
             f"--{option.replace('_', '-')}": (getattr(arguments, option), bool(arguments.finetune), "--finetune")
-            for option in ("data", "no_random", "parallel", "set")
+            for option in ("data", "no_random", "parallel", "grid_set", "set")
         },
     }
     for option, (given, has_effect, needed) in needs.items():
@@ -129,6 +131,7 @@ def _finetunings(arguments: argparse.Namespace) -> FinetuningSettings:
         data=arguments.data,
         overrides=tuple(arguments.set),
         parallel=arguments.parallel,
+        grid=parse_grid("", arguments.grid_set),
     )
 
 

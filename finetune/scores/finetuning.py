@@ -1,61 +1,34 @@
-"""Fine-tunings from a checkpoint and from random weights of its shape, several seeds each.
-
-The runs are kept by a fingerprint of all that they depend on, not by the places of checkpoint and data. Those from
-random weights depend on the checkpoint's shape and tokenizer alone: a second checkpoint of the same shape finds them.
-"""
+"""The scores of fine-tunings from a checkpoint and from random weights of its shape, several seeds each."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune import runs
-from finetune.artifacts.saved import MODEL
-from finetune.config import FinetuneConfig, load_config, run_name
-from finetune.experiments.outcomes import Outcome, Spread, Trial
-from finetune.experiments.trials import TrialRuns, raise_failure, read_outcome, run_all, trial_config
-from finetune.scores.masked_model import fingerprint, text_digest
+from finetune.config import FinetuneConfig
+from finetune.experiments.grid import Point
+from finetune.experiments.outcomes import Outcome, Spread
+from finetune.experiments.trials import TrialRuns, raise_failure
+from finetune.scores.finetuning_runs import (
+    FinetuningSettings,
+    Member,
+    Start,
+    lasting,
+    read_configs,
+    run_members,
+    starts,
+)
+from finetune.scores.masked_model import text_digest
 from finetune.scores.record import Record
 from finetune.tasks.registry import make_task
-from pretrain import preflight
-from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.tokenizer import is_run, read_tokenizer
-from pretrain.common.errors import InputError
-from pretrain.common.settings import given_values
+from pretrain.common.errors import DivergedError
 
 PART = "finetuning"  # of a record
-RANDOM = "random-weights"  # in the folder of all results: the runs from random weights, by fingerprint
-_FINETUNED = "finetuned"  # the runs from checkpoints, by model
-_FILES = ("train", "dev", "test", "glue_dir")  # settings of a task that --data completes
-# Settings that do not change what a run comes to.
-_FREE = {"name", "run_dir", "start_from", "seed", "random_weights", "tracking", "scheduling", "checkpoint"}
-
-
-@dataclass(frozen=True)
-class FinetuningSettings:
-    """What is fine-tuned.
-
-    Attributes:
-        configs: YAML files, whose names are those of the results.
-        seeds: runs of each config, with seeds from that of the config upward.
-        random: also fine-tune from random weights of the same shape.
-        data: folder that relative paths of the configs' data begin at; None: the working directory.
-        overrides: `key.path=value`, of all configs.
-        parallel: runs at once, as in `finetune.experiments.trials.run_all`.
-    """
-
-    configs: tuple[Path, ...]
-    seeds: int = 3
-    random: bool = True
-    data: Path | None = None
-    overrides: tuple[str, ...] = ()
-    parallel: int = 0
+_NO_CHOICE = Point({})
 
 
 @dataclass(frozen=True)
@@ -67,7 +40,8 @@ class FinetuningScore:
         part: name of the set, such as dev.
         pretrained: from the checkpoint.
         random: from random weights; () if they were not asked for.
-        runs: how many were asked for of each; 0 in records of earlier versions.
+        runs: how many there should be of each; 0 in records of earlier versions.
+        chosen: "pretrained" and "random" -> the settings that were chosen from a grid, such as "learning_rate 1e-3".
     """
 
     metric: str
@@ -75,6 +49,7 @@ class FinetuningScore:
     pretrained: tuple[float, ...]
     random: tuple[float, ...] = ()
     runs: int = 0
+    chosen: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def difference(self) -> float | None:
@@ -104,16 +79,7 @@ class FinetuningScore:
     def from_data(cls, data: Mapping[str, Any]) -> FinetuningScore:
         """The inverse of `as_data`."""
         values = tuple(data["pretrained"]), tuple(data["random"])
-        return cls(data["metric"], data["part"], *values, data.get("runs", 0))
-
-
-@dataclass(frozen=True)
-class _Member:
-    """One run of one config."""
-
-    config: str
-    random: bool
-    trial: Trial
+        return cls(data["metric"], data["part"], *values, data.get("runs", 0), data.get("chosen", {}))
 
 
 def finetuning_scores(
@@ -137,191 +103,84 @@ def finetuning_scores(
         StoppedError: a signal; the same call continues.
         RunError: runs failed; all others have finished and are recorded.
     """
-    members = _members(folder, out, name, settings)
-    configs = {one.config: one.trial.config for one in members}
-    hows = {key: _how(config, settings) for key, config in configs.items()} if record is not None else {}
-    found: list[Outcome | None] = [_earlier(one) for one in members]
-    left = [number for number, outcome in enumerate(found) if outcome is None]
-
-    def begin() -> None:
-        for number in left:
-            _remove_unfinished(members[number])
+    given = starts(folder, out, name, settings)
+    # Only runs from random weights are shared with other checkpoints, whose processes must not run at once.
+    common = out if settings.random else given[0].folder
+    run_as = f"scores-{name}"[:63]
+    tried = [member for start in given for member in start.tried()] if settings.grid else []
+    searched = run_members(tried, common, run_as, parallel=settings.parallel)
+    raise_failure(TrialRuns([], searched.stopped))
+    points = choices(tried, searched.outcomes)
+    members = _scored(given, points, settings)
+    hows = _hows(folder, settings) if record is not None else {}
 
     def ended(outcomes: Sequence[Outcome | None]) -> None:
-        for number, outcome in zip(left, outcomes, strict=True):
-            found[number] = outcome
-            if outcome is not None:  # scores are what is wanted, and models take space
-                shutil.rmtree(members[number].trial.config.folder / MODEL, ignore_errors=True)
         if record is not None:
-            new = {key: {**one.as_data(), **hows[key]} for key, one in _scores(members, found).items()}
+            new = {key: {**one.as_data(), **hows[key]} for key, one in _scores(members, outcomes).items()}
             record.write(PART, {}, new, beside=True)
 
-    stopped = None
-    if left:
-        # Only runs from random weights are shared with other checkpoints, whose processes must not run at once.
-        place = out if settings.random else members[0].trial.config.folder.parents[1]
-        common = members[0].trial.config.model_copy(update={"run_dir": str(place), "name": f"scores-{name}"[:63]})
-        trials = [members[number].trial for number in left]
-        ran = run_all(common, trials, parallel=settings.parallel, begin=begin, ended=ended)
-        stopped = ran.stopped
-        ended(ran.outcomes)
-    else:
-        ended([])
-    raise_failure(TrialRuns(found, stopped))
-    return _scores(members, found)
+    ran = run_members(members, common, run_as, parallel=settings.parallel, ended=ended)
+    undecided = [
+        outcome
+        for member, outcome in zip(tried, searched.outcomes, strict=True)
+        if (member.config, member.random) not in points
+    ]
+    raise_failure(TrialRuns([*undecided, *ran.outcomes], ran.stopped))
+    return _scores(members, ran.outcomes)
+
+
+def choices(members: Sequence[Member], outcomes: Sequence[Outcome | None]) -> dict[tuple[str, bool], Point]:
+    """(config, whether from random weights) -> the point of the grid with the highest score, the first of equals.
+
+    Each was run once, with a seed that is not scored. Runs that diverged lose; where others failed, nothing is chosen.
+    """
+    groups: dict[tuple[str, bool], list[tuple[Point, Outcome | None]]] = {}
+    for member, outcome in zip(members, outcomes, strict=True):
+        groups.setdefault((member.config, member.random), []).append((member.point, outcome))
+    chosen = {}
+    for key, group in groups.items():
+        scores = [
+            (outcome.score, point) for point, outcome in group if outcome is not None and outcome.score is not None
+        ]
+        over = all(one is not None and (one.error is None or isinstance(one.error, DivergedError)) for _, one in group)
+        if over and scores:
+            chosen[key] = max(scores, key=lambda pair: pair[0])[1]
+    return chosen
+
+
+def _scored(
+    given: Sequence[Start], points: Mapping[tuple[str, bool], Point], settings: FinetuningSettings
+) -> list[Member]:
+    """The runs that are scored, with the settings that were chosen for them."""
+    members = []
+    for start in given:
+        point = points.get((start.config, start.random)) if settings.grid else _NO_CHOICE
+        members += [] if point is None else start.scored(point)
+    return members
+
+
+def _hows(folder: Path, settings: FinetuningSettings) -> dict[str, dict[str, Any]]:
+    """Config's name -> how its scores are measured: scores of models that differ in it cannot be compared.
+
+    The point that a model chooses is none of it, the grid is.
+    """
+    grid = {"grid": {key: list(values) for key, values in settings.grid.items()}} if settings.grid else {}
+    return {key: {**_how(config, settings), **grid} for key, config in read_configs(folder, settings).items()}
 
 
 def _how(config: FinetuneConfig, settings: FinetuningSettings) -> dict[str, Any]:
-    """How the scores of a config are measured: scores of models that differ in it cannot be compared.
-
-    The data are told apart by their texts and labels: their tokens are those of a model's own tokenizer.
-    """
+    """The data are told apart by their texts and labels: their tokens are those of a model's own tokenizer."""
     task = make_task(config.task_settings)
     sets = {"train": task.read_train(), **task.read_held_out()}
     records = ([name, task.record(example)] for name, examples in sets.items() for example in examples)
     return {
         "overrides": list(settings.overrides),
-        "config": text_digest(json.dumps(_lasting(config), sort_keys=True)),
+        "config": text_digest(json.dumps(lasting(config), sort_keys=True)),
         "data": text_digest(*(json.dumps(one, sort_keys=True) for one in records)),
     }
 
 
-def _lasting(config: FinetuneConfig) -> dict[str, Any]:
-    """The settings that change what a run comes to, except for the places of its data."""
-    return {
-        "config": config.model_dump(mode="json", exclude={*_FREE, config.task_name}),
-        "task": config.task_settings.model_dump(mode="json", exclude=set(_FILES)),
-    }
-
-
-def read_configs(folder: Path, settings: FinetuningSettings) -> dict[str, FinetuneConfig]:
-    """File name without suffix -> config that starts from `folder`.
-
-    Raises `InputError` if one is wrong, or two have the same file name.
-    """
-    configs: dict[str, FinetuneConfig] = {}
-    for path in settings.configs:
-        if path.stem in configs:
-            raise InputError(f"--finetune: {path}: another config is called {path.stem}, too. Rename one.")
-        start = f"start_from={json.dumps(str(folder))}"
-        overrides = [*settings.overrides, start]
-        configs[path.stem] = load_config(path, [*overrides, *_placed(path, overrides, settings.data)])
-    return configs
-
-
-def read_plans(folder: Path, settings: FinetuningSettings) -> dict[str, tuple[FinetuneConfig, runs.FinetunePlan]]:
-    """File name without suffix -> config that starts from `folder`, and what is known about its runs before they train.
-
-    Raises `InputError` if a config, its data or the checkpoint is wrong, a config has no dev set, or the checkpoint is
-    that of a run that is training.
-    """
-    _check_over(folder)
-    plans = {}
-    for name, config in read_configs(folder, settings).items():
-        plan = runs.plan(config, alone=True, test_sets=False)
-        if not plan.held_out:
-            raise InputError(f"--finetune: {name}: no dev set, so there is no score. Give one.")
-        plans[name] = config, plan
-    return plans
-
-
-def _check_over(folder: Path) -> None:
-    """Refuse a run that is training: each fine-tuning begins from the checkpoint that is the newest at its start."""
-    if not (is_run(folder) and os.access(folder, os.W_OK)):  # the lock of a folder that is read-only cannot be tried
-        return
-    try:
-        with preflight.only_run(folder):
-            pass
-    except InputError:
-        raise InputError(
-            f"--finetune: {folder}: this run is training. Wait for its end, or export it and evaluate the export."
-        ) from None
-
-
-def _placed(path: Path, overrides: Sequence[str], data: Path | None) -> list[str]:
-    """Overrides that let relative paths of the task's files begin at `data`."""
-    if data is None:
-        return []
-    given = given_values(path, FinetuneConfig, overrides)
-    return [
-        f"{task}.{key}={json.dumps(str(data / place))}"
-        for task, section in given.items()
-        if isinstance(section, dict) and not section.get("dataset")
-        for key in _FILES
-        if isinstance(place := section.get(key), str) and place
-    ]
-
-
-def _members(folder: Path, out: Path, name: str, settings: FinetuningSettings) -> list[_Member]:
-    """All runs, small configs first: faults show early."""
-    members = []
-    plans = sorted(read_plans(folder, settings).items(), key=lambda item: item[1][1].steps)
-    own = f"{name}-{fingerprint(folder)[:12]}"
-    for key, (config, plan) in plans:
-        kept = f"{key}-{run_fingerprint(config)[:16]}"
-        folders = {False: out / _FINETUNED / own / kept}
-        if settings.random:
-            folders[True] = out / RANDOM / kept
-        for random, place in folders.items():
-            chosen = config.model_copy(update={"random_weights": random})
-            for seed in range(config.seed, config.seed + settings.seeds):
-                label = f"{key}-random-{seed}" if random else f"{key}-{seed}"
-                one = trial_config(chosen, run_name(label), folder=place / f"seed-{seed}", seed=seed)
-                title = f"{key}, random weights, seed {seed}" if random else f"{key}, seed {seed}"
-                members.append(_Member(key, random, Trial(title, one, plan.steps, test_sets=False)))
-    return members
-
-
-def run_fingerprint(config: FinetuneConfig) -> str:
-    """Hexadecimal digits of all that a run depends on but its seed and the weights that it begins from.
-
-    These are the shape, the tokenizer, the data as the tokenizer cuts it, and the settings that change the result.
-    """
-    folder = Path(config.start_from)
-    released = read_released(folder)
-    shape = {
-        "family": released.family,
-        "model": released.model.model_dump(mode="json"),
-        "vocabulary": released.vocabulary_size,
-        "token_types": released.token_types,
-        "head": released.task_head(make_task(config.task_settings).head),
-        **_lasting(config),
-    }
-    tokenizer = read_tokenizer(folder, released.vocabulary_size).to_str()
-    return text_digest(json.dumps(shape, sort_keys=True), tokenizer, runs.digest(config, test_sets=False))
-
-
-def _earlier(member: _Member) -> Outcome | None:
-    """The outcome of a run that another place of checkpoint or data has left."""
-    before, trial = _begun_elsewhere(member), member.trial
-    if before is None:
-        return None
-    # Where the data lies is not part of the fingerprint, what it holds is.
-    begun = before.model_copy(update={"run_dir": trial.config.run_dir})
-    return read_outcome(Trial(trial.label, begun, trial.steps, test_sets=False))
-
-
-def _remove_unfinished(member: _Member) -> None:
-    """Remove an unfinished run that another place of checkpoint or data has left.
-
-    Its checkpoints belong to a run that began from a folder which may be gone.
-    """
-    if _begun_elsewhere(member) is not None and _earlier(member) is None:
-        shutil.rmtree(member.trial.config.folder)
-
-
-def _begun_elsewhere(member: _Member) -> FinetuneConfig | None:
-    """The config of a run with another place of checkpoint or data; one with the same places `run_all` continues."""
-    now = member.trial.config
-    path = now.folder / "config.yaml"
-    if not path.is_file():
-        return None
-    before = load_config(path)
-    same_start = Path(before.start_from).resolve() == Path(now.start_from).resolve()
-    return None if same_start and before.task_settings == now.task_settings else before
-
-
-def _scores(members: Sequence[_Member], outcomes: Sequence[Outcome | None]) -> dict[str, FinetuningScore]:
+def _scores(members: Sequence[Member], outcomes: Sequence[Outcome | None]) -> dict[str, FinetuningScore]:
     """Config's name -> scores of the runs that finished."""
     done = [
         (member, outcome, outcome.score)
@@ -335,6 +194,11 @@ def _scores(members: Sequence[_Member], outcomes: Sequence[Outcome | None]) -> d
             pretrained=tuple(score for member, _, score in done if member.config == key and not member.random),
             random=tuple(score for member, _, score in done if member.config == key and member.random),
             runs=sum(member.config == key and not member.random for member in members),
+            chosen={
+                "random" if member.random else "pretrained": member.point.label
+                for member, _, _ in done
+                if member.config == key and member.point.settings
+            },
         )
         for key in dict.fromkeys(member.config for member, _, _ in done)
     }

@@ -12,6 +12,8 @@ EXAMPLES = """
   ./launch.sh evaluate-pretrained runs/bert-mini --text held-out.txt --blimp blimp/data
   ./launch.sh evaluate-pretrained bert-base-uncased/ --blimp blimp/data --blimp-limit 100 --json
   ./launch.sh evaluate-pretrained runs/bert-mini --finetune configs/finetune/transfer/*.yaml --data data/ --seeds 5
+  ./launch.sh evaluate-pretrained runs/bert-mini --finetune configs/finetune/transfer/cola.yaml --data data/ \\
+      --grid-set training.learning_rate=1e-4,3e-4,1e-3
   ./launch.sh evaluate-pretrained exported/other --text held-out.txt --out scores/"""
 
 
@@ -112,5 +114,13 @@ def _add_finetunings(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="--finetune: concurrent runs (default: one per GPU, or one per machine without GPUs)",
+    )
+    parser.add_argument(
+        "--grid-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,VALUE",
+        help="--finetune: each config takes the best of these values of a setting of training, for the checkpoint and "
+        "for random weights apart; may be repeated",
     )
     add_set(parser, "--finetune: override a setting of all configs; may be repeated")

@@ -115,6 +115,9 @@ def _finetuning_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
             random = [_spread(one.random, one.runs) if one else _NONE for one in ones]
             yield "  from random weights", _marked(random, hows)
             yield "  difference", _marked([_difference(one) for one in ones], hows)
+        for start, title in (("pretrained", "  chosen"), ("random", "  chosen from random weights")):
+            if any(one and start in one.chosen for one in ones):
+                yield title, [one.chosen.get(start, _NONE) if one else _NONE for one in ones]
 
 
 def _by_config(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[FinetuningScore | None]]]:
@@ -141,6 +144,7 @@ def _hows(models: Sequence[Mapping[str, Any]], config: str) -> list[dict[str, An
         if one is None
         else {
             "overrides": " ".join(one.get("overrides", [])) or "none",
+            "grid": " ".join(f"{key}={','.join(values)}" for key, values in one.get("grid", {}).items()) or "none",
             **{key: one.get(key, "unknown") for key in ("config", "data")},
         }
         for one in found

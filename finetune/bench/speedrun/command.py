@@ -17,7 +17,7 @@ from finetune.bench.speedrun.options import DEFAULT_BUDGETS, NOVELS, make_parser
 from finetune.bench.speedrun.results import Trial
 from finetune.bench.speedrun.scores import ScoreSettings, measure
 from finetune.scores.blimp import read_blimp
-from finetune.scores.finetuning import FinetuningSettings, read_configs
+from finetune.scores.finetuning_runs import FinetuningSettings, read_configs
 from pretrain.commands import as_stage, overrides
 from pretrain.common.errors import DivergedError, InputError, StoppedError
 from pretrain.common.files import locked

@@ -10,7 +10,8 @@ from typing import Any
 
 from finetune.scores import blimp, finetuning
 from finetune.scores.blimp import blimp_score
-from finetune.scores.finetuning import FinetuningScore, FinetuningSettings, finetuning_scores
+from finetune.scores.finetuning import FinetuningScore, finetuning_scores
+from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import fingerprint
 from finetune.scores.record import MODEL, Record, read_record
