@@ -56,18 +56,13 @@ class Corpora:
         if adaptation.replay_share:
             training = with_replay(own, open_shards(general, "train"), adaptation.replay_share)
         if not held_out.shards:
-            logger.warning(
-                "adaptation.general is not evaluated, since %s has no held-out text beside which its losses are "
-                "recorded. Prepare it with a corpus.validation_fraction above 0",
-                folder,
-            )
             return cls(own, training, held_out)
         return cls(own, training, held_out, open_shards(general, "validation"))
 
     def fingerprints(self) -> dict[str, str]:
         """Of each corpus, by the setting that names it."""
-        general = {"adaptation.general": self.general.fingerprint} if self.general else {}
-        return {"corpus.dir": self.own.fingerprint, **general}
+        parts = {"corpus.dir": self.own, "adaptation.replay_share": self.training, "adaptation.general": self.general}
+        return {name: shards.fingerprint for name, shards in parts.items() if shards is not None}
 
 
 class Continuation:

@@ -49,11 +49,11 @@ def dry_run(
     if mean_length is not None and not 0 < mean_length < math.inf:
         raise InputError(f"--mean-length: {mean_length:g}; expected a number above 0.")
     size = vocabulary_size(config)
-    where, on = "--on" if on else "scheduling.cluster:", on or own_cluster(config)
+    where, on = chosen_cluster(config, on)
     config, why = resolve_precision(config, on)
     cluster = parse_cluster(on, config, where) if on else None
     if cluster:
-        _check_batches(config, cluster.workers, f"{where} {on}")
+        _check_batches(config, cluster.workers, where)
     has_gpus = bool(config.scheduling.address) or Path("/proc/driver/nvidia").exists()
     device: Device = cluster.device if cluster else "cuda" if has_gpus else "cpu"
     work = [phase_work(config, phase, size, mean_length, teacher_shape(config)) for phase in config.phases]
@@ -69,10 +69,17 @@ def dry_run(
     return "\n\n".join(parts)
 
 
-def own_cluster(config: PretrainConfig) -> str:
-    """`scheduling.cluster`, with as many GPUs as the run has workers now; "" if it is not set."""
-    kind = re.sub(r"^\s*\d+\s*[xX]\s*", "", config.scheduling.cluster)
-    return f"{config.scheduling.workers}x{kind}" if kind and kind != "here" else kind
+def chosen_cluster(config: PretrainConfig, on: str | None) -> tuple[str, str]:
+    """Where the cluster was chosen, to begin an error with, and the cluster for `parse_cluster`.
+
+    `on` comes before `scheduling.cluster`, of which the run has as many GPUs as it has workers now; "" without either.
+    """
+    if on:
+        return f"--on {on}", on
+    given = config.scheduling.cluster
+    kind = re.sub(r"^\s*\d+\s*[xX]\s*", "", given)
+    own = f"{config.scheduling.workers}x{kind}" if kind and kind != "here" else kind
+    return f"scheduling.cluster: {given}", own
 
 
 def _check_batches(config: PretrainConfig, workers: int, where: str) -> None:
@@ -273,12 +280,13 @@ class Cluster:
     kind: str = ""  # name of the GPU in `roofline.GPUS`
 
 
-def parse_cluster(text: str, config: PretrainConfig, where: str = "--on") -> Cluster:
+def parse_cluster(text: str, config: PretrainConfig, where: str = "") -> Cluster:
     """`8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second.
 
-    Raises `InputError`, which begins with `where` it was given, if there is no such cluster or the run cannot compute
-    there.
+    Raises `InputError`, which begins with `where` (by default --on), if there is no such cluster or the run cannot
+    compute there.
     """
+    where = where or f"--on {text}"
     if text == "here":
         device, peak = _measure_peak(config.engine.resolved_precision)
         return Cluster("this machine", config.scheduling.workers, device, peak * used_devices(config))
@@ -287,13 +295,13 @@ def parse_cluster(text: str, config: PretrainConfig, where: str = "--on") -> Clu
     count = int(match[1] or 1) if match else 0
     if not match or match[2].upper() not in names or not count:
         known = ", ".join(GPUS)
-        raise InputError(f"{where} {text}: not a known cluster. Give here, or COUNTxNAME with one of {known}.")
+        raise InputError(f"{where}: not a known cluster. Give here, or COUNTxNAME with one of {known}.")
     name = names[match[2].upper()]
     if config.engine.precision == "fp32":
-        raise InputError(f"{where} {text}: its figures are for bf16 and fp16; engine.precision is fp32.")
+        raise InputError(f"{where}: its figures are for bf16 and fp16; engine.precision is fp32.")
     gpu = GPUS[name]
     if why := unsupported(config.engine, gpu.capability):
-        raise InputError(f"{where} {text}: {why}; {name} has {gpu.capability[0]}.{gpu.capability[1]}.")
+        raise InputError(f"{where}: {why}; {name} has {gpu.capability[0]}.{gpu.capability[1]}.")
     return Cluster(f"{count} x {name}", count, "cuda", count * gpu.peak_flops, gpu, name)
 
 

@@ -67,6 +67,12 @@ def check_corpus(config: PretrainConfig) -> None:
     for number, phase in enumerate(config.phases):
         shards.weights(phase.weights, f"phases.{number}.weights")
     verify_shards(folder)
+    if config.adaptation.general and not open_shards(folder, "validation").shards:
+        print(
+            f"warning: adaptation.general is not evaluated, since {folder} has no held-out text beside which its "
+            "losses are recorded. Prepare it with a corpus.validation_fraction above 0.",
+            file=sys.stderr,
+        )
     vocabulary = config.corpus.vocabulary
     advice = "Prepare into another corpus.dir, or set corpus.vocabulary to the one that was used."
     # A small corpus yields fewer entries than the config allows, never more.

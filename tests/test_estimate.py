@@ -332,7 +332,7 @@ def test_the_clusters_of_a_config_have_its_workers():
     text = estimate.dry_run(make_config(scheduling=scheduling))
     assert "64 GPU workers, bf16" in text
     assert "on 64 x H100" in text
-    with pytest.raises(InputError, match=r"^scheduling.cluster: 64xH100: its figures are for bf16 and fp16"):
+    with pytest.raises(InputError, match=r"^scheduling.cluster: 8xH100: its figures are for bf16 and fp16"):
         estimate.dry_run(make_config(scheduling=scheduling, engine=EngineConfig(precision="fp32")))
     assert "on 8 x H100" in estimate.dry_run(make_config(scheduling=scheduling), on="8xH100")
 

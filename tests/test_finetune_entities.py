@@ -938,6 +938,30 @@ def test_decoded_tags_are_valid_and_differ_from_the_most_probable_ones_only_wher
         assert numbers[0] == numbers[1] or not is_valid(numbers[1])
 
 
+def test_the_score_of_an_entity_is_its_probability_whatever_the_penalty():
+    sentences = [Sentence(["Ann"], ["B-PER"], "it")]
+    logits = np.array([[1.0, 2.0, -9, -9, -9]], np.float32)
+    for penalty in (0.0, 2.0):
+        task = Entities(make_task().settings, {"types": ["PER", "LOC"], "scheme": "iob2", "outside_penalty": penalty})
+        windows = task.windows(sentences, make_encoder(16), training=False)
+        (entity,) = task.decode(sentences, windows, logits)[0]["entities"]
+        assert entity["score"] == pytest.approx(1 / (1 + np.exp(-1)), abs=1e-3)
+
+
+def test_a_word_without_a_token_does_not_end_an_entity():
+    """Such as a variation selector: `tokenizers` drops it."""
+    sentences = [Sentence(["Ann", "\ufe0f", "sat"], ["B-PER", "I-PER", "I-PER"], "it")]
+    for penalty, expected in ((0.0, ["B-PER", "I-PER", "I-PER"]), (2.0, ["B-PER", "I-PER", "I-PER"])):
+        task = Entities(make_task().settings, {"types": ["PER", "LOC"], "scheme": "iob2", "outside_penalty": penalty})
+        windows = task.windows(sentences, make_encoder(16), training=False)
+        assert len(windows.queries) == 2
+        inside, alone = np.zeros((2, 5), np.float32), np.zeros((2, 5), np.float32)
+        inside[0, 1], inside[1, 2] = 9, 9
+        alone[:, 0] = 9
+        assert task.decode(sentences, windows, inside)[0]["tags"] == expected
+        assert task.decode(sentences, windows, alone)[0]["tags"] == ["O", "O", "O"]
+
+
 def test_the_penalty_of_o_is_tuned_on_the_dev_set_and_kept():
     encoder, task = make_encoder(16), make_task(tune_outside=True)
     sentences = [Sentence(["Ann", "sat"], ["B-PER", "O"], "it") for _ in range(3)]

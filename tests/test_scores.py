@@ -200,6 +200,7 @@ def test_an_interrupted_blimp_continues(tmp_path: Path, bert: Path, monkeypatch:
     blimp_score(bert, data, limit=1, record=Record(path, model))
     assert len(scored) == 3
     assert Record(path, model).content["blimp"]["how"]["limit"] == 1
+    assert list(Record(path, model).content) == ["model", "blimp"], "nothing is left of what is finished"
     with pytest.raises(InputError, match="another model"):
         Record(path, {**model, "fingerprint": "g"})
 
@@ -588,6 +589,8 @@ def test_a_run_that_is_training_is_not_fine_tuned(work: Path, trained: list[tupl
     with only_run(run), pytest.raises(InputError, match="this run is training"):
         finetuning_scores(run, work / "out", "n", FinetuningSettings((work / "reviews.yaml",), data=work / "data"))
     assert trained == []
+    with only_run(run):
+        assert finetuning_runs.read_plans(run, FinetuningSettings(())) == {}, "its text may be scored meanwhile"
 
 
 # ---- the command

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,18 @@ def test_a_run_of_another_process_is_left_alone(work: Path, bert: Path, ran: Run
     assert (begun / "sign").is_file()
     assert finetuning_scores(other, work / "out", "second", settings)["reviews"].random == (0.5,)
     assert not (begun / "sign").exists()
+
+
+def test_a_model_is_fine_tuned_by_one_process_with_or_without_random_weights(work: Path, bert: Path, ran: Runs) -> None:
+    settings = FinetuningSettings((work / "reviews.yaml",), seeds=1, random=False, data=work / "data")
+    ran.error = StoppedError("stopped.")
+    finetuning_scores(bert, work / "out", "first", settings)
+    (own,) = ran.folders
+    (own / "scores.json").unlink()
+    shutil.copytree(work / "data", work / "moved")  # what was begun from there is not continued, but removed
+    with only_run(own.parents[1]), pytest.raises(InputError, match="another process"):
+        finetuning_scores(bert, work / "out", "first", replace(settings, random=True, data=work / "moved"))
+    assert own.is_dir()
 
 
 def test_checkpoints_are_fine_tuned_at_once_if_they_share_no_runs(work: Path, bert: Path, ran: Runs) -> None:

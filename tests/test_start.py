@@ -15,6 +15,7 @@ import torch
 from corpora import make_corpus
 from tiny_checkpoints import WORDS, make_bert
 
+from pretrain import preflight
 from pretrain.__main__ import main
 from pretrain.batches.pairs import Sampler
 from pretrain.batches.replay import mixture_weights, with_replay
@@ -382,16 +383,20 @@ def test_a_general_corpus_without_a_sample_is_refused() -> None:
 
 
 def test_without_own_held_out_text_a_run_says_that_general_text_is_not_evaluated(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, held_out in (("own", 0), ("general", 5)):
-        make_corpus(tmp_path / name, documents=10, validation_documents=held_out)
+        make_corpus(tmp_path / name, documents=10, vocabulary_size=300, validation_documents=held_out, seed=held_out)
     values = pretraining(tmp_path / "own", tmp_path / "run", [(32, 8, 4)])
-    config = PretrainConfig.model_validate(
-        {**values, "start_from": "start", "adaptation": {"general": str(tmp_path / "general")}}
-    )
-    assert Corpora.open(config).general is None
-    assert "adaptation.general is not evaluated" in caplog.text
+    adaptation = {"general": str(tmp_path / "general"), "replay_share": 0.2}
+    config = PretrainConfig.model_validate({**values, "start_from": "start", "adaptation": adaptation})
+    corpora = Corpora.open(config)
+    assert corpora.general is None
+    # Workers with another text to replay are refused all the same.
+    assert corpora.training.fingerprint != corpora.own.fingerprint
+    assert corpora.training.fingerprint in corpora.fingerprints().values()
+    preflight.check_corpus(config)
+    assert "warning: adaptation.general is not evaluated" in capsys.readouterr().err
 
 
 def test_general_text_is_replayed_and_scored(place: Place, runs: dict[str, Path]) -> None:
@@ -498,8 +503,6 @@ def test_a_resumed_run_takes_its_settings_from_its_folder(place: Place) -> None:
     config = resolved(path)
     (config.folder / "checkpoints/step-00000002").mkdir(parents=True)
     (config.folder / "checkpoints/step-00000002/manifest.json").write_text("{}")
-    from pretrain import preflight
-
     preflight.record_config(config)
     found = load_config(path, ["start_from=", *start_overrides(path, ["start_from="], resume=True)])
     assert found == config

@@ -397,6 +397,22 @@ class TestWandb:
         assert event["message"].endswith("without it (ZeroDivisionError: division by zero)")
         assert "W&B failed; metrics.jsonl continues" in caplog.text
 
+    def test_a_wandb_that_fails_after_the_last_record_is_an_event_too(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        go = threading.Event()
+
+        def fails_late(*_: object) -> None:
+            go.wait()
+            raise OSError("no route")
+
+        monkeypatch.setattr(mirror, "_start_wandb", fails_late)
+        tracker = start(tmp_path, wandb="offline")
+        tracker.log({"step": 3})
+        go.set()
+        tracker.close()
+        assert [(one["step"], one.get("event")) for one in read_records(tmp_path)] == [(3, None), (3, "wandb")]
+
     def test_a_generated_id_fits_wandb(self, tmp_path: Path) -> None:
         config = make_config().model_copy(update={"name": 63 * "a"})
         tracker = Tracker(config, tmp_path, run_id=None, step=0, card={}, job_type="pretrain", enabled=False)

@@ -134,7 +134,11 @@ def _keep(record: Record, how: Mapping[str, Any], scores: Mapping[str, Any]) -> 
     """Write the scores; while paradigms are missing, finished scores of other settings, which took hours, stay."""
     before = record.content.get(PART)
     stays = before is not None and before["how"] != how and not missing_paradigms(before["scores"])
-    record.write(_UNFINISHED if stays and missing_paradigms(scores) else PART, how, scores)
+    if stays and missing_paradigms(scores):
+        record.write(_UNFINISHED, how, scores)
+        return
+    record.write(PART, how, scores)
+    record.remove(_UNFINISHED)
 
 
 def missing_paradigms(scores: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from finetune.scores.finetuning_runs import (
 from finetune.scores.masked_model import text_digest
 from finetune.scores.record import Record
 from finetune.tasks.registry import make_task
+from pretrain import preflight
 from pretrain.common.errors import DivergedError
 
 PART = "finetuning"  # of a record
@@ -104,9 +106,16 @@ def finetuning_scores(
         RunError: runs failed; all others have finished and are recorded.
     """
     given = starts(folder, out, name, settings)
-    # Only runs from random weights are shared with other checkpoints, whose processes must not run at once.
-    common = out if settings.random else given[0].folder
-    run_as = f"scores-{name}"[:63]
+    # Runs from random weights are shared with other checkpoints, whose processes must not run at once.
+    with preflight.only_run(out) if settings.random else contextlib.nullcontext():
+        return _fine_tuned(given, f"scores-{name}"[:63], settings, folder, record)
+
+
+def _fine_tuned(
+    given: Sequence[Start], run_as: str, settings: FinetuningSettings, folder: Path, record: Record | None
+) -> dict[str, FinetuningScore]:
+    """As `finetuning_scores`, when no other process has the runs from random weights."""
+    common = next(one.folder for one in given if not one.random)
     tried = [member for start in given for member in start.tried()] if settings.grid else []
     searched = run_members(tried, common, run_as, parallel=settings.parallel)
     raise_failure(TrialRuns([], searched.stopped))

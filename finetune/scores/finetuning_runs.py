@@ -174,7 +174,8 @@ def read_plans(folder: Path, settings: FinetuningSettings) -> dict[str, tuple[Fi
     Raises `InputError` if a config, its data, the grid or the checkpoint is wrong, a config has no dev set, or the
     checkpoint is that of a run that is training.
     """
-    _check_over(folder)
+    if settings.configs:
+        _check_over(folder)
     for key in settings.grid:
         if not key.startswith("training."):
             raise InputError(f"--grid-set {key}: only settings of training can be chosen. Use --set, for all runs.")

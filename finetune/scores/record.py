@@ -59,14 +59,21 @@ class Record:
             self._content[part] = {"how": dict(how), "scores": {**before, **scores}}
             write_json(self.path, self._content)
 
+    def remove(self, part: str) -> None:
+        """Remove a part, if it is there, and write the file."""
+        with locked(self.path.with_name(f".{self.path.name}.lock")):
+            self._content = self._read()
+            if self._content.pop(part, None) is not None:
+                write_json(self.path, self._content)
+
     def _read(self) -> dict[str, Any]:
         """The file's content, of this model."""
         content = read_record(self.path) if self.path.is_file() else {}
         before = content.get(MODEL, {})
         if content and before.get("fingerprint") != self._model["fingerprint"]:
             raise InputError(
-                f"{self.path}: has the scores of another model ({before.get('folder')}, or what it was before). Give "
-                "another --name or --out, or remove the file."
+                f"{self.path}: has the scores of another model ({before.get('folder')}, or what it was before), or of "
+                "an earlier version of this command. Give another --name or --out, or remove the file."
             )
         return {**content, MODEL: self._model}
 

@@ -42,11 +42,11 @@ def recommendation(config: PretrainConfig, budget_text: str, on: str | None = No
             fits, or the budget pays for none.
         MachineError: the timed run failed.
     """
-    budget, on = parse_budget(budget_text), on or estimate.own_cluster(config)
+    budget, (where, on) = parse_budget(budget_text), estimate.chosen_cluster(config, on)
     found = published.read(law)
-    _check(config, budget, on)
+    _check(config, budget, on, where)
     config, _ = estimate.resolve_precision(config, on)
-    cluster = estimate.parse_cluster(on, config) if on else None
+    cluster = estimate.parse_cluster(on, config, where) if on else None
     text = read_text(config)
     shaped = [with_shape(config, *shape) for shape in _shapes(config)]
     if cluster is not None:
@@ -54,7 +54,7 @@ def recommendation(config: PretrainConfig, budget_text: str, on: str | None = No
     speed = _speed(config, cluster)
 
     def planned() -> tuple[list[Plan], list[str], list[str]]:
-        fitting, too_large = _fitting([plan(one, budget, text, speed) for one in shaped], cluster)
+        fitting, too_large = _fitting([plan(one, budget, text, speed) for one in shaped], cluster, where)
         return *_affordable(fitting, budget), too_large
 
     plans, too_costly, too_large = planned()
@@ -86,7 +86,7 @@ def choose(plans: Sequence[Plan], found: PublishedLaw) -> list[Choice]:
 # ---- What is checked and measured
 
 
-def _check(config: PretrainConfig, budget: Budget, on: str) -> None:
+def _check(config: PretrainConfig, budget: Budget, on: str, where: str) -> None:
     for is_given, what in (
         (config.start_from, "start_from: continues a checkpoint, whose size is given"),
         (config.distillation.teacher, "distillation.teacher: learns from a teacher"),
@@ -103,7 +103,7 @@ def _check(config: PretrainConfig, budget: Budget, on: str) -> None:
             "budget in FLOPs such as 0.5e15."
         )
     if on == "here" and (config.scheduling.address or torchrun_place()):
-        raise InputError("--on here: times this machine alone; leave out scheduling.address and torchrun.")
+        raise InputError(f"{where}: times this machine alone; leave out scheduling.address and torchrun.")
 
 
 def _shapes(config: PretrainConfig) -> list[tuple[int, int]]:
@@ -111,7 +111,7 @@ def _shapes(config: PretrainConfig) -> list[tuple[int, int]]:
     return sorted({*SHAPES, (config.model.layers, config.model.hidden)}, key=lambda shape: shape[0] * shape[1] ** 2)
 
 
-def _fitting(plans: Sequence[Plan], cluster: Cluster | None) -> tuple[list[Plan], list[str]]:
+def _fitting(plans: Sequence[Plan], cluster: Cluster | None, where: str) -> tuple[list[Plan], list[str]]:
     """(the plans that fit into the memory of a worker, the shapes of the others with what they need)."""
     if cluster is None:
         return list(plans), []
@@ -125,7 +125,7 @@ def _fitting(plans: Sequence[Plan], cluster: Cluster | None) -> tuple[list[Plan]
     fits, left_out = _divided(plans, lacks)
     if not fits:
         raise InputError(
-            f"--on: no size fits into the {limit / 2**30:,.1f} GiB that a worker of {cluster.name} has: "
+            f"{where}: no size fits into the {limit / 2**30:,.1f} GiB that a worker of {cluster.name} has: "
             f"{', '.join(left_out)}. Lower engine.micro_batch_tokens."
         )
     return fits, left_out

@@ -33,6 +33,9 @@ _WANDB_TRAIN = {
 _WANDB_EVALUATION = {"step": "train/global_step", "epoch": "train/epoch", "seconds": "eval/runtime"}
 
 _MOST_RANKS = 16  # with a metric each in W&B
+LARGEST_RANK = "max_rank"
+"""Of many ranks, the end of the name of the metric that is the rank of the largest value."""
+
 ID_NAME = 55
 """Characters of a run's name in the W&B id that is generated for it: W&B's ids have up to 64."""
 
@@ -71,7 +74,7 @@ def _of_ranks(values: list[float | None]) -> dict[int | str, float | None]:
     if len(values) <= _MOST_RANKS or not known:
         return dict(enumerate(values))
     least, middle, largest = known[0], statistics.median(known), known[-1]
-    return {"min": least, "median": middle, "max": largest, "max_rank": values.index(largest)}
+    return {"min": least, "median": middle, "max": largest, LARGEST_RANK: values.index(largest)}
 
 
 def wandb_mode(mode: str) -> str:

@@ -50,6 +50,7 @@ class Tracker:
         self.run_id = run_id or config.tracking.run_id or f"{config.name[:ID_NAME]}-{secrets.token_hex(4)}"
         self._file = None
         self._wandb = None
+        self._step = step
         if not enabled:
             return
         mode = wandb_mode(config.tracking.wandb)
@@ -78,10 +79,8 @@ class Tracker:
                 remaining = remaining[self._file.write(remaining) :]
         self._start += record.get("event") in _CONTINUATIONS
         self._mirror(record)
-        if self._wandb is not None and (reason := self._wandb.failure):
-            self._wandb = None
-            message = f"W&B failed; metrics.jsonl continues without it ({reason})"
-            self.log({"event": "wandb", "step": record["step"], "time": time.time(), "message": message})
+        self._step = record["step"]
+        self._note_failure()
 
     def log_events(self, events: Iterable[dict[str, Any]], step: int) -> None:
         """Record events from before this start, such as the crash that caused it: "event", "time" and "message"."""
@@ -105,6 +104,13 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.log({**wandb_names(record), WANDB_START: self._start})
 
+    def _note_failure(self) -> None:
+        """Record, once, that W&B failed."""
+        if self._wandb is not None and (reason := self._wandb.failure):
+            self._wandb = None
+            message = f"W&B failed; metrics.jsonl continues without it ({reason})"
+            self.log({"event": "wandb", "step": self._step, "time": time.time(), "message": message})
+
     @property
     def mirrored(self) -> bool:
         """Whether records go to W&B, now or by a later `wandb sync`."""
@@ -117,11 +123,17 @@ class Tracker:
 
     def close(self) -> None:
         """Flush the file to disk and finish the W&B run; waits less than a minute for its uploads."""
+        self._flush()
+        if self._wandb is not None:
+            self._wandb.close()
+            self._note_failure()
+            self._wandb = None
+        if self._file is not None:
+            self._flush()
+            self._file.close()
+            self._file = None
+
+    def _flush(self) -> None:
         if self._file is not None:
             with disk_errors(Path(self._file.name)):
                 os.fsync(self._file.fileno())
-                self._file.close()
-            self._file = None
-        if self._wandb is not None:
-            self._wandb.close()
-            self._wandb = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,10 +104,12 @@ def measure(
 
 
 def _record(run: Path, path: Path) -> Record:
-    """The scores of the run; those of a run of that name which was removed are discarded."""
+    """The scores of the run; those of a run of that name which was removed, or of an earlier version, are set aside."""
     now = fingerprint(run)
-    if path.is_file() and read_record(path)[MODEL].get("fingerprint") != now:
-        path.unlink()
+    if path.is_file() and (before := read_record(path)[MODEL].get("fingerprint")) != now:
+        aside = path.with_name(f"{path.stem}-{str(before)[:12]}.json.aside")
+        path.replace(aside)
+        print(f"{path}: has the scores of another run, or of an earlier version; kept as {aside.name}", file=sys.stderr)
     return Record(path, {"name": run.name, "fingerprint": now})
 
 

@@ -16,6 +16,7 @@ from pretrain.common.errors import InputError
 
 Predictions = Sequence[Mapping[str, Any]]
 
+_BEGINS, _INSIDES = slice(1, None, 2), slice(2, None, 2)  # of the labels
 PENALTIES = tuple(number / 4 for number in range(-4, 17))  # of O, in nats, that are tried on the dev set
 
 
@@ -52,28 +53,30 @@ class Decoder:
         """
         starts = _word_starts(examples)
         gold = _gold(self.types, examples)
+        log_probabilities = self._log_probabilities(windows, logits, starts)
 
         def value(penalty: float) -> float:
-            one = replace(self, outside_penalty=penalty)
-            tags = one._tags(one._log_probabilities(windows, logits, starts), starts)
+            tags = replace(self, outside_penalty=penalty)._tags(log_probabilities, starts)
             return _scores(gold, _tagged(self.types, tags, starts))[metric]
 
         return max(sorted(PENALTIES, key=abs), key=value)
 
     def _log_probabilities(self, windows: Windows, logits: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """float64 [W, C] of all words; words without a token are O."""
+        """float64 [W, C] of all words. A word without a token begins no entity; nothing else is known of it."""
         example = windows.examples[np.searchsorted(windows.starts, windows.queries, "right") - 1]
         shifted = logits.astype(np.float64)
-        shifted[:, 0] -= self.outside_penalty
         shifted -= shifted.max(-1, keepdims=True, initial=-np.inf)
-        made = np.full((starts[-1], len(self.types) * 2 + 1), -np.inf)
-        made[:, 0] = 0
+        made = np.zeros((starts[-1], len(self.types) * 2 + 1))
+        made[:, _BEGINS] = -np.inf
         made[starts[example] + windows.extra["word"]] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
         return made
 
     def _tags(self, log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """int64 [W]: numbers of the labels."""
-        return best_sequences(log_probabilities, starts) if self.viterbi else log_probabilities.argmax(-1)
+        penalised = log_probabilities.copy()
+        has_token = np.isfinite(log_probabilities).all(-1)
+        penalised[:, 0] -= self.outside_penalty * has_token
+        return best_sequences(penalised, starts) if self.viterbi else penalised.argmax(-1)
 
 
 def best_sequences(log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -90,7 +93,6 @@ def best_sequences(log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndar
     order = np.argsort(-lengths, kind="stable")  # sentences that have a word at a place come before those that ended
     first, lengths = starts[:-1][order], lengths[order]
     with_word = [int(np.searchsorted(-lengths, -place, "left")) for place in range(int(lengths.max(initial=0)))]
-    begins, insides = slice(1, None, 2), slice(2, None, 2)
     outputs = log_probabilities.shape[1]
     before = np.zeros(log_probabilities.shape, np.int64)  # the best label of the word before, for each of this word
     total = np.full((len(lengths), outputs), -np.inf)
@@ -98,15 +100,15 @@ def best_sequences(log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndar
         at = first[:number] + place
         if place == 0:
             reached = np.zeros((number, outputs))
-            reached[:, insides] = -np.inf
+            reached[:, _INSIDES] = -np.inf
         else:
             past = total[:number]
             best = past.argmax(-1)
             before[at] = best[:, None]
             reached = np.repeat(past.max(-1)[:, None], outputs, axis=1)
-            continues = past[:, insides] > past[:, begins]
-            reached[:, insides] = np.where(continues, past[:, insides], past[:, begins])
-            before[at, insides] = np.arange(1, outputs, 2) + continues
+            continues = past[:, _INSIDES] > past[:, _BEGINS]
+            reached[:, _INSIDES] = np.where(continues, past[:, _INSIDES], past[:, _BEGINS])
+            before[at, _INSIDES] = np.arange(1, outputs, 2) + continues
         total[:number] = reached + log_probabilities[at]
     tags = np.zeros(len(log_probabilities), np.int64)
     last = total.argmax(-1)

@@ -19,7 +19,7 @@ from pretrain.common.files import atomic_open
 from pretrain.reporting.dashboard.panels import EVENTS, Panel, panels_for
 from pretrain.reporting.dashboard.runs import RunRecords
 from pretrain.reporting.dashboard.subjects import by_subject, differing
-from pretrain.tracking.mirror import ID_NAME, wandb_entity, wandb_mode, wandb_names
+from pretrain.tracking.mirror import ID_NAME, LARGEST_RANK, wandb_entity, wandb_mode, wandb_names
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -147,7 +147,7 @@ def _plots(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
 
 
 def _names(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
-    """The panel's metrics under their names in W&B."""
+    """The panel's metrics under their names in W&B, without the number of a rank, which has another unit."""
     names: dict[str, None] = {}
     for metric in panel.metrics:
         for records in itertools.chain.from_iterable((run.training, run.evaluations) for run in runs):
@@ -155,7 +155,7 @@ def _names(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
             record = {metric: last.get(metric)}
             if last:
                 names.update(dict.fromkeys(wandb_names({**record, "split": ""} if "split" in last else record)))
-    return list(names)
+    return [name for name in names if not name.endswith(f"/{LARGEST_RANK}")]
 
 
 def _event_panels(runs: Sequence[RunRecords]) -> list[Any]:
