@@ -145,9 +145,9 @@ def starts(folder: Path, out: Path, name: str, settings: FinetuningSettings) -> 
                     point,
                     configs[key].model_copy(update={"random_weights": random}),
                     configs[key].total_steps(plan.units),
-                    place / name,
+                    place / own,
                 )
-                for (point, configs), name in zip(at, kept, strict=True)
+                for (point, configs), own in zip(at, kept, strict=True)
             ]
             given.append(Start(key, random, place, choices, seeds if settings.random or not random else ()))
     return given
