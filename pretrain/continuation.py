@@ -61,7 +61,8 @@ class Corpora:
 
     def fingerprints(self) -> dict[str, str]:
         """Of each corpus, by the setting that names it."""
-        parts = {"corpus.dir": self.own, "adaptation.replay_share": self.training, "adaptation.general": self.general}
+        replayed = None if self.training is self.own else self.training
+        parts = {"corpus.dir": self.own, "adaptation.replay_share": replayed, "adaptation.general": self.general}
         return {name: shards.fingerprint for name, shards in parts.items() if shards is not None}
 
 

@@ -98,7 +98,7 @@ def only_run(folder: Path) -> contextlib.AbstractContextManager[bool]:
 
 
 def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str]]) -> None:
-    """Check that the run folder can be written, and that its checkpoints, if any, may be resumed with this config.
+    """Check what the run writes to: W&B's names, and its folder, whose checkpoints, if any, must fit this config.
 
     Args:
         config: the run.
@@ -106,9 +106,10 @@ def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str
         changed: names the settings that differ between two configs and must not when a run resumes.
 
     Raises:
-        InputError: the folder cannot be written; it holds checkpoints and `resume` is off; or a resumed run's config
-            changes which samples are used or how they are weighted.
+        InputError: W&B would refuse a name; the folder cannot be written; it holds checkpoints and `resume` is off; or
+            a resumed run's config changes which samples are used or how they are weighted.
     """
+    config.tracking.check_names()
     folder = config.folder
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -113,11 +113,21 @@ def test_without_ray_it_trains_in_this_process(config_file: Path, calls: Calls):
     assert (worker.rank, worker.world_size, payload["resume"]) == (0, 1, False)
 
 
+PLACE = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
 @pytest.mark.parametrize(("rank", "expected"), [("0", ["follow", "train"]), ("1", ["train"])])
 def test_under_torchrun_only_the_first_worker_checks_and_draws(
     config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, rank: str, expected: list[str]
 ):
-    for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
+    for name, value in (PLACE | {"RANK": rank, "LOCAL_RANK": rank}).items():
         monkeypatch.setenv(name, value)
     assert cli("pretrain", config_file) == 0
     assert [name for name, _ in calls] == expected
@@ -129,9 +139,15 @@ def test_under_torchrun_only_the_first_worker_checks_and_draws(
     [
         ({"RANK": "1"}, "RANK is '1' in the environment, but WORLD_SIZE is not set. Start the"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is '0' in the environment, but MASTER_ADDR is not set. Start the"),
-        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK is 'x' and WORLD_SIZE '2' in"),
-        ({"RANK": "0", "WORLD_SIZE": "", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK is '0' in the environment"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK is '2' and WORLD_SIZE '2' in"),
+        (PLACE | {"RANK": "x"}, "RANK is 'x' and WORLD_SIZE '2' in"),
+        (PLACE | {"WORLD_SIZE": ""}, "RANK is '0' in the environment, but WORLD_SIZE is not set. Start the"),
+        (PLACE | {"RANK": "2"}, "RANK is '2' and WORLD_SIZE '2' in"),
+        (PLACE | {"LOCAL_RANK": ""}, "RANK is '0' in the environment, but LOCAL_RANK is not set. Start the"),
+        (
+            PLACE | {"LOCAL_WORLD_SIZE": ""},
+            "RANK is '0' in the environment, but LOCAL_WORLD_SIZE is not set. Start the",
+        ),
+        (PLACE | {"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x' and LOCAL_WORLD_SIZE '2' in"),
     ],
 )
 @pytest.mark.parametrize("options", [(), ("--no-ray",)])
@@ -145,7 +161,7 @@ def test_half_of_torchruns_variables_are_refused(
     options: tuple[str, ...],
 ):
     """Such processes would all train the whole run, in one folder."""
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in PLACE:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain import preflight
 from pretrain.common.errors import InputError
 from pretrain.common.sections import Section, is_section
 from pretrain.common.settings import dump
@@ -65,9 +66,22 @@ def problems(path: Path, *overrides: str) -> list[str]:
         ("tags=['']", "tags: the tag '' must have 1 to 64 characters"),
     ],
 )
-def test_what_wandb_refuses_is_refused_before_the_run(write, setting: str, message: str):
-    (line,) = problems(write(GOOD), f"tracking.{setting}")
-    assert f": tracking.{message}" in line
+def test_what_wandb_refuses_is_refused_where_a_run_starts_and_read_where_one_is(
+    write, tmp_path: Path, setting: str, message: str
+):
+    path, folder = write(GOOD), tmp_path / "run"
+    config = load_config(path, [f"tracking.{setting}", f"run_dir={folder}"])
+    with pytest.raises(InputError) as caught:
+        preflight.check_run_folder(config, False, changed_for_resume)
+    assert str(caught.value).startswith(f"tracking.{message}")
+    assert not folder.exists()
+
+    (folder / "checkpoints/step-00000002").mkdir(parents=True)
+    (folder / "checkpoints/step-00000002/manifest.json").write_text("{}")
+    preflight.record_config(config)
+    assert load_config(folder / "config.yaml") == config
+    for changes in ([], [f"tracking.{setting}", "tracking.wandb=off"]):
+        preflight.check_run_folder(load_config(path, [*changes, f"run_dir={folder}"]), True, changed_for_resume)
 
 
 def test_reads_a_run(write):

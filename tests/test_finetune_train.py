@@ -346,7 +346,8 @@ def test_a_bad_test_set_is_reported_before_training(root: Path, tmp_path: Path) 
 def test_torchruns_other_processes_end_with_the_first(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(launch, "_train", lambda *_, **__: pytest.fail("it trains"))
     (tmp_path / "task.yaml").write_text(json.dumps(settings(root, "whole")))

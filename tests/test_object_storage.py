@@ -442,7 +442,8 @@ def test_a_checkpoint_that_was_damaged_here_is_fetched_again(
     shard = folder / "checkpoints/step-00000001/rank-00000-of-00001.safetensors"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + b"!")
-    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1"), ("RANK", "1")):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     launch.bring(RUN)
     assert shard.read_bytes() != content, "torchrun's first process looks at the content for all"

@@ -358,6 +358,35 @@ def test_what_all_workers_hold_is_written_once(tmp_path: Path) -> None:
         assert max(sizes) - min(sizes) <= 1
 
 
+@dataclass
+class OfTwo(Alone):
+    """Rank 0 of two. Rank 1 says that it has written a file like rank 0's."""
+
+    world_size: int = 2
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        shard = value and value.get("result")
+        return [value, {"result": shard and {**shard, "file": store.shard_name(Alone(1, 2))}}]
+
+
+@pytest.mark.parametrize(
+    ("there", "message"), [(None, r"cannot be read \(No such file"), (b"old", "has 3 bytes, not the")]
+)
+def test_a_checkpoint_without_the_file_that_a_rank_wrote_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bytes | None, message: str
+) -> None:
+    """Each machine may have a folder of its own at the run's path."""
+    monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
+    if there is not None:
+        aside = tmp_path / ".step-00000002.tmp"
+        aside.mkdir()
+        (aside / store.shard_name(Alone(1, 2))).write_bytes(there)
+    held, state = [Held("a", 0, {"weight": torch.ones(20)})], {"step": 2, "shapes": {"a": [20]}}
+    with pytest.raises(MachineError, match=f"rank-00001-of-00002.safetensors: {message}"):
+        store.save(tmp_path, 2, held, state, OfTwo())
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path):
     """A file system of 2 MB."""

@@ -125,6 +125,11 @@ def test_workers_that_are_none(config: Path, given: str) -> None:
         read(config, workers=given)
 
 
+def test_a_name_that_wandb_refuses_is_refused_before_anything_is_sent(config: Path) -> None:
+    with pytest.raises(InputError, match=r"tracking\.project: 'team/bert' must be at most"):
+        read(config, "--set", "tracking.project=team/bert", "--set", "tracking.wandb=auto")
+
+
 @pytest.mark.parametrize("key", ["api_key", "token", "client_secret", "password", "AWS_SECRET"])
 def test_a_secret_in_a_config_is_refused(config: Path, key: str) -> None:
     with pytest.raises(InputError, match=rf"engine\.deepspeed\.wandb\.{key} looks like a secret") as caught:

@@ -295,6 +295,9 @@ def test_workers_with_other_settings_or_data_are_refused(corpus: Path, tmp_path:
     def start(name: str, folder: Path = corpus, **changes: Any) -> Start:
         return Start(settings(folder, tmp_path / name, **changes))
 
+    def begins(name: str, **changes: Any) -> Start:
+        return start(name, start_from=models[0]["run_dir"], **changes)
+
     plan = [
         (start("seeds"), start("seeds", seed=9, masking__probability=0.4)),
         (start("corpora"), start("corpora", other)),
@@ -302,12 +305,28 @@ def test_workers_with_other_settings_or_data_are_refused(corpus: Path, tmp_path:
             tuple(start(setting, **{setting: model["run_dir"]}) for model in models)
             for setting in ("start_from", "distillation__teacher")
         ),
-        (start("fine"), start("fine", same, engine__precision="auto")),
+        # What one of them has not would be read, and compared, by the others alone.
+        (begins("begins"), start("begins")),
+        (start("learns"), start("learns", distillation__teacher=models[1]["run_dir"])),
+        (begins("replays"), begins("replays", adaptation__general=str(other))),
+        (begins("replays", adaptation__general=str(other)), begins("replays")),
+        (start("beats"), start("beats", scheduling__hang_seconds=0)),
+        (start("here"), start("there")),
+        (start("fine"), start("fine", same, engine__precision="auto", scheduling__max_failures=5)),
     ]
     outcomes = run_workers(2, starts_of_own, [list(one) for one in zip(*plan, strict=True)])
     assert outcomes[0] == outcomes[1]
-    seeds, corpora, begun, taught, fine = outcomes[0]
+    seeds, corpora, begun, taught, new, learns, *replays, beats, apart, fine = outcomes[0]
     where = f"InputError: worker 1 on {socket.gethostname()} differs from worker 0: "
+    for outcome, names in (
+        (new, f"start_from ({models[0]['run_dir']} -> none)"),
+        (learns, f"distillation.teacher (none -> {models[1]['run_dir']})"),
+        (replays[0], f"adaptation.general (none -> {other})"),
+        (replays[1], f"adaptation.general ({other} -> none)"),
+        (beats, "scheduling.hang_seconds (180.0 -> 0.0)"),
+    ):
+        assert outcome == f"{where}{names}. Start all workers with the same config and overrides."
+    assert apart.startswith(f"InputError: run_dir: {tmp_path / 'here'}: worker 1 does not see {tmp_path / 'here'} of")
     assert seeds.startswith(f"{where}seed (0 -> 9), masking.probability (0.15 -> 0.4). Start all workers with")
     for name, outcome in (("corpus.dir", corpora), ("start_from", begun), ("distillation.teacher", taught)):
         assert re.fullmatch(rf"{re.escape(where)}{name} \(\w{{12}} -> \w{{12}}\)\. Give every machine the .*", outcome)

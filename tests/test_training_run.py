@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,10 +173,13 @@ def test_an_early_end_reaches_wandb_closes_all_and_does_not_finish(
 
 
 @pytest.mark.parametrize("error", [StoppedError("as asked"), None])
+@pytest.mark.parametrize(
+    "closing", [MachineError("disk full"), InputError("read-only"), OSError(errno.EIO, "Input/output error")]
+)
 def test_records_that_are_not_written_fail_a_run_that_did_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: RunError | None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, closing: Exception, error: RunError | None
 ) -> None:
     calls = Calls(monkeypatch, tmp_path)
-    calls.outcome, calls.closing = error, MachineError("disk full")
+    calls.outcome, calls.closing = error, closing
     with pytest.raises(type(error or calls.closing)):
         calls.run()

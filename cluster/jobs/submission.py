@@ -39,8 +39,9 @@ def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> 
     values = config.model_dump(mode="json")
     if options.kind != "finetune" and values["start_from"]:
         values |= _undecided(options.config, overrides, values)
-    if not config.tracking.run_id and options.kind != "prepare":
-        values["tracking"]["run_id"] = config.name
+    if options.kind != "prepare":
+        config.tracking.check_names()
+        values["tracking"]["run_id"] = config.tracking.run_id or config.name
     scheduling = config.scheduling
     return Job(
         options.kind,

@@ -480,6 +480,8 @@ def _preflight(path: Path, needed: int) -> None:
 
 def _publish(aside: Path, final: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:
     """On rank 0, after every shard is on disk: write the state and the manifest, then rename the folder."""
+    for shard in shards:
+        _check_seen(aside / shard["file"], shard["bytes"])
     with _write_errors(final):
         write_json(aside / "state.json", state)
         _write_manifest(aside, shards, state)
@@ -487,6 +489,13 @@ def _publish(aside: Path, final: Path, shards: list[dict[str, Any]], state: dict
             shutil.rmtree(final)
         aside.replace(final)
         fsync_folder(final.parent)
+
+
+def _check_seen(path: Path, size: int) -> None:
+    """Raise `MachineError` if the shard that a rank wrote is not in rank 0's folder: that rank's may be another one."""
+    seen = _retried(path, path.stat).st_size
+    if seen != size:
+        raise MachineError(f"{path}: has {seen} bytes, not the {size} that were written. Check the storage.")
 
 
 def _write_manifest(aside: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:

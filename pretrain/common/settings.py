@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -97,8 +97,13 @@ def dump(settings: Section, exclude: set[str] | None = None) -> str:
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-def differences(before: Section, after: Section, *, free: Sequence[str]) -> list[str]:
-    """Dotted names, with both values, of the settings that differ and match no pattern of `free`."""
+def differences(
+    before: Section | Mapping[str, Any], after: Section | Mapping[str, Any], *, free: Sequence[str]
+) -> list[str]:
+    """Dotted names, with both values, of the settings that differ and match no pattern of `free`.
+
+    Either may be the values of a section (`model_dump`) that this version does not have as it is.
+    """
     return [
         f"{name} ({old} -> {new})"
         for name, (old, new) in changes(before, after).items()
@@ -112,9 +117,9 @@ def _is_below(name: str, pattern: str) -> bool:
     return len(parts) >= len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def changes(before: Section, after: Section) -> dict[str, tuple[Any, Any]]:
-    """Dotted name -> (value before, value after) of the settings that differ."""
-    old, new = dict(_leaves(before.model_dump())), dict(_leaves(after.model_dump()))
+def changes(before: Section | Mapping[str, Any], after: Section | Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted name -> (value before, value after) of the settings that differ; of sections or their values."""
+    old, new = (dict(_leaves(one.model_dump() if isinstance(one, Section) else one)) for one in (before, after))
     return {
         name: (old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)
     }

@@ -24,7 +24,8 @@ WAITING_FILE = "waiting.json"
 
 _OWNER = "for "
 _OWNER_BYTES = 200
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what each of torchrun's processes has
+# What each of torchrun's processes has, and what it needs if it is not the only one: its GPU and threads go by it.
+_TORCHRUN, _LOCAL = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # The modification time that `Flag.set` gives a file, in nanoseconds (in 2001). Touching the file changes it.
 _SET_AT = 10**18
 
@@ -121,13 +122,17 @@ def torchrun_place(environment: Mapping[str, str] | None = None) -> tuple[int, i
     values = os.environ if environment is None else environment
     if "RANK" not in values:
         return None
-    rank, advice = values["RANK"], "Start the processes with torchrun, or unset RANK."
-    if missing := [name for name in _TORCHRUN if not values.get(name)]:
-        raise InputError(f"RANK is {rank!r} in the environment, but {missing[0]} is not set. {advice}")
-    size = values["WORLD_SIZE"]
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise InputError(f"RANK is {rank!r} and WORLD_SIZE {size!r} in the environment: no rank of so many. {advice}")
-    return int(rank), int(size)
+    needed = _TORCHRUN if values.get("WORLD_SIZE") == "1" else (*_TORCHRUN, *_LOCAL)
+    advice = "Start the processes with torchrun, or unset RANK."
+    if missing := [name for name in needed if not values.get(name)]:
+        raise InputError(f"RANK is {values['RANK']!r} in the environment, but {missing[0]} is not set. {advice}")
+    for one, all_of_them in (_TORCHRUN[:2], _LOCAL):
+        rank, size = values.get(one) or "0", values.get(all_of_them) or "1"
+        if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+            raise InputError(
+                f"{one} is {rank!r} and {all_of_them} {size!r} in the environment: no rank of so many. {advice}"
+            )
+    return int(values["RANK"]), int(values["WORLD_SIZE"])
 
 
 @dataclass
@@ -177,8 +182,8 @@ class Worker:
             worker = cls(
                 rank=rank,
                 world_size=world_size,
-                local_rank=int(values.get("LOCAL_RANK", "0")),
-                local_world_size=int(values.get("LOCAL_WORLD_SIZE", str(world_size))),
+                local_rank=int(values.get("LOCAL_RANK") or "0"),
+                local_world_size=int(values.get("LOCAL_WORLD_SIZE") or "1"),
             )
         worker.listen()
         return worker

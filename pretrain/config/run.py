@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pretrain.common import settings
 from pretrain.common.addresses import is_remote, local_run
+from pretrain.common.errors import InputError
 from pretrain.common.settings import Location, Section, WritableLocation
 from pretrain.config.adaptation import AdaptationConfig
 from pretrain.config.data import CorpusConfig, MaskingConfig, PairsConfig
@@ -51,31 +52,25 @@ class TrackingConfig(Section):
     group: str = Field(default="", description="W&B group. Empty means the run's name.")
     tags: tuple[str, ...] = Field(default=(), description="W&B tags.")
 
-    # W&B's own rules: a run that breaks them would not be mirrored.
-    @field_validator("project")
-    @classmethod
-    def _check_project(cls, project: str) -> str:
-        if len(project) > 128 or set(project) & set("/\\#?%:"):
-            raise ValueError(
-                f"{project!r} must be at most 128 characters without / \\ # ? % : for W&B. The environment variable "
-                "WANDB_ENTITY chooses the team"
+    def check_names(self) -> None:
+        """Raise `InputError` if W&B's own rules refuse a name: the run would not be mirrored.
+
+        For a run that starts. The recorded config of an earlier one may have such names, and is read all the same.
+        """
+        if self.wandb == "off":
+            return
+        if len(self.project) > 128 or set(self.project) & set("/\\#?%:"):
+            raise InputError(
+                f"tracking.project: {self.project!r} must be at most 128 characters without / \\ # ? % : for W&B. The "
+                "environment variable WANDB_ENTITY chooses the team."
             )
-        return project
-
-    @field_validator("run_id")
-    @classmethod
-    def _check_run_id(cls, run_id: str) -> str:
-        if run_id != run_id.strip() or set(run_id) & set(":;,#?/'"):
-            raise ValueError(f"{run_id!r} must have none of : ; , # ? / ' and no space around it, for W&B")
-        return run_id
-
-    @field_validator("tags")
-    @classmethod
-    def _check_tags(cls, tags: tuple[str, ...]) -> tuple[str, ...]:
-        for tag in tags:
+        if self.run_id != self.run_id.strip() or set(self.run_id) & set(":;,#?/'"):
+            raise InputError(
+                f"tracking.run_id: {self.run_id!r} must have none of : ; , # ? / ' and no space around it, for W&B."
+            )
+        for tag in self.tags:
             if not 0 < len(tag) <= 64:
-                raise ValueError(f"the tag {tag!r} must have 1 to 64 characters for W&B")
-        return tags
+                raise InputError(f"tracking.tags: the tag {tag!r} must have 1 to 64 characters for W&B.")
 
 
 class SchedulingConfig(Section):

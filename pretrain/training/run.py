@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
 
-from pretrain.common.errors import DivergedError, MachineError, RunError, StoppedError
+from pretrain.common.errors import DivergedError, RunError, StoppedError
 from pretrain.common.worker import Worker
 from pretrain.tracking import starting
 from pretrain.tracking.records import read_records
@@ -109,7 +109,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
             task.close()
             try:
                 tracker.close()
-            except MachineError as error:
+            except (RunError, OSError) as error:
                 if ended is None:
                     raise
                 logger.warning("%s", error)  # the exit code tells job scripts how the run ended

@@ -19,10 +19,10 @@ from pretrain.checkpoint import store
 from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 from pretrain.common.files import allow_open_files, disk_errors
-from pretrain.common.settings import differences
+from pretrain.common.settings import changes, differences
 from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import Worker
-from pretrain.config import R, RunConfig, keep_precision, with_precision
+from pretrain.config import R, RunConfig, SchedulingConfig, with_precision
 from pretrain.model import precision
 from pretrain.storage.runs import StoredRun
 from pretrain.tracking import starting
@@ -36,9 +36,15 @@ _TIMEOUT = timedelta(hours=1)  # of a collective: a compilation, for which other
 _ENDLESS = timedelta(days=365)
 # With which a user sets up torch's allocator of device memory; it takes either.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-# Settings that a machine may have of its own: where things are, of which `check_same_data` compares the contents, and
-# how workers are started, which they do not read.
-_OF_A_MACHINE = ("run_dir", "scheduling", "corpus.dir", "start_from", "adaptation.general", "distillation.teacher")
+# Where things are, of which `check_same_data` compares the contents: a machine may have paths of its own.
+_PLACES = ("corpus.dir", "start_from", "adaptation.general", "distillation.teacher")
+_WATCHED = ("hang_seconds", "data_stall_seconds")  # the settings of `scheduling` that workers read
+# A machine may have a run_dir of its own, too, if it leads to the same folder (`_check_shared`).
+_OF_A_MACHINE = (
+    "run_dir",
+    *_PLACES,
+    *(f"scheduling.{name}" for name in SchedulingConfig.model_fields if name not in _WATCHED),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -212,18 +218,27 @@ def check_same_data(found: Mapping[str, str]) -> None:
     """Raise `InputError` on every rank if a rank has found other data than rank 0.
 
     Args:
-        found: a fingerprint of what each setting names, the same settings on all ranks.
+        found: a fingerprint of what each setting names.
     """
-    first = first_object(dict(found))
-    others = [f"{name} ({first[name][:12]} -> {mine[:12]})" for name, mine in found.items() if first[name] != mine]
+    pairs = changes(first_object(dict(found)), dict(found))
+    others = [f"{name} ({(old or 'none')[:12]} -> {(new or 'none')[:12]})" for name, (old, new) in pairs.items()]
     _refuse(others, "Give every machine the same files.")
 
 
 def _check_same_config(config: RunConfig) -> None:
     """Raise `InputError` on every rank if a rank's settings differ from rank 0's, as those of torchrun's may."""
-    first = type(config).model_validate(first_object(config.model_dump(mode="json")))
+    first = first_object(config.model_dump())  # not validated: another version may have other settings
+    if config.engine.precision == "auto":  # rank 0 has what an earlier start of the run resolved
+        config = with_precision(config, first["engine"]["precision"])
+    mine = config.model_dump()
+    # What one rank reads and another does not is compared by no `check_same_data`, and its collectives would not meet.
+    missing = [
+        f"{name} ({old or 'none'} -> {new or 'none'})"
+        for name, (old, new) in changes(first, mine).items()
+        if name in _PLACES and not (old and new)
+    ]
     _refuse(
-        differences(first, keep_precision(config, first), free=_OF_A_MACHINE),
+        [*differences(first, mine, free=_OF_A_MACHINE), *missing],
         "Start all workers with the same config and overrides.",
     )
 
@@ -236,10 +251,10 @@ def _refuse(others: Sequence[str], advice: str) -> None:
 
 
 def _check_shared(config: RunConfig, worker: Worker) -> None:
-    """A run at an address trains in a local folder, which all workers must see: stops, restarts and logs go by it."""
-    if not config.address or worker.world_size == 1:
+    """Raise `InputError` on every rank if one does not see rank 0's run folder: checkpoints and stops go by it."""
+    if worker.world_size == 1:
         return
-    mark = config.folder / f".seen-{secrets.token_hex(4)}"
+    mark = config.folder.absolute() / f".seen-{secrets.token_hex(4)}"
     with contextlib.ExitStack() as stack:
         if worker.rank == 0:
             stack.callback(mark.unlink, missing_ok=True)
@@ -248,9 +263,10 @@ def _check_shared(config: RunConfig, worker: Worker) -> None:
         first: Path = gather_objects(mark)[0]
         blind = [rank for rank, sees in enumerate(gather_objects((config.folder / first.name).exists())) if not sees]
     if blind:
+        advice = f"Set {RUNS_VARIABLE} on all machines to one folder that they share, or run_dir to a path."
         raise InputError(
-            f"run_dir: {config.address}: worker {blind[0]} does not see {first.parent} of worker 0. Set "
-            f"{RUNS_VARIABLE} on all machines to one folder that they share, or run_dir to a path."
+            f"run_dir: {config.address or first.parent}: worker {blind[0]} does not see {first.parent} of worker 0. "
+            f"{advice if config.address else 'Set it to a folder that all machines share.'}"
         )
 
 
