@@ -129,20 +129,15 @@ def _stored(config: RunConfig, resume: bool) -> Iterator[None]:
     run.claim()
     try:
         yield
-    except RunError as error:
+    except BaseException as error:
         try:
-            run.complete()
-            run.give_back()
+            run.end(failed=True)
         except RunError as reason:
-            raise type(error)(f"{error} Not stored: {reason}") from error
-        raise
-    except BaseException:  # a bug, an error of CUDA, Ctrl-C
-        with contextlib.suppress(RunError):
-            run.complete()
-            run.give_back()
+            if isinstance(error, RunError):  # and not a bug, an error of CUDA or Ctrl-C
+                raise type(error)(f"{error} Not stored: {reason}") from error
         raise
     try:
-        run.complete()
+        run.end()
     except RunError as error:
         raise MachineError(
             f"{config.folder}: finished, but its last checkpoint or results are not stored: {error} "

@@ -14,6 +14,7 @@ A checkpoint without a manifest does not exist; the index and the listing only s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -23,10 +24,10 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pretrain.common.addresses import is_remote, join, local
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import (
     CHECKPOINT_NAME,
     MANIFEST,
@@ -53,6 +54,7 @@ RUN_FILES = (
     "scores.json",
 )
 _STATE, _MODEL = "state.json", "model"
+_UNTRAINED = "step-00000000"  # the checkpoint with which a new run tries its largest batch
 _LOCK = ".fetch.lock"
 _FETCHED = ".fetched.json"  # names of the files of a released model that were fetched
 _FETCHING = ".fetching"  # a file that is there until the run's small files have been fetched behind a checkpoint
@@ -126,6 +128,15 @@ def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
     return min(reversed(latest), key=latest.__getitem__)
 
 
+class _Claim(NamedTuple):
+    """What `StoredRun.claim` wrote to writer.json, and what there was before it."""
+
+    writer: bytes
+    stored: bytes | None  # writer.json at the address
+    ours: bytes | None  # writer.json in the local folder
+    results: set[bytes]  # of the local folder
+
+
 class StoredRun:
     """The run at an address.
 
@@ -140,8 +151,7 @@ class StoredRun:
         self._objects = ObjectStore(retry_seconds)
         self._names: set[str] | None = None  # of the stored checkpoints, once they are known
         self._states: dict[str, dict[str, Any]] = {}
-        # Before `claim`: writer.json at the address and here, and the newest manifest here; None for what is not there.
-        self._before: tuple[bytes | None, bytes | None, bytes | None] = (None, None, None)
+        self._claim: _Claim | None = None
 
     def names(self) -> list[str]:
         """Names of the stored checkpoints, the oldest first."""
@@ -200,24 +210,28 @@ class StoredRun:
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         writer = json.dumps({"id": uuid.uuid4().hex, "host": socket.gethostname(), "since": since}).encode()
         ours = self._folder / WRITER
-        self._before = self._objects.read(self._at(WRITER)), _content(ours), self._newest_manifest()
-        self._objects.write(self._at(WRITER), writer)
-        with atomic_open(ours) as file:
-            file.write(writer)
-        self._write_index()
+        claim = _Claim(writer, self._objects.read(self._at(WRITER)), _content(ours), self._results())
+        self._write_index()  # shows whether the address can be written to, before anything is claimed
+        try:
+            self._objects.write(self._at(WRITER), writer)
+            with atomic_open(ours) as file:
+                file.write(writer)
+        except BaseException:
+            with contextlib.suppress(RunError):
+                self._give_back(claim)
+            raise
+        self._claim = claim
 
-    def give_back(self) -> None:
-        """Undo `claim` after a start that failed before it had a checkpoint: an earlier one may still run elsewhere."""
-        stored, ours, manifest = self._before
-        if stored is None or self._newest_manifest() != manifest:
-            return
-        self._check_claim()
-        self._objects.write(self._at(WRITER), stored)
-        if ours is None:
-            (self._folder / WRITER).unlink()
+    def end(self, *, failed: bool = False) -> None:
+        """Store what this start leaves, as `complete`, unless it `failed` and leaves nothing.
+
+        Then nothing is stored, and the claim is undone: the start before it may still run elsewhere.
+        """
+        claim = self._claim
+        if failed and claim and claim.stored not in (None, claim.ours) and self._results() <= claim.results:
+            self._give_back(claim)
         else:
-            with atomic_open(self._folder / WRITER) as file:
-                file.write(ours)
+            self.complete()
 
     def withdraw(self, name: str) -> None:
         """Before a checkpoint is stored: if it is written once more, delete its manifest.
@@ -284,7 +298,7 @@ class StoredRun:
         """
         self._check_claim()
         newest, self._names = self._newest_intact(), None  # the workers have stored others
-        if newest and newest not in self.names():
+        if newest > _UNTRAINED and newest not in self.names():
             checkpoint = self._folder / "checkpoints" / newest
             self.put(checkpoint, [name for name in read_manifest(checkpoint)["files"] if name != _STATE])
             self.publish(checkpoint)
@@ -294,6 +308,26 @@ class StoredRun:
                 folders.store(self._folder / result, self._at(result), self._objects)
         if (self._folder / _MODEL / MANIFEST).is_file() and not newest:
             self.keep(())
+
+    def _results(self) -> set[bytes]:
+        """The manifests of what training made in the local folder: checkpoints and the model of a fine-tuning."""
+        checkpoints = [f"checkpoints/{name}" for name in checkpoint_names(self._folder) if name > _UNTRAINED]
+        manifests = (_content(self._folder / name / MANIFEST) for name in (*checkpoints, _MODEL))
+        return {manifest for manifest in manifests if manifest is not None}
+
+    def _give_back(self, claim: _Claim) -> None:
+        """Undo `claim`; at the address not if the run was started elsewhere since."""
+        if self._objects.read(self._at(WRITER)) == claim.writer:
+            if claim.stored is None:
+                self._objects.delete(self._at(WRITER))
+            else:
+                self._objects.write(self._at(WRITER), claim.stored)
+        ours = self._folder / WRITER
+        if claim.ours is None:
+            ours.unlink(missing_ok=True)
+        else:
+            with atomic_open(ours) as file:
+                file.write(claim.ours)
 
     def _check_claim(self) -> None:
         """Raise `InputError` if the run was started elsewhere since `claim`. Without a claim, nothing is checked."""
@@ -386,11 +420,6 @@ class StoredRun:
         self._forget(name)
         for file in sorted(files - {MANIFEST}):
             self._objects.delete(self._at("checkpoints", name, file))
-
-    def _newest_manifest(self) -> bytes | None:
-        """The manifest of the newest checkpoint of the local folder."""
-        newest = max(checkpoint_names(self._folder), default="")
-        return _content(self._folder / "checkpoints" / newest / MANIFEST)
 
     def _newest_intact(self, content: bool = True) -> str:
         """The name of the newest checkpoint of the local folder that `verify_manifest` accepts; "" if there is none."""
