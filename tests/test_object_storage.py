@@ -28,7 +28,7 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import checkpoint_names, verify_manifest, write_manifest
+from pretrain.common.files import checkpoint_names, locked, verify_manifest, write_manifest
 from pretrain.storage import folders, objects, runs
 from pretrain.storage.objects import Listed, ObjectStore, _listed, _part_file
 from pretrain.storage.runs import StoredRun, fetched_model
@@ -452,6 +452,31 @@ def test_a_checkpoint_that_was_damaged_here_is_fetched_again(
     verify_manifest(shard.parent)
 
 
+def test_a_follower_asks_for_nothing_while_others_wait_for_it(
+    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = local(RUN), []
+    saver = make_saver(StoredRun(RUN, folder), folder)
+    save(saver, 1, validation_loss=1.0)
+    save(saver, 2, validation_loss=2.0)
+    shutil.rmtree(folder)
+
+    @contextlib.contextmanager
+    def counted(path: Path) -> Iterator[bool]:
+        before = len(proxy.requests)
+        with locked(path) as held:
+            yield held
+            asked.append(len(proxy.requests) - before)
+
+    monkeypatch.setattr(runs, "locked", counted)
+    for follows, names in ((True, ["step-00000002"]), (False, ["step-00000001", "step-00000002"])):
+        StoredRun(RUN, folder).bring(best=not follows, follows=follows)
+        assert checkpoint_names(folder) == names
+    for _ in range(2):
+        StoredRun(RUN, folder).bring(follows=True)
+    assert [count > 0 for count in asked] == [True, True, False, False]
+
+
 def test_a_checkpoint_that_may_not_be_read_is_not_passed_over_as_damaged(proxy: FaultyProxy) -> None:
     folder = local(RUN)
     saver = make_saver(StoredRun(RUN, folder), folder)
@@ -553,6 +578,20 @@ def test_what_interrupted_saves_left_is_deleted_with_the_next_checkpoint(proxy: 
     assert listed == {"index.json", "other", "step-00000002", "step-00000009"}
 
 
+def test_files_of_a_checkpoint_that_is_stored_once_more_are_deleted(proxy: FaultyProxy, tmp_path: Path) -> None:
+    """After a rollback or a resume, a step need not have the same values."""
+    run = StoredRun(RUN, tmp_path)
+    run.claim()
+    saver = make_saver(run, tmp_path)
+    for value in (1.0, 2.0, 3.0):
+        save(saver, 1, value, validation_loss=0.5)
+    save(saver, 2, validation_loss=1.0)
+    listed = ObjectStore().listing(f"{RUN}/checkpoints")
+    assert len([name for name in listed if name.startswith("step-00000001/rank-")]) == 1
+    StoredRun(RUN, tmp_path / "fresh").bring(best=True)
+    assert store.read_weights(tmp_path / "fresh/checkpoints/step-00000001")["a"].tolist() == [3.0] * 4
+
+
 def test_the_last_start_of_a_run_is_the_one_that_stores(proxy: FaultyProxy, tmp_path: Path) -> None:
     here, there = (StoredRun(RUN, tmp_path / name) for name in ("here", "there"))
     here.claim()
@@ -651,9 +690,8 @@ def test_a_start_whose_largest_batch_does_not_fit_leaves_the_run_to_the_one_that
     run = StoredRun(RUN, here)
     run.claim()  # and trains, with nothing stored yet
     writer = ObjectStore().read(f"{RUN}/writer.json")
-    with pytest.raises(MachineError, match="does not fit$"), launch._stored(start_of(there), False):
-        save_untrained(there)
-        raise MachineError("the largest micro-batch does not fit")
+    with pytest.raises(MachineError, match=r"does not fit$"), launch._stored(start_of(there), False):
+        fail_untrained(there)
     assert ObjectStore().read(f"{RUN}/writer.json") == writer
     assert sorted(ObjectStore().listing(RUN)) == ["checkpoints/index.json", "writer.json"]
     saver = make_saver(run, here)
@@ -661,17 +699,17 @@ def test_a_start_whose_largest_batch_does_not_fit_leaves_the_run_to_the_one_that
     assert saver.trouble == ""
 
 
-def save_untrained(folder: Path) -> None:
-    """The checkpoint that a new run writes before it tries its largest batch."""
+def fail_untrained(folder: Path) -> None:
+    """As a new run, which writes a checkpoint before it tries its largest batch."""
     fragment = Fragment("a", 0, {"weight": torch.zeros(4)}, shared=False)
     store.save(folder / "checkpoints", 0, [fragment], {"step": 0, "shapes": {"a": [4]}}, Rank(0, Ranks(1)))
+    raise MachineError("the largest micro-batch does not fit")
 
 
 def test_untrained_weights_are_not_stored(proxy: FaultyProxy, tmp_path: Path) -> None:
     with contextlib.suppress(MachineError), launch._stored(start_of(tmp_path), False):
-        save_untrained(tmp_path)
         (tmp_path / "config.yaml").write_text("name: mine")
-        raise MachineError("the largest micro-batch does not fit")
+        fail_untrained(tmp_path)
     assert StoredRun(RUN, tmp_path).names() == []
     assert ObjectStore().read(f"{RUN}/config.yaml") == b"name: mine"
 
@@ -717,7 +755,7 @@ def test_a_claim_that_fails_is_undone(
         raise MachineError(f"{path}: disk full")
 
     monkeypatch.setattr(runs, "atomic_open", fail)
-    with pytest.raises(MachineError, match="disk full$"), launch._stored(start_of(tmp_path / "there"), False):
+    with pytest.raises(MachineError, match=r"disk full$"), launch._stored(start_of(tmp_path / "there"), False):
         pass
     assert ObjectStore().read(f"{RUN}/writer.json") == before
 
