@@ -15,9 +15,10 @@ from torch import Tensor
 from pretrain.batches.replay import with_replay
 from pretrain.checkpoint.start import START_FILE, read_start
 from pretrain.common.addresses import local
-from pretrain.common.files import sha256_file, write_json
+from pretrain.common.files import write_json
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.corpus.vocabulary import tokenizer_digest
 from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
 from pretrain.training.rates import rate_shares
@@ -89,7 +90,7 @@ class Continuation:
             self.rate_shares[_WORDS] = 1.0
         self.identity: dict[str, Any] = {
             "fingerprint": corpora.training.fingerprint,
-            "vocabulary": sha256_file(corpora.own.folder / "vocab.txt"),
+            "tokenizer": tokenizer_digest(corpora.own.folder),
         }
 
     def begin(self, engine: Engine) -> None:

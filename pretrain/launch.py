@@ -104,10 +104,10 @@ def report_finished(config: RunConfig) -> None:
 def bring(run_dir: Any) -> None:
     """Fetch what a resume needs of the run at the address `run_dir`; nothing for a path.
 
-    Of torchrun's processes, the first verifies what is here.
+    Of torchrun's processes, the first verifies what is here, and fetches the best checkpoint, too.
     """
     if is_remote(run_dir):
-        StoredRun(run_dir, local_run(run_dir)).bring(best=True, content=not is_follower())
+        StoredRun(run_dir, local_run(run_dir)).bring(best=not is_follower(), follows=is_follower())
 
 
 @contextlib.contextmanager
@@ -129,20 +129,15 @@ def _stored(config: RunConfig, resume: bool) -> Iterator[None]:
     run.claim()
     try:
         yield
-    except RunError as error:
+    except BaseException as error:
         try:
-            run.complete()
-            run.give_back()
+            run.end(failed=True)
         except RunError as reason:
-            raise type(error)(f"{error} Not stored: {reason}") from error
-        raise
-    except BaseException:  # a bug, an error of CUDA, Ctrl-C
-        with contextlib.suppress(RunError):
-            run.complete()
-            run.give_back()
+            if isinstance(error, RunError):  # and not a bug, an error of CUDA or Ctrl-C
+                raise type(error)(f"{error} Not stored: {reason}") from error
         raise
     try:
-        run.complete()
+        run.end()
     except RunError as error:
         raise MachineError(
             f"{config.folder}: finished, but its last checkpoint or results are not stored: {error} "

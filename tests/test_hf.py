@@ -22,6 +22,7 @@ from pretrain.common import files
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig
+from pretrain.corpus.vocabulary import tokenizer_digest
 from pretrain.model.heads import PretrainingModel
 
 VOCABULARY = [
@@ -277,20 +278,35 @@ class TestExportRun:
         text = "The cat sat [MASK]"
         assert read_tokenizer(run).encode(text).ids == read_tokenizer(run / "export").encode(text).ids
 
-    def test_a_corpus_prepared_anew_is_not_the_runs(self, run: Path) -> None:
-        """It has as many entries; checkpoints of earlier versions do not tell which."""
-        vocabulary = run.parent / "corpus/vocab.txt"
-        trained_on = files.sha256_file(vocabulary)
-        write_tokenizer(vocabulary.parent, [*VOCABULARY[:-2], *reversed(VOCABULARY[-2:])])
+    @pytest.mark.parametrize("damage", ["{", None])
+    def test_a_corpus_prepared_anew_is_not_the_runs(
+        self, run: Path, monkeypatch: pytest.MonkeyPatch, damage: str | None
+    ) -> None:
+        """It has as many entries; checkpoints of earlier versions tell of vocab.txt alone, or of nothing."""
+        monkeypatch.setattr(store.time, "sleep", lambda _: pytest.fail("what is missing does not come"))
+        corpus, newest = run.parent / "corpus", run / "checkpoints/step-00003000/state.json"
+        trained_on = files.sha256_file(corpus / "vocab.txt")
+        write_tokenizer(corpus, [*VOCABULARY[:-2], *reversed(VOCABULARY[-2:])])
         hf.export_run(run, run / "export")
         write_checkpoint(run, 2900, 1.0, vocabulary=trained_on)
-        (run / "checkpoints/step-00003000/state.json").write_text("{")
-        for read in (read_tokenizer, lambda run: hf.export_run(run, run / "export")):
-            with pytest.raises(InputError, match=r"vocab\.txt: not the vocabulary that .*run was trained with\."):
-                read(run)
-        write_tokenizer(vocabulary.parent, VOCABULARY)
+        newest.unlink() if damage is None else newest.write_text(damage)
+        refuse_tokenizer(run)
+        write_tokenizer(corpus, VOCABULARY)
         hf.export_run(run, run / "export")
         assert read_tokenizer(run).encode("cat").ids == read_tokenizer(run / "export").encode("cat").ids
+
+    def test_a_corpus_prepared_anew_with_another_casing_is_not_the_runs(self, run: Path) -> None:
+        corpus = run.parent / "corpus"
+        write_checkpoint(run, 3100, 1.0, tokenizer=tokenizer_digest(corpus))
+        hf.export_run(run, run / "export")
+        declared, described = (corpus / name for name in ("tokenizer_config.json", "tokenizer.json"))
+        before = declared.read_text(), described.read_text()
+        declared.write_text(before[0].replace('"do_lower_case": true', '"do_lower_case": false'))
+        refuse_tokenizer(run)
+        declared.write_text(before[0])
+        described.write_text(before[1].replace('"lowercase": true', '"lowercase": false'))
+        assert described.read_text() != before[1]
+        refuse_tokenizer(run)
 
     def test_the_card_has_what_was_measured(self, run: Path) -> None:
         hf.export_run(run, run / "export", "best")
@@ -317,6 +333,12 @@ class TestExportRun:
         (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
         with pytest.raises(InputError, match="no complete checkpoint"):
             hf.export_run(tmp_path, run / "export")
+
+
+def refuse_tokenizer(run: Path) -> None:
+    for read in (read_tokenizer, lambda run: hf.export_run(run, run / "export")):
+        with pytest.raises(InputError, match=r"corpus: its tokenizer is not the one that .*run was trained with\."):
+            read(run)
 
 
 def write_checkpoint(run: Path, step: int, loss: float, **more: Any) -> None:

@@ -28,8 +28,8 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import checkpoint_names, verify_manifest, write_manifest
-from pretrain.storage import folders, objects
+from pretrain.common.files import checkpoint_names, locked, verify_manifest, write_manifest
+from pretrain.storage import folders, objects, runs
 from pretrain.storage.objects import Listed, ObjectStore, _listed, _part_file
 from pretrain.storage.runs import StoredRun, fetched_model
 from pretrain.training.engine import Fragment
@@ -453,6 +453,31 @@ def test_a_checkpoint_that_was_damaged_here_is_fetched_again(
     verify_manifest(shard.parent)
 
 
+def test_a_follower_asks_for_nothing_while_others_wait_for_it(
+    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = local(RUN), []
+    saver = make_saver(StoredRun(RUN, folder), folder)
+    save(saver, 1, validation_loss=1.0)
+    save(saver, 2, validation_loss=2.0)
+    shutil.rmtree(folder)
+
+    @contextlib.contextmanager
+    def counted(path: Path) -> Iterator[bool]:
+        before = len(proxy.requests)
+        with locked(path) as held:
+            yield held
+            asked.append(len(proxy.requests) - before)
+
+    monkeypatch.setattr(runs, "locked", counted)
+    for follows, names in ((True, ["step-00000002"]), (False, ["step-00000001", "step-00000002"])):
+        StoredRun(RUN, folder).bring(best=not follows, follows=follows)
+        assert checkpoint_names(folder) == names
+    for _ in range(2):
+        StoredRun(RUN, folder).bring(follows=True)
+    assert [count > 0 for count in asked] == [True, True, False, False]
+
+
 def test_a_checkpoint_that_may_not_be_read_is_not_passed_over_as_damaged(proxy: FaultyProxy) -> None:
     folder = local(RUN)
     saver = make_saver(StoredRun(RUN, folder), folder)
@@ -554,6 +579,20 @@ def test_what_interrupted_saves_left_is_deleted_with_the_next_checkpoint(proxy: 
     assert listed == {"index.json", "other", "step-00000002", "step-00000009"}
 
 
+def test_files_of_a_checkpoint_that_is_stored_once_more_are_deleted(proxy: FaultyProxy, tmp_path: Path) -> None:
+    """After a rollback or a resume, a step need not have the same values."""
+    run = StoredRun(RUN, tmp_path)
+    run.claim()
+    saver = make_saver(run, tmp_path)
+    for value in (1.0, 2.0, 3.0):
+        save(saver, 1, value, validation_loss=0.5)
+    save(saver, 2, validation_loss=1.0)
+    listed = ObjectStore().listing(f"{RUN}/checkpoints")
+    assert len([name for name in listed if name.startswith("step-00000001/rank-")]) == 1
+    StoredRun(RUN, tmp_path / "fresh").bring(best=True)
+    assert store.read_weights(tmp_path / "fresh/checkpoints/step-00000001")["a"].tolist() == [3.0] * 4
+
+
 def test_the_last_start_of_a_run_is_the_one_that_stores(proxy: FaultyProxy, tmp_path: Path) -> None:
     here, there = (StoredRun(RUN, tmp_path / name) for name in ("here", "there"))
     here.claim()
@@ -626,7 +665,7 @@ def test_a_start_that_fails_before_a_checkpoint_gives_the_run_back(proxy: Faulty
     save(saver, 1)
     run.put_files()
     StoredRun(RUN, there).bring(best=True)
-    config: Any = SimpleNamespace(address=RUN, folder=there, checkpoint=SimpleNamespace(retry_seconds=0.0))
+    config = start_of(there)
     for end in ("--resume by mistake", "and again"):
         with pytest.raises(MachineError, match=end), launch._stored(config, True):
             raise MachineError(end)
@@ -640,13 +679,94 @@ def test_a_start_that_fails_before_a_checkpoint_gives_the_run_back(proxy: Faulty
     assert "the run was started again" in saver.trouble
 
 
+def start_of(folder: Path) -> Any:
+    """The config of a start of `RUN` that trains in `folder`."""
+    return SimpleNamespace(address=RUN, folder=folder, checkpoint=SimpleNamespace(retry_seconds=0.0))
+
+
+def test_a_start_whose_largest_batch_does_not_fit_leaves_the_run_to_the_one_that_trains(
+    proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    run = StoredRun(RUN, here)
+    run.claim()  # and trains, with nothing stored yet
+    writer = ObjectStore().read(f"{RUN}/writer.json")
+    with pytest.raises(MachineError, match=r"does not fit$"), launch._stored(start_of(there), False):
+        fail_untrained(there)
+    assert ObjectStore().read(f"{RUN}/writer.json") == writer
+    assert sorted(ObjectStore().listing(RUN)) == ["checkpoints/index.json", "writer.json"]
+    saver = make_saver(run, here)
+    save(saver, 1)
+    assert saver.trouble == ""
+
+
+def fail_untrained(folder: Path) -> None:
+    """As a new run, which writes a checkpoint before it tries its largest batch."""
+    fragment = Fragment("a", 0, {"weight": torch.zeros(4)}, shared=False)
+    store.save(folder / "checkpoints", 0, [fragment], {"step": 0, "shapes": {"a": [4]}}, Rank(0, Ranks(1)))
+    raise MachineError("the largest micro-batch does not fit")
+
+
+def test_untrained_weights_are_not_stored(proxy: FaultyProxy, tmp_path: Path) -> None:
+    with contextlib.suppress(MachineError), launch._stored(start_of(tmp_path), False):
+        (tmp_path / "config.yaml").write_text("name: mine")
+        fail_untrained(tmp_path)
+    assert StoredRun(RUN, tmp_path).names() == []
+    assert ObjectStore().read(f"{RUN}/config.yaml") == b"name: mine"
+
+
+def test_a_start_that_gives_the_run_back_stores_nothing(proxy: FaultyProxy, tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    run = StoredRun(RUN, here)
+    run.claim()
+    saver = make_saver(run, here)
+    write_files(here, "10")
+    save(saver, 10)
+    StoredRun(RUN, there).bring(best=True)
+    write_files(here, "20")
+    save(saver, 20)  # which removes step 10
+    run.end()
+    stored = contents(RUN)
+    for error in (MachineError("no GPU"), RuntimeError("a bug")):
+        with contextlib.suppress(type(error)), launch._stored(start_of(there), True):
+            write_files(there, "another")
+            raise error
+        assert contents(RUN) == stored
+
+
+def write_files(folder: Path, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    for name in ("config.yaml", "metrics.jsonl"):
+        (folder / name).write_text(f"{text}\n")
+
+
+def contents(address: str) -> dict[str, bytes | None]:
+    return {name: ObjectStore().read(f"{address}/{name}") for name in ObjectStore().listing(address)}
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_claim_that_fails_is_undone(
+    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool
+) -> None:
+    if earlier:
+        StoredRun(RUN, tmp_path / "here").claim()
+    before = ObjectStore().read(f"{RUN}/writer.json")
+
+    def fail(path: Path) -> Any:
+        raise MachineError(f"{path}: disk full")
+
+    monkeypatch.setattr(runs, "atomic_open", fail)
+    with pytest.raises(MachineError, match=r"disk full$"), launch._stored(start_of(tmp_path / "there"), False):
+        pass
+    assert ObjectStore().read(f"{RUN}/writer.json") == before
+
+
 @pytest.mark.parametrize("error", [MachineError("no memory"), RuntimeError("a bug"), KeyboardInterrupt()])
 def test_what_a_start_leaves_is_stored_however_it_ends(proxy: FaultyProxy, error: BaseException) -> None:
     folder = local(RUN)
-    config: Any = SimpleNamespace(address=RUN, folder=folder, checkpoint=SimpleNamespace(retry_seconds=0.0))
 
     def start() -> None:
-        with launch._stored(config, False):
+        with launch._stored(start_of(folder), False):
             save(make_saver(StoredRun(RUN, folder), folder), 1)
             (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
             raise error

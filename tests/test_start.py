@@ -23,13 +23,12 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.mapping import MappedTensor
 from pretrain.checkpoint.start import _table, log_frequencies, read_start, start_overrides
 from pretrain.common.errors import InputError
-from pretrain.common.files import sha256_file
 from pretrain.common.yaml_text import Dumper
 from pretrain.config import AdaptationConfig, PairsConfig, PretrainConfig, load_config, run_folder
 from pretrain.continuation import Corpora
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.shards import open_shards
-from pretrain.corpus.vocabulary import load_vocabulary
+from pretrain.corpus.vocabulary import load_vocabulary, tokenizer_digest
 from pretrain.model.heads import PretrainingModel
 from pretrain.storage.runs import fetched_model
 from pretrain.training.rates import rate_shares, rated_groups
@@ -406,7 +405,7 @@ def test_general_text_is_replayed_and_scored(place: Place, runs: dict[str, Path]
     assert found[0]["general_mlm_loss"] != found[0]["mlm_loss"]
     state = store.read_state(runs["replay"] / "checkpoints/step-00000004")
     assert state["fingerprint"] != open_shards(place.extended, "train").fingerprint
-    assert state["vocabulary"] == sha256_file(place.extended / "vocab.txt")
+    assert state["tokenizer"] == tokenizer_digest(place.extended)
 
 
 # ---- settings

@@ -24,11 +24,13 @@ from corpora import make_corpus
 from tiny_checkpoints import make_bert, write_reviews
 
 from pretrain.__main__ import main
+from pretrain.checkpoint.tokenizer import corpus_of
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
 from pretrain.common.files import read_manifest, verify_manifest
 from pretrain.common.worker import Worker
-from pretrain.config import PretrainConfig
+from pretrain.config import CorpusConfig, PretrainConfig
+from pretrain.corpus.vocabulary import tokenizer_digest
 from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
 from pretrain.storage.runs import fetched_model
@@ -218,6 +220,26 @@ def sharing(folder: str, apart: bool) -> str:
 
 
 # ---- corpora and sources
+
+
+def test_a_corpus_that_was_prepared_anew_since_it_was_fetched_is_fetched_again(
+    proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    address, run = f"s3://{BUCKET}/corpora/one", tmp_path / "run"
+    folders.store(make_corpus(tmp_path / "corpus", documents=20, vocabulary_size=200), address)
+    folders.fetch(address)
+    other = make_corpus(tmp_path / "other", documents=20, vocabulary_size=300)
+    folders.store(other, address)
+    state = {"tokenizer": tokenizer_digest(other)}
+    (run / "checkpoints/step-00000001").mkdir(parents=True)
+    (run / "checkpoints/step-00000001/state.json").write_text(json.dumps(state))
+    (run / "checkpoints/step-00000001/manifest.json").write_text("{}")
+    corpus = CorpusConfig.model_validate({"dir": address})
+    assert tokenizer_digest(corpus_of(run, corpus)) == state["tokenizer"]
+    folders.store(make_corpus(tmp_path / "third", documents=20, vocabulary_size=250), address)
+    (local(address) / "vocab.txt").write_text("another")
+    with pytest.raises(InputError, match="its tokenizer is not the one"):
+        corpus_of(run, corpus)
 
 
 def text_of(seed: int, documents: int = 30) -> list[str]:

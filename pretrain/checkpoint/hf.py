@@ -114,7 +114,7 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
     config = load_config(run_dir / "config.yaml")
-    corpus_of(run_dir)
+    corpus = corpus_of(run_dir, config.corpus)
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
     state = store.read_weights(path, averaged=averaged)
     start, electra = _began_as(run_dir), config.electra.is_on
@@ -125,7 +125,7 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
     if electra:
         _export_electra(state, config, out, card)
     else:
-        corpus, classifier, text = config.corpus.folder, config.pairs.has_classifier, card(config.model, state, own=own)
+        classifier, text = config.pairs.has_classifier, card(config.model, state, own=own)
         export(state, config.model, corpus, out, next_sentence=classifier, card=text, **start)
     return own
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from pretrain.common import settings
 from pretrain.common.errors import InputError
 from pretrain.common.files import sha256_file, write_json
 from pretrain.common.setting_errors import shortened
-from pretrain.config import load_config
+from pretrain.config import CorpusConfig, load_config
 from pretrain.corpus.stored import fetch_without_tokens
-from pretrain.corpus.vocabulary import bert_tokenizer, numbered, read_vocabulary
+from pretrain.corpus.vocabulary import bert_tokenizer, numbered, read_vocabulary, tokenizer_digest
 
 _SENTENCE_PIECES = ("sentencepiece.bpe.model", "spm.model")
 # Besides tokenizer.json and tokenizer_config.json, which `copy_tokenizer` writes itself.
@@ -107,31 +108,48 @@ def is_run(folder: Path) -> bool:
 def tokenizer_folder(folder: Path) -> Path:
     """The folder of a model's tokenizer: the corpus for a run folder of ours, else that of the weights."""
     folder = released_folder(folder)
-    return corpus_of(folder) if is_run(folder) else folder
+    return corpus_of(folder, load_config(folder / "config.yaml").corpus) if is_run(folder) else folder
 
 
-def corpus_of(run: Path) -> Path:
-    """The corpus of a run of ours, whose tokenizer is the run's.
+def corpus_of(run: Path, corpus: CorpusConfig) -> Path:
+    """The folder of `corpus`, that of a run of ours, whose tokenizer is the run's.
 
-    Raises `InputError` if it has another vocabulary by now; checkpoints of earlier versions do not tell.
+    Raises `InputError` if it has another tokenizer by now; checkpoints of earlier versions tell less of it, or nothing.
     """
-    corpus = fetch_without_tokens(load_config(run / "config.yaml").corpus)
-    vocabulary, trained_on = corpus / "vocab.txt", _trained_vocabulary(run)
-    if trained_on and vocabulary.is_file() and sha256_file(vocabulary) != trained_on:
+    trained_with = _trained_tokenizer(run)
+    folder = fetch_without_tokens(corpus)
+    if not _is_tokenizer(folder, trained_with):  # at an address, it may have been prepared anew since it was fetched
+        folder = fetch_without_tokens(corpus, again=True)
+    if not _is_tokenizer(folder, trained_with):
         raise InputError(
-            f"{vocabulary}: not the vocabulary that {run} was trained with. Prepare the corpus as it was, or give an "
-            "export of the run, which has its own tokenizer."
+            f"{folder}: its tokenizer is not the one that {run} was trained with. Prepare the corpus as it was, or "
+            "give an export of the run, which has its own."
         )
-    return corpus
+    return folder
 
 
-def _trained_vocabulary(run: Path) -> str:
-    """SHA-256 of the vocab.txt that a run was trained with; "" if no checkpoint tells."""
+def _is_tokenizer(corpus: Path, trained_with: Mapping[str, str]) -> bool:
+    """Whether a corpus has the tokenizer that `_trained_tokenizer` tells; what is missing is not another one."""
+    if not (corpus / "vocab.txt").is_file():
+        return True
+    if "tokenizer" in trained_with:
+        return trained_with["tokenizer"] == tokenizer_digest(corpus)
+    return trained_with.get("vocabulary", "") in ("", sha256_file(corpus / "vocab.txt"))
+
+
+def _trained_tokenizer(run: Path) -> dict[str, str]:
+    """What the newest checkpoint that tells anything tells of the tokenizer that a run was trained with.
+
+    `tokenizer` is its digest; checkpoints of earlier versions have `vocabulary`, the SHA-256 of vocab.txt alone.
+    """
     for checkpoint in reversed(store.list_checkpoints(run / "checkpoints")):
-        with contextlib.suppress(InputError):  # a damaged one
-            if found := store.read_state(checkpoint).get("vocabulary"):
+        with contextlib.suppress(InputError):
+            if not (checkpoint / "state.json").is_file():  # damaged, or just removed
+                continue
+            state = store.read_state(checkpoint)
+            if found := {name: state[name] for name in ("tokenizer", "vocabulary") if state.get(name)}:
                 return found
-    return ""
+    return {}
 
 
 def copy_tokenizer(

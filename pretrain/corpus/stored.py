@@ -25,9 +25,9 @@ def fetch_corpus(corpus: CorpusConfig) -> Path:
     return corpus.folder
 
 
-def fetch_without_tokens(corpus: CorpusConfig) -> Path:
-    """As `fetch_corpus`, but of a corpus that is not here only the tokenizer and the card."""
-    if is_remote(corpus.dir) and not (corpus.folder / MANIFEST).is_file():
+def fetch_without_tokens(corpus: CorpusConfig, *, again: bool = False) -> Path:
+    """As `fetch_corpus`, but of a corpus that is not here only the tokenizer and the card; `again`: of each corpus."""
+    if is_remote(corpus.dir) and (again or not (corpus.folder / MANIFEST).is_file()):
         folders.fetch(corpus.dir, but="*.npy")
     return corpus.folder
 

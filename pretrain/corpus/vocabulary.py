@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import atomic_open, write_json
+from pretrain.common.files import atomic_open, sha256_file, write_json
 from pretrain.corpus.byte_level import byte_level_from_json, is_byte_level, is_released, repeated, train_byte_level
 from pretrain.corpus.special_tokens import special_ids
 
@@ -33,6 +34,12 @@ def entries_of(tokenizer: Tokenizer) -> list[str]:
     for entry, number in tokenizer.get_vocab(with_added_tokens=True).items():
         entries[number] = entry.replace("\n", _LINE_FEED).replace("\r", _RETURN)
     return entries
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """SHA-256 of the files that `save_tokenizer` wrote, as hexadecimal digits: vocabulary, casing and normaliser."""
+    digests = {name: sha256_file(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def bert_tokenizer(vocabulary: dict[str, int], normalizer: normalizers.BertNormalizer) -> Tokenizer:

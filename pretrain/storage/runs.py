@@ -14,6 +14,7 @@ A checkpoint without a manifest does not exist; the index and the listing only s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -23,10 +24,10 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pretrain.common.addresses import is_remote, join, local
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import (
     CHECKPOINT_NAME,
     MANIFEST,
@@ -53,6 +54,7 @@ RUN_FILES = (
     "scores.json",
 )
 _STATE, _MODEL = "state.json", "model"
+_UNTRAINED = "step-00000000"  # the checkpoint with which a new run tries its largest batch
 _LOCK = ".fetch.lock"
 _FETCHED = ".fetched.json"  # names of the files of a released model that were fetched
 _FETCHING = ".fetching"  # a file that is there until the run's small files have been fetched behind a checkpoint
@@ -126,6 +128,34 @@ def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
     return min(reversed(latest), key=latest.__getitem__)
 
 
+class _There(NamedTuple):
+    """What is at the address of a run.
+
+    Attributes:
+        checkpoints: the manifests of the stored checkpoints, by name.
+        model: the manifest of the model of a finished fine-tuning.
+        writer: writer.json.
+    """
+
+    checkpoints: dict[str, bytes]
+    model: bytes | None
+    writer: bytes | None
+
+    @property
+    def newest(self) -> str:
+        """The name of the newest checkpoint; "" if there is none."""
+        return max(self.checkpoints, default="")
+
+
+class _Claim(NamedTuple):
+    """What `StoredRun.claim` wrote to writer.json, and what there was before it."""
+
+    writer: bytes
+    stored: bytes | None  # writer.json at the address
+    ours: bytes | None  # writer.json in the local folder
+    results: set[bytes]  # of the local folder
+
+
 class StoredRun:
     """The run at an address.
 
@@ -138,23 +168,13 @@ class StoredRun:
     def __init__(self, address: str, folder: Path, retry_seconds: float = RETRY_SECONDS) -> None:
         self.address, self._folder = address, folder
         self._objects = ObjectStore(retry_seconds)
-        self._names: set[str] | None = None  # of the stored checkpoints, once they are known
+        self._manifests: dict[str, bytes] | None = None  # of the stored checkpoints by name, once they are known
         self._states: dict[str, dict[str, Any]] = {}
-        # Before `claim`: writer.json at the address and here, and the newest manifest here; None for what is not there.
-        self._before: tuple[bytes | None, bytes | None, bytes | None] = (None, None, None)
+        self._claim: _Claim | None = None
 
     def names(self) -> list[str]:
         """Names of the stored checkpoints, the oldest first."""
-        if self._names is None:
-            listed = self._objects.listing(self._at("checkpoints"))
-            names = {name.partition("/")[0] for name in listed if name.endswith(f"/{MANIFEST}")}
-            for name in {*self._index(), *names}:
-                if self._manifest(name) is None:  # listed late, or deleted
-                    names.discard(name)
-                else:
-                    names.add(name)
-            self._names = {name for name in names if CHECKPOINT_NAME.fullmatch(name)}
-        return sorted(self._names)
+        return sorted(self._stored_manifests())
 
     def has_model(self) -> bool:
         """Whether the model of a finished fine-tuning is stored."""
@@ -164,24 +184,29 @@ class StoredRun:
         """The name of the best stored checkpoint (`best_of`)."""
         return best_of({name: self.state(name) for name in self.names()})
 
-    def bring(self, *, best: bool = False, content: bool = True) -> None:
+    def bring(self, *, best: bool = False, follows: bool = False) -> None:
         """Fetch the newest stored checkpoint and the run's files, if the local folder has no newer checkpoint.
 
         The model of a finished fine-tuning is fetched too, and, for a run that goes on, the `best` checkpoint. One
-        process fetches, and all that share the folder wait; without `content` they only look at the sizes of what is
-        here. Raises `InputError` if the folder holds another run, such as one that was deleted at the address and
-        trained again.
+        process fetches, and all that share the folder wait. A process that `follows` another, which brings the run as
+        well and verifies what is here, needs nothing more if the newest manifests are here. Raises `InputError` if the
+        folder holds another run, such as one that was deleted at the address and trained again.
         """
-        model, begun = self._folder / _MODEL, self._folder / _FETCHING
+        begun = self._folder / _FETCHING
+        there = self._look() if follows else None
         with locked(self._folder / _LOCK):  # in the folder, which several machines may share
-            fetched = self._bring_newest(begun, content)
+            # Hundreds of processes come here one after another, so these make no request meanwhile.
+            if there is not None and self._is_brought(there) and not begun.is_file():
+                return
+            there = self._look(again=follows)
+            fetched = self._bring_newest(there, begun)
             if best:
                 self._bring_best()
-            if self.has_model():
-                if not self._is_here(_MODEL):
+            if there.model is not None:
+                if not self._is_here(there.model, _MODEL):
                     fetched = True
                     write_json(begun, {})
-                folders.fetch(self._at(_MODEL), self._objects, folder=model)
+                folders.fetch(self._at(_MODEL), self._objects, folder=self._folder / _MODEL)
             if fetched or begun.is_file():  # else a run may be writing these files
                 self._bring_files()
                 begun.unlink(missing_ok=True)
@@ -200,24 +225,28 @@ class StoredRun:
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         writer = json.dumps({"id": uuid.uuid4().hex, "host": socket.gethostname(), "since": since}).encode()
         ours = self._folder / WRITER
-        self._before = self._objects.read(self._at(WRITER)), _content(ours), self._newest_manifest()
-        self._objects.write(self._at(WRITER), writer)
-        with atomic_open(ours) as file:
-            file.write(writer)
-        self._write_index()
+        claim = _Claim(writer, self._objects.read(self._at(WRITER)), _content(ours), self._results())
+        self._write_index()  # shows whether the address can be written to, before anything is claimed
+        try:
+            self._objects.write(self._at(WRITER), writer)
+            with atomic_open(ours) as file:
+                file.write(writer)
+        except BaseException:
+            with contextlib.suppress(RunError):
+                self._give_back(claim)
+            raise
+        self._claim = claim
 
-    def give_back(self) -> None:
-        """Undo `claim` after a start that failed before it had a checkpoint: an earlier one may still run elsewhere."""
-        stored, ours, manifest = self._before
-        if stored is None or self._newest_manifest() != manifest:
-            return
-        self._check_claim()
-        self._objects.write(self._at(WRITER), stored)
-        if ours is None:
-            (self._folder / WRITER).unlink()
+    def end(self, *, failed: bool = False) -> None:
+        """Store what this start leaves, as `complete`, unless it `failed` and leaves nothing.
+
+        Then nothing is stored, and the claim is undone: the start before it may still run elsewhere.
+        """
+        claim = self._claim
+        if failed and claim and claim.stored not in (None, claim.ours) and self._results() <= claim.results:
+            self._give_back(claim)
         else:
-            with atomic_open(self._folder / WRITER) as file:
-                file.write(ours)
+            self.complete()
 
     def withdraw(self, name: str) -> None:
         """Before a checkpoint is stored: if it is written once more, delete its manifest.
@@ -241,8 +270,9 @@ class StoredRun:
         self.put(checkpoint, [_STATE])
         self._check_claim()  # storing the tensors took time
         self.put_files()
-        self._objects.write(self._at("checkpoints", checkpoint.name, MANIFEST), (checkpoint / MANIFEST).read_bytes())
-        self._names = {*self.names(), checkpoint.name}
+        manifest = (checkpoint / MANIFEST).read_bytes()
+        self._objects.write(self._at("checkpoints", checkpoint.name, MANIFEST), manifest)
+        self._stored_manifests()[checkpoint.name] = manifest
         self._write_index()
 
     def put_files(self) -> None:
@@ -259,7 +289,7 @@ class StoredRun:
         """state.json of a stored checkpoint; {} if it cannot be read."""
         if name not in self._states:
             try:
-                entry = folders.files_of(self._manifest(name))[_STATE]
+                entry = folders.files_of(self._stored_manifests().get(name))[_STATE]
                 content = self._objects.read(self._place(name, _STATE, entry["sha256"]))
                 self._states[name] = json.loads(content or b"{}")
             except (ValueError, KeyError):
@@ -267,11 +297,14 @@ class StoredRun:
         return self._states[name]
 
     def keep(self, names: Iterable[str]) -> None:
-        """Delete all other stored checkpoints, and what interrupted saves left of steps before the newest."""
+        """Delete all other stored checkpoints, and what interrupted or repeated saves left up to the newest step."""
+        self._check_claim()  # another start may be storing one of these steps
         kept, newest = set(names), max(self.names(), default="")
         files: dict[str, set[str]] = {name: set() for name in self.names() if name not in kept}
         for name, _, file in (one.partition("/") for one in self._objects.listing(self._at("checkpoints"))):
-            if name in files or (CHECKPOINT_NAME.fullmatch(name) and name < newest and name not in kept):
+            if name in kept and self._is_left(name, file):
+                self._objects.delete(self._at("checkpoints", name, file))
+            elif name in files or (CHECKPOINT_NAME.fullmatch(name) and name < newest and name not in kept):
                 files.setdefault(name, set()).add(file)
         for name, listed in sorted(files.items()):
             self._delete(name, listed)
@@ -283,8 +316,8 @@ class StoredRun:
         Once the model of a fine-tuning is stored, no checkpoint is, as in the folder.
         """
         self._check_claim()
-        newest, self._names = self._newest_intact(), None  # the workers have stored others
-        if newest and newest not in self.names():
+        newest, self._manifests = self._newest_intact(), None  # the workers have stored others
+        if newest > _UNTRAINED and newest not in self.names():
             checkpoint = self._folder / "checkpoints" / newest
             self.put(checkpoint, [name for name in read_manifest(checkpoint)["files"] if name != _STATE])
             self.publish(checkpoint)
@@ -294,6 +327,26 @@ class StoredRun:
                 folders.store(self._folder / result, self._at(result), self._objects)
         if (self._folder / _MODEL / MANIFEST).is_file() and not newest:
             self.keep(())
+
+    def _results(self) -> set[bytes]:
+        """The manifests of what training made in the local folder: checkpoints and the model of a fine-tuning."""
+        checkpoints = [f"checkpoints/{name}" for name in checkpoint_names(self._folder) if name > _UNTRAINED]
+        manifests = (_content(self._folder / name / MANIFEST) for name in (*checkpoints, _MODEL))
+        return {manifest for manifest in manifests if manifest is not None}
+
+    def _give_back(self, claim: _Claim) -> None:
+        """Undo `claim`; at the address not if the run was started elsewhere since."""
+        if self._objects.read(self._at(WRITER)) == claim.writer:
+            if claim.stored is None:
+                self._objects.delete(self._at(WRITER))
+            else:
+                self._objects.write(self._at(WRITER), claim.stored)
+        ours = self._folder / WRITER
+        if claim.ours is None:
+            ours.unlink(missing_ok=True)
+        else:
+            with atomic_open(ours) as file:
+                file.write(claim.ours)
 
     def _check_claim(self) -> None:
         """Raise `InputError` if the run was started elsewhere since `claim`. Without a claim, nothing is checked."""
@@ -310,16 +363,39 @@ class StoredRun:
     def _at(self, *names: str) -> str:
         return join(self.address, *names)
 
-    def _bring_newest(self, begun: Path, content: bool) -> bool:
+    def _stored_manifests(self) -> dict[str, bytes]:
+        """The manifests of the stored checkpoints by name, read at the first call."""
+        if self._manifests is None:
+            listed = self._objects.listing(self._at("checkpoints"))
+            names = {name.partition("/")[0] for name in listed if name.endswith(f"/{MANIFEST}")}
+            names = {name for name in (*self._index(), *names) if CHECKPOINT_NAME.fullmatch(name)}
+            found = {name: folders.read_stored_manifest(self._at("checkpoints", name), self._objects) for name in names}
+            # Others were listed late, or deleted.
+            self._manifests = {name: manifest for name, manifest in found.items() if manifest is not None}
+        return self._manifests
+
+    def _look(self, *, again: bool = False) -> _There:
+        """What is at the address; `again`: of what was looked up before, nothing is taken."""
+        if again:
+            self._manifests = None
+        model, writer = (self._objects.read(self._at(*names)) for names in ((_MODEL, MANIFEST), (WRITER,)))
+        return _There(dict(self._stored_manifests()), model, writer)
+
+    def _is_brought(self, there: _There) -> bool:
+        """Whether the local folder has the newest of what is `there`, by the manifests alone."""
+        ours = max(checkpoint_names(self._folder), default="")
+        has_newest = not there.newest or self._goes_on(ours, there.newest, there)
+        return has_newest and (there.model is None or self._is_here(there.model, _MODEL))
+
+    def _bring_newest(self, there: _There, begun: Path) -> bool:
         """Fetch the newest intact stored checkpoint, unless the local folder has it or a newer one; whether it did.
 
         The file `begun` is written first.
         """
-        ours = self._newest_intact(content)
-        self._refuse_another_run(ours)
-        names = self.names()
-        for name in reversed(names):
-            if ours > name or (ours == name and (self._is_here("checkpoints", name) or self._started_here())):
+        ours = self._newest_intact()
+        self._refuse_another_run(ours, there)
+        for name in sorted(there.checkpoints, reverse=True):
+            if self._goes_on(ours, name, there):
                 return False
             try:
                 write_json(begun, {})
@@ -328,35 +404,39 @@ class StoredRun:
             except AccessError:
                 raise
             except (InputError, ContentError) as error:
-                self._names = None
-                if self.names()[-1:] > names[-1:]:  # the run has saved another, and perhaps deleted this one
-                    return self._bring_newest(begun, content)
+                now = self._look(again=True)
+                if now.newest > there.newest:  # the run has saved another, and perhaps deleted this one
+                    return self._bring_newest(now, begun)
                 logger.warning("%s Trying the checkpoint before it.", error)
         return False
 
-    def _refuse_another_run(self, ours: str) -> None:
+    def _refuse_another_run(self, ours: str, there: _There) -> None:
         """Raise `InputError` if the folder has results that the run at the address neither has nor goes on from.
 
         `ours` is the newest checkpoint of the folder.
         """
-        newest = max(self.names(), default="")
-        is_newer = ours > newest and not self._is_here("checkpoints", newest)
+        has_newest = self._is_here(there.checkpoints.get(there.newest), "checkpoints", there.newest)
+        is_newer = ours > there.newest and not has_newest
         found = "a finished model" if (self._folder / _MODEL / MANIFEST).is_file() else ours if is_newer else ""
-        if found and not self.has_model() and not self._started_here():
+        if found and there.model is None and not self._started_here(there):
             raise InputError(
                 f"{self._folder}: holds {found}, but {self.address} does not: the run was started again elsewhere, or "
                 "deleted there. Move this folder away or remove it, then run the command again."
             )
 
-    def _started_here(self) -> bool:
+    def _goes_on(self, ours: str, name: str, there: _There) -> bool:
+        """Whether the run goes on from `ours`, a checkpoint of the folder, rather than from the stored one `name`."""
+        is_same = self._is_here(there.checkpoints.get(name), "checkpoints", name)
+        return ours > name or (ours == name and (is_same or self._started_here(there)))
+
+    def _started_here(self, there: _There) -> bool:
         """Whether the last start of the run was in the local folder."""
         ours = _content(self._folder / WRITER)
-        return ours is not None and self._objects.read(self._at(WRITER)) in (None, ours)
+        return ours is not None and there.writer in (None, ours)
 
-    def _is_here(self, *names: str) -> bool:
-        """Whether the local folder has this folder of the address, by its manifest."""
-        manifest = _content(self._folder.joinpath(*names, MANIFEST))
-        return manifest is not None and manifest == self._objects.read(self._at(*names, MANIFEST))
+    def _is_here(self, manifest: bytes | None, *names: str) -> bool:
+        """Whether this folder of the local folder has the `manifest`."""
+        return manifest is not None and manifest == _content(self._folder.joinpath(*names, MANIFEST))
 
     def _bring_best(self) -> None:
         """Fetch the best stored checkpoint, unless it is here: a fine-tuning ends with it."""
@@ -378,33 +458,31 @@ class StoredRun:
         address = self._at("checkpoints", checkpoint, _stored_name(name, sha256))
         return address if self._objects.facts(address) else self._at("checkpoints", checkpoint, name)
 
+    def _is_left(self, name: str, file: str) -> bool:
+        """Whether an earlier save of the stored checkpoint `name` left this file: an intact manifest lacks it."""
+        entries = folders.files_of(self._stored_manifests().get(name))
+        named = {_stored_name(one, entry["sha256"]) for one, entry in entries.items()}
+        return bool(entries) and file not in {MANIFEST, *entries, *named}
+
     def _delete(self, name: str, files: set[str]) -> None:
         """Delete a checkpoint, the manifest first; `files` are those of its files that a listing showed."""
-        entries = folders.files_of(self._manifest(name))
+        entries = folders.files_of(self._stored_manifests().get(name))
         files = files | {_stored_name(file, entry["sha256"]) for file, entry in entries.items()}
         self._objects.delete(self._at("checkpoints", name, MANIFEST))
         self._forget(name)
         for file in sorted(files - {MANIFEST}):
             self._objects.delete(self._at("checkpoints", name, file))
 
-    def _newest_manifest(self) -> bytes | None:
-        """The manifest of the newest checkpoint of the local folder."""
-        newest = max(checkpoint_names(self._folder), default="")
-        return _content(self._folder / "checkpoints" / newest / MANIFEST)
-
-    def _newest_intact(self, content: bool = True) -> str:
+    def _newest_intact(self) -> str:
         """The name of the newest checkpoint of the local folder that `verify_manifest` accepts; "" if there is none."""
         for name in reversed(checkpoint_names(self._folder)):
             try:
-                verify_manifest(self._folder / "checkpoints" / name, content=content)
+                verify_manifest(self._folder / "checkpoints" / name)
             except (InputError, OSError) as error:
                 logger.warning("%s", error)
                 continue
             return name
         return ""
-
-    def _manifest(self, name: str) -> bytes | None:
-        return folders.read_stored_manifest(self._at("checkpoints", name), self._objects)
 
     def _index(self) -> list[str]:
         try:
@@ -416,7 +494,7 @@ class StoredRun:
         self._objects.write(self._at("checkpoints", INDEX), json.dumps(self.names()).encode())
 
     def _forget(self, name: str) -> None:
-        self._names = set(self.names()) - {name}
+        self._stored_manifests().pop(name, None)
         self._states.pop(name, None)
 
     def _bring_files(self) -> None:
