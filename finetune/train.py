@@ -53,7 +53,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     Leaves the best model, its scores and predictions in the run folder, or raises one of `pretrain.common.errors`.
     """
     config = FinetuneConfig.model_validate(payload["config"])
-    with started(config, worker) as (config, device, watchdog):
+    with started(config, worker, resume=payload["resume"]) as (config, device, watchdog):
         task = make_task(config.task_settings)
         examples = task.read_train()
         released = read_released(fetched_model(config.start_from))

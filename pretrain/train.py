@@ -53,7 +53,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     Returns when all steps are done; otherwise raises one of `pretrain.common.errors`.
     """
     config = PretrainConfig.model_validate(payload["config"])
-    with started(config, worker) as (config, device, watchdog):
+    with started(config, worker, resume=payload["resume"]) as (config, device, watchdog):
         with watchdog.allow(_FETCH_SECONDS) if is_remote(config.corpus.dir) else contextlib.nullcontext():
             fetch_corpus(config.corpus)
         corpora = Corpora.open(config)

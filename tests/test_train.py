@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -312,11 +313,12 @@ def test_workers_with_other_settings_or_data_are_refused(corpus: Path, tmp_path:
         (begins("replays", adaptation__general=str(other)), begins("replays")),
         (start("beats"), start("beats", scheduling__hang_seconds=0)),
         (start("here"), start("there")),
+        (replace(start("goes-on"), resume=True), start("goes-on")),
         (start("fine"), start("fine", same, engine__precision="auto", scheduling__max_failures=5)),
     ]
     outcomes = run_workers(2, starts_of_own, [list(one) for one in zip(*plan, strict=True)])
     assert outcomes[0] == outcomes[1]
-    seeds, corpora, begun, taught, new, learns, *replays, beats, apart, fine = outcomes[0]
+    seeds, corpora, begun, taught, new, learns, *replays, beats, apart, goes_on, fine = outcomes[0]
     where = f"InputError: worker 1 on {socket.gethostname()} differs from worker 0: "
     for outcome, names in (
         (new, f"start_from ({models[0]['run_dir']} -> none)"),
@@ -324,6 +326,7 @@ def test_workers_with_other_settings_or_data_are_refused(corpus: Path, tmp_path:
         (replays[0], f"adaptation.general (none -> {other})"),
         (replays[1], f"adaptation.general ({other} -> none)"),
         (beats, "scheduling.hang_seconds (180.0 -> 0.0)"),
+        (goes_on, "--resume (True -> False)"),
     ):
         assert outcome == f"{where}{names}. Start all workers with the same config and overrides."
     assert apart.startswith(f"InputError: run_dir: {tmp_path / 'here'}: worker 1 does not see {tmp_path / 'here'} of")

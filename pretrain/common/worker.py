@@ -125,7 +125,8 @@ def torchrun_place(environment: Mapping[str, str] | None = None) -> tuple[int, i
     needed = _TORCHRUN if values.get("WORLD_SIZE") == "1" else (*_TORCHRUN, *_LOCAL)
     advice = "Start the processes with torchrun, or unset RANK."
     if missing := [name for name in needed if not values.get(name)]:
-        raise InputError(f"RANK is {values['RANK']!r} in the environment, but {missing[0]} is not set. {advice}")
+        alone = " With one process a machine they are 0 and 1." if missing[0] in _LOCAL else ""
+        raise InputError(f"RANK is {values['RANK']!r} in the environment, but {missing[0]} is not set. {advice}{alone}")
     for one, all_of_them in (_TORCHRUN[:2], _LOCAL):
         rank, size = values.get(one) or "0", values.get(all_of_them) or "1"
         if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):

@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def started(config: R, worker: Worker) -> Iterator[tuple[R, torch.device, Watchdog]]:
-    """A worker ready to train: logging, process group, watchdog, device and seed.
+def started(config: R, worker: Worker, *, resume: bool) -> Iterator[tuple[R, torch.device, Watchdog]]:
+    """A worker ready to train, or to `resume`: logging, process group, watchdog, device and seed.
 
     Yields:
         (the config with its precision resolved, this worker's device, the watchdog, to which the engine must report its
@@ -67,7 +67,7 @@ def started(config: R, worker: Worker) -> Iterator[tuple[R, torch.device, Watchd
     with process_group(worker), watched(config, worker) as watchdog:
         if worker.world_size > 1:
             dist.distributed_c10d._set_pg_timeout(collective_timeout(config))
-        _check_same_config(config)
+        _check_same_config(config, resume)
         _check_shared(config, worker)
         config, device = choose_device(config, worker)
         torch.manual_seed(config.seed)
@@ -225,9 +225,10 @@ def check_same_data(found: Mapping[str, str]) -> None:
     _refuse(others, "Give every machine the same files.")
 
 
-def _check_same_config(config: RunConfig) -> None:
+def _check_same_config(config: RunConfig, resume: bool) -> None:
     """Raise `InputError` on every rank if a rank's settings differ from rank 0's, as those of torchrun's may."""
-    first = first_object(config.model_dump())  # not validated: another version may have other settings
+    # Not validated: another version may have other settings.
+    resumes, first = first_object((resume, config.model_dump()))
     if config.engine.precision == "auto":  # rank 0 has what an earlier start of the run resolved
         config = with_precision(config, first["engine"]["precision"])
     mine = config.model_dump()
@@ -238,7 +239,11 @@ def _check_same_config(config: RunConfig) -> None:
         if name in _PLACES and not (old and new)
     ]
     _refuse(
-        [*differences(first, mine, free=_OF_A_MACHINE), *missing],
+        [
+            *differences(first, mine, free=_OF_A_MACHINE),
+            *missing,
+            *([f"--resume ({resumes} -> {resume})"] if resume != resumes else []),
+        ],
         "Start all workers with the same config and overrides.",
     )
 
