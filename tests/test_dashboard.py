@@ -536,7 +536,9 @@ class TestWorkspace:
     def test_many_ranks_have_no_rank_among_the_seconds(self, tmp_path: Path) -> None:
         run = write_run(tmp_path / "r", [training(1, rank_wait_seconds=[0.1] * 255 + [0.5])])
         dashboard.write_dashboard(str(run))
-        plots = [plot for one in workspace.read(run / "dashboard.json").sections for plot in one.panels]
+        plots: list[Any] = [
+            one for section in workspace.read(run / "dashboard.json").sections for one in section.panels
+        ]
         (waits,) = [plot for plot in plots if getattr(plot, "title", "") == "Data wait by rank"]
         names = [one.name.rpartition("/")[2] for one in waits.y]
         assert names == ["min", "median", "max"]
