@@ -56,6 +56,7 @@ def test_a_text_becomes_a_model_and_a_report(tmp_path: Path) -> None:
     out = tmp_path / "out"
     config = load_config(out / "adapt.yaml")
     assert (config.model.hidden, config.phases[0].sequence_length, config.adaptation.replay_share) == (32, 64, 0.2)
+    assert config.corpus.min_document_words == 0, "no text of a domain is too short"
     assert_loads(out / "model", config.corpus.vocabulary.size)
     page = (out / "run/report.html").read_text()
     assert "Gained and lost" in page
@@ -216,6 +217,10 @@ def test_a_few_plain_texts_are_cut_into_documents_without_loss(tmp_path: Path) -
     documents = [json.loads(line)["text"] for line in pieces.read_text().splitlines()]
     assert len(documents) == 7
     assert "\n".join(documents).split("\n") == lines
+    for text in ("\n".join(lines), "\r\n".join(lines)):  # a sentence on each line, without blank ones
+        (tmp_path / "lines.txt").write_bytes(text.encode())
+        sources_of([tmp_path / "lines.txt"], pieces)
+        assert [json.loads(line)["text"] for line in pieces.read_text().splitlines()] == documents
     before = pieces.stat().st_mtime_ns
     sources_of([tmp_path / "long.txt"], pieces)
     assert pieces.stat().st_mtime_ns == before

@@ -30,10 +30,16 @@ _RATES = ((384, 3e-4), (512, 2e-4), (768, 1e-4))
 
 def corpus_values(name: str, folder: Path, start: Path, sources: list[dict[str, Any]], share: float) -> dict[str, Any]:
     """A config to prepare a corpus with; its phases are not used."""
+    corpus = {
+        "dir": str(folder),
+        "sources": sources,
+        "min_document_words": 0,  # the texts of a domain may be short: reviews, questions, messages
+        "validation_fraction": round(share, 6),
+    }
     return {
         "name": name,
         "start_from": str(start),
-        "corpus": {"dir": str(folder), "sources": sources, "validation_fraction": round(share, 6)},
+        "corpus": corpus,
         "phases": [_phase(1, 1e-4, 8)],
     }
 

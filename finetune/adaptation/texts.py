@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pretrain.corpus.sources import books
 _FEW = 100  # documents; with fewer, too few might be held out, which a hash decides
 _PIECE = 8_000  # characters of a piece of plain text
 _HELD_OUT_BYTES = 300_000  # enough for the held-out sequences of an evaluation
+_BLANK = re.compile(r"\n[ \t]*\n")
 _SHARES = (0.005, 0.1)  # least and largest held-out share
 
 
@@ -61,12 +63,21 @@ def _write_pieces(files: Sequence[Path], out: Path) -> None:
             with open_file(file) as opened:
                 raw: bytes = opened.read()
             text = raw.decode("latin-1") if books.is_latin1(raw) else decode(raw, str(file), 0, Problems())
-            for piece in _pieces(books.paragraphs(text)):
+            for piece in _pieces(books.paragraphs(_with_blank_lines(text))):
                 written.write(json.dumps({"text": piece}) + "\n")
     if out.is_file() and sha256_file(out) == sha256_file(aside):
         aside.unlink()
     else:
         aside.replace(out)
+
+
+def _with_blank_lines(text: str) -> str:
+    """The text with a blank line behind each line where a paragraph would be longer than a piece.
+
+    So a text with a sentence on each line, and no blank ones, is not a single paragraph.
+    """
+    blocks = _BLANK.split(text.replace("\r\n", "\n"))
+    return "\n\n".join(block.replace("\n", "\n\n") if len(block) > _PIECE else block for block in blocks)
 
 
 def _pieces(text: str) -> Iterator[str]:
