@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from cluster.trials.request import TrialEvent
 from finetune.__main__ import main
 from finetune.config import load_config
 from finetune.scores import blimp, finetuning_runs, held_out, masked_model
@@ -29,6 +28,7 @@ from finetune.scores.record import Record
 from finetune.scores.view import _finetuning_charts, score_notes, score_rows
 from pretrain.common.errors import InputError, MachineError
 from pretrain.preflight import only_run
+from tests.fake_trials import hand_out
 from tests.tiny_checkpoints import SPECIALS, WORDS, make_bert, write_reviews
 
 SENTENCES = [
@@ -416,19 +416,12 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, int]]:
     handed: list[tuple[str, bool, int]] = []
 
     def fake(target: str, tasks: Sequence[Any], *, poll: Any, **options: Any) -> None:
-        for number, task in enumerate(tasks):
-            config = task.payload["config"]
-            handed.append((Path(config["start_from"]).name, config["random_weights"], config["seed"]))
-            score = 0.5 + 0.01 * config["seed"] if config["random_weights"] else 0.6 + 0.1 * config["seed"]
-            saved = {
-                "metric": "accuracy",
-                "scores": {"dev": {"accuracy": score}},
-                "chosen_on": "dev",
-                "details": {},
-                "data": "",
-            }
-            (task.run_dir / "scores.json").write_text(json.dumps(saved))
-            poll([TrialEvent(number, "started"), TrialEvent(number, "ended")])
+        hand_out(tasks, poll, result)
+
+    def result(task: Any) -> float:
+        config = task.payload["config"]
+        handed.append((Path(config["start_from"]).name, config["random_weights"], config["seed"]))
+        return 0.5 + 0.01 * config["seed"] if config["random_weights"] else 0.6 + 0.1 * config["seed"]
 
     monkeypatch.setattr("cluster.trials.launch.run_trials", fake)
     return handed

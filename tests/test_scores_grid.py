@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from cluster.trials.request import TrialEvent
 from finetune.__main__ import main
 from finetune.scores.finetuning import FinetuningScore, finetuning_scores
 from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.record import Record
 from finetune.scores.view import score_notes, score_rows
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from tests.fake_trials import hand_out
 from tests.test_scores import make_masked_lm
 from tests.tiny_checkpoints import write_reviews
 
@@ -37,19 +36,16 @@ class Runs:
         self.errors: dict[float, RunError] = {}  # by the rate at which they happen
 
     def __call__(self, target: str, tasks: Sequence[Any], *, poll: Any, **options: Any) -> None:
-        for number, task in enumerate(tasks):
-            config = task.payload["config"]
-            random, rate, seed = config["random_weights"], config["training"]["learning_rate"], config["seed"]
-            error = self.errors.get(rate)
-            if isinstance(error, StoppedError):
-                raise error
+        hand_out(tasks, poll, self._result)
+
+    def _result(self, task: Any) -> float | RunError:
+        config = task.payload["config"]
+        random, rate, seed = config["random_weights"], config["training"]["learning_rate"], config["seed"]
+        error = self.errors.get(rate)
+        if not isinstance(error, StoppedError):
             self.ran.append((random, rate, seed))
-            score = 0.5 - 10 * rate if random else 0.7 + 0.1 * (rate == 1e-3)
-            scores = {"dev": {"accuracy": score + 0.01 * min(seed, 9)}}
-            if error is None:
-                saved = {"metric": "accuracy", "scores": scores, "chosen_on": "dev", "details": {}, "data": ""}
-                (task.run_dir / "scores.json").write_text(json.dumps(saved))
-            poll([TrialEvent(number, "started"), TrialEvent(number, "ended", error)])
+        score = 0.5 - 10 * rate if random else 0.7 + 0.1 * (rate == 1e-3)
+        return error or score + 0.01 * min(seed, 9)
 
 
 @pytest.fixture
