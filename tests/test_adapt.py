@@ -221,6 +221,11 @@ def test_a_few_plain_texts_are_cut_into_documents_without_loss(tmp_path: Path) -
         (tmp_path / "lines.txt").write_bytes(text.encode())
         sources_of([tmp_path / "lines.txt"], pieces)
         assert [json.loads(line)["text"] for line in pieces.read_text().splitlines()] == documents
+    queries = [f"best film number {number}" for number in range(1000)]  # in a book, these would be titles
+    (tmp_path / "queries.txt").write_text("\n".join(queries))
+    sources_of([tmp_path / "queries.txt"], pieces)
+    assert "\n".join(json.loads(line)["text"] for line in pieces.read_text().splitlines()).split("\n") == queries
+    sources_of([tmp_path / "long.txt"], pieces)
     before = pieces.stat().st_mtime_ns
     sources_of([tmp_path / "long.txt"], pieces)
     assert pieces.stat().st_mtime_ns == before

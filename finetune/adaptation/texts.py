@@ -63,7 +63,7 @@ def _write_pieces(files: Sequence[Path], out: Path) -> None:
             with open_file(file) as opened:
                 raw: bytes = opened.read()
             text = raw.decode("latin-1") if books.is_latin1(raw) else decode(raw, str(file), 0, Problems())
-            for piece in _pieces(books.paragraphs(_with_blank_lines(text))):
+            for piece in _pieces(_paragraphs(text)):
                 written.write(json.dumps({"text": piece}) + "\n")
     if out.is_file() and sha256_file(out) == sha256_file(aside):
         aside.unlink()
@@ -71,13 +71,12 @@ def _write_pieces(files: Sequence[Path], out: Path) -> None:
         aside.replace(out)
 
 
-def _with_blank_lines(text: str) -> str:
-    """The text with a blank line behind each line where a paragraph would be longer than a piece.
-
-    So a text with a sentence on each line, and no blank ones, is not a single paragraph.
-    """
-    blocks = _BLANK.split(text.replace("\r\n", "\n"))
-    return "\n\n".join(block.replace("\n", "\n\n") if len(block) > _PIECE else block for block in blocks)
+def _paragraphs(text: str) -> str:
+    """The paragraphs, one on each line, of a book, or else the lines of a text with hardly any blank lines."""
+    text = text.replace("\r\n", "\n")
+    if len(text) <= _PIECE * len(_BLANK.split(text.strip())):
+        return books.paragraphs(text)
+    return "\n".join(" ".join(line.split()) for line in text.split("\n") if line.strip())
 
 
 def _pieces(text: str) -> Iterator[str]:
