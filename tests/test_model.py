@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -492,9 +493,20 @@ def test_the_z_loss_comes_with_its_gradient(entries: int, fused: bool, monkeypat
         torch.testing.assert_close(vocabulary_losses(hidden, word, bias, labels, fused, 0.3), (loss, correct, z_loss))
 
 
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.mark.skipif(not MARKS_UNKNOWN_SIZES, reason="this torch compiles again")
-def test_a_group_of_one_sequence_or_one_query_compiles_nothing_new() -> None:
-    """It would in the middle of training: torch.compile takes a size of 1 for a constant."""
+def test_a_group_of_one_sequence_or_one_query_compiles_nothing_new(threads: int) -> None:
+    """It would in the middle of training: torch.compile takes a size of 1 for a constant.
+
+    The compiler compiles for a number of threads, so the sizes of each must be marked.
+    """
     stats = torch._dynamo.utils.counters["stats"]
     weight, bias = torch.randn(3 * 32, 32) * 0.1, torch.randn(3 * 32)
     seen = []
