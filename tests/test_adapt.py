@@ -225,6 +225,9 @@ def test_a_few_plain_texts_are_cut_into_documents_without_loss(tmp_path: Path) -
     (tmp_path / "queries.txt").write_text("\n".join(queries))
     sources_of([tmp_path / "queries.txt"], pieces)
     assert "\n".join(json.loads(line)["text"] for line in pieces.read_text().splitlines()).split("\n") == queries
+    (tmp_path / "one.txt").write_text(queries[0] + "\n")
+    sources_of([tmp_path / "one.txt"], pieces)
+    assert pieces.read_text() == json.dumps({"text": queries[0]}) + "\n"
     sources_of([tmp_path / "long.txt"], pieces)
     before = pieces.stat().st_mtime_ns
     sources_of([tmp_path / "long.txt"], pieces)

@@ -73,8 +73,8 @@ def _write_pieces(files: Sequence[Path], out: Path) -> None:
 
 def _paragraphs(text: str) -> str:
     """The paragraphs, one on each line, of a book, or else the lines of a text with hardly any blank lines."""
-    text = text.replace("\r\n", "\n")
-    if len(text) <= _PIECE * len(_BLANK.split(text.strip())):
+    text = text.replace("\r\n", "\n").strip()
+    if "\n" in text and len(text) <= _PIECE * len(_BLANK.split(text)):
         return books.paragraphs(text)
     return "\n".join(" ".join(line.split()) for line in text.split("\n") if line.strip())
 
