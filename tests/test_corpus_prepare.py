@@ -423,6 +423,17 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     assert killed == whole
 
 
+def test_a_preparation_begun_with_other_pieces_is_refused(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its part files are known by the numbers of their pieces: documents would be lost, or be there twice."""
+    with pytest.raises(InputError, match="none of 94 documents remains"):
+        prepare(config(sources, tmp_path / "corpus", min_document_words=10_000), quiet=True)
+    monkeypatch.setattr("pretrain.corpus.prepare.PIECE_BYTES", 1 << 20)
+    with pytest.raises(InputError, match=r"prepared with other settings\. piece_bytes: was 8388608, is 1048576"):
+        prepare(config(sources, tmp_path / "corpus", min_document_words=10_000), quiet=True)
+
+
 def test_a_full_disk_ends_in_one_line_and_passes_for_nothing(sources: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -251,6 +251,18 @@ def test_rows_left_out_are_counted_and_not_kept(tmp_path: Path) -> None:
     assert problems == [{"path": str(path), "fault": "row left out", "first": "3 columns instead of 2", "count": 4}]
 
 
+def test_pieces_do_not_grow_with_the_file(tmp_path: Path) -> None:
+    """A process holds the text of one piece, so its memory would."""
+    path = tmp_path / "large.txt"
+    with path.open("wb") as file:
+        file.truncate(20 << 30)  # sparse
+    source = SourceConfig(kind="wikiextractor", path=str(path))
+    (item,) = find_inputs(source, "corpus.sources.0")
+    pieces = list(cut(source, 0, 0, item))
+    assert max(piece.bytes for piece in pieces) <= inputs.PIECE_BYTES
+    assert sum(piece.bytes for piece in pieces) == 20 << 30
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_a_csv_row_may_be_larger_than_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
     monkeypatch.setattr(inputs, "PIECE_BYTES", 64)

@@ -41,7 +41,7 @@ from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.filters import check_filters
 from pretrain.corpus.filters.evaluation_sets import TABLE, set_names, write_table
-from pretrain.corpus.inputs import Input, Piece, Problems
+from pretrain.corpus.inputs import PIECE_BYTES, Input, Piece, Problems
 from pretrain.corpus.manifest import (
     accepted_manifest,
     content_state,
@@ -291,10 +291,11 @@ class _Preparation:
         refusal = f"{self._folder}: another `prepare` is running in it. Wait for it, or stop it."
         with locked(self._work / stages.LOCK, refusal):
             settings = self._work / "settings.json"
+            now = self._settings | {"piece_bytes": PIECE_BYTES}  # part files are known by the number of their piece
             if settings.exists():
-                refuse_changes(self._folder, json.loads(settings.read_text(encoding="utf-8")), self._settings)
+                refuse_changes(self._folder, json.loads(settings.read_text(encoding="utf-8")), now)
             else:
-                write_json(settings, self._settings)
+                write_json(settings, now)
             self._remove_leftovers()
             yield
 

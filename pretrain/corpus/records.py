@@ -11,7 +11,6 @@ from pretrain.common.errors import InputError
 from pretrain.corpus import bzip2, inputs
 from pretrain.corpus.inputs import COMPRESSED, BrokenInputError, Input, Piece, Problems, SourceReader, Span, compression
 
-MAX_PIECE_BYTES = 64 << 20  # files over 512 MB are cut into 64 pieces, up to this size
 MAX_RECORD_BYTES = 512 << 20  # a single record this large means that the file is not what its kind says
 BZIP2_PIECE_BYTES = 2 << 20
 STREAM_READ_BYTES = 1 << 18  # what a broken stream loses at most before the fault
@@ -31,7 +30,7 @@ class RecordReader(SourceReader):
     def cut(self, item: Input) -> Iterator[Span]:
         path = Path(item.paths[0])
         if not compression(path):
-            return _ranges(item, min(MAX_PIECE_BYTES, max(inputs.PIECE_BYTES, item.bytes // 64)))
+            return _ranges(item, inputs.PIECE_BYTES)
         if self._is_cut_bzip2(path):
             return _ranges(item, BZIP2_PIECE_BYTES)
         return inputs.carried_spans(item, self._blocks(path), b"")
