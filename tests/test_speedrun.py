@@ -426,7 +426,8 @@ def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkey
     failed = error
 
     def finetuned(*_: Any, record: Record) -> None:
-        record.write("finetuning", {}, {"a": FinetuningScore("f1", "dev", (0.5, 0.7), (0.3, 0.5)).as_data()}, beside=True)
+        score = FinetuningScore("f1", "dev", (0.5, 0.7), (0.3, 0.5))
+        record.write("finetuning", {}, {"a": score.as_data()}, beside=True)
         raise error
 
     def blimp(*_: Any, record: Record, **__: Any) -> None:
@@ -515,8 +516,8 @@ def test_the_page_shows_phenomena_and_fine_tunings_of_the_trials(tmp_path: Path)
     paradigms = {"a": ParadigmScore("island_effects", 4, 3), "b": ParadigmScore("ellipsis", 4, 2)}
     for run, limit in (("two", 100), ("no-trial", 7), ("one", 0)):
         record(run).write("blimp", {"limit": limit}, BlimpScore(paradigms).as_data(2))
-    for run, random in (("three", ()), ("one", (0.25, 0.5))):
-        score = FinetuningScore("f1", "dev", (0.5, 0.75), random, 2)
+    for run, others in (("three", ()), ("one", (0.25, 0.5))):
+        score = FinetuningScore("f1", "dev", (0.5, 0.75), others, 2)
         record(run).write("finetuning", {}, {"wnut17": score.as_data()}, beside=True)
     found = written()
     assert found["BLiMP by phenomenon"] == [
