@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import random
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 from corpora import make_corpus
 
-from finetune.bench.speedrun import command, ground, results, scores, trial
+from finetune.bench.speedrun import command, ground, page, results, scores, trial
 from finetune.bench.speedrun.budget import SequenceCost, measured_costs, plan_budget
+from finetune.bench.speedrun.options import make_parser
 from finetune.bench.speedrun.results import Results, Trial
 from finetune.bench.speedrun.scores import Scores, ScoreSettings
 from finetune.scores.blimp import BlimpScore, ParadigmScore
@@ -341,6 +343,11 @@ def test_trials_are_kept_in_order_and_replaced(tmp_path: Path) -> None:
     assert results.read(tmp_path / "speedrun.json", "x") == found
     with pytest.raises(InputError, match="trials on another text"):
         results.read(tmp_path / "speedrun.json", "y")
+    earlier = json.loads((tmp_path / "speedrun.json").read_text())
+    for one in earlier["trials"]:
+        del one["scores"]["random"]
+    (tmp_path / "speedrun.json").write_text(json.dumps(earlier))
+    assert results.read(tmp_path / "speedrun.json") == found, "of a version without random weights"
 
 
 def test_the_log_gets_each_run_once(tmp_path: Path) -> None:
@@ -419,7 +426,8 @@ def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkey
     failed = error
 
     def finetuned(*_: Any, record: Record) -> None:
-        record.write("finetuning", {}, {"a": FinetuningScore("f1", "dev", (0.5, 0.7)).as_data()}, beside=True)
+        score = FinetuningScore("f1", "dev", (0.5, 0.7), (0.3, 0.5))
+        record.write("finetuning", {}, {"a": score.as_data()}, beside=True)
         raise error
 
     def blimp(*_: Any, record: Record, **__: Any) -> None:
@@ -433,6 +441,7 @@ def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkey
     found, why = scores.measure(config, tmp_path, [], ScoreSettings(tmp_path, 0, both))
     assert (found.bits_per_character, found.blimp) == (1.5, 0.75)
     assert (found.finetuning, found.transfer) == ({"a": pytest.approx(0.6)}, None)  # no mean without b
+    assert found.random == {"a": pytest.approx(0.4)}
     assert found.remarks == ["BLiMP: first 100 pairs of each paradigm"]
     assert why is failed
     one = FinetuningSettings((Path("a.yaml"),))
@@ -447,6 +456,83 @@ def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkey
         scores.measure(config, tmp_path, [], ScoreSettings(None, 0, one))
     prints[0] = "second"
     assert scores.measure(config, tmp_path, [], ScoreSettings()) == (Scores(3.0, 0.4, 1.5), None)
+
+
+@pytest.mark.parametrize(("more", "random"), [([], True), (["--no-random"], False)])
+def test_trials_are_also_fine_tuned_from_random_weights(more: list[str], random: bool) -> None:
+    words = ["run.yaml", "--data", "text", "--finetune", "a.yaml", *more]
+    assert command._finetunings(make_parser().parse_args(words)).random is random
+
+
+def test_trials_of_a_folder_take_turns_with_their_runs_from_random_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They share these runs; a trial that finds another one fine-tuning waits for it."""
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def locked(path: Path, refusal: str = "") -> Iterator[bool]:
+        if refusal:
+            raise InputError(refusal)
+        events.append("waited")
+        yield True
+        events.append("over")
+
+    monkeypatch.setattr(scores, "fingerprint", lambda _: "one")
+    monkeypatch.setattr(scores, "held_out_score", lambda *_, **__: HeldOutScore(3.0, 0.4, 1.5, 1, 1, 0.0, 1, 1))
+    monkeypatch.setattr(scores, "finetuning_scores", lambda *_, **__: events.append("fine-tuned"))
+    monkeypatch.setattr(scores, "locked", locked)
+    config = make_config(tmp_path, run_dir=str(tmp_path / "runs" / "one"))
+    settings = FinetuningSettings((Path("a.yaml"),))
+    scores.measure(config, tmp_path, [], ScoreSettings(None, 0, settings))
+    assert events == ["waited", "fine-tuned", "over"]
+    assert "waits" in capsys.readouterr().out
+    scores.measure(config, tmp_path, [], ScoreSettings(None, 0, dataclasses.replace(settings, random=False)))
+    assert events[3:] == ["fine-tuned"]
+
+
+def cells_by_section(html: str) -> dict[str, list[list[str]]]:
+    """Heading -> the rows of the tables below it."""
+    sections = (part.split("</h2>") for part in html.split("<h2>")[1:])
+    return {
+        title: [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in rest.split("<tr>")[1:]]
+        for title, rest in sections
+    }
+
+
+def test_the_page_shows_phenomena_and_fine_tunings_of_the_trials(tmp_path: Path) -> None:
+    trials = Results(trials=tuple(make_trial(run) for run in ("one", "two", "three", "failed", "unscored")))
+
+    def record(run: str) -> Record:
+        return Record(tmp_path / "scores" / f"{run}.json", {"name": run, "fingerprint": run})
+
+    def written() -> dict[str, list[list[str]]]:
+        card = {"words": 10, "sha256": "f" * 64, "sources": {}}
+        records = scores.score_records(tmp_path, [one.run for one in trials.trials])
+        return cells_by_section(page.write(trials, records, card, tmp_path / "page.html").read_text())
+
+    record("failed").write("finetuning", {}, {}, beside=True)
+    assert list(written()) == ["Curves", "All trials", "Details"]
+    paradigms = {"a": ParadigmScore("island_effects", 4, 3), "b": ParadigmScore("ellipsis", 4, 2)}
+    for run, limit in (("two", 100), ("no-trial", 7), ("one", 0)):
+        record(run).write("blimp", {"limit": limit}, BlimpScore(paradigms).as_data(2))
+    for run, others in (("three", ()), ("one", (0.25, 0.5))):
+        score = FinetuningScore("f1", "dev", (0.5, 0.75), others, 2)
+        record(run).write("finetuning", {}, {"wnut17": score.as_data()}, beside=True)
+    found = written()
+    assert found["BLiMP by phenomenon"] == [
+        ["", "one", "two"],
+        ["BLiMP, all paradigms", "0.6250 [1]", "0.6250 [2]"],
+        ["  ellipsis", "0.5000 [1]", "0.5000 [2]"],
+        ["  island effects", "0.7500 [1]", "0.7500 [2]"],
+    ]
+    assert found["Fine-tuning"] == [
+        ["", "one", "three"],
+        ["wnut17, f1", "0.6250 ± 0.1250", "0.6250 ± 0.1250"],
+        ["  from random weights", "0.3750 ± 0.1250", "–"],
+        ["  difference", "+0.2500 (+1.4 SE)", "–"],
+    ]
+    assert "BLiMP [2]: limit 100" in (tmp_path / "page.html").read_text()
 
 
 # ---- whole trials
@@ -540,6 +626,7 @@ def test_options_without_effect_and_impossible_budgets_are_refused(tmp_path: Pat
         (["--finetune", str(tmp_path / "none.yaml")], "none.yaml"),
         (["--blimp-limit", "3"], "--blimp-limit: has no effect"),
         (["--finetune-data", "x"], "--finetune-data: has no effect"),
+        (["--no-random"], "--no-random: has no effect"),
         (["--seed", "-1"], "--seed: -1; expected"),
         (["--novels", "1"], "--novels: 1; expected a share"),
         (["--log", str(notes)], "notes.md: does not end with a table"),

@@ -76,7 +76,7 @@ def add_blimp(parser: argparse.ArgumentParser) -> None:
 
 
 def add_finetunings(parser: argparse.ArgumentParser, *, prefix: str = "") -> None:
-    """Add --finetune and, with `prefix` before their names, its --data and --seeds."""
+    """Add --finetune, --no-random and, with `prefix` before their names, --data and --seeds of --finetune."""
     parser.add_argument(
         "--finetune",
         nargs="+",
@@ -99,15 +99,15 @@ def add_finetunings(parser: argparse.ArgumentParser, *, prefix: str = "") -> Non
         metavar="N",
         help="--finetune: runs of each config (default: 3)",
     )
-
-
-def _add_finetunings(parser: argparse.ArgumentParser) -> None:
-    add_finetunings(parser)
     parser.add_argument(
         "--no-random",
         action="store_true",
         help="--finetune: leave out the same fine-tunings from random weights of the model's shape",
     )
+
+
+def _add_finetunings(parser: argparse.ArgumentParser) -> None:
+    add_finetunings(parser)
     parser.add_argument(
         "--parallel",
         type=positive_int,

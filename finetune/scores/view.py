@@ -16,21 +16,32 @@ from pretrain.reporting.pages import write_page
 if TYPE_CHECKING:
     from rich.table import Table
 
+_PARTS = (held_out.PART, blimp.PART, finetuning.PART)
 _NONE = "–"
 _LONGEST = 40  # characters of a setting in a note, where digests are cut
 _CHANCE = 0.5  # of a pair of BLiMP
 
 
-def score_rows(models: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """(what was measured, its value for each model) of the records `models`."""
-    return [*_held_out_rows(models), *_blimp_rows(models), *_finetuning_rows(models)]
+def score_rows(models: Sequence[Mapping[str, Any]], parts: Sequence[str] = _PARTS) -> list[tuple[str, list[str]]]:
+    """(what was measured, its value for each model) of these parts of the records `models`."""
+    rows = {held_out.PART: _held_out_rows, blimp.PART: _blimp_rows, finetuning.PART: _finetuning_rows}
+    return [row for part in parts for row in rows[part](models)]
 
 
-def score_notes(models: Sequence[Mapping[str, Any]]) -> list[str]:
+def score_notes(models: Sequence[Mapping[str, Any]], parts: Sequence[str] = _PARTS) -> list[str]:
     """What the marks in the rows mean: the settings in which measurements of one row differ."""
-    parts = [("held-out text", _settings(models, held_out.PART)), ("BLiMP", _settings(models, blimp.PART))]
-    parts += [(name, _hows(models, name)) for name, _ in _by_config(models)]
-    return [f"{title} {line}" for title, hows in parts for line in _explained(hows)]
+    titles = {held_out.PART: "held-out text", blimp.PART: "BLiMP"}
+    hows = [(title, _settings(models, part)) for part, title in titles.items() if part in parts]
+    if finetuning.PART in parts:
+        hows += [(name, _hows(models, name)) for name, _ in _by_config(models)]
+    return [f"{title} {line}" for title, ways in hows for line in _explained(ways)]
+
+
+def part_table(models: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
+    """One part of the models that have it, for the template's `scores_table`; its rows are [] if none has it."""
+    having = [model for model in models if _scores(model, part)]
+    names = [model[MODEL]["name"] for model in having]
+    return {"names": names, "rows": score_rows(having, [part]), "marks": score_notes(having, [part])}
 
 
 def score_table(models: Sequence[Mapping[str, Any]]) -> Table:

@@ -15,7 +15,7 @@ from finetune.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan
 from finetune.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, drawn_novels, novels_of, text_files
 from finetune.bench.speedrun.options import DEFAULT_BUDGETS, NOVELS, make_parser
 from finetune.bench.speedrun.results import Trial
-from finetune.bench.speedrun.scores import ScoreSettings, measure
+from finetune.bench.speedrun.scores import ScoreSettings, measure, score_records
 from finetune.scores.blimp import read_blimp
 from finetune.scores.finetuning_runs import FinetuningSettings, read_configs
 from pretrain.commands import as_stage, overrides
@@ -68,6 +68,8 @@ def _check(arguments: argparse.Namespace, budgets: Sequence[float]) -> None:
         raise InputError("--blimp-limit: has no effect without --blimp. Give that, or leave --blimp-limit out.")
     if arguments.finetune_data is not None and not arguments.finetune:
         raise InputError("--finetune-data: has no effect without --finetune. Give that, or leave --finetune-data out.")
+    if arguments.no_random and not arguments.finetune:
+        raise InputError("--no-random: has no effect without --finetune. Give that, or leave --no-random out.")
     if arguments.blimp is not None:
         read_blimp(arguments.blimp, arguments.blimp_limit)
     if arguments.finetune:
@@ -80,7 +82,7 @@ def _finetunings(arguments: argparse.Namespace) -> FinetuningSettings:
     return FinetuningSettings(
         configs=tuple(arguments.finetune),
         seeds=arguments.finetune_seeds,
-        random=False,
+        random=not arguments.no_random,
         data=arguments.finetune_data,
     )
 
@@ -224,7 +226,8 @@ class _Trials:
         """The table, the page, the log, and the one number: bits per character at the largest budget."""
         from finetune.bench.speedrun.page import write
 
-        page = write(self._results, self._card, self._out / PAGE)
+        records = score_records(self._out, [one.run for one in self._results.trials if one.flops])
+        page = write(self._results, records, self._card, self._out / PAGE)
         print(f"\n{results.table(self._results)}\n\n{self._out / results.RESULTS}\n{page.resolve().as_uri()}")
         own = [one for one in self._results.trials if one.run in names]
         if self._arguments.log is not None:

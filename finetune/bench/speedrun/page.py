@@ -1,4 +1,4 @@
-"""The HTML page of all trials of a folder: learning curves over FLOPs, the table, the text, the machines."""
+"""The HTML page of all trials of a folder: learning curves over FLOPs, the tables, the text, the machines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from finetune.bench.speedrun.ground import HELD_OUT, TRAIN
 from finetune.bench.speedrun.results import HEADINGS, RIGHT_ALIGNED, Results, Trial, cells
+from finetune.scores import blimp, finetuning
+from finetune.scores.view import part_table
 from pretrain.bench.results import short_commit
 from pretrain.reporting.charts import Series, line_chart
 from pretrain.reporting.pages import write_page
@@ -15,8 +17,15 @@ from pretrain.reporting.pages import write_page
 _COLOURS = 8  # of the template
 
 
-def write(results: Results, card: Mapping[str, Any], out: Path) -> Path:
-    """Write the page to the file `out`, atomically, and return it."""
+def write(results: Results, records: Sequence[Mapping[str, Any]], card: Mapping[str, Any], out: Path) -> Path:
+    """Write the page to the file `out`, atomically, and return it.
+
+    Args:
+        results: the trials.
+        records: their scores, as `scores.score_records`.
+        card: of the text, as `ground.draw_text`.
+        out: the file.
+    """
     trials = results.trials
     return write_page(
         out,
@@ -27,6 +36,8 @@ def write(results: Results, card: Mapping[str, Any], out: Path) -> Path:
         headings=HEADINGS,
         right_aligned=RIGHT_ALIGNED,
         cells=[cells(one) for one in trials],
+        blimp=part_table(records, blimp.PART),
+        finetuning=part_table(records, finetuning.PART),
         remarks=[(one.run, one.remarks) for one in trials if one.remarks],
         notes=[("Text", _text(card)), ("Machines", _machines(trials))],
         colours=_COLOURS,

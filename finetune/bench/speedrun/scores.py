@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import fingerprint
 from finetune.scores.record import MODEL, Record, read_record
-from pretrain.common.errors import RunError, StoppedError
+from pretrain.common.errors import InputError, RunError, StoppedError
+from pretrain.common.files import locked
 from pretrain.common.wording import counted
 from pretrain.config import PretrainConfig
 
@@ -47,6 +49,7 @@ class Scores:
         blimp: mean accuracy of the paradigms.
         transfer: mean score of the fine-tunings.
         finetuning: config's name -> mean score.
+        random: the same from random weights, where they were asked for.
         blimp_limit: pairs of each paradigm that `blimp` is of; 0 for all.
         seeds: config's name -> runs that its mean is of.
     """
@@ -57,6 +60,7 @@ class Scores:
     blimp: float | None = None
     transfer: float | None = None
     finetuning: dict[str, float] = field(default_factory=dict)
+    random: dict[str, float] = field(default_factory=dict)
     blimp_limit: int = 0
     seeds: dict[str, int] = field(default_factory=dict)
 
@@ -79,7 +83,7 @@ def measure(
     fine-tunings. Raises as the parts of `evaluate-pretrained`, except for fine-tunings that failed.
     """
     run, name = config.folder, config.folder.name
-    record = _record(run, out / "scores" / f"{name}.json")
+    record = _record(run, _record_path(out, name))
     found: dict[str, Any] = {}
     if not config.electra.is_on:
         length = min(HeldOutSettings().length, config.model.max_positions)
@@ -95,12 +99,37 @@ def measure(
     failure = None
     if wanted.finetuning is not None:
         try:
-            finetuning_scores(run, out / "finetuned", name[:48], wanted.finetuning, record=record)
+            with _turn(out / "finetuned", wanted.finetuning):
+                finetuning_scores(run, out / "finetuned", name[:48], wanted.finetuning, record=record)
         except StoppedError:
             raise
         except RunError as error:
             failure = error
     return Scores(**found, **_transfer(record, wanted.finetuning)), failure
+
+
+def score_records(out: Path, runs: Sequence[str]) -> list[dict[str, Any]]:
+    """What `measure` has recorded of the runs of these names in `out`; those without scores are left out."""
+    paths = [_record_path(out, run) for run in runs]
+    return [read_record(path) for path in paths if path.is_file()]
+
+
+def _record_path(out: Path, run: str) -> Path:
+    return out / "scores" / f"{run}.json"
+
+
+@contextlib.contextmanager
+def _turn(folder: Path, wanted: FinetuningSettings) -> Iterator[None]:
+    """Wait for other trials that fine-tune in `folder`: runs from random weights are shared."""
+    with contextlib.ExitStack() as turn:
+        if wanted.random:
+            lock = folder / ".turn.lock"
+            try:
+                turn.enter_context(locked(lock, "another trial"))
+            except InputError:
+                print(f"{folder}: another trial is fine-tuning; this one waits for it", flush=True)
+                turn.enter_context(locked(lock))
+        yield
 
 
 def _record(run: Path, path: Path) -> Record:
@@ -126,8 +155,17 @@ def _transfer(record: Record, wanted: FinetuningSettings | None) -> dict[str, An
     """The means of the fine-tunings that were asked for now, or else earlier, and the mean of all of them."""
     scores = record.read(finetuning.PART, {})
     names = list(scores) if wanted is None else [path.stem for path in wanted.configs]
-    tuned = {name: FinetuningScore.from_data(scores[name]).pretrained for name in names if name in scores}
-    means = {name: statistics.fmean(values) for name, values in tuned.items() if values}
+    tuned = {name: FinetuningScore.from_data(scores[name]) for name in names if name in scores}
+    means = _means(tuned, "pretrained")
     whole = bool(means) and len(means) == len(names)
-    seeds = {name: len(tuned[name]) for name in means}
-    return {"finetuning": means, "seeds": seeds, "transfer": statistics.fmean(means.values()) if whole else None}
+    seeds = {name: len(tuned[name].pretrained) for name in means}
+    return {
+        "finetuning": means,
+        "random": _means(tuned, "random"),
+        "seeds": seeds,
+        "transfer": statistics.fmean(means.values()) if whole else None,
+    }
+
+
+def _means(tuned: Mapping[str, FinetuningScore], start: str) -> dict[str, float]:
+    return {name: statistics.fmean(values) for name, one in tuned.items() if (values := getattr(one, start))}
