@@ -2,7 +2,7 @@
 
 The number of tokens of a micro-batch differs from step to step. On a GPU each new shape costs: memory is allocated in
 blocks of other sizes, and what was recorded for one shape cannot be replayed for another. Rounded up by at most 1 %,
-the micro-batches of a phase with one share of masked tokens have a dozen shapes.
+the micro-batches of a phase with one share of masked tokens have a dozen shapes; recorded passes are rounded more.
 """
 
 from __future__ import annotations

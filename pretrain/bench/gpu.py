@@ -249,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
         "--precision",
         choices=["auto", "bf16", "fp16", "fp32", "fp8"],
         default="auto",
-        help="precision (default: auto, the fastest on this GPU); fp8 for the layers' products, with the limit of bf16",
+        help="precision (default: auto, the fastest on this GPU); fp8 for the layers' matmuls, also in the limit",
     )
     parser.add_argument(
         "--tokens", type=positive_int, help="tokens of a step (default: 32,768, or 16,384 of bert-large)"

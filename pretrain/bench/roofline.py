@@ -90,7 +90,7 @@ def main(argv: list[str]) -> int:
 
 
 def compare(record: Record) -> dict[str, Any]:
-    """The record, and the limit of the same step in our model of bf16; FP8 is not modelled."""
+    """The record, and the limit of the same step in bf16, also for the records in FP8."""
     config = _config(record)
     flops = Flops(config, _VOCABULARY[config.model.family])
     work = phase_work(config, config.phases[0], flops.vocabulary, record.mean)

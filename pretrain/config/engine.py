@@ -61,14 +61,16 @@ class EngineConfig(Section):
     )
     static_shapes: bool = Field(
         default=False,
-        description="Add sequences that no loss sees to each micro-batch, at most 1 % of a large one's tokens, so that "
-        "micro-batches have few different shapes. Only for masked language modelling without causal_share.",
+        description="Add sequences that no loss sees to each micro-batch, at most 1 % of a large one's tokens (more "
+        "with cuda_graphs), so that micro-batches have few different shapes. Only for masked language modelling "
+        "without causal_share.",
     )
     cuda_graphs: bool = Field(
         default=False,
         description="Record forward and backward passes as CUDA graphs, one for each shape of micro-batches. For small "
         "models and batches on GPUs, whose kernels take longer to launch than to run. Needs bf16, zero_stage 1 and "
-        "flash attention. Turns static_shapes on, and rounds more, by some 2 %. On a CPU, passes are not recorded.",
+        "flash attention. Turns static_shapes on, and rounds more: some 2 % of the tokens and 4 % of the masked rows "
+        "are then filler. On a CPU, passes are not recorded.",
     )
     max_bad_steps: int = Field(
         default=5,
