@@ -314,7 +314,7 @@ def _finish(
         best = store.best_intact(checkpoints) if engine.rank == 0 else None
         return best and best.name
 
-    name = store.agree(engine, choose)[0]
+    name = store.agree(engine, choose)
     if name is None:
         raise InputError(f"{checkpoints}: has no complete checkpoint. Start the run again.")
     state = read_state(engine, checkpoints / name)

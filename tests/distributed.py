@@ -27,32 +27,31 @@ def run_workers(world_size: int, function: Callable[..., Any], *arguments: Any) 
     """
     # Held here and not by rank 0: a port that is looked up for later may be another test's by then.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return _start(world_size, (world_size, store.port), function, arguments)
+    return _start(range(world_size), (world_size, store.port), function, arguments)
 
 
-def run_simulated(world_size: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)` on rank 0 of `world_size`, in one process: collectives return at once and move nothing."""
-    (result,) = _start(1, (world_size, 0), function, arguments)
+def run_simulated(world_size: int, function: Callable[..., Any], *arguments: Any, rank: int = 0) -> Any:
+    """`function(*arguments)` on one `rank` of many, in one process: collectives return at once and move nothing."""
+    (result,) = _start(range(rank, rank + 1), (world_size, 0), function, arguments)
     return result
 
 
-def _start(
-    processes: int, world: tuple[int, int], function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> list[Any]:
+def _start(ranks: range, world: tuple[int, int], function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
     # Forked from a process that has these already: importing them costs more than most tests.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._inductor.compile_fx"])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(  # pyright: ignore[reportPrivateImportUsage]
             _worker,
-            (*world, folder, dict(os.environ), function, arguments),
-            nprocs=processes,
+            (ranks, *world, folder, dict(os.environ), function, arguments),
+            nprocs=len(ranks),
             start_method="forkserver",
         )
-        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(processes)]
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in ranks]
 
 
 def _worker(
-    rank: int,
+    number: int,
+    ranks: range,
     world_size: int,
     port: int,
     folder: str,
@@ -60,6 +59,7 @@ def _worker(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    rank = ranks[number]
     gc.freeze()  # DeepSpeed collects garbage often, and would look through all that was imported
     logging.disable(logging.WARNING)
     os.environ |= {**environment, "DS_ACCELERATOR": "cpu"}

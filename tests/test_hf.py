@@ -367,5 +367,8 @@ class Alone:
     rank = 0
     world_size = 1
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def collect_objects(self, value: Any) -> list[Any]:
         return [value]
+
+    def first_object(self, value: Any) -> Any:
+        return value

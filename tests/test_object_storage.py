@@ -371,8 +371,12 @@ class Rank:
     def __init__(self, rank: int, ranks: Ranks) -> None:
         self.rank, self.world_size, self._ranks = rank, ranks.world_size, ranks
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self._ranks.gather(self.rank, value)
+    def collect_objects(self, value: Any) -> list[Any]:
+        values = self._ranks.gather(self.rank, value)
+        return [] if self.rank else values
+
+    def first_object(self, value: Any) -> Any:
+        return self._ranks.gather(self.rank, value)[0]
 
 
 def make_saver(run: StoredRun, folder: Path, rank: Rank | None = None) -> Saver:

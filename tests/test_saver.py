@@ -27,8 +27,11 @@ from pretrain.training.engine import Fragment
 class Alone:
     rank, world_size = 0, 1
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def collect_objects(self, value: Any) -> list[Any]:
         return [value]
+
+    def first_object(self, value: Any) -> Any:
+        return value
 
 
 STATE = {"step": 1, "shapes": {"a": [4]}}
@@ -78,7 +81,14 @@ class Rank:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def collect_objects(self, value: Any) -> list[Any]:
+        values = self._gather(value)
+        return [] if self.rank else values
+
+    def first_object(self, value: Any) -> Any:
+        return self._gather(value)[0]
+
+    def _gather(self, value: Any) -> list[Any]:
         self.values[self.rank] = value
         self.meeting.wait()
         found = list(self.values)

@@ -17,11 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from pretrain.checkpoint import store
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import put_manifest, verify_manifest
+from pretrain.training.engine.engine import SideGroup
+from tests.distributed import run_workers
 
 SHAPES = {"a": [4, 5], "b": [7]}
 
@@ -33,8 +37,11 @@ class Alone:
     rank: int = 0
     world_size: int = 1
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def collect_objects(self, value: Any) -> list[Any]:
         return [value]
+
+    def first_object(self, value: Any) -> Any:
+        return value
 
 
 @dataclass
@@ -364,9 +371,8 @@ class OfTwo(Alone):
 
     world_size: int = 2
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        shard = value and value.get("result")
-        return [value, {"result": shard and {**shard, "file": store.shard_name(Alone(1, 2))}}]
+    def collect_objects(self, value: Any) -> list[Any]:
+        return [value, {"result": {**value["result"], "file": store.shard_name(Alone(1, 2))}}]
 
 
 @pytest.mark.parametrize(
@@ -385,6 +391,36 @@ def test_a_checkpoint_without_the_file_that_a_rank_wrote_is_not_published(
     with pytest.raises(MachineError, match=f"rank-00001-of-00002.safetensors: {message}"):
         store.save(tmp_path, 2, held, state, OfTwo())
     assert not list(tmp_path.iterdir())
+
+
+def save_and_count_bytes(folder: Path) -> tuple[int, str]:
+    """Save 200 pieces, then a checkpoint that fails on rank 1: (bytes of objects that this rank received, error)."""
+    group = SideGroup(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
+    read, received = distributed_c10d._tensor_to_object, []
+
+    def counted(tensor: Tensor, size: Any, *more: Any) -> Any:
+        received.append(int(size))
+        return read(tensor, size, *more)
+
+    distributed_c10d._tensor_to_object = counted
+    mine = [Held(f"parameter {number}", 2 * group.rank, {"weight": torch.ones(2)}) for number in range(200)]
+    shapes = {held.name: [2 * group.world_size] for held in mine}
+    store.save(folder, 1, mine, {"step": 1, "shapes": shapes}, group)
+    if group.rank == 1:
+        store.save_file = None  # type: ignore[assignment]
+    with pytest.raises(MachineError) as failed:
+        store.save(folder, 2, mine, {"step": 2, "shapes": shapes}, group)
+    return sum(received), str(failed.value)
+
+
+def test_only_the_rank_that_writes_the_manifest_receives_the_others_pieces(tmp_path: Path) -> None:
+    (first, error), *others = run_workers(3, save_and_count_bytes, tmp_path)
+    assert first > 3 * 200 * 10
+    assert all(received < 1000 for received, _ in others)
+    assert "worker 1: TypeError" in error
+    assert [error] * 2 == [theirs for _, theirs in others]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert all(len(weights) == 6 for weights in store.read_weights(tmp_path / "step-00000001").values())
 
 
 @pytest.fixture

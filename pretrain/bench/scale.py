@@ -121,8 +121,11 @@ class _Rank:
     rank: int
     world_size: int
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def collect_objects(self, value: Any) -> list[Any]:
         return [value]
+
+    def first_object(self, value: Any) -> Any:
+        return value
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -77,7 +78,8 @@ class SavingGroup(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def gather_objects(self, value: Any) -> list[Any]: ...
+    def collect_objects(self, value: Any) -> list[Any]: ...  # of each rank, on rank 0; elsewhere nothing
+    def first_object(self, value: Any) -> Any: ...  # of rank 0, on every rank
 
 
 def name_of(step: int) -> str:
@@ -155,34 +157,41 @@ def write(folder: Path, step: int, shard: CheckpointShard, state: dict[str, Any]
     final = folder / name_of(step)
     aside = folder / f".{final.name}.tmp"
     try:
-        shards = agree(group, lambda: _write_shard(aside, shard, group))
-        agree(group, lambda: _publish(aside, final, shards, state) if group.rank == 0 else None)
+        agree(group, lambda: _write_shard(aside, shard, group), lambda shards: _publish(aside, final, shards, state))
     except RunError:
         if group.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
-        group.gather_objects(None)  # no rank may retry before the incomplete folder is removed
+        group.first_object(None)  # no rank may retry before the incomplete folder is removed
         raise
     return final
 
 
-def agree(group: SavingGroup, work: Callable[[], Any]) -> list[Any]:
-    """Run `work` on this rank. Returns the results of all ranks, or raises the first error on all ranks.
+def agree(group: SavingGroup, work: Callable[[], Any], conclude: Callable[[list[Any]], Any] = itemgetter(0)) -> Any:
+    """Run `work` on every rank, then `conclude` on rank 0 with the results of all: by default it takes that of rank 0.
 
-    Every rank of the group calls this. An error that is neither a `RunError` nor an `OSError` is logged, and raised as
-    a `MachineError` too: the other ranks wait for this one.
+    Returns what `conclude` returned, or raises the first error, on all ranks. Only rank 0 gets the others' results, so
+    that the work of another rank does not grow with their number. Every rank of the group calls this. An error that is
+    neither a `RunError` nor an `OSError` is logged, and raised as a `MachineError` too: the other ranks wait for it.
     """
+    outcomes = group.collect_objects(_outcome(group, work))
+    concluded = _outcome(group, lambda: conclude([_result(one) for one in outcomes])) if group.rank == 0 else None
+    return _result(group.first_object(concluded))
+
+
+def _outcome(group: SavingGroup, work: Callable[[], Any]) -> dict[str, Any]:
     try:
-        outcome: dict[str, Any] = {"result": work()}
+        return {"result": work()}
     except (RunError, OSError) as error:
-        outcome = {"error": str(error), "kind": type(error).__name__}
+        return {"error": str(error), "kind": type(error).__name__}
     except Exception as error:
         logger.exception("worker %d failed", group.rank)
-        outcome = {"error": f"worker {group.rank}: {type(error).__name__}: {error}", "kind": type(error).__name__}
-    outcomes = group.gather_objects(outcome)
-    failed = next((o for o in outcomes if "error" in o), None)
-    if failed is None:
-        return [o["result"] for o in outcomes]
-    raise (InputError if failed["kind"] == "InputError" else MachineError)(failed["error"])
+        return {"error": f"worker {group.rank}: {type(error).__name__}: {error}", "kind": type(error).__name__}
+
+
+def _result(outcome: dict[str, Any]) -> Any:
+    if "error" not in outcome:
+        return outcome["result"]
+    raise (InputError if outcome["kind"] == "InputError" else MachineError)(outcome["error"])
 
 
 def newest(folder: Path, *, set_aside: bool = False) -> Path | None:

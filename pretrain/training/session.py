@@ -292,7 +292,7 @@ def newest_checkpoint(checkpoints: Path, engine: Engine) -> Path | None:
         newest = store.newest(checkpoints, set_aside=True)
         return newest and newest.name
 
-    name = store.agree(engine, lambda: find() if engine.rank == 0 else None)[0]
+    name = store.agree(engine, lambda: find() if engine.rank == 0 else None)
     return checkpoints / name if name else None
 
 

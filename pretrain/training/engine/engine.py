@@ -335,6 +335,14 @@ class Engine:
         """One small JSON-like value of each rank, on every rank."""
         return gather_objects(value)
 
+    def collect_objects(self, value: Any) -> list[Any]:
+        """One small JSON-like value of each rank, on rank 0; an empty list on the others."""
+        return collect_objects(value)
+
+    def first_object(self, value: Any) -> Any:
+        """The small JSON-like value of rank 0, on every rank."""
+        return first_object(value)
+
     def side_group(self) -> SideGroup:
         """The same ranks for another thread: its collectives are separate from those of training."""
         if self.world_size == 1:
@@ -431,9 +439,13 @@ class SideGroup:
     world_size: int
     _group: Any
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """One small JSON-like value of each rank, on every rank."""
-        return gather_objects(value, self._group)
+    def collect_objects(self, value: Any) -> list[Any]:
+        """One small JSON-like value of each rank, on rank 0; an empty list on the others."""
+        return collect_objects(value, self._group)
+
+    def first_object(self, value: Any) -> Any:
+        """The small JSON-like value of rank 0, on every rank."""
+        return first_object(value, self._group)
 
     def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
         """The sums of all ranks' `sums`, and the largest of all ranks' `largest`, on every rank."""
@@ -445,21 +457,31 @@ class SideGroup:
         return total.tolist(), int(most)
 
 
-def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """One small JSON-like value of each rank of `group` (by default all), on every rank."""
-    world_size = dist.get_world_size(group)
+def gather_objects(value: Any) -> list[Any]:
+    """One small JSON-like value of each rank, on every rank."""
+    world_size = dist.get_world_size()
     if world_size == 1:
         return [value]
     gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, value, group=group)
+    dist.all_gather_object(gathered, value)
     return gathered
 
 
-def first_object(value: Any) -> Any:
-    """The small JSON-like value of rank 0, on every rank."""
+def collect_objects(value: Any, group: Any = None) -> list[Any]:
+    """One small JSON-like value of each rank of `group` (by default all), on its rank 0; an empty list elsewhere."""
+    if dist.get_world_size(group) == 1:
+        return [value]
+    is_first = dist.get_rank(group) == 0
+    collected: list[Any] = [None] * dist.get_world_size(group) if is_first else []
+    dist.gather_object(value, collected if is_first else None, group=group, group_dst=0)
+    return collected
+
+
+def first_object(value: Any, group: Any = None) -> Any:
+    """The small JSON-like value of rank 0 of `group` (by default all), on every rank."""
     values = [value]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(values)
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
 
 
