@@ -12,6 +12,7 @@ from pretrain.__main__ import main
 from pretrain.bench import gpu
 from pretrain.bench.gpu import CASES, Case, gpu_of, host_reads, measure, table
 from pretrain.roofline import GPUS
+from tests.fp8_products import needs_fp8
 
 SHAPE = {"size": "custom", "layers": 1, "hidden": 32, "heads": 2, "max_positions": 64}
 SMALL = Case("small", 16, 64, 101, SHAPE)
@@ -56,7 +57,7 @@ def test_models_are_those_of_the_table(capsys: pytest.CaptureFixture[str]) -> No
     assert "bert-large" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp8", marks=needs_fp8)])
 def test_a_small_model_is_trained_and_stands_in_the_table(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     monkeypatch.setattr(gpu, "_BLOCKS", 2)
     row = measure(SMALL, 1, precision, GPUS["H100"])

@@ -118,6 +118,9 @@ def test_ranks_with_other_gradients_send_the_same_buckets(stage: int) -> None:
     assert [event for event in ours if event != "gradient"] == [event for event in theirs if event != "gradient"]
 
 
+_GATHER = buckets.all_gather
+
+
 class _Later:
     """A collective that does nothing until it is waited for."""
 
@@ -125,7 +128,7 @@ class _Later:
         self._whole, self._own = whole, own
 
     def wait(self) -> None:
-        dist.all_gather_single(self._whole, self._own.clone())
+        _GATHER(self._whole, self._own.clone())
 
 
 def train_with_late_gathers(stage: int, late: bool) -> Any:

@@ -21,6 +21,7 @@ from pretrain.model.fp8 import fp8_linear
 from pretrain.model.heads import PretrainingModel
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.training import session
+from tests.fp8_products import needs_fp8
 from tests.test_batches_loader import run_config
 
 VOCABULARY = 101
@@ -36,6 +37,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
+@needs_fp8
 def test_products_and_gradients_are_close_to_those_of_bf16() -> None:
     x, weight, grad = tensors((24, 64), (32, 64), (24, 32))
     results = []
@@ -50,6 +52,7 @@ def test_products_and_gradients_are_close_to_those_of_bf16() -> None:
     assert of_weight.equal(expected[2]), "the gradient of a weight is a product of bf16"
 
 
+@needs_fp8
 def test_scaling_itself_rounds_nothing() -> None:
     x, weight = (one.to(torch.float8_e4m3fn).bfloat16() for one in tensors((16, 32), (16, 32)))
     scale = torch.tensor([2.0**n for n in range(-30, 34, 4)], dtype=torch.bfloat16)[:, None]
@@ -57,6 +60,7 @@ def test_scaling_itself_rounds_nothing() -> None:
     torch.testing.assert_close(fp8_linear(x, weight), F.linear(x, weight), rtol=2e-2, atol=2e-2)
 
 
+@needs_fp8
 def test_a_token_does_not_depend_on_others() -> None:
     x, weight = tensors((16, 32), (16, 32))
     together = fp8_linear(torch.cat([x, 1000 * x]), weight)
@@ -64,6 +68,7 @@ def test_a_token_does_not_depend_on_others() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@needs_fp8
 def test_values_that_are_not_finite_are_not_hidden(bad: float) -> None:
     x, weight = tensors((16, 32), (16, 32))
     x[3, 5] = bad
@@ -93,6 +98,7 @@ def make_model(family: str, *, fp8: bool, compile: bool = False) -> PretrainingM
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@needs_fp8
 def test_all_products_of_the_layers_are_in_fp8(family: str) -> None:
     batch, losses = make_batch([20, 40]), []
     for fp8 in (True, False):
@@ -104,6 +110,7 @@ def test_all_products_of_the_layers_are_in_fp8(family: str) -> None:
     assert 0 < relative(*losses) < 0.02
 
 
+@needs_fp8
 def test_compiled_layers_scale_and_cast_in_fused_kernels() -> None:
     model, batch = make_model("modernbert", fp8=True, compile=True), make_batch([20, 40])
     for _ in range(2):
@@ -115,12 +122,14 @@ def test_compiled_layers_scale_and_cast_in_fused_kernels() -> None:
     assert not ran["aten::exp2"], "each scaling is a power of two"
 
 
+@needs_fp8
 def test_a_sequence_has_the_same_loss_in_any_batch() -> None:
     model, batch = make_model("bert", fp8=True).eval(), make_batch([20, 40, 60])
     alone = [model(take_sequence(batch, number)).mlm_loss.float() for number in range(3)]
     torch.testing.assert_close(model(batch).mlm_loss.float(), torch.stack(alone).sum(), rtol=2e-3, atol=0)
 
 
+@needs_fp8
 def test_training_learns_as_in_bf16() -> None:
     batch, ends = make_batch([60, 60, 60, 60]), []
     for fp8 in (True, False):
