@@ -52,7 +52,7 @@ def until_stopped(payload: dict[str, Any], worker: Worker) -> None:
     """Run until a stop is asked for."""
     count_start(payload, worker)
     for _ in range(600):
-        if worker.stop_requested():
+        if any(flag.is_set() for flag in worker.flags):  # training tells the ranks that do not look
             raise StoppedError("stopped at step 7. --resume continues.")
         time.sleep(0.1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import signal
@@ -40,6 +41,7 @@ def test_stop_file_is_heard_whenever_it_appears(tmp_path: Path) -> None:
     assert not worker.stop_requested()
     (tmp_path / "stop").touch()
     assert worker.stop_requested()
+    assert not dataclasses.replace(worker, local_rank=1).stop_requested(), "the first process of the machine looks"
 
 
 def test_a_flag_is_for_one_attempt(tmp_path: Path) -> None:

@@ -152,8 +152,11 @@ class Worker:
     _signalled: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
 
     def stop_requested(self) -> bool:
-        """Whether this process received one of the `stop_signals`, or a flag is set. Costs one stat per flag."""
-        return self._signalled.is_set() or any(flag.is_set() for flag in self.flags)
+        """Whether this process received one of the `stop_signals`, or a flag is set. Costs one stat per flag.
+
+        Only the first process of a machine looks at the flags; the others would ask the same storage once more.
+        """
+        return self._signalled.is_set() or (self.local_rank == 0 and any(flag.is_set() for flag in self.flags))
 
     def listen(self) -> None:
         """Treat the `stop_signals` as stop requests; a second SIGINT ends the process immediately.
