@@ -1,8 +1,8 @@
 """Where each part of each parameter is in a checkpoint: the manifest's list of pieces, and how it is searched.
 
 ZeRO-3 cuts every parameter into equal parts, one for each rank. Such parts are one entry of the list, with their
-number: the list grows with the parameters, not with parameters times ranks. Before a manifest is written, every rank
-gathers the parts of all ranks as single entries, and that grows with both.
+number: the list grows with the parameters, not with parameters times ranks. Before it is written, rank 0 receives the
+parts of all ranks as single entries, which grow with both.
 """
 
 from __future__ import annotations

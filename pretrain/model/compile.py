@@ -51,7 +51,8 @@ def program_of_any_size(function: Callable[..., Any], axes: tuple[str, ...], fus
     known = set()  # sizes compiled so far: marks matter only at compilation, and cost as much as a small kernel
 
     def call(*arguments: Any) -> Any:
-        variant = (*_global_state(), *(x.dtype if isinstance(x, Tensor) else x for x in arguments))
+        # The compiler takes the number of threads for a constant, too, and compiles again for another.
+        variant = (torch.get_num_threads(), *(x.dtype if isinstance(x, Tensor) else x for x in arguments))
         if variant not in known:
             known.add(variant)
             for argument, letters in zip(arguments, axes, strict=False):
@@ -60,11 +61,6 @@ def program_of_any_size(function: Callable[..., Any], axes: tuple[str, ...], fus
         return compiled(*arguments)
 
     return call
-
-
-def _global_state() -> tuple[int, bool]:
-    """What the compiler takes for a constant besides the arguments, as far as it changes within a process here."""
-    return torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
 
 
 _configured = threading.local()
