@@ -235,6 +235,11 @@ def test_a_few_plain_texts_are_cut_into_documents_without_loss(tmp_path: Path) -
     (tmp_path / "long.txt").write_text("Another text.")
     sources_of([tmp_path / "long.txt"], pieces)
     assert pieces.read_text() == '{"text": "Another text."}\n'
+    (tmp_path / "empty.txt").write_text(" \n\n")
+    with pytest.raises(InputError, match=r"empty\.txt: no text"):
+        sources_of([tmp_path / "empty.txt"], pieces)
+    sources_of([tmp_path / "long.txt", tmp_path / "empty.txt"], pieces)
+    assert pieces.read_text() == '{"text": "Another text."}\n'
     many = write_text(tmp_path / "many", WORDS, documents=100)
     assert sources_of([many], tmp_path / "no.jsonl") == [{"kind": "books", "name": "many", "path": str(many)}]
     assert not (tmp_path / "no.jsonl").exists()

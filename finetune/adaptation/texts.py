@@ -25,7 +25,7 @@ def sources_of(texts: Sequence[Path], pieces: Path) -> list[dict[str, Any]]:
     """The `corpus.sources` of files and folders. A few files of plain text are cut into documents in `pieces`.
 
     Raises:
-        InputError: a path does not exist, or a folder has no text, or files of several formats.
+        InputError: a path does not exist, or there is no text, or a folder has files of several formats.
     """
     sources: list[dict[str, Any]] = []
     plain: list[Path] = []
@@ -54,7 +54,8 @@ def held_out_share(size: int) -> float:
 def _write_pieces(files: Sequence[Path], out: Path) -> None:
     """Write the paragraphs of `files` as documents of about `_PIECE` characters.
 
-    A file that holds them already is left as it is: a prepared corpus knows it by its time.
+    A file that holds them already is left as it is: a prepared corpus knows it by its time. `InputError` if there is no
+    text.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}.new")
@@ -65,6 +66,8 @@ def _write_pieces(files: Sequence[Path], out: Path) -> None:
             text = raw.decode("latin-1") if books.is_latin1(raw) else decode(raw, str(file), 0, Problems())
             for piece in _pieces(_paragraphs(text)):
                 written.write(json.dumps({"text": piece}) + "\n")
+        if not written.tell():
+            raise InputError(f"{', '.join(map(str, files[:3]))}: no text.")
     if out.is_file() and sha256_file(out) == sha256_file(aside):
         aside.unlink()
     else:
@@ -88,5 +91,5 @@ def _pieces(text: str) -> Iterator[str]:
         if size >= _PIECE:
             yield "\n".join(lines)
             lines, size = [], 0
-    if lines:
+    if any(lines):
         yield "\n".join(lines)
