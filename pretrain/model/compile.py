@@ -17,50 +17,49 @@ os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
 
 # Whether this torch supports axes whose size the compiler must not rely on; older versions were not tested.
 MARKS_UNKNOWN_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-# Sizes that the compiler assumes for such axes; its fusion decisions depend on them.
-_TYPICAL = {"C": 2, "G": 8, "B": 64, "Q": 128, "L": 128, "T": 1024}
+# Sizes that the compiler assumes for the axes of a batch, by their letters: how it vectorises, runs in parallel and
+# splits sums depends on them. Otherwise it takes those of the first call, and its cache on disk hands the code of a
+# short text, which runs in one thread, to later runs with large batches.
+_TYPICAL = {"G": 8, "B": 64, "Q": 128, "L": 128, "K": 1024, "T": 1024, "M": 8192}
+_EQUAL = "KM"  # letters that stand for the same size in all arguments of a call
 
 
 @functools.cache
-def program(function: Callable[..., Any], fused: bool) -> Callable[..., Any]:
-    """`function`, compiled once for all sizes of batches when `fused`."""
+def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) -> Callable[..., Any]:
+    """`function`, compiled when `fused`, once for all sizes of batches.
+
+    Args:
+        axes: for each of the first arguments, the letters of its leading axes, keys of `_TYPICAL`, whose size the
+            compiled code does not rely on, not even if it is 1. It relies on the sizes of these arguments' other axes,
+            which are the model's. The letters of a tuple are those of each of its tensors. Parameters need none.
+    """
     if not fused:
         return function
     compiled = torch.compile(function, dynamic=True)
+    known = set()  # variants compiled so far: marks matter only at compilation, and cost as much as a small kernel
 
     @functools.wraps(function)
-    def call(*arguments: Any, **keywords: Any) -> Any:
-        _configure()
-        return compiled(*arguments, **keywords)
-
-    return call
-
-
-def program_of_any_size(function: Callable[..., Any], axes: tuple[str, ...], fused: bool) -> Callable[..., Any]:
-    """`program(function, fused)`, compiled once for sizes of 1 and all others on some leading axes of its arguments.
-
-    torch.compile takes a size of 1 for a constant. It would compile again, in the middle of training, when a group has
-    a single sequence or each of its sequences a single query.
-
-    Args:
-        axes: for each argument the letters of those axes, keys of `_TYPICAL`; "" for an argument without any.
-    """
-    compiled = program(function, fused)
-    if not fused or not MARKS_UNKNOWN_SIZES:
-        return compiled
-    known = set()  # sizes compiled so far: marks matter only at compilation, and cost as much as a small kernel
-
     def call(*arguments: Any) -> Any:
+        _configure()
         # The compiler takes the number of threads for a constant, too, and compiles again for another.
-        variant = (torch.get_num_threads(), *(x.dtype if isinstance(x, Tensor) else x for x in arguments))
+        kinds = (_kind(x, letters) for x, letters in zip(arguments, axes, strict=False))
+        variant = (torch.get_num_threads(), torch.is_grad_enabled(), *kinds)
         if variant not in known:
             known.add(variant)
             for argument, letters in zip(arguments, axes, strict=False):
-                if isinstance(argument, Tensor):
-                    _mark_unknown(argument, letters)
+                for x in argument if isinstance(argument, tuple) else (argument,):
+                    if isinstance(x, Tensor):
+                        _mark_axes(x, letters)
         return compiled(*arguments)
 
     return call
+
+
+def _kind(argument: Any, letters: str) -> Any:
+    """What the compiler compiles again for: of a tensor its dtype and the sizes of the model's axes."""
+    if isinstance(argument, tuple):
+        return tuple(_kind(x, letters) for x in argument)
+    return (argument.dtype, argument.shape[len(letters) :]) if isinstance(argument, Tensor) else argument
 
 
 _configured = threading.local()
@@ -79,9 +78,14 @@ def _configure() -> None:
     torch._functorch.config.aggressive_recomputation = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _mark_unknown(x: Tensor, letters: str) -> None:
+def _mark_axes(x: Tensor, letters: str) -> None:
+    for axis in range(len(letters), x.dim()):
+        torch._dynamo.mark_static(x, axis)
+    if not MARKS_UNKNOWN_SIZES:
+        return
+    mark = torch._dynamo.decorators.mark_unbacked
     for axis, letter in enumerate(letters):
-        torch._dynamo.decorators.mark_unbacked(x, axis, hint_override=_TYPICAL[letter])
+        mark(x, axis, hint_override=_TYPICAL[letter], shape_id=letter if letter in _EQUAL else None)
     if letters and x._base is not None:  # the compiler reads its sizes, too
         for axis in range(x._base.dim()):
-            torch._dynamo.decorators.mark_unbacked(x._base, axis, hint_override=_TYPICAL["B"])
+            mark(x._base, axis, hint_override=_TYPICAL["B"])

@@ -189,7 +189,7 @@ class Embeddings(nn.Module):
         elif self.shape.positions == "sinusoidal":
             positions_TE = sinusoids(positions, self.word.shape[1])
         bigrams_TE = self.bigram_sums(input_ids, positions) if self.shape.bigram_rows else None
-        embedded_TE = program(embed, self.fused)(
+        embedded_TE = program(embed, self.fused, ("M",) * 5)(
             self.word_rows(input_ids),
             positions_TE,
             bigrams_TE,
@@ -274,6 +274,7 @@ class Layer(nn.Module):
         self.shape, self.window = shape, shape.window(number)
         self.fused = compile
         self.functions = BlockFunctions.of(shape, fp8_linear if fp8 else F.linear)
+        self.axes = () if fp8 else ("M",) * 4  # torch compiles no product in FP8 of an unknown number of rows
         self.norm_first = shape.norm_placement == "pre" and shape.has_attention_norm(number)
         create_parameters(self, layer_parameters(shape, number), shape.init_std)
 
@@ -283,7 +284,7 @@ class Layer(nn.Module):
         normed_TH = hidden_TH
         if self.norm_first:
             weights = norm_weights(self, "attention_norm", shape)
-            normed_TH = program(apply_norm, self.fused)(hidden_TH, weights, self.functions)
+            normed_TH = program(apply_norm, self.fused, ("M",))(hidden_TH, weights, self.functions)
         context_TH = self_attention(
             normed_TH,
             ProjectionWeights.of(self, shape, self.functions.product),
@@ -297,7 +298,7 @@ class Layer(nn.Module):
             gate_input_TH = None if gate_input_TH is None else gate_input_TH.index_select(0, layout.rows)
         weights = LayerWeights.of(self, shape)
         dropout = shape.hidden_dropout if training else 0.0
-        return program(after_attention, self.fused)(
+        return program(after_attention, self.fused, self.axes)(
             context_TH, hidden_TH, gate_input_TH, keys_T, weights, self.functions, dropout
         )
 
@@ -312,7 +313,9 @@ class FinalNorm(nn.Module):
 
     def forward(self, hidden_RH: Tensor) -> Tensor:
         """[R, H] -> [R, H]"""
-        return program(apply_norm, self.fused)(hidden_RH, norm_weights(self, "norm", self.shape), self.functions)
+        return program(apply_norm, self.fused, ("M",))(
+            hidden_RH, norm_weights(self, "norm", self.shape), self.functions
+        )
 
 
 def look_up(table: Tensor, ids: Tensor, *, sparse: bool = False) -> Tensor:

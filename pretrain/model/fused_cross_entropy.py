@@ -60,6 +60,10 @@ def vocabulary_losses(
     return losses
 
 
+# Axes of the arguments of the functions compiled here: logits, bias, labels, their scores, a teacher's logits.
+_ROWS = ("K", "", "K", "K", "K")
+
+
 class SoftTargets(NamedTuple):
     """A teacher's scores for the same tokens, before they are computed, and how much they count.
 
@@ -125,9 +129,9 @@ class _VocabularyLosses(torch.autograd.Function):
                 compute = _soft_losses_and_gradient
                 more = torch.mm(soft.hidden[piece], soft.word.T, out=their_scores[: len(labels_C)]), *soft[2:]
             elif not needs_gradient:
-                totals += program(_losses, fused)(*given, *more)
+                totals += program(_losses, fused, _ROWS)(*given, *more)
                 continue
-            totals += program(compute, fused)(*given, *more)
+            totals += program(compute, fused, _ROWS)(*given, *more)
             if not needs_gradient:
                 continue
             grad_CV = logits_CV

@@ -185,7 +185,7 @@ class Heads(nn.Module):
             return hidden_KH
         norm = norm_weights(self, "mlm_norm", self.shape)
         weights = MlmWeights(self.mlm_transform_weight, getattr(self, "mlm_transform_bias", None), norm)
-        return program(mlm_transform, fused)(hidden_KH, weights, self.functions)
+        return program(mlm_transform, fused, ("K",))(hidden_KH, weights, self.functions)
 
     @property
     def decoder_bias(self) -> Tensor | None:

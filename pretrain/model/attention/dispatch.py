@@ -44,9 +44,9 @@ def self_attention(
     rotation = layout.rotation if flash else None  # the grouped matmuls rotate what they read
     if rotation is not None or not projection.only_product:
         # The casts of FP8 products are worth a compiled program; a plain product is one kernel already.
-        project = program(project_qkv, options.fused and projection.product is not F.linear)
+        project = program(project_qkv, options.fused and projection.product is not F.linear, ())
         products = project(hidden, projection.weights, projection.product)
-        form = program(form_qkv, options.fused)
+        form = program(form_qkv, options.fused, ("M",))
         qkv, bias = form(products, projection.biases, projection.norms, rotation, options.heads), None
     elif flash:
         qkv, bias = F.linear(hidden, weight, bias), None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.model.compile import program_of_any_size
+from pretrain.model.compile import program
 from pretrain.model.hash_rng import ALONG, keep_mask
 from pretrain.model.positions import join_pairs, rotate_pairs, split_pairs
 
@@ -36,13 +36,11 @@ _TERMS = ("BQ", "BQ", "BQL")
 def kernels(fused: bool) -> Kernels:
     """The functions, compiled if `fused`."""
     return Kernels(
-        to_heads=program_of_any_size(_to_heads, ("T", "", "GL", "T", "T"), fused),
-        grad_to_heads=program_of_any_size(_grad_to_heads, ("T", "T", "GQ", "GQ"), fused),
-        to_tokens=program_of_any_size(_to_tokens, ("BL", "T", "T", "", "T", "T"), fused),
-        softmax=program_of_any_size(_softmax, ("BQL", "BL", "", "BQ", "", *_TERMS), fused),
-        softmax_backward=program_of_any_size(
-            _softmax_backward, ("BQL", "BQL", "BQ", "BQ", "BL", "", "BQ", "", *_TERMS), fused
-        ),
+        to_heads=program(_to_heads, fused, ("T", "", "GL", "T", "T")),
+        grad_to_heads=program(_grad_to_heads, fused, ("T", "T", "GQ", "GQ")),
+        to_tokens=program(_to_tokens, fused, ("BL", "T", "T", "", "T", "T")),
+        softmax=program(_softmax, fused, ("BQL", "BL", "", "BQ", "", *_TERMS)),
+        softmax_backward=program(_softmax_backward, fused, ("BQL", "BQL", "BQ", "BQ", "BL", "", "BQ", "", *_TERMS)),
     )
 
 
