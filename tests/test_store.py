@@ -25,6 +25,7 @@ from pretrain.checkpoint import store
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import put_manifest, verify_manifest
 from pretrain.training.engine.engine import SideGroup
+from pretrain.training.session import newest_checkpoint
 from tests.distributed import run_workers
 
 SHAPES = {"a": [4, 5], "b": [7]}
@@ -163,11 +164,11 @@ def test_an_unreadable_checkpoint_is_retried_then_refused(
     bad = save(tmp_path, 20)
     verify, left = store.verify_manifest, [failures]
 
-    def unreliable(checkpoint: Path) -> Any:
+    def unreliable(checkpoint: Path, **how: Any) -> Any:
         if checkpoint == bad and left[0]:
             left[0] -= 1
             raise OSError(errno.EIO, "Input/output error")
-        return verify(checkpoint)
+        return verify(checkpoint, **how)
 
     monkeypatch.setattr(store, "verify_manifest", unreliable)
     if failures == 1:
@@ -228,11 +229,11 @@ def test_a_checkpoint_that_is_saved_while_the_one_before_is_read_is_found(
     save(tmp_path, 10)
     verify, later = store.verify_manifest, []
 
-    def slow(checkpoint: Path) -> Any:
+    def slow(checkpoint: Path, **how: Any) -> Any:
         if not later:
             later.append(save(tmp_path, 20))
             store.prune(tmp_path, 1)
-        return verify(checkpoint)
+        return verify(checkpoint, **how)
 
     monkeypatch.setattr(store, "verify_manifest", slow)
     assert [store.newest(tmp_path)] == later
@@ -411,6 +412,44 @@ def save_and_count_bytes(folder: Path) -> tuple[int, str]:
     with pytest.raises(MachineError) as failed:
         store.save(folder, 2, mine, {"step": 2, "shapes": shapes}, group)
     return sum(received), str(failed.value)
+
+
+def find_newest_and_note_reads(folder: Path) -> tuple[Path | None, list[str]]:
+    """(the checkpoint to resume from, the files that this rank read to verify them)."""
+    group = SideGroup(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
+    read, verify = [], store.verify_content
+
+    def noted(path: Path, expected: Any) -> None:
+        read.append(f"{path.parent.name}/{path.name}")
+        verify(path, expected)
+
+    store.verify_content = noted
+    return newest_checkpoint(folder, group), read
+
+
+@pytest.mark.parametrize("damaged", ["", "rank-00001-of-00003.safetensors", "state.json"])
+def test_each_rank_verifies_its_own_file(tmp_path: Path, damaged: str) -> None:
+    run_workers(3, save_two_checkpoints, tmp_path)
+    if damaged:
+        path = tmp_path / "step-00000002" / damaged
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+    found = run_workers(3, find_newest_and_note_reads, tmp_path)
+    newest = "step-00000001" if damaged else "step-00000002"
+    assert [checkpoint for checkpoint, _ in found] == [tmp_path / newest] * 3
+    for rank, (_, read) in enumerate(found):
+        own = [store.shard_name(Alone(rank, 3)), *(["state.json"] if rank == 0 else [])]
+        tried = ["step-00000002", *([newest] if damaged else [])]
+        assert read == [f"{name}/{file}" for name in tried for file in own]
+    assert (tmp_path / "damaged-step-00000002").is_dir() == bool(damaged)
+
+
+def save_two_checkpoints(folder: Path) -> None:
+    group = SideGroup(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
+    for step in (1, 2):
+        held = [Held("a", 2 * group.rank, {"weight": torch.full((2,), 1.0 * step)})]
+        store.save(folder, step, held, {"step": step, "shapes": {"a": [6]}}, group)
 
 
 def test_only_the_rank_that_writes_the_manifest_receives_the_others_pieces(tmp_path: Path) -> None:

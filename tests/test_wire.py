@@ -158,3 +158,4 @@ def test_the_table_has_a_row_for_each_stage_and_number_of_ranks(capsys) -> None:
     (row,) = json.loads(capsys.readouterr().out)["wire"]
     assert row["bytes"] == pytest.approx(row["formula"], rel=1e-3)
     assert sum(row["collectives"].values()) == 2 * 3, "11.3 M entries with weight decay are 2 buckets"
+    assert row["resume_bytes"] == pytest.approx(row["state_bytes"] / 4, rel=1e-3)

@@ -1,5 +1,7 @@
 """`bench wire`: the collectives of one optimizer step, by ZeRO stage and number of ranks, beside ZeRO's own arithmetic.
 
+Also what a rank reads of a checkpoint to resume.
+
 One process takes the part of rank 0 among ranks that do not exist: torch's fake process group returns at once and moves
 nothing. Counted is what any library hands to torch's process group, the last station before NCCL or gloo.
 """
@@ -123,7 +125,7 @@ def print_count(size: str, stage: int, ranks: int, micro_batches: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    parameters, calls = _count(ModelConfig.model_validate({"size": size}), stage, micro_batches)
+    parameters, calls, read = _count(ModelConfig.model_validate({"size": size}), stage, micro_batches)
     weights = [call for call in calls if call.dtype == torch.bfloat16]
     sent = sum(call.sent for call in weights)
     row = {
@@ -134,12 +136,26 @@ def print_count(size: str, stage: int, ranks: int, micro_batches: int) -> None:
         "scalars": len(calls) - len(weights),
         "bytes": sent,
         "formula": formula_bytes(stage, parameters, 2, ranks, micro_batches),
+        "resume_bytes": read,
+        "state_bytes": 3 * 4 * parameters,
     }
     print(json.dumps(row))
 
 
-def _count(shape: ModelConfig, stage: int, micro_batches: int) -> tuple[int, list[Call]]:
-    """(parameters, the collectives of a step); rank 0 of a process group that exists."""
+class _CountingReader:
+    """A checkpoint of zeros."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        zeros = torch.zeros(numel)
+        self.bytes += zeros.nbytes
+        return zeros
+
+
+def _count(shape: ModelConfig, stage: int, micro_batches: int) -> tuple[int, list[Call], int]:
+    """(parameters, collectives of a step, bytes read to resume) of rank 0 of a process group that exists."""
     from pretrain.model.heads import PretrainingModel
     from pretrain.training.engine import Engine
     from pretrain.training.optim import make_optimizer, parameter_groups
@@ -155,7 +171,9 @@ def _count(shape: ModelConfig, stage: int, micro_batches: int) -> tuple[int, lis
             losses = engine.forward(_micro_batch())
             engine.backward(losses.mlm_loss / 100 + losses.nsp_loss / 10, last=number == micro_batches - 1)
         engine.step(1e-3)
-    return sum(size.numel() for size in engine.shapes.values()), list(calls)
+    of_a_step, reader = list(calls), _CountingReader()
+    engine.load(reader, 0)
+    return sum(size.numel() for size in engine.shapes.values()), of_a_step, reader.bytes
 
 
 def _micro_batch() -> MicroBatch:
@@ -175,10 +193,12 @@ def _micro_batch() -> MicroBatch:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    lines = [["ZeRO", "ranks", "micro-batches", "MB sent", "formula", "collectives with weights or gradients", "other"]]
+    head = ["ZeRO", "ranks", "micro-batches", "MB sent", "formula", "collectives with weights or gradients", "other"]
+    lines = [[*head, "MB read to resume", "of the state"]]
     for row in rows:
         names = ", ".join(f"{count} {name}" for name, count in sorted(row["collectives"].items()))
         sent = f"{row['bytes'] / 1e6:,.1f}", f"{row['bytes'] / row['formula']:.4f}"
         cells = str(row["stage"]), f"{row['ranks']:,}", str(row["micro_batches"]), *sent
-        lines.append([*cells, names, str(row["scalars"])])
-    return "\n".join(aligned(lines, (0, 1, 2, 3, 4, 6)))
+        read = f"{row['resume_bytes'] / 1e6:,.2f}", f"{row['resume_bytes'] / row['state_bytes']:.2%}"
+        lines.append([*cells, names, str(row["scalars"]), *read])
+    return "\n".join(aligned(lines, (0, 1, 2, 3, 4, 6, 7, 8)))

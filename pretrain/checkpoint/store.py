@@ -15,6 +15,7 @@ A checkpoint names its tensors and does not depend on the number of workers that
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -41,7 +42,9 @@ from pretrain.common.files import (
     fsync_folder,
     parse_manifest,
     put_manifest,
+    read_manifest,
     sha256_file,
+    verify_content,
     verify_manifest,
     write_json,
 )
@@ -194,11 +197,11 @@ def _result(outcome: dict[str, Any]) -> Any:
     raise (InputError if outcome["kind"] == "InputError" else MachineError)(outcome["error"])
 
 
-def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
+def newest(folder: Path, *, set_aside: bool = False, content: bool = True) -> Path | None:
     """The newest intact checkpoint in `folder`; None if there is no checkpoint at all.
 
     Newer checkpoints that are damaged are skipped and logged. `set_aside` also renames them to `damaged-…`; only the
-    run that owns the folder may do that.
+    run that owns the folder may do that. `content` as in `verify`.
 
     Raises:
         MachineError: a newer checkpoint cannot be read (`verify`). It may be whole, and the one before it much older.
@@ -210,11 +213,9 @@ def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
         checkpoint = left[-1]
         tried.add(checkpoint)
         try:
-            verify(checkpoint)
+            verify(checkpoint, content=content)
         except InputError as error:
-            logger.warning("%s Trying the checkpoint before it.", error)
-            if set_aside:
-                _set_aside(checkpoint)
+            skip(checkpoint, str(error), set_aside=set_aside)
             continue
         return checkpoint
     if damaged := sorted(path.name for path in (*_named_as_checkpoints(folder), *folder.glob(f"{_DAMAGED}*"))):
@@ -225,13 +226,20 @@ def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
     return None
 
 
+def skip(checkpoint: Path, damage: str, *, set_aside: bool) -> None:
+    """Log that the checkpoint before this one is tried; `set_aside` as in `newest`."""
+    logger.warning("%s Trying the checkpoint before it.", damage)
+    if set_aside:
+        _set_aside(checkpoint)
+
+
 def _set_aside(checkpoint: Path) -> None:
     damaged = checkpoint.with_name(f"{_DAMAGED}{checkpoint.name}")
     shutil.rmtree(damaged, ignore_errors=True)
     checkpoint.replace(damaged)
 
 
-def verify(checkpoint: Path) -> None:
+def verify(checkpoint: Path, *, content: bool = True) -> None:
     """As `verify_manifest`, but read errors are retried for half a minute: the storage may fail for a moment only.
 
     Raises:
@@ -242,7 +250,7 @@ def verify(checkpoint: Path) -> None:
     def read() -> dict[str, Any]:
         with contextlib.suppress(FileNotFoundError):
             (checkpoint / MANIFEST).open("rb").close()  # `verify_manifest` reports a refusal as damage
-        return verify_manifest(checkpoint)
+        return verify_manifest(checkpoint, content=content)
 
     written = _retried(checkpoint, read).get("format", 1)
     if written > FORMAT:
@@ -250,6 +258,17 @@ def verify(checkpoint: Path) -> None:
             f"{checkpoint}: written by a newer version of bertrain (format {written}; this one reads up to {FORMAT}). "
             "Install that version."
         )
+
+
+def verify_share(checkpoint: Path, rank: int, ranks: int) -> None:
+    """Verify the content of a rank's share of the files, its own ones if the same number of ranks wrote them.
+
+    Raises as `verify`.
+    """
+    files = _retried(checkpoint, lambda: read_manifest(checkpoint))["files"]
+    for name in sorted(files)[rank::ranks]:
+        path = checkpoint / name
+        _retried(path, functools.partial(verify_content, path, files[name]))
 
 
 def _retried(path: Path, read: Callable[[], T]) -> T:

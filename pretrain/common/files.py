@@ -19,7 +19,7 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -296,9 +296,15 @@ def verify_manifest(folder: Path, *, content: bool = True) -> dict[str, Any]:
                 f"{path}: {size} bytes, but {expected['bytes']} in the manifest; truncated or changed. "
                 "Restore the file or create the folder again."
             )
-        if content and sha256_file(path) != expected["sha256"]:
-            raise InputError(
-                f"{path}: its SHA-256 differs from the manifest; changed or damaged on disk. "
-                "Restore the file or create the folder again."
-            )
+        if content:
+            verify_content(path, expected)
     return manifest
+
+
+def verify_content(path: Path, expected: Mapping[str, Any]) -> None:
+    """Raise `InputError` if the file's SHA-256 is not that of `expected`, its entry in a manifest."""
+    if sha256_file(path) != expected["sha256"]:
+        raise InputError(
+            f"{path}: its SHA-256 differs from the manifest; changed or damaged on disk. "
+            "Restore the file or create the folder again."
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -280,8 +281,8 @@ def stored_run(config: RunConfig) -> StoredRun | None:
     return StoredRun(config.address, config.folder, config.checkpoint.retry_seconds) if config.address else None
 
 
-def newest_checkpoint(checkpoints: Path, engine: Engine) -> Path | None:
-    """The checkpoint to resume from. Rank 0 verifies and decides, so that all ranks use the same one.
+def newest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | None:
+    """The checkpoint to resume from, the same on all ranks. Each of them verifies a share of its files.
 
     Raises:
         RunError: there are checkpoints, but the newest cannot be read, or all are damaged; see `store.newest`.
@@ -289,11 +290,24 @@ def newest_checkpoint(checkpoints: Path, engine: Engine) -> Path | None:
 
     def find() -> str | None:
         store.remove_leftovers(checkpoints)
-        newest = store.newest(checkpoints, set_aside=True)
+        newest = store.newest(checkpoints, set_aside=True, content=False)
         return newest and newest.name
 
-    name = store.agree(engine, lambda: find() if engine.rank == 0 else None)
-    return checkpoints / name if name else None
+    def damage(checkpoint: Path) -> str | None:
+        try:
+            store.verify_share(checkpoint, group.rank, group.world_size)
+        except InputError as error:
+            return str(error)
+        return None
+
+    while name := store.agree(group, lambda: find() if group.rank == 0 else None):
+        checkpoint = checkpoints / name
+        found = store.agree(group, functools.partial(damage, checkpoint), lambda each: next(filter(None, each), None))
+        if found is None:
+            return checkpoint
+        if group.rank == 0:
+            store.skip(checkpoint, found, set_aside=True)
+    return None
 
 
 @contextlib.contextmanager

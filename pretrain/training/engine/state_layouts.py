@@ -327,10 +327,7 @@ class Stage1Layout(StateLayout):
                 yield Piece(name, piece.start, flats[self._group_of[name]], held)
 
     def refresh(self, reader: FragmentReader) -> None:
-        """Gather the weights from the ranks that hold them, so that each rank reads only its part here.
-
-        Rank 0 has read the whole checkpoint before, to verify it (`session.newest_checkpoint`).
-        """
+        """Gather the weights from the ranks that hold them, so that no rank reads more than its part."""
         if self._gather is None:
             deepspeed_patches.gather_weights_of_stages_1_and_2(self._parts.wrapper)
         else:
