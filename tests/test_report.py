@@ -387,6 +387,15 @@ class TestCharts:
             assert 12 <= y <= 194
         assert all(math.isfinite(x) and math.isfinite(y) for x, y, *_ in curve["points"])
 
+    def test_the_last_label_of_the_x_axis_is_not_cut_off(self) -> None:
+        points = [(0.0, 1.0), (100.0, 3.0)]
+        for form_x, place in (
+            ("{:.0f}".format, '<text x="390.0" y=214 text-anchor=middle>100<'),
+            ("{:,.1f} FLOP".format, ""),
+        ):
+            html = charts.line_chart("t", [charts.Series("a", points)], form=str, form_x=form_x)
+            assert (place or '<text x="400" y=214 text-anchor=end>100.0 FLOP<') in html
+
     def test_up_is_up(self) -> None:
         series = [charts.Series("a", [(0.0, 1.0), (10.0, 3.0)])]
         (curve,) = Page(charts.line_chart("t", series, form=str, form_x=str)).charts[0]

@@ -20,6 +20,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 12, 26
 _MOST_POINTS = 300  # longer curves are averaged down to this number
 _BAR_PITCH, _BAR_TOP, _BAR_HEIGHT, _BAR_MARGIN = 48, 20, 16, 6
 _CHANGE_PITCH = 66
+_LETTER_WIDTH = 6.5  # about, of the labels of axes
 _LIMIT_HEIGHT = 24  # below the bars, for the name of the limit
 _FAR_LIMIT = 4  # a limit above this multiple of the longest bar is written as text
 _FEW_POINTS = 40  # curves up to this length show each point as a dot and are not smoothed
@@ -212,7 +213,10 @@ def _horizontal(frame: _Frame, y: float, label: str) -> str:
 
 
 def _tick_x(frame: _Frame, x: float, label: str) -> str:
-    return f'<text x="{frame.x(x)}" y={_HEIGHT - 6} text-anchor=middle>{escape(label)}</text>'
+    at, anchor = frame.x(x), "middle"
+    if at + _LETTER_WIDTH * len(label) / 2 > _WIDTH:  # it would be cut off
+        at, anchor = _WIDTH, "end"
+    return f'<text x="{at}" y={_HEIGHT - 6} text-anchor={anchor}>{escape(label)}</text>'
 
 
 def _mark(frame: _Frame, x: float, left: str, right: str) -> str:
