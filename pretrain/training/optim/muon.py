@@ -26,6 +26,7 @@ _QUINTIC, _STEPS = (3.4445, -4.7750, 2.0315), 5
 _RMS = 0.2  # of AdamW's updates, Liu et al. 2025 section 2.2
 # Li et al. 2025, NorMuon: decay rate of the rows' second moments, and what is added to their root.
 _ROW_DECAY, _ROW_EPSILON = 0.95, 1e-8
+_NARROW = 256  # matrices up to this width take up to 5 times as long one by one (docs/benchmarks/index.md)
 _CHUNK = 1 << 22  # entries of which cautious decay makes a temporary on a CPU
 
 
@@ -293,11 +294,13 @@ class Muon(SkippingOptimizer):
         """Replace the owned matrices, which lie end to end, by their updates up to the rate.
 
         On a GPU those of one shape together, so that their number of kernels does not matter. Five temporaries take as
-        much memory as the matrices: 32 MB each in bf16 (`ROUND_ENTRIES`), or as one matrix takes if that is more.
+        much memory as the matrices: 32 MB each in bf16 (`ROUND_ENTRIES`), or as one matrix takes if that is more. On a
+        CPU only narrow ones, whose products are too small for all cores.
         """
-        begin, many = 0, in_lists(whole)
+        begin = 0
         for shape, run in itertools.groupby(part.owned.items(), key=lambda owned: owned[1]):
             ids = [tensor_id for tensor_id, _ in run]
+            many = in_lists(whole) or min(shape) <= _NARROW
             for some in [ids] if many else [[i] for i in ids]:
                 end = begin + len(some) * math.prod(shape)
                 matrices = whole[begin:end].view((-1, *shape) if many else shape)
