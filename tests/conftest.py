@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -14,6 +15,16 @@ for name in ("WANDB_API_KEY", "RAY_ADDRESS"):
 # Tests multiply small matrices, in many processes at once: more threads in each only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Files whose tests are skipped where a package is missing, as on a machine that is only lent for its GPU.
+_PACKAGES = {
+    "test_cluster": "ray",
+    "test_cluster_trials": "ray",
+    "test_corpus_ray": "ray",
+    "test_submission": "ray",
+    "test_object_storage": "moto",
+    "test_stored_runs": "moto",
+    "test_dashboard": "wandb_workspaces",
+}
 _WORKER_BYTES = 3 << 30  # of a pytest worker at its highest: a test with two training processes, or with Ray
 
 
@@ -29,3 +40,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
         return 0
     cores = len(os.sched_getaffinity(0))
     return max(1, min(cores, psutil.virtual_memory().available // _WORKER_BYTES, 16))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests of `_PACKAGES` that cannot run here."""
+    missing = {file: package for file, package in _PACKAGES.items() if importlib.util.find_spec(package) is None}
+    for item in items:
+        if (package := missing.get(item.path.stem)) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"{package} is not installed"))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from pretrain.bench import wire
 from pretrain.bench.wire import Call, formula_bytes, listen
@@ -40,7 +41,8 @@ def take_step(engine: Engine, micro_batches: int) -> None:
 
 def count_steps(cases: list[tuple[int, str]]) -> dict[tuple[int, str, int], tuple[int, list[Call]]]:
     """(parameters, calls of one step) by (stage, precision, micro-batches)."""
-    torch.empty = torch.zeros  # what other ranks would send is what was in memory, and may not be finite
+    # What other ranks would send is what was in memory, and may not be finite.
+    torch.empty, torch.empty_like, Tensor.new_empty = torch.zeros, torch.zeros_like, Tensor.new_zeros
     calls: list[Call] = []
     listen(calls)
     found = {}
