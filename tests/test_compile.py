@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 import threading
+from types import FunctionType
 
 import pytest
 import torch
@@ -13,7 +14,19 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
+from pretrain.config import ModelConfig
+from pretrain.model.attention.dispatch import FORM_AXES
+from pretrain.model.attention.layout import HeadNorms
+from pretrain.model.attention.projection import form_qkv
 from pretrain.model.compile import MARKS_UNKNOWN_SIZES, program
+from pretrain.model.heads import PretrainingModel
+from pretrain.model.positions import Rotation
+from tests.batches_by_hand import make_batch
+
+FAMILIES = {
+    "bert": {},
+    "modernbert": {"family": "modernbert", "local_attention": 0, "global_every": 1, "local_rotary_base": 0},
+}
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -46,8 +59,8 @@ def test_the_code_does_not_depend_on_the_first_batch(width: int, same: bool) -> 
     """The compiler's cache on disk hands it to later runs: of large batches, and of other models unless it differs."""
 
     def code(tokens: int, width: int) -> str:
-        torch._dynamo.reset()
-        function = program.__wrapped__(rows_of_heads, True, ("T", "M"))
+        new = FunctionType(rows_of_heads.__code__.replace(), globals())  # nothing is compiled for it yet
+        function = program.__wrapped__(new, True, ("T", "M"))
         x, rows = torch.zeros(tokens, 4, width, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int64)
         with (
             inductor_config.patch(fx_graph_cache=False),
@@ -57,6 +70,43 @@ def test_the_code_does_not_depend_on_the_first_batch(width: int, same: bool) -> 
         return found.partition("async_compile = ")[2].partition("def benchmark")[0]
 
     assert (code(3, 64) == code(5000, width)) is same
+
+
+@pytest.mark.skipif(not MARKS_UNKNOWN_SIZES, reason="this torch relies on sizes")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_compiles_nothing_new_for_any_batch(family: str) -> None:
+    """Not for a single token, mask or sequence either, which the compiler would take for constants."""
+    shape = {"size": "custom", "layers": 4, "hidden": 32, "heads": 2, "max_positions": 64, **FAMILIES[family]}
+    student, teacher = (PretrainingModel(ModelConfig.model_validate(shape), 101, compile=True) for _ in range(2))
+    teacher.requires_grad_(False)
+    stats = torch._dynamo.utils.counters["stats"]
+
+    def train(lengths: tuple[int, ...], seed: int) -> int:
+        batch = make_batch(lengths, 101, seed=seed)
+        with torch.no_grad():
+            for model in (teacher, student):
+                model(batch)
+        output = student(batch)
+        (output.mlm_loss + output.nsp_loss).backward()
+        return stats["unique_graphs"]
+
+    first = train((2, 1, 3), 0)
+    assert [train(lengths, 1) for lengths in ((60, 41, 7, 7), (5,), (1,), (64,) * 9, (2, 2))] == [first] * 5
+
+
+@pytest.mark.skipif(not MARKS_UNKNOWN_SIZES, reason="this torch relies on sizes")
+def test_rotating_what_flash_attention_reads_compiles_once() -> None:
+    stats, seen = torch._dynamo.utils.counters["stats"], set()
+    norms = HeadNorms(torch.ones(8), torch.ones(8), 1e-6)
+    for tokens in (1, 3, 500):
+        angles = torch.rand(tokens, 4)
+        rotation = Rotation(angles.cos(), angles.sin())
+        products = torch.randn(tokens, 48)
+        whole = form_qkv((products,), (None,), norms, rotation, 2)
+        found = program(form_qkv, True, FORM_AXES)((products.clone(),), (None,), norms, rotation, 2)
+        torch.testing.assert_close(found, whole)
+        seen.add(stats["unique_graphs"])
+    assert len(seen) == 1
 
 
 def test_a_launch_that_waits_for_the_device_does_not_hold_pythons_lock() -> None:

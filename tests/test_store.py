@@ -414,17 +414,26 @@ def save_and_count_bytes(folder: Path) -> tuple[int, str]:
     return sum(received), str(failed.value)
 
 
-def find_newest_and_note_reads(folder: Path) -> tuple[Path | None, list[str]]:
-    """(the checkpoint to resume from, the files that this rank read to verify them)."""
+def find_newest_and_note_reads(folder: Path, trouble: str = "") -> tuple[Path | str | None, list[str]]:
+    """(the checkpoint to resume from, or the error; the files that this rank read as its share)."""
     group = SideGroup(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
-    read, verify = [], store.verify_content
+    read, verify, bytes_of = [], store.verify_content, Path.read_bytes
+    failures = [FileNotFoundError(errno.ENOENT, "No such file")] if trouble == "late" and group.rank == 1 else []
 
     def noted(path: Path, expected: Any) -> None:
-        read.append(f"{path.parent.name}/{path.name}")
-        verify(path, expected)
+        read.append(path.name)
+        verify(path, {"sha256": "other"} if trouble == "stale" and group.rank == 1 else expected)
 
-    store.verify_content = noted
-    return newest_checkpoint(folder, group), read
+    def late(self: Path) -> bytes:
+        if failures:
+            raise failures.pop()
+        return bytes_of(self)
+
+    store.verify_content, Path.read_bytes, store._READ_WAIT_SECONDS = noted, late, 0.0
+    try:
+        return newest_checkpoint(folder, group), read
+    except MachineError as error:
+        return str(error), read
 
 
 @pytest.mark.parametrize("damaged", ["", "rank-00001-of-00003.safetensors", "state.json"])
@@ -439,10 +448,22 @@ def test_each_rank_verifies_its_own_file(tmp_path: Path, damaged: str) -> None:
     newest = "step-00000001" if damaged else "step-00000002"
     assert [checkpoint for checkpoint, _ in found] == [tmp_path / newest] * 3
     for rank, (_, read) in enumerate(found):
-        own = [store.shard_name(Alone(rank, 3)), *(["state.json"] if rank == 0 else [])]
-        tried = ["step-00000002", *([newest] if damaged else [])]
-        assert read == [f"{name}/{file}" for name in tried for file in own]
+        assert read == [store.shard_name(Alone(rank, 3)), *(["state.json"] if rank == 0 else [])]
     assert (tmp_path / "damaged-step-00000002").is_dir() == bool(damaged)
+
+
+def test_a_manifest_that_another_machine_sees_later_is_no_damage(tmp_path: Path) -> None:
+    run_workers(2, save_two_checkpoints, tmp_path)
+    found = run_workers(2, find_newest_and_note_reads, tmp_path, "late")
+    assert [checkpoint for checkpoint, _ in found] == [tmp_path / "step-00000002"] * 2
+
+
+def test_a_checkpoint_that_only_one_machine_reads_as_damaged_is_kept(tmp_path: Path) -> None:
+    run_workers(2, save_two_checkpoints, tmp_path)
+    for error, _ in run_workers(2, find_newest_and_note_reads, tmp_path, "stale"):
+        assert "rank-00001-of-00002.safetensors: its SHA-256 differs" in str(error)
+        assert str(error).endswith("Another machine reads the content that was written: check the storage.")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
 def save_two_checkpoints(folder: Path) -> None:

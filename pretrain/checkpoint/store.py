@@ -42,7 +42,6 @@ from pretrain.common.files import (
     fsync_folder,
     parse_manifest,
     put_manifest,
-    read_manifest,
     sha256_file,
     verify_content,
     verify_manifest,
@@ -215,7 +214,9 @@ def newest(folder: Path, *, set_aside: bool = False, content: bool = True) -> Pa
         try:
             verify(checkpoint, content=content)
         except InputError as error:
-            skip(checkpoint, str(error), set_aside=set_aside)
+            logger.warning("%s Trying the checkpoint before it.", error)
+            if set_aside:
+                _set_aside(checkpoint)
             continue
         return checkpoint
     if damaged := sorted(path.name for path in (*_named_as_checkpoints(folder), *folder.glob(f"{_DAMAGED}*"))):
@@ -224,13 +225,6 @@ def newest(folder: Path, *, set_aside: bool = False, content: bool = True) -> Pa
             "start from step 0."
         )
     return None
-
-
-def skip(checkpoint: Path, damage: str, *, set_aside: bool) -> None:
-    """Log that the checkpoint before this one is tried; `set_aside` as in `newest`."""
-    logger.warning("%s Trying the checkpoint before it.", damage)
-    if set_aside:
-        _set_aside(checkpoint)
 
 
 def _set_aside(checkpoint: Path) -> None:
@@ -261,11 +255,11 @@ def verify(checkpoint: Path, *, content: bool = True) -> None:
 
 
 def verify_share(checkpoint: Path, rank: int, ranks: int) -> None:
-    """Verify the content of a rank's share of the files, its own ones if the same number of ranks wrote them.
+    """Verify the content of a rank's share of the files: its own, and on rank 0 the state, if as many ranks wrote them.
 
-    Raises as `verify`.
+    Raises as `verify`. A file that is missing counts as unreadable: another machine may see it later than rank 0.
     """
-    files = _retried(checkpoint, lambda: read_manifest(checkpoint))["files"]
+    files = _manifest(checkpoint)["files"]
     for name in sorted(files)[rank::ranks]:
         path = checkpoint / name
         _retried(path, functools.partial(verify_content, path, files[name]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -42,7 +43,7 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
     def call(*arguments: Any) -> Any:
         _configure()
         # The compiler takes the number of threads for a constant, too, and compiles again for another.
-        kinds = (_kind(x, letters) for x, letters in zip(arguments, axes, strict=False))
+        kinds = (_kind(x, letters) for x, letters in itertools.zip_longest(arguments, axes, fillvalue=""))
         variant = (torch.get_num_threads(), torch.is_grad_enabled(), *kinds)
         if variant not in known:
             known.add(variant)
@@ -56,10 +57,10 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
 
 
 def _kind(argument: Any, letters: str) -> Any:
-    """What the compiler compiles again for: of a tensor its dtype and the sizes of the model's axes."""
-    if isinstance(argument, tuple):
-        return tuple(_kind(x, letters) for x in argument)
-    return (argument.dtype, argument.shape[len(letters) :]) if isinstance(argument, Tensor) else argument
+    """What the compiler compiles again for: of a tensor its type and the sizes of the model's axes."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.requires_grad, argument.shape[len(letters) :]
+    return tuple(_kind(x, letters) for x in argument) if isinstance(argument, tuple) else argument
 
 
 _configured = threading.local()

@@ -98,6 +98,8 @@ class Encoder(nn.Module):
             self._begin_at_neighbours(layers[: (shape.layers + 1) // 2])
         self.layers = nn.ModuleList(layers)
         self.final = FinalNorm(shape, compile) if shape.norm_placement == "pre" else None
+        if fp8:  # torch compiles no product in FP8 of an unknown number of rows, and marks stay with a tensor
+            self.embeddings.axes = ()
 
     def _begin_at_neighbours(self, layers: list[Layer]) -> None:
         shape = self.shape
@@ -172,7 +174,7 @@ class Embeddings(nn.Module):
     def __init__(self, shape: ModelConfig, vocabulary_size: int, compile: bool) -> None:
         super().__init__()
         self.shape = shape
-        self.fused = compile
+        self.fused, self.axes = compile, ("M",) * 5
         self.tied = True  # the words serve as a decoder, too
         # Give the gradients of tables that nothing else uses as torch.sparse_coo, for an engine that adds up rows.
         self.sparse_gradients = False
@@ -189,7 +191,7 @@ class Embeddings(nn.Module):
         elif self.shape.positions == "sinusoidal":
             positions_TE = sinusoids(positions, self.word.shape[1])
         bigrams_TE = self.bigram_sums(input_ids, positions) if self.shape.bigram_rows else None
-        embedded_TE = program(embed, self.fused, ("M",) * 5)(
+        embedded_TE = program(embed, self.fused, self.axes)(
             self.word_rows(input_ids),
             positions_TE,
             bigrams_TE,
@@ -274,7 +276,7 @@ class Layer(nn.Module):
         self.shape, self.window = shape, shape.window(number)
         self.fused = compile
         self.functions = BlockFunctions.of(shape, fp8_linear if fp8 else F.linear)
-        self.axes = () if fp8 else ("M",) * 4  # torch compiles no product in FP8 of an unknown number of rows
+        self.axes = () if fp8 else ("M",) * 4
         self.norm_first = shape.norm_placement == "pre" and shape.has_attention_norm(number)
         create_parameters(self, layer_parameters(shape, number), shape.init_std)
 
@@ -284,7 +286,7 @@ class Layer(nn.Module):
         normed_TH = hidden_TH
         if self.norm_first:
             weights = norm_weights(self, "attention_norm", shape)
-            normed_TH = program(apply_norm, self.fused, ("M",))(hidden_TH, weights, self.functions)
+            normed_TH = program(apply_norm, self.fused, self.axes[:1])(hidden_TH, weights, self.functions)
         context_TH = self_attention(
             normed_TH,
             ProjectionWeights.of(self, shape, self.functions.product),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import secrets
@@ -284,13 +283,16 @@ def stored_run(config: RunConfig) -> StoredRun | None:
 def newest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | None:
     """The checkpoint to resume from, the same on all ranks. Each of them verifies a share of its files.
 
+    If one of them finds damage, rank 0 verifies all of it, and those before it, until one is intact.
+
     Raises:
-        RunError: there are checkpoints, but the newest cannot be read, or all are damaged; see `store.newest`.
+        RunError: there are checkpoints, but the newest cannot be read, or all are damaged; see `store.newest`. Or a
+            rank reads other content than rank 0.
     """
 
-    def find() -> str | None:
+    def find(content: bool) -> str | None:
         store.remove_leftovers(checkpoints)
-        newest = store.newest(checkpoints, set_aside=True, content=False)
+        newest = store.newest(checkpoints, set_aside=True, content=content)
         return newest and newest.name
 
     def damage(checkpoint: Path) -> str | None:
@@ -300,14 +302,16 @@ def newest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | Non
             return str(error)
         return None
 
-    while name := store.agree(group, lambda: find() if group.rank == 0 else None):
-        checkpoint = checkpoints / name
-        found = store.agree(group, functools.partial(damage, checkpoint), lambda each: next(filter(None, each), None))
-        if found is None:
-            return checkpoint
-        if group.rank == 0:
-            store.skip(checkpoint, found, set_aside=True)
-    return None
+    name = store.agree(group, lambda: find(False) if group.rank == 0 else None)
+    if name is None:
+        return None
+    found = store.agree(group, lambda: damage(checkpoints / name), lambda each: next(filter(None, each), None))
+    if found is not None:
+        intact = store.agree(group, lambda: find(True) if group.rank == 0 else None)
+        if intact == name:
+            raise MachineError(f"{found} Another machine reads the content that was written: check the storage.")
+        name = intact
+    return name and checkpoints / name
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from pretrain.model.attention.projection import form_qkv, project_distances, pro
 from pretrain.model.compile import program
 from pretrain.model.positions import Rotation
 
+FORM_AXES = "M", "", "", "M"  # of `form_qkv`: products, biases, norms, rotation
+
 
 def self_attention(
     hidden: Tensor, projection: ProjectionWeights, layout: TokenLayout, options: AttentionOptions
@@ -46,7 +48,7 @@ def self_attention(
         # The casts of FP8 products are worth a compiled program; a plain product is one kernel already.
         project = program(project_qkv, options.fused and projection.product is not F.linear, ())
         products = project(hidden, projection.weights, projection.product)
-        form = program(form_qkv, options.fused, ("M",))
+        form = program(form_qkv, options.fused, FORM_AXES)
         qkv, bias = form(products, projection.biases, projection.norms, rotation, options.heads), None
     elif flash:
         qkv, bias = F.linear(hidden, weight, bias), None

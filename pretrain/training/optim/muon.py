@@ -26,7 +26,7 @@ _QUINTIC, _STEPS = (3.4445, -4.7750, 2.0315), 5
 _RMS = 0.2  # of AdamW's updates, Liu et al. 2025 section 2.2
 # Li et al. 2025, NorMuon: decay rate of the rows' second moments, and what is added to their root.
 _ROW_DECAY, _ROW_EPSILON = 0.95, 1e-8
-_NARROW = 256  # matrices up to this width take up to 5 times as long one by one (docs/benchmarks/index.md)
+_NARROW = 256  # in bf16, one by one such matrices take 1.5 times as long, of 128 4 to 5 times (docs/benchmarks)
 _CHUNK = 1 << 22  # entries of which cautious decay makes a temporary on a CPU
 
 
