@@ -156,8 +156,11 @@ def test_all_ranks_call_the_same_collectives_in_the_same_order(simulated, ranks:
 
 
 def test_the_table_has_a_row_for_each_stage_and_number_of_ranks(capsys) -> None:
-    wire.main(["--size", "mini", "--ranks", "4", "--stages", "1", "--micro-batches", "1", "--json"])
-    (row,) = json.loads(capsys.readouterr().out)["wire"]
+    wire.main(["--size", "mini", "--ranks", "4", "64", "--stages", "1", "--micro-batches", "1", "--json"])
+    row, of_many = json.loads(capsys.readouterr().out)["wire"]
     assert row["bytes"] == pytest.approx(row["formula"], rel=1e-3)
     assert sum(row["collectives"].values()) == 2 * 3, "11.3 M entries with weight decay are 2 buckets"
     assert row["resume_bytes"] == pytest.approx(row["state_bytes"] / 4, rel=1e-3)
+    for name in ("start_collectives", "resume_collectives"):
+        assert row[name] == of_many[name]
+        assert row[name]

@@ -1,6 +1,6 @@
 """`bench wire`: the collectives of one optimizer step, by ZeRO stage and number of ranks, beside ZeRO's own arithmetic.
 
-Also what a rank reads of a checkpoint to resume.
+Also what a rank reads of a checkpoint to resume, and with --json the collectives of a start and of a resume.
 
 One process takes the part of rank 0 among ranks that do not exist: torch's fake process group returns at once and moves
 nothing. Counted is what any library hands to torch's process group, the last station before NCCL or gloo.
@@ -125,21 +125,35 @@ def print_count(size: str, stage: int, ranks: int, micro_batches: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    parameters, calls, read = _count(ModelConfig.model_validate({"size": size}), stage, micro_batches)
-    weights = [call for call in calls if call.dtype == torch.bfloat16]
+    found = _count(ModelConfig.model_validate({"size": size}), stage, micro_batches)
+    weights = [call for call in found.step if call.dtype == torch.bfloat16]
     sent = sum(call.sent for call in weights)
     row = {
         "stage": stage,
         "ranks": ranks,
         "micro_batches": micro_batches,
         "collectives": Counter(call.name for call in weights),
-        "scalars": len(calls) - len(weights),
+        "scalars": len(found.step) - len(weights),
         "bytes": sent,
-        "formula": formula_bytes(stage, parameters, 2, ranks, micro_batches),
-        "resume_bytes": read,
-        "state_bytes": 3 * 4 * parameters,
+        "formula": formula_bytes(stage, found.parameters, 2, ranks, micro_batches),
+        "start_collectives": Counter(call.name for call in found.start),
+        "start_bytes": sum(call.sent for call in found.start),
+        "resume_collectives": Counter(call.name for call in found.resume),
+        "resume_sent_bytes": sum(call.sent for call in found.resume),
+        "resume_bytes": found.read_bytes,
+        "state_bytes": 3 * 4 * found.parameters,
     }
     print(json.dumps(row))
+
+
+class _Counted(NamedTuple):
+    """The collectives of making the engine, of a step and of a resume, and the bytes that a rank then reads."""
+
+    parameters: int
+    start: list[Call]
+    step: list[Call]
+    resume: list[Call]
+    read_bytes: int
 
 
 class _CountingReader:
@@ -154,26 +168,28 @@ class _CountingReader:
         return zeros
 
 
-def _count(shape: ModelConfig, stage: int, micro_batches: int) -> tuple[int, list[Call], int]:
-    """(parameters, collectives of a step, bytes read to resume) of rank 0 of a process group that exists."""
+def _count(shape: ModelConfig, stage: int, micro_batches: int) -> _Counted:
+    """What rank 0 of a process group that exists takes part in."""
     from pretrain.model.heads import PretrainingModel
     from pretrain.training.engine import Engine
     from pretrain.training.optim import make_optimizer, parameter_groups
 
     settings = EngineConfig.model_validate({"zero_stage": stage, "precision": "bf16", "compile": False})
     model = PretrainingModel(shape, _VOCABULARY)
-    engine = Engine(model, lambda named: make_optimizer(OptimizerConfig(), parameter_groups(named, 0.01)), settings)
     calls: list[Call] = []
     listen(calls)
+    engine = Engine(model, lambda named: make_optimizer(OptimizerConfig(), parameter_groups(named, 0.01)), settings)
+    start = list(calls)
     for _ in range(3):  # ZeRO-3 compares the workers' orders of modules in the first two
         calls.clear()
         for number in range(micro_batches):
             losses = engine.forward(_micro_batch())
             engine.backward(losses.mlm_loss / 100 + losses.nsp_loss / 10, last=number == micro_batches - 1)
         engine.step(1e-3)
-    of_a_step, reader = list(calls), _CountingReader()
+    step, reader = list(calls), _CountingReader()
+    calls.clear()
     engine.load(reader, 0)
-    return sum(size.numel() for size in engine.shapes.values()), of_a_step, reader.bytes
+    return _Counted(sum(size.numel() for size in engine.shapes.values()), start, step, list(calls), reader.bytes)
 
 
 def _micro_batch() -> MicroBatch:
