@@ -567,6 +567,7 @@ def groups_timeouts() -> set[float]:
     engine = make_engine(0)
     side: Any = engine.side_group()._group
     used = [dist.group.WORLD, engine._deepspeed.data_parallel_group, side]
+    dist.barrier(side)  # a rank that ended now would cut the other's connection off
     return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in used}
 
 
