@@ -150,6 +150,8 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, da
         assert store.newest(tmp_path, set_aside=True) == good
     assert not bad.exists()
     assert (tmp_path / "damaged-step-00000020").is_dir()
+    assert store.damaged_after(good) == ["damaged-step-00000020"]
+    assert store.damaged_after(save(tmp_path, 20)) == []
     assert "step-00000020" in caplog.text
     assert "Trying the checkpoint before it" in caplog.text
 

@@ -233,6 +233,12 @@ def _set_aside(checkpoint: Path) -> None:
     checkpoint.replace(damaged)
 
 
+def damaged_after(checkpoint: Path) -> list[str]:
+    """Names of later checkpoints that were set aside, in ascending order of step."""
+    own = f"{_DAMAGED}{checkpoint.name}"
+    return sorted(path.name for path in checkpoint.parent.glob(f"{_DAMAGED}*") if path.name > own)
+
+
 def verify(checkpoint: Path, *, content: bool = True) -> None:
     """As `verify_manifest`, but read errors are retried for half a minute: the storage may fail for a moment only.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
 
+from pretrain.checkpoint import store
 from pretrain.common.errors import DivergedError, RunError, StoppedError
 from pretrain.common.worker import Worker
 from pretrain.tracking import starting
@@ -142,7 +143,10 @@ def _prepared(
 def _resume_events(checkpoint: Path | None) -> list[dict[str, Any]]:
     if checkpoint is None:
         return []
-    return [{"event": "resume", "time": time.time(), "message": f"resumed from {checkpoint.name}"}]
+    message = f"resumed from {checkpoint.name}"
+    if damaged := store.damaged_after(checkpoint):
+        message += f"; set aside: {', '.join(damaged)} (see logs/training-0.log)"
+    return [{"event": "resume", "time": time.time(), "message": message}]
 
 
 def _was_evaluated(folder: Path, engine: Engine) -> bool:
