@@ -1,4 +1,4 @@
-"""Settings of all tests: no network, no API keys, no cluster but their own, one thread; the number of processes."""
+"""Settings of all tests: no network, no API keys, no cluster but their own, no GPU, one thread; how many processes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ _PACKAGES = {
     "test_dashboard": "wandb_workspaces",
 }
 _WORKER_BYTES = 3 << 30  # of a pytest worker at its highest: a test with two training processes, or with Ray
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from all but the tests that `-m gpu` picks: the others expect what a CPU computes."""
+    if "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

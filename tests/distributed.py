@@ -79,7 +79,8 @@ def _worker(
     os._exit(0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -36,6 +36,7 @@ from cluster.workers.supervisor import _AttemptCrashed, _cause
 from cluster.workers.target import RankAssignment, run_worker
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import Flag
+from tests.distributed import free_port
 
 ROOT = Path(__file__).parent.parent
 CORES = len(os.sched_getaffinity(0))
@@ -218,7 +219,7 @@ def test_a_driver_whose_launcher_is_gone_ends(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_joins_a_running_cluster_by_address(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    port = _free_port()
+    port = free_port()
     directory = tmp_path_factory.mktemp("r")  # short: unix sockets
     start = f"start --head --block --port={port} --num-cpus=1 --include-dashboard=false --disable-usage-stats"
     head = subprocess.Popen(
@@ -247,12 +248,6 @@ def test_joins_a_running_cluster_by_address(folder: Path, tmp_path_factory: pyte
         head.wait()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _wait_for_port(port: int, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -275,7 +270,7 @@ def test_more_workers_than_the_machine(folder: Path) -> None:
 @pytest.mark.usefixtures("nothing_left")
 def test_unreachable_cluster(folder: Path) -> None:
     with pytest.raises(MachineError, match=r"^No Ray cluster answers at 127\.0\.0\.1:\d+ .*refused[^\n]*$"):
-        _run("fine", folder, address=f"127.0.0.1:{_free_port()}")
+        _run("fine", folder, address=f"127.0.0.1:{free_port()}")
 
 
 @pytest.mark.usefixtures("nothing_left")

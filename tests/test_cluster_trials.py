@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cluster import CORES, ROOT, _free_port, _wait_for_port
+from test_cluster import CORES, ROOT, _wait_for_port
 
 from cluster.trials.launch import run_trials
 from cluster.trials.request import TrialEvent, TrialRequest
 from cluster.workers.launch import end_session
 from pretrain.common.errors import DivergedError, InputError, MachineError
+from tests.distributed import free_port
 
 TRIALS = (
     {"name": "a", "do": "meet", "other": "b"},
@@ -76,7 +77,7 @@ def test_trials_run_side_by_side_and_only_crashes_are_repeated(folder: Path) -> 
 def test_trials_run_on_a_cluster(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port = _free_port()
+    port = free_port()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     start = f"start --head --block --port={port} --num-cpus=2 --include-dashboard=false --disable-usage-stats"
     head = subprocess.Popen(

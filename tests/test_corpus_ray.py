@@ -29,6 +29,7 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SchedulingConfig, SourceConfig
 from pretrain.corpus import stages
 from pretrain.corpus.prepare import WORK, describe, prepare
+from tests.distributed import free_port
 
 ROOT = Path(__file__).parent.parent
 TOKEN = "0" * 64
@@ -44,7 +45,7 @@ def place() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def address(place: Path) -> Iterator[str]:
     """A cluster of one node with two cores, open to nobody without a token."""
-    port = _free_port()
+    port = free_port()
     start = f"start --head --block --port={port} --num-cpus=2 --include-dashboard=false --disable-usage-stats"
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_AUTH_TOKEN", TOKEN)
@@ -259,7 +260,7 @@ def _driver(command: int) -> psutil.Process:
 
 def test_an_unreachable_cluster_is_reported_at_once(folder: Path) -> None:
     with pytest.raises(MachineError, match=r"^No Ray cluster answers at 127\.0\.0\.1:\d+ .*refused[^\n]*$"):
-        prepare(_config("out", f"127.0.0.1:{_free_port()}"), quiet=True)
+        prepare(_config("out", f"127.0.0.1:{free_port()}"), quiet=True)
     with pytest.raises(InputError, match="not host:port"):
         prepare(_config("out", "ray://10.0.0.1:10001"), quiet=True)
 
@@ -321,12 +322,6 @@ def test_a_dry_run_names_the_cluster(folder: Path) -> None:
     assert lines.endswith("to read by all cores of the Ray cluster at 10.0.0.5:6379")
     lines = estimate.preparation_lines(describe(_config("out", "10.0.0.5:6379", processes=3)))
     assert lines.endswith("to read by 3 processes of the Ray cluster at 10.0.0.5:6379")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _answers(port: int) -> bool:

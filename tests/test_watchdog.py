@@ -70,9 +70,9 @@ print("done")
 
 
 def start(logs: Path, guilty: int, then: str, *, limit: float = 1.5, stall: float = 3.0) -> list[subprocess.Popen[str]]:
-    from tests.distributed import _free_port
+    from tests.distributed import free_port
 
-    port = _free_port()
+    port = free_port()
     return [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(rank), str(port), str(logs), str(guilty), then, str(limit), str(stall)],

@@ -95,11 +95,16 @@ def main(argv: list[str]) -> int:
             "CUDA (`./launch.sh doctor` shows both)."
         )
     name = torch.cuda.get_device_name()
+    cases = [
+        dataclasses.replace(case, tokens=options.tokens or case.tokens) for case in CASES if case.name in options.models
+    ]
     rows = []
-    for case in CASES:
-        if case.name in options.models:
-            case = dataclasses.replace(case, tokens=options.tokens or case.tokens)
-            rows.append(measure(case, options.steps, options.precision, gpu_of(name), graphs=options.graphs))
+    for number, case in enumerate(cases, 1):
+        label = f"[{number}/{len(cases)}] {case.name}, {case.sequences} x {case.length} tokens"
+        print(f"{label} ... ", end="", file=sys.stderr, flush=True)
+        row = measure(case, options.steps, options.precision, gpu_of(name), graphs=options.graphs)
+        print(row.get("failed") or f"{1e3 * row['seconds']:.1f} ms", file=sys.stderr, flush=True)
+        rows.append(row)
     if options.json:
         print(json.dumps({"gpu": name, "torch": torch.__version__, "results": rows}))
     else:
