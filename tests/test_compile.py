@@ -74,6 +74,27 @@ def test_the_code_does_not_depend_on_the_first_batch(width: int, same: bool) -> 
     assert (few == many) is same
 
 
+def turned_heads(x_MH: torch.Tensor, heads: int) -> torch.Tensor:
+    return x_MH.unflatten(-1, (heads, -1)).flip(-1).exp().flatten(-2)
+
+
+def write_code_for(heads: int) -> str:
+    function = program(turned_heads, True, ("M",))
+    (found,) = run_and_get_code(function, torch.zeros(7, 64), heads)[1]
+    return found.partition("async_compile = ")[2].partition("def benchmark")[0]
+
+
+def test_a_number_is_a_constant_of_the_code() -> None:
+    """Not one more size that varies: on a GPU each address would be computed with divisions by it."""
+    (two,), (four,) = (run_workers(1, write_code_for, heads) for heads in (2, 4))
+    assert "ks0" in two, "the rows"
+    assert "ks1" not in two
+    assert two != four
+    x = torch.randn(5, 8)
+    for heads in (1, 2, 4):
+        assert torch.equal(program(turned_heads, True, ("M",))(x, heads), turned_heads(x, heads))
+
+
 def count_graphs(family: str) -> list[int]:
     """How many graphs have been compiled after each of some batches, on which a frozen teacher and its student run."""
     shape = {"size": "custom", "layers": 4, "hidden": 32, "heads": 2, "max_positions": 64, **FAMILIES[family]}

@@ -38,3 +38,11 @@ def test_every_kernel_of_a_compiled_step_becomes_machine_code(compiled: dict[str
     kernels = compiled[name]["kernels"]
     assert len(kernels) >= 10
     assert all(size > 1000 for size in kernels.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_address_is_computed_with_a_division_by_a_size_of_the_model(
+    compiled: dict[str, dict[str, Any]], name: str
+) -> None:
+    """Such a division takes longer than to read an element."""
+    assert compiled[name]["divides"] == []

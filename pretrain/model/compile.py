@@ -36,7 +36,6 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
     """
     if not fused:
         return function
-    compiled = torch.compile(function, dynamic=True)
     known = set()  # variants compiled so far: marks matter only at compilation, and cost as much as a small kernel
 
     @functools.wraps(function)
@@ -51,9 +50,29 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
                 for x in argument if isinstance(argument, tuple) else (argument,):
                     if isinstance(x, Tensor):
                         _mark_axes(x, letters)
-        return compiled(*arguments)
+        integers = tuple(x if type(x) is int else None for x in arguments)
+        return _compiled(function, integers)(*arguments)
 
     return call
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any], integers: tuple[int | None, ...]) -> Callable[..., Any]:
+    """The program of `function` in which these arguments are constants; it takes all of them and reads the others.
+
+    The compiler would take an integer for another size that varies. On a GPU, divisions by it in the addresses of
+    elements then cost more than to read them: the rotation of heads took forty times as long as its memory traffic.
+    """
+
+    def inner(*arguments: Any, integers: tuple[int | None, ...] = integers) -> Any:
+        return function(*(x if n is None else n for x, n in zip(arguments, integers, strict=True)))
+
+    # Dynamo relies on the value of an integer if it is the default of a function that is inlined.
+    @functools.wraps(function)
+    def with_constants(*arguments: Any) -> Any:
+        return inner(*arguments)
+
+    return torch.compile(with_constants if any(n is not None for n in integers) else function, dynamic=True)
 
 
 def _kind(argument: Any, letters: str) -> Any:

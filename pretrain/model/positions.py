@@ -56,9 +56,13 @@ def rotation(positions_T: Tensor, width: int, base: float, *, interleaved: bool 
 
 def rotate(x_TND: Tensor, by: Rotation) -> Tensor:
     """[..., T, N, D] fp32 -> the same with each pair of columns rotated."""
-    first, second = split_pairs(x_TND, interleaved=by.interleaved)
-    first, second = rotate_pairs(first, second, by.cos[:, None], by.sin[:, None])
-    return join_pairs(first, second, interleaved=by.interleaved)
+    # One expression for both columns of a pair: joined halves compile to a kernel with a branch for each of them.
+    pairs, axis = ((-1, 2), -1) if by.interleaved else ((2, -1), -2)
+    x_TN2K = x_TND.unflatten(-1, pairs)
+    cos_T12K, sin_T12K = by.cos[:, None].unsqueeze(axis), by.sin[:, None].unsqueeze(axis)
+    sign_2 = torch.arange(-1, 2, 2, device=x_TND.device)
+    sign_21 = sign_2 if by.interleaved else sign_2[:, None]
+    return (x_TN2K * cos_T12K + x_TN2K.flip(axis) * (sin_T12K * sign_21)).flatten(-2)
 
 
 def split_pairs(x_D: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:

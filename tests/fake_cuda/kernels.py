@@ -2,13 +2,15 @@
 
 Inductor writes the kernels of the compiled functions for the fake device, and Triton makes machine code of them. This
 needs triton, which torch's build for CPUs does not bring. A case is one of `tests.fake_cuda.trace`. A line of JSON for
-each has `functions`, the compiled functions of the step, and `kernels`, the bytes of machine code of each kernel.
+each has `functions`, the compiled functions of the step, `kernels`, the bytes of machine code of each kernel, and
+`divides`, those kernels that divide by a size which is not known when they are compiled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,6 +22,8 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pretrain.model.attention.kernels import kernels
+from pretrain.model.compile import program
 from tests.fake_cuda import trace
 
 H100 = {
@@ -47,11 +51,14 @@ def main(cases: list[str]) -> None:
     calls = note_compiled_functions()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=trace.RANKS)
     for case in map(json.loads, cases):
+        for made_before in (program, kernels):  # with the marks of their first arguments
+            made_before.cache_clear()
         trace.take_a_step({**case, "compile": True})
         sources.clear()
         for call in calls.values():
             write_kernels(call)
-        print(json.dumps({"functions": sorted({call.name for call in calls.values()}), "kernels": machine_code()}))
+        found = {"functions": sorted({call.name for call in calls.values()}), "divides": dividing()}
+        print(json.dumps({**found, "kernels": machine_code()}))
         calls.clear()
 
 
@@ -137,7 +144,16 @@ def leaf(x: Tensor) -> Tensor:
     for name, value in vars(x).items():
         if name.startswith("_dynamo"):
             setattr(new, name, value)
+    if isinstance(x, nn.Parameter):  # of a real one the compiler knows; of a fake one's class it does not
+        for axis in range(x.dim()):
+            torch._dynamo.mark_static(new, axis)
     return new
+
+
+def dividing() -> list[str]:
+    """The kernels of `sources` without sums that divide an index by a size which they are given."""
+    by_a_size = re.compile(r"(//|%) \(?ks\d|div_floor_integer")
+    return [name for name, source in sources.items() if "triton_poi" in name and by_a_size.search(source)]
 
 
 def machine_code() -> dict[str, int]:

@@ -43,6 +43,13 @@ def form_qkv(
     """
     # Rotation in fp32 in every precision, as transformers does (modeling_modernbert.py, apply_rotary_pos_emb).
     sums = [x.float() if bias is None else x.float() + bias.float() for x, bias in zip(products, biases, strict=True)]
+    if len(products) == 1 and norms is None:
+        # In one expression, as `rotate` is.
+        qkv_TND = sums[0].unflatten(-1, (3 * heads, -1))
+        if rotation is not None:
+            rotated = torch.arange(3 * heads, device=qkv_TND.device)[:, None] < 2 * heads
+            qkv_TND = torch.where(rotated, rotate(qkv_TND, rotation), qkv_TND)
+        return qkv_TND.to(products[0].dtype).flatten(-2)
     width = products[0].shape[-1] // heads // (3 if len(products) == 1 else 1)
     if len(products) == 1:
         q_TND, k_TND, v_TND = sums[0].unflatten(-1, (3, heads, width)).unbind(-3)
