@@ -305,9 +305,8 @@ def test_a_recorded_dropout_is_another_in_each_replay() -> None:
             engine.step(0.0)
         assert engine._graphs is not None
         assert engine._graphs.replayed == 5
-    print(losses)
     assert losses[4] == pytest.approx(losses[5], rel=1e-5), "the same seed"
-    assert all(abs(losses[i] - losses[i - 1]) > 1e-3 * losses[i] for i in (3, 4, 6))
+    assert min(abs(losses[i] - losses[i - 1]) / losses[i] for i in (3, 4, 6)) > 1e-3, losses
 
 
 @pytest.fixture(scope="module")
@@ -462,7 +461,10 @@ def over_nccl(root: Path) -> Path:
 @pytest.mark.parametrize("name", [*OVER_NCCL, "halves"])
 def test_two_workers_over_nccl_have_the_losses_of_one(over_nccl: Path, name: str) -> None:
     alone = "one-adamw" if name == "stage-3" else "one"
-    assert losses_of(over_nccl / name) == pytest.approx(losses_of(over_nccl / alone), rel=1e-2)
+    # With half of the learning rate the losses differ by up to 3e-3.
+    assert losses_of(over_nccl / name) == pytest.approx(losses_of(over_nccl / alone), rel=1e-3)
+    norms, expected = ([one["grad_norm"] for one in records(over_nccl / run)] for run in (name, alone))
+    assert norms == pytest.approx(expected, rel=3e-2)
 
 
 def test_a_run_in_fp32_has_the_losses_of_the_cpu(runs: Path) -> None:

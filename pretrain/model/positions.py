@@ -57,8 +57,8 @@ def rotation(positions_T: Tensor, width: int, base: float, *, interleaved: bool 
 def rotate(x_TND: Tensor, by: Rotation) -> Tensor:
     """[..., T, N, D] fp32 -> the same with each pair of columns rotated."""
     # One expression for both columns of a pair: joined halves compile to a kernel with a branch for each of them.
-    pairs, axis = ((-1, 2), -1) if by.interleaved else ((2, -1), -2)
-    x_TN2K = x_TND.unflatten(-1, pairs)
+    sizes, axis = _pairs(by.interleaved)
+    x_TN2K = x_TND.unflatten(-1, sizes)
     cos_T12K, sin_T12K = by.cos[:, None].unsqueeze(axis), by.sin[:, None].unsqueeze(axis)
     sign_2 = torch.arange(-1, 2, 2, device=x_TND.device)
     sign_21 = sign_2 if by.interleaved else sign_2[:, None]
@@ -67,9 +67,14 @@ def rotate(x_TND: Tensor, by: Rotation) -> Tensor:
 
 def split_pairs(x_D: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
     """[..., D] -> the first and the second column of each pair, views [..., K]."""
-    pairs, axis = ((-1, 2), -1) if interleaved else ((2, -1), -2)
-    first, second = x_D.unflatten(-1, pairs).unbind(axis)
+    sizes, axis = _pairs(interleaved)
+    first, second = x_D.unflatten(-1, sizes).unbind(axis)
     return first, second
+
+
+def _pairs(interleaved: bool) -> tuple[tuple[int, int], int]:
+    """(what [D] is unflattened to, the axis of a pair's two columns in it)."""
+    return ((-1, 2), -1) if interleaved else ((2, -1), -2)
 
 
 def rotate_pairs(first_K: Tensor, second_K: Tensor, cos_K: Tensor, sin_K: Tensor) -> tuple[Tensor, Tensor]:
