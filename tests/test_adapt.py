@@ -209,13 +209,13 @@ def test_the_format_of_a_text_follows_from_its_name_or_beginning(tmp_path: Path)
 
 
 def test_a_few_plain_texts_are_cut_into_documents_without_loss(tmp_path: Path) -> None:
-    lines = [f"Sentence number {number} of a long text that goes on and on." for number in range(1000)]
+    lines = [f"Sentence number {number} of a long text that goes on and on." for number in range(3000)]
     (tmp_path / "long.txt").write_text("\n\n".join(lines))
     pieces = tmp_path / "pieces.jsonl"
     (source,) = sources_of([tmp_path / "long.txt"], pieces)
     assert source == {"kind": "jsonl", "name": "long", "path": str(pieces)}
     documents = [json.loads(line)["text"] for line in pieces.read_text().splitlines()]
-    assert len(documents) == 7
+    assert len(documents) == 21
     assert "\n".join(documents).split("\n") == lines
     for text in ("\n".join(lines), "\r\n".join(lines)):  # a sentence on each line, without blank ones
         (tmp_path / "lines.txt").write_bytes(text.encode())
@@ -225,24 +225,33 @@ def test_a_few_plain_texts_are_cut_into_documents_without_loss(tmp_path: Path) -
     (tmp_path / "queries.txt").write_text("\n".join(queries))
     sources_of([tmp_path / "queries.txt"], pieces)
     assert "\n".join(json.loads(line)["text"] for line in pieces.read_text().splitlines()).split("\n") == queries
-    (tmp_path / "one.txt").write_text(queries[0] + "\n")
-    sources_of([tmp_path / "one.txt"], pieces)
-    assert pieces.read_text() == json.dumps({"text": queries[0]}) + "\n"
     sources_of([tmp_path / "long.txt"], pieces)
     before = pieces.stat().st_mtime_ns
     sources_of([tmp_path / "long.txt"], pieces)
     assert pieces.stat().st_mtime_ns == before
-    (tmp_path / "long.txt").write_text("Another text.")
+    (tmp_path / "long.txt").write_text("\n\n".join(lines[:3]))
     sources_of([tmp_path / "long.txt"], pieces)
-    assert pieces.read_text() == '{"text": "Another text."}\n'
+    assert [json.loads(line)["text"] for line in pieces.read_text().splitlines()] == lines[:3]
     (tmp_path / "empty.txt").write_text(" \n\n")
     with pytest.raises(InputError, match=r"empty\.txt: no text"):
         sources_of([tmp_path / "empty.txt"], pieces)
     sources_of([tmp_path / "long.txt", tmp_path / "empty.txt"], pieces)
-    assert pieces.read_text() == '{"text": "Another text."}\n'
+    assert [json.loads(line)["text"] for line in pieces.read_text().splitlines()] == lines[:3]
     many = write_text(tmp_path / "many", WORDS, documents=100)
     assert sources_of([many], tmp_path / "no.jsonl") == [{"kind": "books", "name": "many", "path": str(many)}]
     assert not (tmp_path / "no.jsonl").exists()
+
+
+def test_a_short_text_is_cut_into_documents_enough_to_hold_some_out(tmp_path: Path) -> None:
+    pieces, note = tmp_path / "pieces.jsonl", tmp_path / "note.txt"
+    note.write_text("\n\n".join(f"This is what paragraph number {number} of a note says." for number in range(60)))
+    sources_of([note], pieces)
+    assert len(pieces.read_text().splitlines()) == 15  # of four paragraphs each
+    note.write_text("One line.\n\nAnother line.\n")
+    with pytest.raises(InputError, match=r"note\.txt: 2 paragraphs; at least 3 are needed, since 2 are held out"):
+        sources_of([note], pieces)
+    (tmp_path / "more.jsonl").write_text('{"text": "x"}\n')
+    assert len(sources_of([note, tmp_path / "more.jsonl"], pieces)) == 2  # other documents are there
 
 
 def test_the_held_out_share_shrinks_with_the_text() -> None:

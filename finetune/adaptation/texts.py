@@ -10,12 +10,15 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, sha256_file
+from pretrain.common.wording import counted
 from pretrain.corpus.formats import PLAIN, files_below, kind_of
 from pretrain.corpus.inputs import Problems, decode, open_file
 from pretrain.corpus.sources import books
 
 _FEW = 100  # documents; with fewer, too few might be held out, which a hash decides
-_PIECE = 8_000  # characters of a piece of plain text
+_PIECE = 8_000  # characters of a piece of plain text, and fewer of a short one, so that it has about as many as this
+_PIECES = 20
+_FEWEST = 3  # documents that can be split: two are held out at least
 _HELD_OUT_BYTES = 300_000  # enough for the held-out sequences of an evaluation
 _BLANK = re.compile(r"\n[ \t]*\n")
 _SHARES = (0.005, 0.1)  # least and largest held-out share
@@ -25,7 +28,7 @@ def sources_of(texts: Sequence[Path], pieces: Path) -> list[dict[str, Any]]:
     """The `corpus.sources` of files and folders. A few files of plain text are cut into documents in `pieces`.
 
     Raises:
-        InputError: a path does not exist, or there is no text, or a folder has files of several formats.
+        InputError: a path does not exist, or there is too little text, or a folder has files of several formats.
     """
     sources: list[dict[str, Any]] = []
     plain: list[Path] = []
@@ -41,7 +44,12 @@ def sources_of(texts: Sequence[Path], pieces: Path) -> list[dict[str, Any]]:
         else:
             sources.append({"kind": kinds.pop(), "name": path.stem, "path": str(path)})
     if plain:
-        _write_pieces(plain, pieces)
+        count = _write_pieces(plain, pieces)
+        if count < _FEWEST and not sources:
+            raise InputError(
+                f"{_named(plain)}: {counted(count, 'paragraph')}; at least {_FEWEST} are needed, since 2 are held out. "
+                "Give more text, or put blank lines between its paragraphs."
+            )
         sources.append({"kind": "jsonl", "name": plain[0].stem if len(plain) == 1 else "texts", "path": str(pieces)})
     return sources
 
@@ -51,27 +59,34 @@ def held_out_share(size: int) -> float:
     return min(max(_HELD_OUT_BYTES / max(size, 1), _SHARES[0]), _SHARES[1])
 
 
-def _write_pieces(files: Sequence[Path], out: Path) -> None:
-    """Write the paragraphs of `files` as documents of about `_PIECE` characters.
+def _write_pieces(files: Sequence[Path], out: Path) -> int:
+    """Write the paragraphs of `files` as documents of about `_PIECE` characters, of fewer if the text is short.
 
-    A file that holds them already is left as it is: a prepared corpus knows it by its time. `InputError` if there is no
-    text.
+    A file that holds them already is left as it is: a prepared corpus knows it by its time. Returns the number of
+    documents. `InputError` if there is no text.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
+    least = max(1, min(_PIECE, sum(file.stat().st_size for file in files) // _PIECES))
+    count = 0
     aside = out.with_name(f".{out.name}.new")
     with atomic_open(aside, "w") as written:
         for file in files:
             with open_file(file) as opened:
                 raw: bytes = opened.read()
             text = raw.decode("latin-1") if books.is_latin1(raw) else decode(raw, str(file), 0, Problems())
-            for piece in _pieces(_paragraphs(text)):
+            for count, piece in enumerate(_pieces(_paragraphs(text), least), count + 1):
                 written.write(json.dumps({"text": piece}) + "\n")
-        if not written.tell():
-            raise InputError(f"{', '.join(map(str, files[:3]))}: no text.")
+        if not count:
+            raise InputError(f"{_named(files)}: no text.")
     if out.is_file() and sha256_file(out) == sha256_file(aside):
         aside.unlink()
     else:
         aside.replace(out)
+    return count
+
+
+def _named(files: Sequence[Path]) -> str:
+    return ", ".join(map(str, files[:3]))
 
 
 def _paragraphs(text: str) -> str:
@@ -82,13 +97,14 @@ def _paragraphs(text: str) -> str:
     return "\n".join(" ".join(line.split()) for line in text.split("\n") if line.strip())
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _pieces(text: str, least: int) -> Iterator[str]:
+    """Runs of lines with `least` characters or more; the last one may have fewer."""
     lines: list[str] = []
     size = 0
     for line in text.split("\n"):
         lines.append(line)
         size += len(line)
-        if size >= _PIECE:
+        if size >= least:
             yield "\n".join(lines)
             lines, size = [], 0
     if any(lines):
