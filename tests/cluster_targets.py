@@ -30,7 +30,12 @@ def killed_then_mistaken(payload: dict[str, Any], worker: Worker) -> None:
     before = count_start(payload, worker)
     print(f"rank {worker.rank} of {worker.world_size}, {worker.threads} threads")
     os.system("echo a child writes here too")
-    Path(f"title-{worker.rank}").write_text(psutil.Process().cmdline()[0])
+    process = psutil.Process()
+    Path(f"title-{worker.rank}").write_text(process.cmdline()[0])
+    raylet = process.parent()
+    driver = raylet.parent() if raylet else None
+    assert driver is not None
+    Path(f"ray-{worker.rank}").write_text("\n".join(" ".join(one.cmdline()) for one in driver.children()))
     with process_group(worker):
         total = torch.ones(1)
         dist.all_reduce(total)

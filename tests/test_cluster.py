@@ -86,6 +86,9 @@ def test_killed_worker_restarts_once_and_a_mistake_never_does(folder: Path) -> N
     assert _starts(folder, 0) == _starts(folder, 1) == ["resume=False", "resume=True"]
     assert (folder / "sum-0").read_text() == "2", "the workers did not reach each other"
     assert (folder / "title-1").read_text().startswith(PROCESS_TITLE), "Kubernetes waits for processes of that name"
+    ray = (folder / "ray-1").read_text()
+    assert "/raylet " in ray
+    assert "log_monitor" not in ray, "it looks at logs that nobody reads, ten times a second"
     log = (folder / "run/logs/worker-1.log").read_text()
     assert log.count("rank 1 of 2, 1 threads") == 2
     assert log.count("a child writes here too") == 2

@@ -42,9 +42,10 @@ _OBJECT_STORE_BYTES = 100 << 20  # nothing large passes through Ray; its minimum
 
 # Memory that one thread of a worker frees must serve the others (pretrain/common/memory.py): one heap for all threads.
 _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
-# Set in the driver; Ray passes them to its workers.
+# Set in the driver; Ray passes them to its workers, and to the other processes of a Ray of our own.
 _RAY_ENVIRONMENT = {
     **_ONE_HEAP,
+    "REPORTER_UPDATE_INTERVAL_MS": "600000",  # the load of all processes, every 5 s by default, for a dashboard
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
@@ -148,6 +149,7 @@ def _start_ray(request: DriverRequest) -> None:
             log_to_driver=False,
             _temp_dir=f"{request.launch.ray_dir}/{RAY_FOLDER}",
         )
+        _end_log_monitor()
     except Exception as error:
         logger.exception("ray.init")
         _keep_ray_logs(request.launch)
@@ -155,6 +157,14 @@ def _start_ray(request: DriverRequest) -> None:
             f"{request.launch.run_dir / LOGS / RAY_LOG}: Ray did not start on this machine ({one_line(error)}). "
             f"Ray's own logs are in the same folder; {program()} doctor checks the machine."
         ) from None
+
+
+def _end_log_monitor() -> None:
+    """End the process that reads the workers' logs ten times a second to print them here, which we do not ask for."""
+    from ray._private import worker  # Ray has no public way
+
+    with contextlib.suppress(AttributeError):  # another version of Ray
+        worker._global_node.kill_log_monitor()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:

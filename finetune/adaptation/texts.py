@@ -74,8 +74,9 @@ def _write_pieces(files: Sequence[Path], out: Path) -> int:
             with open_file(file) as opened:
                 raw: bytes = opened.read()
             text = raw.decode("latin-1") if books.is_latin1(raw) else decode(raw, str(file), 0, Problems())
-            for count, piece in enumerate(_pieces(_paragraphs(text), least), count + 1):
+            for piece in _pieces(_paragraphs(text), least):
                 written.write(json.dumps({"text": piece}) + "\n")
+                count += 1
         if not count:
             raise InputError(f"{_named(files)}: no text.")
     if out.is_file() and sha256_file(out) == sha256_file(aside):

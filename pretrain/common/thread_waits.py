@@ -25,8 +25,8 @@ from pretrain.common.memory import control_groups
 
 _POLL_SECONDS = 0.5
 # Share of the time that a runnable thread waits for a core: above the first the cores are contended, below the second
-# they are free.
-_CONTENDED, _FREE = 0.10, 0.03
+# they are free. Ray's own processes make it 0.03 to 0.05 on two cores.
+_CONTENDED, _FREE = 0.10, 0.06
 # Consecutive polls with free cores before threads spin again.
 _FREE_POLLS = 4
 # A pool starts only if the limits allow this many times its threads, since other workers start pools too.
