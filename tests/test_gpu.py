@@ -317,17 +317,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+NO_DROPOUT = {"model__attention_dropout": 0.0, "model__hidden_dropout": 0.0}
+
+
 @pytest.fixture(scope="module")
 def runs(root: Path) -> Path:
     """Runs of 12 steps: whole on the GPU, in two parts, with filler, and on the CPU."""
-    exact = {"engine__precision": "fp32", "model__attention_dropout": 0.0, "model__hidden_dropout": 0.0}
     for name, changes in {
         "whole": {},
         "parts": {},
-        "static": {"engine__static_shapes": True},
-        "graphs": {"engine__cuda_graphs": True},
-        "gpu32": exact,
-        "cpu32": exact,
+        "static": {**NO_DROPOUT, "engine__static_shapes": True},
+        "graphs": {**NO_DROPOUT, "engine__cuda_graphs": True},
+        "gpu32": {**NO_DROPOUT, "engine__precision": "fp32"},
+        "cpu32": {**NO_DROPOUT, "engine__precision": "fp32"},
     }.items():
         values = _run_values(root, name, **changes)
         (root / f"{name}.yaml").write_text(dump(PretrainConfig.model_validate(values)), encoding="utf-8")
@@ -342,7 +344,10 @@ def runs(root: Path) -> Path:
 def _run_values(root: Path, name: str, **changes: Any) -> dict[str, Any]:
     common = {"engine__precision": "bf16", "engine__compile": True, "model__hidden": 64, "optimizer__name": "muon"}
     common |= {"evaluation__every_steps": 6, "checkpoint__every_steps": 6}
-    return pretraining(root / "corpus", root / name, [(32, 16, 8), (64, 16, 4)], **{**common, **changes})
+    values = pretraining(root / "corpus", root / name, [(32, 16, 8), (64, 16, 4)], **{**common, **changes})
+    for phase in values["phases"]:
+        phase["peak_learning_rate"] = 5e-3  # at which a wrong update shows
+    return values
 
 
 def _ends(processes: dict[str, list[subprocess.Popen[str]]]) -> dict[str, list[int]]:
@@ -417,18 +422,24 @@ def stopped_run(path: str) -> int:
     return 0
 
 
-def losses_of(folder: Path) -> list[float]:
-    return [record["loss"] for record in records(folder)]
+def assert_trained_alike(folder: Path, expected: Path) -> None:
+    """The losses and gradient norms of two runs are equal but for rounding.
+
+    On a CPU, those of bf16 and fp32 differ by up to 1e-4 and 0.3 %; half of the learning rate makes it 9e-3 and 12 %.
+    """
+    for name, tolerance in (("loss", 2e-3), ("grad_norm", 3e-2)):
+        mine, theirs = ([record[name] for record in records(run)] for run in (folder, expected))
+        assert mine == pytest.approx(theirs, rel=tolerance), name
 
 
-def test_a_run_in_parts_has_the_losses_of_a_whole_one(runs: Path) -> None:
+def test_a_run_in_parts_trains_as_a_whole_one(runs: Path) -> None:
     # Not bit for bit: flash attention's backward pass adds in any order.
-    assert losses_of(runs / "parts") == pytest.approx(losses_of(runs / "whole"), rel=1e-2)
+    assert_trained_alike(runs / "parts", runs / "whole")
 
 
 @pytest.mark.parametrize("name", ["static", "graphs"])
-def test_filler_and_graphs_change_no_loss_beyond_rounding(runs: Path, name: str) -> None:
-    assert losses_of(runs / name) == pytest.approx(losses_of(runs / "whole"), rel=2e-2)
+def test_filler_and_graphs_change_nothing_beyond_rounding(runs: Path, name: str) -> None:
+    assert_trained_alike(runs / name, runs / "cpu32")
 
 
 OVER_NCCL: dict[str, dict[str, Any]] = {
@@ -443,7 +454,7 @@ OVER_NCCL: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def over_nccl(root: Path) -> Path:
     """Runs of two workers, of one, and one that two workers begin and one ends."""
-    plain = {"engine__compile": False, "model__attention_dropout": 0.0, "model__hidden_dropout": 0.0}
+    plain = {**NO_DROPOUT, "engine__compile": False}
     alone: dict[str, dict[str, Any]] = {"one": {}, "one-adamw": {"optimizer__name": "adamw"}}
     for name, changes in {**OVER_NCCL, **alone, "halves": {}}.items():
         values = _run_values(root, name, **{**plain, **changes})
@@ -461,15 +472,12 @@ def over_nccl(root: Path) -> Path:
 @pytest.mark.parametrize("name", [*OVER_NCCL, "halves"])
 def test_two_workers_over_nccl_have_the_losses_of_one(over_nccl: Path, name: str) -> None:
     alone = "one-adamw" if name == "stage-3" else "one"
-    # With half of the learning rate the losses differ by up to 3e-3.
-    assert losses_of(over_nccl / name) == pytest.approx(losses_of(over_nccl / alone), rel=1e-3)
-    norms, expected = ([one["grad_norm"] for one in records(over_nccl / run)] for run in (name, alone))
-    assert norms == pytest.approx(expected, rel=3e-2)
+    assert_trained_alike(over_nccl / name, over_nccl / alone)
 
 
-def test_a_run_in_fp32_has_the_losses_of_the_cpu(runs: Path) -> None:
+def test_a_run_in_fp32_trains_as_on_the_cpu(runs: Path) -> None:
     # TF32 products on the GPU.
-    assert losses_of(runs / "gpu32") == pytest.approx(losses_of(runs / "cpu32"), rel=5e-3)
+    assert_trained_alike(runs / "gpu32", runs / "cpu32")
     record = records(runs / "gpu32")[-1]
     assert record["tokens"] == records(runs / "cpu32")[-1]["tokens"]
     environment = json.loads((runs / "gpu32" / "environment.json").read_text())
