@@ -22,6 +22,7 @@ from pretrain.checkpoint.released_writer import released_ids
 from pretrain.checkpoint.start import digest
 from pretrain.checkpoint.tokenizer import is_run, read_tokenizer, released_folder
 from pretrain.common.errors import InputError
+from pretrain.common.memory import hold_freed_memory
 from pretrain.common.transfers import OnItsWay, arrivals, to_host
 from pretrain.config import load_config
 from pretrain.model.heads import PretrainingModel
@@ -119,6 +120,8 @@ class MaskedModel:
         model.load_state_dict(state, assign=True)
         torch.set_float32_matmul_precision("highest")  # an earlier training in this process may have chosen TF32
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self._device.type == "cpu":
+            hold_freed_memory()
         self._model = model.eval().to(self._device, torch_dtype(settings.precision))
         self._most_predictions = max(1, _LOGITS // released.vocabulary_size)
 
