@@ -508,7 +508,7 @@ def test_a_restart_is_requested_of_the_attempt_that_runs(
     monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.002)
 
     def run(attempt: Attempt, started: Any) -> None:
-        started([WorkerLocation("a", "10.0.0.1", 1, ())])
+        started([WorkerLocation("ab"[attempt.number], "10.0.0.1", 1, ())])  # the second leaves the node that goes
         attempts.append(attempt.restart_flag().is_set())
         if attempt.number == 0:
             nodes[0] = node("a", 4, draining=True)
