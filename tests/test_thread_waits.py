@@ -44,7 +44,7 @@ class Script:
 
 
 def test_threads_sleep_while_cores_are_contended(monkeypatch: pytest.MonkeyPatch) -> None:
-    free, busy = 0.04, 0.5  # Ray's own processes cost the threads 0.03 to 0.05 on two cores
+    free, busy = 0.04, 0.5  # about what Ray's own processes cost on two cores
     script = Script([free, 0.08, busy, 0.08, free, free, free, busy, free, free, free, free, free], monkeypatch)
     thread_waits._watch(script.pool, script.end, script.waited)
     # The fourth free look in a row ends it; the first look only begins the account.

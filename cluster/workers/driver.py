@@ -161,10 +161,10 @@ def _start_ray(request: DriverRequest) -> None:
 
 def _end_log_monitor() -> None:
     """End the process that reads the workers' logs ten times a second to print them here, which we do not ask for."""
-    from ray._private import worker  # Ray has no public way
+    with contextlib.suppress(ImportError, AttributeError):  # another version of Ray: there is no public way
+        from ray._private import worker
 
-    with contextlib.suppress(AttributeError):  # another version of Ray
-        worker._global_node.kill_log_monitor()  # pyright: ignore[reportAttributeAccessIssue]
+        worker._global_node.kill_log_monitor(check_alive=False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:

@@ -25,7 +25,7 @@ from pretrain.common.memory import control_groups
 
 _POLL_SECONDS = 0.5
 # Share of the time that a runnable thread waits for a core: above the first the cores are contended, below the second
-# they are free. Ray's own processes make it 0.03 to 0.05 on two cores.
+# they are free. Beside Ray's own processes it is about 0.03 on two cores.
 _CONTENDED, _FREE = 0.10, 0.06
 # Consecutive polls with free cores before threads spin again.
 _FREE_POLLS = 4
