@@ -18,9 +18,12 @@ from finetune.adaptation.command import _check, _finetuning, _folder, _Stages, r
 from finetune.adaptation.texts import held_out_share, sources_of
 from finetune.config import load_config as load_finetuning
 from pretrain import pace
+from pretrain.__main__ import main as pretrain_main
+from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_manifest
 from pretrain.config import ModelConfig, load_config
+from pretrain.continuation import Corpora
 from pretrain.reporting.gains import COMPARED, gain_lines, gains
 from tests.test_start import JARGON, make_pretrained, write_text
 from tests.tiny_checkpoints import WORDS, write_reviews
@@ -102,8 +105,8 @@ def test_steps_are_timed_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.M
 
     def stop(command: Any) -> int:
         if command[0] == "prepare":
-            return 0
-        (out / "run").mkdir(exist_ok=True)
+            return pretrain_main(command)
+        write_manifest(out / "run/checkpoints/step-00000001", {})
         return 75
 
     monkeypatch.setattr(pace, "fit", fit)
@@ -258,7 +261,70 @@ def test_the_held_out_share_shrinks_with_the_text() -> None:
     assert [held_out_share(size) for size in (10_000, 6_000_000, 10**9)] == [0.1, 0.05, 0.005]
 
 
-# ---- the length of training
+# ---- batches and the length of training
+
+
+@pytest.mark.parametrize(
+    ("documents", "words", "sequences", "workers", "alone"),
+    [
+        (14, [], 12, 8, False),
+        (14, ["--general", "other"], 15, 8, False),  # a fifth is replayed
+        (14, ["--workers", "3"], 12, 3, False),
+        (14, ["--set", "phases.0.global_sequences=9"], 9, 8, False),
+        (8, [], 6, 6, False),
+        (3, [], 1, 1, True),
+        (80, [], 32, 8, False),
+    ],
+)
+def test_a_short_text_has_smaller_batches(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    documents: int,
+    words: list[str],
+    sequences: int,
+    workers: int,
+    alone: bool,
+) -> None:
+    """A document of 71 tokens gives one sequence of up to 64, so tokens do not count them."""
+    monkeypatch.chdir(tmp_path)
+    make_pretrained(tmp_path / "start")
+    write_text(tmp_path / "other", WORDS, seed=7)
+    rows = [{"text": f"{number} " + " ".join(WORDS[number % 9 :][:10] * 7)} for number in range(documents)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(settings, "usual_workers", lambda: 8)
+    started: list[Any] = []
+
+    def stop(command: Any) -> int:
+        if command[0] == "prepare":
+            return pretrain_main(command)
+        started.append(command)
+        config = load_config(command[1])
+        shards, workers = Corpora.open(config).training, config.scheduling.workers
+        BatchMaker(shards, config, 0, seed=0, rank=0, world_size=workers).check_batch()
+        write_manifest(tmp_path / "out/run/checkpoints/step-00000001", {})
+        return 75
+
+    for _ in range(2):
+        assert run(options("text.jsonl", "--from", "start", "--out", "out", *words), stop, stop) == 75
+    config = load_config(tmp_path / "out/adapt.yaml")
+    assert (config.phases[0].global_sequences, config.scheduling.workers) == (sequences, workers)
+    assert [("--no-ray" in command, "--resume" in command) for command in started] == [(alone, False), (alone, True)]
+
+
+def test_a_batch_that_training_refused_can_be_corrected(tmp_path: Path) -> None:
+    make_pretrained(tmp_path / "start")
+    write_text(tmp_path / "text", WORDS, documents=3)
+    words = [str(tmp_path / "text"), "--from", str(tmp_path / "start"), "--out", str(tmp_path / "out")]
+
+    def refuse(command: Any) -> int:
+        if command[0] == "prepare":
+            return pretrain_main(command)
+        load_config(command[1]).folder.mkdir(exist_ok=True)
+        return 2
+
+    for sequences in (99, 2):
+        assert run(options(*words, "--set", f"phases.0.global_sequences={sequences}"), refuse, refuse) == 2
+        assert load_config(tmp_path / "out/adapt.yaml").phases[0].global_sequences == sequences
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from finetune.adaptation.settings import (
     config_of,
     corpus_values,
     run_values,
+    sequences_of,
     steps_of,
     write_config,
 )
@@ -140,17 +141,20 @@ class _Stages:
         return self._out / f"{name}.yaml"
 
     def _run_config(self, corpus: Path) -> Path:
-        """Write the config of the run, whose steps follow from the prepared text; returns its path."""
+        """Write the config of the run, whose batch and steps follow from the prepared text; returns its path."""
         arguments, path = self._arguments, self._out / CONFIG_FILE
         section = settings.read_values(corpus)["corpus"]
         section["vocabulary"] = {"added_words": arguments.new_words}
         model = load_config(corpus).model
-        begun = path.is_file() and (self._out / "run").exists()
+        sequences = sequences_of(config_of(run_values(arguments, section, model, 1), arguments.set))
+        begun = path.is_file() and bool(checkpoint_names(self._out / "run"))  # training may have refused it
         if begun and not arguments.steps:
             steps = load_config(path).total_steps
         else:
-            steps = steps_of(config_of(run_values(arguments, section, model, 1), arguments.set), arguments)
-        write_config(path, config_of(run_values(arguments, section, model, steps), arguments.set), begun=begun)
+            one_step = run_values(arguments, section, model, 1, sequences)
+            steps = steps_of(config_of(one_step, arguments.set), arguments)
+        values = run_values(arguments, section, model, steps, sequences)
+        write_config(path, config_of(values, arguments.set), begun=begun)
         return path
 
     def _finetunings(self, config: PretrainConfig) -> Iterator[list[str]]:

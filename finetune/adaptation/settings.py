@@ -19,7 +19,7 @@ CONFIG_FILE = "adapt.yaml"
 # What may change once a stage was begun: fine-tunings come after all others.
 _FREE = ("adaptation.finetuning", "adaptation.finetuning_seeds")
 _LENGTH = 128
-_SEQUENCES = 32
+_SEQUENCES = 32  # of a step, if the text has so many
 # How often the text is read: more often if there is less of it (tokens, passes), as Gururangan et al. 2020, "Don't Stop
 # Pretraining", do: one pass over gigabytes of a domain, 100 over the text of a task.
 _PASSES = ((1e6, 10), (1e7, 5), (1e8, 2))
@@ -44,9 +44,16 @@ def corpus_values(name: str, folder: Path, start: Path, sources: list[dict[str, 
     }
 
 
-def run_values(arguments: argparse.Namespace, corpus: dict[str, Any], model: ModelConfig, steps: int) -> dict[str, Any]:
-    """The config of the run, whose `corpus` section is that of the prepared one."""
+def run_values(
+    arguments: argparse.Namespace,
+    corpus: dict[str, Any],
+    model: ModelConfig,
+    steps: int,
+    sequences: int = _SEQUENCES,
+) -> dict[str, Any]:
+    """The config of the run, whose `corpus` section is that of the prepared one; `sequences` are those of a step."""
     out: Path = arguments.out
+    workers = min(usual_workers(), sequences) if arguments.workers is None else arguments.workers
     adaptation: dict[str, Any] = {
         "finetuning": [str(path) for path in arguments.finetune or ()],
         "finetuning_seeds": arguments.seeds or 1,
@@ -60,11 +67,11 @@ def run_values(arguments: argparse.Namespace, corpus: dict[str, Any], model: Mod
         "start_from": str(arguments.start_from),
         "corpus": corpus,
         "pairs": {"next_sentence": False},
-        "phases": [_phase(steps, rate_of(model.hidden), min(_LENGTH, model.max_positions))],
+        "phases": [_phase(steps, rate_of(model.hidden), min(_LENGTH, model.max_positions), sequences)],
         "engine": {"micro_batch_tokens": 4096},
         "evaluation": {"every_steps": every, "sequences": 512},
         "checkpoint": {"every_steps": every},
-        "scheduling": {"workers": usual_workers() if arguments.workers is None else arguments.workers},
+        "scheduling": {"workers": workers},
         "adaptation": adaptation,
     }
 
@@ -92,6 +99,24 @@ def write_config(path: Path, config: PretrainConfig, *, begun: bool) -> None:
         file.write(settings.dump(config))
 
 
+def sequences_of(config: PretrainConfig) -> int:
+    """Sequences of a step: no more than the prepared text has, replayed text included."""
+    from pretrain.batches.pairs import Sampler
+    from pretrain.continuation import Corpora
+
+    shards, phase = Corpora.open(config).training, config.phases[0]
+    # Counted as training does: the number of tokens does not tell, since a document of 1.4 sequences gives one.
+    sampler = Sampler(
+        shards,
+        config.pairs,
+        sequence_length=phase.sequence_length,
+        seed=config.seed,
+        phase=0,
+        weights=phase.weights,
+    )
+    return min(_SEQUENCES, sampler.samples_per_epoch)
+
+
 def steps_of(config: PretrainConfig, arguments: argparse.Namespace) -> int:
     """Steps of a run: as given, as many as fit the given minutes here, or by the size of the prepared text."""
     if arguments.steps:
@@ -111,10 +136,10 @@ def rate_of(width: int) -> float:
     return next((rate for most, rate in _RATES if width <= most), 5e-5)
 
 
-def _phase(steps: int, rate: float, length: int) -> dict[str, Any]:
+def _phase(steps: int, rate: float, length: int, sequences: int = _SEQUENCES) -> dict[str, Any]:
     return {
         "sequence_length": length,
-        "global_sequences": _SEQUENCES,
+        "global_sequences": sequences,
         "steps": steps,
         "peak_learning_rate": rate,
         "warmup_steps": round(0.06 * steps),
