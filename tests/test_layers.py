@@ -124,8 +124,9 @@ MAY_IMPORT: dict[str, str] = {
         "finetune.scores"
     ),
     "finetune.adaptation": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.work pretrain.pace "
-        "pretrain.commands pretrain.reporting finetune.artifacts finetune.config finetune.runs"
+        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.continuation "
+        "pretrain.work pretrain.pace pretrain.commands pretrain.reporting finetune.artifacts finetune.config "
+        "finetune.runs"
     ),
     "finetune.demo_data": "pretrain.common pretrain.corpus",
     "finetune.demo": (
