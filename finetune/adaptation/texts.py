@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, sha256_file
 from pretrain.common.wording import counted
-from pretrain.corpus.formats import PLAIN, files_below, kind_of
+from pretrain.corpus.formats import PLAIN, files_below, kind_of, pieces_of
 from pretrain.corpus.inputs import Problems, decode, open_file
 from pretrain.corpus.sources import books
 
@@ -74,7 +74,7 @@ def _write_pieces(files: Sequence[Path], out: Path) -> int:
             with open_file(file) as opened:
                 raw: bytes = opened.read()
             text = raw.decode("latin-1") if books.is_latin1(raw) else decode(raw, str(file), 0, Problems())
-            for piece in _pieces(_paragraphs(text), least):
+            for piece in pieces_of(_paragraphs(text), least):
                 written.write(json.dumps({"text": piece}) + "\n")
                 count += 1
         if not count:
@@ -96,17 +96,3 @@ def _paragraphs(text: str) -> str:
     if "\n" in text and len(text) <= _PIECE * len(_BLANK.split(text)):
         return books.paragraphs(text)
     return "\n".join(" ".join(line.split()) for line in text.split("\n") if line.strip())
-
-
-def _pieces(text: str, least: int) -> Iterator[str]:
-    """Runs of lines with `least` characters or more; the last one may have fewer."""
-    lines: list[str] = []
-    size = 0
-    for line in text.split("\n"):
-        lines.append(line)
-        size += len(line)
-        if size >= least:
-            yield "\n".join(lines)
-            lines, size = [], 0
-    if any(lines):
-        yield "\n".join(lines)

@@ -12,11 +12,10 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from finetune.datasets.table import Table
 from pretrain.common.errors import InputError
-from pretrain.corpus.formats import documents_of, files_below
+from pretrain.corpus.formats import documents_of, files_below, pieces_of
 from pretrain.corpus.inputs import Problems
 from pretrain.corpus.sentences import split_sentences
 
@@ -32,78 +31,58 @@ _REACH = 50  # stretches around one, from which words are borrowed
 _MARKS = ".,;:!?\"'()[]“”‘’-—_ "
 
 
-class _Stretch(NamedTuple):
-    """Successive sentences of one document, as words."""
-
-    sentences: list[list[str]]
+Stretch = list[list[str]]
+"""Successive sentences of one document, as words."""
 
 
-def containment_pairs(path: Path, count: int, seed: int = 0) -> Table:
+def containment_pairs(path: Path, count: int) -> Table:
     """At most `count` pairs of the text in a file or folder, as columns `text`, `pair` and `label`.
 
     Half of them are contained: 6 to 14 successive words of a passage of 1 to 3 sentences, every second time without one
     inner word. The words of a quarter are of a sentence beside the passage. Those of the last quarter are of the
     passage, with one or two content words replaced. The text is read until there is enough of it, about 1,000
-    characters for each pair. The same text, count and seed give the same pairs.
+    characters for each pair. The same text and count give the same pairs.
 
     Raises:
         InputError: no such path, a file that cannot be read, or too little text for pairs of both labels.
     """
     stretches = list(itertools.islice(_stretches(path), count))
     frequent = _frequent_words(stretches)
-    rng = random.Random(seed)
-    rows: list[tuple[str, str, str]] = []
-    for _ in range(_ROUNDS):
-        for number in range(len(stretches)):
-            pair = _pair(stretches, number, frequent, rng)
-            if pair is not None and len(rows) < count:
-                rows.append(pair)
-        if len(rows) >= count:
-            break
+    rng = random.Random(0)
+    numbers = itertools.chain.from_iterable(itertools.repeat(range(len(stretches)), _ROUNDS))
+    found = (_pair(stretches, number, frequent, rng) for number in numbers)
+    rows = list(itertools.islice((pair for pair in found if pair is not None), count))
     if {label for *_, label in rows} != set(LABELS):
         raise InputError(
             f"classification.containment: {path}: too little text: {len(rows)} pairs. Give documents with several "
             "sentences of 5 words and more."
         )
     texts, parts, labels = map(list, zip(*rows, strict=True))
-    columns = {"text": texts, "pair": parts, "label": labels}
-    return Table({**columns}, f"pairs of {path}", range(1, 1 + len(rows)), ": pair ")
+    return Table(
+        {"text": texts, "pair": parts, "label": labels}, f"pairs of {path}", range(1, 1 + len(rows)), ": pair "
+    )
 
 
-def _stretches(path: Path) -> Iterator[_Stretch]:
+def _stretches(path: Path) -> Iterator[Stretch]:
     for file in files_below(path):
         for document in documents_of(file, Problems()):
-            for text in _runs(document):
+            for text in pieces_of(document, _STRETCH):
                 found = [sentence.split() for sentence in split_sentences(text, "en")]
                 sentences = [words for words in found if _SENTENCE[0] <= len(words) <= _SENTENCE[1]]
                 if len(sentences) >= 2:
-                    yield _Stretch(sentences)
+                    yield sentences
 
 
-def _runs(document: str) -> Iterator[str]:
-    """Successive paragraphs of `_STRETCH` characters and more together."""
-    lines: list[str] = []
-    size = 0
-    for line in document.split("\n"):
-        lines.append(line)
-        size += len(line)
-        if size >= _STRETCH:
-            yield "\n".join(lines)
-            lines, size = [], 0
-    if lines:
-        yield "\n".join(lines)
-
-
-def _frequent_words(stretches: Sequence[_Stretch]) -> frozenset[str]:
-    counts = Counter(_bare(word) for stretch in stretches for words in stretch.sentences for word in words)
+def _frequent_words(stretches: Sequence[Stretch]) -> frozenset[str]:
+    counts = Counter(_bare(word) for stretch in stretches for words in stretch for word in words)
     return frozenset(word for word, _ in counts.most_common(_FREQUENT))
 
 
 def _pair(
-    stretches: Sequence[_Stretch], number: int, frequent: frozenset[str], rng: random.Random
+    stretches: Sequence[Stretch], number: int, frequent: frozenset[str], rng: random.Random
 ) -> tuple[str, str, str] | None:
     """(passage, words, label); None if the sentences at hand allow none of the kind that was drawn."""
-    sentences = stretches[number].sentences
+    sentences = stretches[number]
     first = rng.randrange(len(sentences))
     passage = sentences[first : first + rng.randint(1, 3)]
     while len(passage) > 1 and sum(map(len, passage)) > _MOST_WORDS:
@@ -128,10 +107,10 @@ def _pair(
     return " ".join(itertools.chain.from_iterable(passage)), f"{text[:1].upper()}{text[1:]}.", label
 
 
-def _borrowed(stretches: Sequence[_Stretch], number: int, rng: random.Random) -> list[str]:
+def _borrowed(stretches: Sequence[Stretch], number: int, rng: random.Random) -> list[str]:
     """The words of a sentence of a stretch nearby."""
     nearby = range(max(0, number - _REACH), min(len(stretches), number + _REACH + 1))
-    return rng.choice(stretches[rng.choice(nearby)].sentences)
+    return rng.choice(stretches[rng.choice(nearby)])
 
 
 def _replace(

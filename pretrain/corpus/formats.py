@@ -56,3 +56,17 @@ def documents_of(file: Path, problems: Problems) -> Iterator[str]:
     for number, item in enumerate(sources.find_inputs(config, "text")):
         for piece in sources.cut(config, 0, number, item):
             yield from sources.documents(piece, problems)
+
+
+def pieces_of(text: str, least: int) -> Iterator[str]:
+    """Successive lines of a document with `least` characters or more; the last piece may have fewer."""
+    lines: list[str] = []
+    size = 0
+    for line in text.split("\n"):
+        lines.append(line)
+        size += len(line)
+        if size >= least:
+            yield "\n".join(lines)
+            lines, size = [], 0
+    if any(lines):
+        yield "\n".join(lines)
