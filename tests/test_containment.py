@@ -77,6 +77,12 @@ def test_text_is_read_until_there_is_enough_and_used_again_if_there_is_too_littl
     assert len({*containment_pairs(short, 10_000).columns["pair"]}) > 2 * len(short.read_text()) / 1_000
 
 
+def test_what_is_not_text_is_warned_of(text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\x80\x81 " + (text / "00.txt").read_bytes() + "\n\n\u4e2d\u6587".encode())
+    containment_pairs(tmp_path / "a.txt", 100)
+    assert "a.txt: bytes that are not UTF-8 (" in caplog.text
+
+
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("One sentence of some six words alone.")
     with pytest.raises(InputError, match=r"classification\.containment: .*note\.txt: too little text: 0 pairs\. Give"):

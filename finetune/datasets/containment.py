@@ -8,6 +8,7 @@ longer text has the words of a short one.
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,8 @@ from pretrain.common.errors import InputError
 from pretrain.corpus.formats import documents_of, files_below, pieces_of
 from pretrain.corpus.inputs import Problems
 from pretrain.corpus.sentences import split_sentences
+
+logger = logging.getLogger(__name__)
 
 LABELS = ("entailment", "not_entailment")  # those of RTE and QNLI, which keep the output layer
 
@@ -46,7 +49,10 @@ def containment_pairs(path: Path, count: int) -> Table:
     Raises:
         InputError: no such path, a file that cannot be read, or too little text for pairs of both labels.
     """
-    stretches = list(itertools.islice(_stretches(path), count))
+    problems = Problems()
+    stretches = list(itertools.islice(_stretches(path, problems), count))
+    for entry in problems.entries():
+        logger.warning("%s: %s (%s times, first: %s)", entry["path"], entry["fault"], entry["count"], entry["first"])
     frequent = _frequent_words(stretches)
     rng = random.Random(0)
     numbers = itertools.chain.from_iterable(itertools.repeat(range(len(stretches)), _ROUNDS))
@@ -63,9 +69,9 @@ def containment_pairs(path: Path, count: int) -> Table:
     )
 
 
-def _stretches(path: Path) -> Iterator[Stretch]:
+def _stretches(path: Path, problems: Problems) -> Iterator[Stretch]:
     for file in files_below(path):
-        for document in documents_of(file, Problems()):
+        for document in documents_of(file, problems):
             for text in pieces_of(document, _STRETCH):
                 found = [sentence.split() for sentence in split_sentences(text, "en")]
                 sentences = [words for words in found if _SENTENCE[0] <= len(words) <= _SENTENCE[1]]
