@@ -20,7 +20,7 @@ from pretrain.planning import published, recommend, speed, table
 from pretrain.planning.budget import Budget, parse_budget
 from pretrain.planning.candidates import effective_size, plan, with_batch, with_shape, with_workers, works
 from pretrain.planning.fitting import EXPONENT, FEWEST, Points, fit, objective
-from pretrain.planning.law import REPETITIONS, Law, effective_tokens, interval
+from pretrain.planning.law import MOST_REPETITIONS, Law, effective_tokens, interval
 from pretrain.planning.published import Recipe, as_points
 from pretrain.planning.recommend import choose, recommendation
 from pretrain.planning.speed import Here
@@ -46,8 +46,24 @@ def test_repeated_tokens_saturate() -> None:
     ten = float(effective_tokens(100e6, 10e6))
     assert ten == pytest.approx(10e6 * (1 + 15.4 * (1 - math.exp(-9 / 15.4))))
     assert 20e6 < ten < 100e6
-    assert effective_tokens(1e12, 10e6) == pytest.approx(10e6 * (1 + REPETITIONS))
+    assert effective_tokens(1e12, 10e6) == pytest.approx(10e6 * (1 + MOST_REPETITIONS))
     np.testing.assert_allclose(effective_tokens(np.array([1e6, 1e9]), np.inf), [1e6, 1e9])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "unique", "worth"), [(21.5e6, 1.56e6, 11.6e6), (21.4e6, 4.13e6, 18.9e6), (4.3e6, 0.38e6, 1.76e6)]
+)
+def test_little_text_saturates_as_measured(tokens: float, unique: float, worth: float) -> None:
+    """By the losses of 4x256 in docs/benchmarks/scaling-law.md; with 15.4 repetitions the last is worth 2.9 million."""
+    assert float(effective_tokens(tokens, unique)) == pytest.approx(worth, rel=0.06)
+    assert float(effective_tokens(2 * tokens, unique)) > float(effective_tokens(tokens, unique))
+
+
+def test_more_text_saturates_later() -> None:
+    unique = np.geomspace(1e5, 1e9, 50)
+    worth = effective_tokens(20 * unique, unique) / unique
+    assert (np.diff(worth) > -1e-9).all()
+    assert worth[0] < 3 < 11 < worth[-1]
 
 
 @pytest.mark.parametrize("flops", [1e13, 1e15, 1e18])

@@ -2,6 +2,7 @@
 
     L(N, D) = E + A / N^alpha + B / D'^beta        Hoffmann et al. 2022, "Chinchilla", equation 2
     D' = U + U R* (1 - exp(-R / R*))               Muennighoff et al. 2023, equation 5
+    R* = min(15.4, 6 sqrt(U / 10^6))               docs/benchmarks/scaling-law.md
 
 L is in bits per character of held-out text. U are the tokens of one epoch, R = D / U - 1 the repetitions of it. N is
 the size in effective parameters: the FLOPs that training executes for one token, over 6, without the optimizer's and
@@ -20,9 +21,10 @@ import numpy as np
 
 Numbers = np.ndarray | float
 
-# Repetitions until further ones are worth little (Muennighoff et al. 2023, section 6: R*_D). Kept from the paper: 10
-# epochs of the yardstick are too few to fit it.
-REPETITIONS = 15.4
+# Repetitions until further ones are worth little: 15.4 in the paper (section 6: R*_D), whose smallest text has 100
+# million tokens. Fewer with little text: fitted to 14 runs with 0.4 to 4 million tokens and up to 14 epochs.
+MOST_REPETITIONS = 15.4
+_REPETITIONS_OF_A_MILLION = 6.0
 FLOPS_PER_PARAMETER = 6  # of one token, forward and backward
 
 
@@ -64,10 +66,14 @@ class Law:
 
 
 def effective_tokens(tokens: Numbers, unique: Numbers) -> Numbers:
-    """D': tokens of text that does not repeat which teach as much as `tokens` tokens in epochs of `unique` tokens."""
+    """D': tokens of text that does not repeat which teach as much as `tokens` tokens in epochs of `unique` tokens.
+
+    Beyond some 15 epochs of little text, models overfit and are worse than this says.
+    """
+    most = np.minimum(MOST_REPETITIONS, _REPETITIONS_OF_A_MILLION * np.sqrt(np.asarray(unique) / 1e6))
     unique = np.minimum(unique, tokens)  # what is not read once does not repeat
     repetitions = np.asarray(tokens) / unique - 1
-    return unique * (1 + REPETITIONS * -np.expm1(-repetitions / REPETITIONS))
+    return unique * (1 + most * -np.expm1(-repetitions / most))
 
 
 def interval(laws: Sequence[Law], size: float, tokens: float, unique: float = np.inf) -> tuple[float, float]:
