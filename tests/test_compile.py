@@ -96,7 +96,7 @@ def test_a_number_is_a_constant_of_the_code() -> None:
 
 
 def count_graphs(family: str) -> list[int]:
-    """How many graphs have been compiled after each of some batches, on which a frozen teacher and its student run."""
+    """How many graphs have been compiled after each of some batches: frozen teacher, inference and training."""
     shape = {"size": "custom", "layers": 4, "hidden": 32, "heads": 2, "max_positions": 64, **FAMILIES[family]}
     student, teacher = (PretrainingModel(ModelConfig.model_validate(shape), 101, compile=True) for _ in range(2))
     teacher.requires_grad_(False)
@@ -106,6 +106,8 @@ def count_graphs(family: str) -> list[int]:
         with torch.no_grad():
             for model in (teacher, student):
                 model(batch)
+        with torch.inference_mode():
+            student.masked_logits(batch)
         output = student(batch)
         (output.mlm_loss + output.nsp_loss).backward()
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -219,6 +219,24 @@ def test_new_lengths_do_not_compile_again() -> None:
             loss_and_gradients(model, batch)
 
 
+@pytest.mark.parametrize("shape", ["bert", "modernbert", "local"])
+def test_compiled_scores_of_masked_tokens_are_those_of_the_cpu(shape: str) -> None:
+    """As `evaluate-pretrained --compile` computes them: in inference mode, with new lengths in each batch."""
+    batches = [
+        make_batch(lengths, VOCABULARY) for lengths in ((40, 128), (9, 9, 77), (11,) * 50, (128,) * 4, (33,), (30, 20))
+    ]
+    eager, compiled = make_model(SHAPES[shape]).eval(), make_model(SHAPES[shape], compile=True).eval()
+    for dtype, close in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        compiled = compiled.to(GPU, dtype)
+        with torch.inference_mode():
+            for batch in batches[:2]:
+                compiled.masked_logits(batch.to(GPU))
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                for batch in batches:
+                    found, expected = compiled.masked_logits(batch.to(GPU)), eager.masked_logits(batch)
+                    assert distance(found.float().cpu(), expected) < close
+
+
 @contextlib.contextmanager
 def training(config: PretrainConfig) -> Iterator[tuple[Engine, Run]]:
     """An engine, and what adds the gradients of a micro-batch on the host and returns its totals."""

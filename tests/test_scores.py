@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from finetune.scores.masked_model import MaskedModel, ModelSettings
 from finetune.scores.record import Record
 from finetune.scores.view import _finetuning_charts, score_notes, score_rows
 from pretrain.common.errors import InputError, MachineError
+from pretrain.model import compile as compiler
+from pretrain.model.compile import MARKS_UNKNOWN_SIZES
 from pretrain.preflight import only_run
 from tests.fake_trials import hand_out
 from tests.tiny_checkpoints import SPECIALS, WORDS, make_bert, write_reviews
@@ -109,24 +111,43 @@ def naive(folder: Path, sentence: str) -> float:
     return total
 
 
+def watch_compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Gets the names of the functions whose compiled program is called from now on."""
+    called: set[str] = set()
+    original = compiler._compiled
+
+    def watched(function: Callable[..., Any], integers: tuple[int | None, ...]) -> Callable[..., Any]:
+        called.add(function.__name__)
+        return original(function, integers)
+
+    monkeypatch.setattr(compiler, "_compiled", watched)
+    return called
+
+
 # ---- BLiMP
 
 
+@pytest.mark.parametrize("compile", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("kind", ["bert", "modernbert"])
 def test_pseudo_log_likelihoods_are_those_of_a_loop_over_transformers(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, compile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_masked_lm(tmp_path, kind)
     expected = [naive(folder, sentence) for sentence in SENTENCES]
     assert max(expected) - min(expected) > 1
-    model = MaskedModel(folder)
+    model = MaskedModel(folder, ModelSettings(compile=compile))
+    compiled = watch_compiled(monkeypatch)
     together = pseudo_log_likelihoods(model, SENTENCES)
     np.testing.assert_allclose(together, expected, atol=1e-4)
+    assert ({"embed", "after_attention", "_softmax", "mlm_transform"} <= compiled) is compile
+    assert bool(compiled) is compile
     # Whatever shares a forward pass.
     monkeypatch.setattr(masked_model, "_BATCH_TOKENS", 20)
     monkeypatch.setattr(blimp, "_AT_ONCE", 30)
     counted: list[int] = []
-    np.testing.assert_allclose(pseudo_log_likelihoods(model, SENTENCES, counted.append), expected, atol=1e-4)
+    with torch._dynamo.config.patch(error_on_recompile=MARKS_UNKNOWN_SIZES):
+        apart = pseudo_log_likelihoods(model, SENTENCES, counted.append)
+    np.testing.assert_allclose(apart, expected, atol=1e-4)
     assert len(counted) > 2
     assert sum(counted) == len(SENTENCES)
 
@@ -203,6 +224,71 @@ def test_an_interrupted_blimp_continues(tmp_path: Path, bert: Path, monkeypatch:
     assert list(Record(path, model).content) == ["model", "blimp"], "nothing is left of what is finished"
     with pytest.raises(InputError, match="another model"):
         Record(path, {**model, "fingerprint": "g"})
+
+
+def test_records_of_eager_layers_are_those_of_compiled_ones_in_fp32_only(
+    tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16, compiled layers round elsewhere, which changes pairs with close scores."""
+    (tmp_path / "text.txt").write_text(" ".join(SENTENCES))
+    data, path = write_blimp(tmp_path / "blimp"), tmp_path / "record.json"
+    model = {"fingerprint": masked_model.fingerprint(bert), "name": "n", "folder": "d"}
+    computed: list[ModelSettings] = []
+    original = MaskedModel.__init__
+
+    def watched(self: MaskedModel, folder: Path, settings: ModelSettings) -> None:
+        computed.append(settings)
+        original(self, folder, settings)
+
+    monkeypatch.setattr(MaskedModel, "__init__", watched)
+
+    def scores(**settings: Any) -> tuple[Any, Any]:
+        given, record = ModelSettings(**settings), Record(path, model)
+        how = HeldOutSettings(64)
+        found = held_out_score(bert, [tmp_path / "text.txt"], how=how, settings=given, record=record)
+        return found, blimp_score(bert, data, settings=given, record=record)
+
+    def how() -> list[list[str]]:
+        return [list(Record(path, model).content[part]["how"]) for part in ("held_out", "blimp")]
+
+    eager = scores()
+    as_ever = [["texts", "length", "share", "seed", "precision", "shifted"], ["data", "limit", "precision", "shifted"]]
+    assert how() == as_ever, "else all earlier records would be measured again"
+    assert scores(compile=True) == eager
+    assert len(computed) == 2, "no model was needed"
+    path.unlink()
+    held, pairs = scores(compile=True)
+    assert how() == as_ever
+    assert [settings.compile for settings in computed[2:]] == [True, True]
+    assert pairs == eager[1]
+    assert held.nats_per_token == pytest.approx(eager[0].nats_per_token, rel=1e-5)
+    computed.clear()
+    scores(precision="bf16")
+    assert how() == as_ever
+    first = Record(path, model).content
+    scores(precision="bf16", compile=True)
+    assert len(computed) == 4
+    assert [keys[-1] for keys in how()] == ["compile", "compile"]
+    second = Record(path, model).content
+    assert "BLiMP [2]: compile True" in score_notes([first, second])
+    assert "BLiMP [1]: compile True" in score_notes([second, first])
+
+
+def test_a_machine_that_cannot_compile_is_named(
+    tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(compiler, "_compiled", lambda function, integers: torch.compile(function, backend=fail))
+    command = ["evaluate-pretrained", str(bert), "--blimp", str(write_blimp(tmp_path / "blimp"))]
+    assert main([*command, "--out", str(tmp_path / "out"), "--compile"]) == 3
+    printed = capsys.readouterr().err
+    assert "No working C++ compiler found" in printed
+    assert printed.rstrip().endswith("Install them, or leave out --compile.")
+    monkeypatch.setattr(compiler, "_compiled", lambda *arguments: fail)
+    with pytest.raises(RuntimeError, match="No working C"):  # not torch's compiler: a bug
+        main([*command, "--out", str(tmp_path / "out"), "--compile"])
 
 
 def test_a_model_that_changes_meanwhile_is_refused(tmp_path: Path, bert: Path) -> None:
@@ -643,6 +729,7 @@ def test_a_model_without_a_masked_head_is_only_fine_tuned(
         (["--text", "a", "--seeds", "5"], "--seeds: has no effect without --finetune"),
         (["--text", "a", "--blimp-limit", "3"], "--blimp-limit: has no effect without --blimp"),
         (["--finetune", "a", "--precision", "bf16"], "--precision: has no effect without --text or --blimp"),
+        (["--finetune", "a", "--compile"], "--compile: has no effect without --text or --blimp"),
         (["--text", "a", "--name", "a/b"], "--name: 'a/b' cannot name"),
     ],
 )

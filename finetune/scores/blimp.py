@@ -109,10 +109,11 @@ def blimp_score(
     Raises:
         InputError: the data or the checkpoint cannot be read, it has no head for masked language modelling, or it has
             too few positions for a sentence.
+        MachineError: torch cannot compile the layers here.
     """
     settings, paradigms = resolved(folder, settings), read_blimp(data, limit)
     done: dict[str, ParadigmScore] = {}
-    how = {"data": _data_digest(paradigms), "limit": limit, **asdict(settings)}
+    how = {"data": _data_digest(paradigms), "limit": limit, **settings.how()}
     if record is not None:
         earlier = (record.read(PART, how) or record.read(_UNFINISHED, how)).get("paradigms", {})
         done = {name: ParadigmScore(one["phenomenon"], one["pairs"], one["right"]) for name, one in earlier.items()}

@@ -32,6 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         InputError: options without effect, or a model or data that cannot be read.
+        MachineError: torch cannot compile the layers here.
         RunError: fine-tunings failed or were stopped; all else is written.
     """
     _check(arguments)
@@ -68,6 +69,7 @@ def _check(arguments: argparse.Namespace) -> None:
         "--shifted-targets": (arguments.shifted_targets, predicts, "--text or --blimp"),
         "--seeds": (arguments.seeds != 3, bool(arguments.finetune), "--finetune"),
         "--precision": (arguments.precision != "fp32", predicts, "--text or --blimp"),
+        "--compile": (arguments.compile, predicts, "--text or --blimp"),
         **{
             f"--{option.replace('_', '-')}": (getattr(arguments, option), bool(arguments.finetune), "--finetune")
             for option in ("data", "no_random", "parallel", "grid_set", "set")
@@ -114,7 +116,7 @@ def _predictions(arguments: argparse.Namespace, record: Record) -> list[str]:
     if missing and arguments.finetune:
         parts = [name for name, given in (("--text", arguments.text), ("--blimp", arguments.blimp)) if given]
         return [f"{' and '.join(parts)}: {arguments.model} has no head for masked language modelling ({missing})."]
-    settings = ModelSettings(arguments.precision, True if arguments.shifted_targets else None)
+    settings = ModelSettings(arguments.precision, True if arguments.shifted_targets else None, arguments.compile)
     if arguments.text:
         how = HeldOutSettings(arguments.length)
         held_out_score(arguments.model, arguments.text, how=how, settings=settings, record=record)

@@ -121,7 +121,7 @@ def held_out_score(
             fewer positions than `how.length`.
     """
     settings, documents = resolved(folder, settings), read_documents(texts)
-    given = {"texts": text_digest(*documents), **asdict(how), **asdict(settings)}
+    given = {"texts": text_digest(*documents), **asdict(how), **settings.how()}
     earlier = record.read(PART, given) if record is not None else {}
     if earlier.keys() == {field.name for field in fields(HeldOutScore)}:  # else it is one of another version
         return HeldOutScore(**earlier)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory
 from pretrain.common.transfers import OnItsWay, arrivals, to_host
 from pretrain.config import load_config
+from pretrain.model.compile import compiling
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import torch_dtype
 
@@ -42,10 +43,22 @@ class ModelSettings:
         precision: of weights and activations; fp32 gives the same scores on every machine, to rounding.
         shifted: the token at a position is predicted at the position before it (`masking.shifted_targets` of the run);
             None: as the config of a run says, and False for other checkpoints, which do not record it.
+        compile: fuse the layers with torch.compile.
     """
 
     precision: Literal["fp32", "bf16"] = "fp32"
     shifted: bool | None = None
+    compile: bool = False
+
+    def how(self) -> dict[str, Any]:
+        """What a record says of them: what may change a score by more than fp32's rounding.
+
+        Compiled layers keep in fp32 what eager ones round to bf16 between operations, so in bf16 scores differ by as
+        much as for bf16 itself. Eager ones have no key, as before there was a choice.
+        """
+        how = asdict(self)
+        compiled = how.pop("compile")
+        return {**how, "compile": True} if compiled and self.precision == "bf16" else how
 
 
 DEFAULT_MODEL = ModelSettings()
@@ -84,7 +97,7 @@ class MaskedModel:
 
     Args:
         folder: what `pretrain.checkpoint.released.read_released` reads.
-        settings: precision, and where tokens are predicted.
+        settings: precision, where tokens are predicted, and whether layers are compiled.
 
     Attributes:
         tokenizer: of the `tokenizers` library, truncation and padding off; special tokens in a text are ordinary
@@ -116,7 +129,9 @@ class MaskedModel:
         self.mask_id, self.max_positions = self.special_ids["mask"], released.model.max_positions
         self._shift = int(bool(resolved(folder, settings).shifted))
         with torch.device("meta"):
-            model = PretrainingModel(released.model, released.vocabulary_size, next_sentence=False)
+            model = PretrainingModel(
+                released.model, released.vocabulary_size, next_sentence=False, compile=settings.compile
+            )
         model.load_state_dict(state, assign=True)
         torch.set_float32_matmul_precision("highest")  # an earlier training in this process may have chosen TF32
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -134,7 +149,10 @@ class MaskedModel:
         return ids, (places >= len(before)) & (places < len(ids) - len(after))
 
     def predict(self, sequences: Sequence[MaskedSequence], advance: Advance = lambda count: None) -> Predictions:
-        """The probabilities of the true tokens. Which sequences share a forward pass changes them by rounding only."""
+        """The probabilities of the true tokens. Which sequences share a forward pass changes them by rounding only.
+
+        Raises `MachineError` if torch cannot compile the layers here.
+        """
         counts = np.array([len(one.places) for one in sequences], np.int64)
         begins = np.concatenate([[0], counts.cumsum()])
         log_probabilities, correct = np.zeros(begins[-1]), np.zeros(begins[-1], bool)
@@ -165,7 +183,7 @@ class MaskedModel:
     def _forward(self, sequences: Sequence[MaskedSequence]) -> OnItsWay:
         """fp64 [2, K]: what `Predictions` has of these sequences, in their order."""
         batch = _as_batch(sequences, self._shift).to(self._device)
-        with torch.inference_mode():
+        with torch.inference_mode(), compiling("leave out --compile"):
             logits_KV = self._model.masked_logits(batch).float()
             label_K = logits_KV.gather(1, batch.masked_labels[:, None])[:, 0]
             correct_K = label_K >= logits_KV.amax(-1)

@@ -61,6 +61,11 @@ def _add_predictions(parser: argparse.ArgumentParser) -> None:
         help="--text, --blimp: precision of the computation (default: fp32)",
     )
     parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="--text, --blimp: compile the layers with torch.compile; faster for a whole BLiMP, but it starts later",
+    )
+    parser.add_argument(
         "--shifted-targets",
         action="store_true",
         help="--text, --blimp: the model predicts a token at the position before it; a run folder says so itself",

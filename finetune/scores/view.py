@@ -182,7 +182,8 @@ def _marked(values: Sequence[str], hows: Sequence[Mapping[str, Any] | None]) -> 
 def _explained(hows: Sequence[Mapping[str, Any] | None]) -> Iterator[str]:
     """For each mark, the settings that differ."""
     ways = _distinct(hows)
-    differing = [key for key in (ways[0] if ways else {}) if any(way.get(key) != ways[0][key] for way in ways)]
+    keys = dict.fromkeys(key for way in ways for key in way)
+    differing = [key for key in keys if any(way.get(key) != ways[0].get(key) for way in ways)]
     for number, way in enumerate(ways if len(ways) > 1 else [], 1):
         settings = ", ".join(f"{_readable(key)} {str(way.get(key, _NONE))[:_LONGEST]}" for key in differing)
         yield f"[{number}]: {settings}"

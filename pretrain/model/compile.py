@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from pretrain.common.errors import MachineError
 
 # Inductor's own launcher of kernels holds Python's lock while a GPU's queue is full, so the threads that report
 # heartbeats stand still; Triton's does not. Inductor reads the variable when it is imported.
@@ -56,6 +59,23 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
     return call
 
 
+@contextlib.contextmanager
+def compiling(otherwise: str) -> Iterator[None]:
+    """Raise `MachineError` where torch fails to compile a program; `otherwise`: how the user does without."""
+    try:
+        yield
+    except RuntimeError as error:
+        from torch._dynamo.exc import BackendCompilerFailed
+
+        if not isinstance(error, BackendCompilerFailed):
+            raise
+        reason = " ".join(str(error.inner_exception).split())[:300]
+        raise MachineError(
+            f"torch.compile failed ({reason}). It needs g++ and Python's headers (apt-get install g++ python3-dev). "
+            f"Install them, or {otherwise}."
+        ) from error
+
+
 @functools.cache
 def _compiled(function: Callable[..., Any], integers: tuple[int | None, ...]) -> Callable[..., Any]:
     """The program of `function` in which these arguments are constants; it takes all of them and reads the others.
@@ -78,7 +98,7 @@ def _compiled(function: Callable[..., Any], integers: tuple[int | None, ...]) ->
 def _kind(argument: Any, letters: str) -> Any:
     """What the compiler compiles again for: of a tensor its type and the sizes of the model's axes."""
     if isinstance(argument, Tensor):
-        return argument.dtype, argument.requires_grad, argument.shape[len(letters) :]
+        return argument.dtype, argument.requires_grad, argument.is_inference(), argument.shape[len(letters) :]
     return tuple(_kind(x, letters) for x in argument) if isinstance(argument, tuple) else argument
 
 

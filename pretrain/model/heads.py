@@ -87,7 +87,7 @@ class PretrainingModel(Encoder):
 
     def masked_logits(self, batch: PretrainingBatch) -> Tensor:
         """[K, V] scores of the vocabulary at the masked rows."""
-        transformed_KH = self.heads.transform(self.encode(batch, batch.masked_rows))
+        transformed_KH = self.heads.transform(self.encode(batch, batch.masked_rows), self.heads.fused)
         return F.linear(transformed_KH, self._decoder(), self.heads.decoder_bias)
 
     def next_sentence_logits(self, batch: PretrainingBatch) -> Tensor:
