@@ -109,7 +109,7 @@ def blimp_score(
     Raises:
         InputError: the data or the checkpoint cannot be read, it has no head for masked language modelling, or it has
             too few positions for a sentence.
-        MachineError: torch cannot compile the layers here.
+        MachineError: layers are to be compiled, and there is no C++ compiler that works.
     """
     settings, paradigms = resolved(folder, settings), read_blimp(data, limit)
     done: dict[str, ParadigmScore] = {}

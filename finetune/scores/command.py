@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         InputError: options without effect, or a model or data that cannot be read.
-        MachineError: torch cannot compile the layers here.
+        MachineError: layers are to be compiled, and there is no C++ compiler that works.
         RunError: fine-tunings failed or were stopped; all else is written.
     """
     _check(arguments)

@@ -151,7 +151,7 @@ class MaskedModel:
     def predict(self, sequences: Sequence[MaskedSequence], advance: Advance = lambda count: None) -> Predictions:
         """The probabilities of the true tokens. Which sequences share a forward pass changes them by rounding only.
 
-        Raises `MachineError` if torch cannot compile the layers here.
+        Raises `MachineError` if layers are to be compiled and there is no C++ compiler that works.
         """
         counts = np.array([len(one.places) for one in sequences], np.int64)
         begins = np.concatenate([[0], counts.cumsum()])

@@ -61,15 +61,16 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
 
 @contextlib.contextmanager
 def compiling(otherwise: str) -> Iterator[None]:
-    """Raise `MachineError` where torch fails to compile a program; `otherwise`: how the user does without."""
+    """Raise `MachineError` where torch finds no C++ compiler that works; `otherwise`: how the user does without."""
     try:
         yield
     except RuntimeError as error:
-        from torch._dynamo.exc import BackendCompilerFailed
+        from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
-        if not isinstance(error, BackendCompilerFailed):
+        cause = getattr(error, "inner_exception", None)
+        if not isinstance(cause, (CppCompileError, InvalidCxxCompiler)):
             raise
-        reason = " ".join(str(error.inner_exception).split())[:300]
+        reason = " ".join(str(cause).split())[:300]
         raise MachineError(
             f"torch.compile failed ({reason}). It needs g++ and Python's headers (apt-get install g++ python3-dev). "
             f"Install them, or {otherwise}."
