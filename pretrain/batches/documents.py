@@ -12,7 +12,12 @@ from numpy.lib.stride_tricks import as_strided
 from pretrain.batches.order import below
 from pretrain.corpus.shards import TokenShards
 
-_ROWS = 1 << 18  # documents counted at a time when a corpus is opened
+# Where samples begin is kept for groups of neighbouring documents: of one document each, of more where there would be
+# over _GROUPS groups, of _LARGEST_GROUP at most. Finding a sample counts those of its group anew.
+_GROUPS = 1 << 21
+_LARGEST_GROUP = 32
+_ROWS = 1 << 16  # documents counted at a time when a corpus is opened, whole groups
+_COUNTED_AT_ONCE = 1 << 14  # documents counted at a time when samples are found: they fit a core's cache
 # Looking up a sample maps about seven places of the shards into the process, usually 64 kB each. In a corpus of more
 # than _KEEP_MAPPED bytes they are unmapped after _SAMPLES_MAPPED samples.
 _KEEP_MAPPED = 1 << 28
@@ -45,6 +50,7 @@ class DocumentTable:
     def __init__(self, shards: TokenShards, reach: int, *, least_sentences: int, joined: bool = False) -> None:
         self.least_sentences = least_sentences
         ordered = sorted(shards.shards, key=lambda shard: shard.source)
+        self._reach = reach
         tables = [_one_document(shard.documents) if joined else shard.documents for shard in ordered]
         self._sentences = Joined([np.asarray(shard.sentences).view(np.int64) for shard in ordered])
         self._rows = Joined([np.asarray(table).view(np.int64).reshape(-1) for table in tables])
@@ -54,16 +60,19 @@ class DocumentTable:
         self._mapped = [array for shard in ordered for array in (shard.sentences, shard.documents, shard.tokens)]
         self._large = sum(array.nbytes for array in self._mapped) > _KEEP_MAPPED
         self._looked_up = 0
-        self._first_document = np.cumsum([0, *(len(table) - 1 for table in tables)])
+        counts = np.array([len(table) - 1 for table in tables])
+        self._first_document = _bounds(counts)
         self.documents = int(self._first_document[-1])
-        self._starts, first, count = [], [], []
-        for source in range(len(shards.sources)):
-            own = [table for shard, table in zip(ordered, tables, strict=True) if shard.source == source]
-            first.append(sum(len(t) - 1 for shard, t in zip(ordered, tables, strict=True) if shard.source < source))
-            self._starts.append(_sample_starts(own, reach, least_sentences))
-            count.append(len(self._starts[-1]) - 1)
-        self.samples = [int(starts[-1]) for starts in self._starts]
-        self._source_first, self._source_count = np.array(first), np.array(count)
+        self._group = 1
+        while self._group < _LARGEST_GROUP and self.documents > _GROUPS * self._group:
+            self._group *= 2
+        self._first_group = _bounds(-(-counts // self._group))  # a group's documents are of one shard
+        self._starts = self._sample_starts(tables)
+        shard_bounds = np.searchsorted([shard.source for shard in ordered], np.arange(len(shards.sources) + 1))
+        self._source_first = self._first_document[shard_bounds[:-1]]
+        self._source_count = np.diff(self._first_document[shard_bounds])
+        self._source_start = self._starts[self._first_group[shard_bounds]].astype(np.int64)
+        self.samples: list[int] = np.diff(self._source_start).tolist()
 
     def looked_up(self, samples: int) -> None:
         """Count samples looked up; from time to time unmap what they mapped. It stays in the page cache."""
@@ -75,18 +84,44 @@ class DocumentTable:
 
     def find(self, source: np.ndarray, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(document number, sample within it, samples it has) of each slot of each source; int64 [B] each."""
-        number, index, count = np.empty_like(slot), np.empty_like(slot), np.empty_like(slot)
-        for which, starts in enumerate(self._starts):
-            rows = np.flatnonzero(source == which)
-            if not len(rows):
-                continue
-            # The slots take the table's type, so that numpy does not convert the table.
-            document = np.searchsorted(starts, slot[rows].astype(starts.dtype), side="right") - 1
-            begin = starts[document].astype(np.int64)
-            number[rows] = document + self._source_first[which]
-            index[rows] = slot[rows] - begin
-            count[rows] = starts[document + 1].astype(np.int64) - begin
+        sample = self._source_start[source] + slot
+        # The samples take the table's type, so that numpy does not convert the table.
+        group = np.searchsorted(self._starts, sample.astype(self._starts.dtype), side="right") - 1
+        index = sample - self._starts[group]
+        if self._group == 1:
+            return group, index, (self._starts[group + 1] - self._starts[group]).astype(np.int64)
+        shard = np.searchsorted(self._first_group, group, side="right") - 1
+        row = self._group * (group - self._first_group[shard])
+        number, count = self._first_document[shard] + row, np.empty_like(index)
+        step = _COUNTED_AT_ONCE // self._group
+        for begin in range(0, len(slot), step):
+            some = slice(begin, begin + step)
+            inside, before, count[some] = self._within(shard[some], row[some], index[some])
+            number[some] += inside
+            index[some] -= before
         return number, index, count
+
+    def _within(
+        self, shard: np.ndarray, row: np.ndarray, index: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(document within its group, samples of the group before it, samples it has); int64 [B] each.
+
+        Args:
+            shard: of the group.
+            row: its first document, counted within the shard.
+            index: sample within the group.
+        """
+        own = np.minimum(self._first_document[shard + 1] - self._first_document[shard] - row, self._group)
+        place = self._rows.spans(shard, 2 * row, 2 * own + 2)
+        # A shard's last group may be smaller: documents without sentences, which have no samples, fill it up.
+        column = place[:, None] + 2 * np.minimum(np.arange(self._group + 1), own[:, None])
+        sentences = np.diff(self._rows.array.take(column), axis=1)
+        column += 1
+        counts = self._samples_of(sentences, np.diff(self._rows.array.take(column), axis=1))
+        ends = counts.cumsum(axis=1)
+        inside = np.count_nonzero(ends <= index[:, None], axis=1)
+        at = np.arange(len(index)), inside
+        return inside, ends[at] - counts[at], counts[at]
 
     def look_up(self, number: np.ndarray) -> Documents:
         shard = np.searchsorted(self._first_document, number, side="right") - 1
@@ -146,6 +181,30 @@ class DocumentTable:
             left = np.where(before, left - half, half - 1)
         return low + place - begins
 
+    def _sample_starts(self, tables: Sequence[np.ndarray]) -> np.ndarray:
+        """How many samples come before each group, and how many there are: 32 bits each if they suffice."""
+        most = sum(int(table[-1, 1]) for table in tables) // self._reach + self.documents
+        starts = np.zeros(self._first_group[-1] + 1, np.uint32 if most < 1 << 32 else np.int64)
+        done = 1
+        for table in tables:
+            for begin in range(0, len(table) - 1, _ROWS):
+                rows = np.diff(table[begin : begin + _ROWS + 1].view(np.int64), axis=0)
+                counts = self._samples_of(rows[:, 0], rows[:, 1])
+                sums = np.add.reduceat(counts, np.arange(0, len(counts), self._group))
+                starts[done : done + len(sums)] = sums
+                done += len(sums)
+            _forget(table)
+        return np.cumsum(starts, out=starts)
+
+    def _samples_of(self, sentences: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """How many samples documents of so many sentences and tokens have; int64 of the same shape."""
+        counts = 2 * tokens
+        counts += self._reach
+        counts //= 2 * self._reach  # rounds tokens / reach
+        np.maximum(counts, 1, out=counts)
+        counts *= sentences >= self.least_sentences
+        return counts
+
 
 class Joined:
     """Many arrays of one type, read by one `take` in place, without a copy.
@@ -187,21 +246,9 @@ def _one_document(documents: np.ndarray) -> np.ndarray:
     return np.array([(0, 0), documents[-1]], documents.dtype)
 
 
-def _sample_starts(documents: list[np.ndarray], reach: int, least_sentences: int) -> np.ndarray:
-    """Cumulative sample counts of a source's documents, [D+1], in 32 bits if they suffice."""
-    tokens = sum(int(table[-1, 1]) for table in documents)
-    total = sum(len(table) - 1 for table in documents)
-    starts = np.zeros(total + 1, np.uint32 if tokens // reach + total < 1 << 32 else np.uint64)
-    done = 1
-    for table in documents:
-        for begin in range(0, len(table) - 1, _ROWS):
-            rows = np.diff(table[begin : begin + _ROWS + 1].view(np.int64), axis=0)
-            counts = np.maximum((2 * rows[:, 1] + reach) // (2 * reach), 1)  # rounds n / reach
-            counts[rows[:, 0] < least_sentences] = 0
-            starts[done : done + len(counts)] = counts
-            done += len(counts)
-        _forget(table)
-    return np.cumsum(starts, out=starts)
+def _bounds(counts: np.ndarray) -> np.ndarray:
+    """Where each of neighbouring ranges begins, and the last one ends."""
+    return np.concatenate(([0], np.cumsum(counts)))
 
 
 def _forget(array: np.ndarray) -> None:
