@@ -54,7 +54,7 @@ def test_repeated_tokens_saturate() -> None:
     ("tokens", "unique", "worth"), [(21.5e6, 1.56e6, 11.6e6), (21.4e6, 4.13e6, 18.9e6), (4.3e6, 0.38e6, 1.76e6)]
 )
 def test_little_text_saturates_as_measured(tokens: float, unique: float, worth: float) -> None:
-    """By the losses of 4x256 in docs/benchmarks/scaling-law.md; with 15.4 repetitions the last is worth 2.9 million."""
+    """By the losses of 4x256 in docs/benchmarks/scaling-law.md; with 15.4 repetitions the last is worth 3.2 million."""
     assert float(effective_tokens(tokens, unique)) == pytest.approx(worth, rel=0.06)
     assert float(effective_tokens(2 * tokens, unique)) > float(effective_tokens(tokens, unique))
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch._inductor.exc import InvalidCxxCompiler
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from finetune.__main__ import main
 from finetune.config import load_config
@@ -290,7 +290,11 @@ def test_a_machine_that_cannot_compile_is_named(
     printed = capsys.readouterr().err
     assert "No working C++ compiler found" in printed
     assert printed.rstrip().endswith("Install them, or leave out --compile.")
-    monkeypatch.setattr(compiler, "_compiled", failing(RuntimeError("wrong code")))
+    without_headers = CppCompileError(["g++"], "main.cpp:1:10: fatal error: Python.h: No such file or directory")
+    monkeypatch.setattr(compiler, "_compiled", failing(without_headers))
+    assert main([*command, "--out", str(tmp_path / "out"), "--compile"]) == 3
+    assert "(Python.h: not found)" in capsys.readouterr().err
+    monkeypatch.setattr(compiler, "_compiled", failing(CppCompileError(["g++"], "error: wrong code")))
     with pytest.raises(RuntimeError, match="wrong code"):  # a bug keeps its traceback
         main([*command, "--out", str(tmp_path / "out"), "--compile"])
 

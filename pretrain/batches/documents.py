@@ -42,7 +42,7 @@ class DocumentTable:
     Args:
         shards: the corpus; it has at least one shard.
         reach: tokens that a sample reads on average.
-        least_sentences: sentences that a document needs to have a sample.
+        least_sentences: sentences that a document needs to have a sample, at least 1.
         joined: count the text of each shard as one document, so that samples are evenly spread over the shard. The
             real documents are then found by `document_at` alone.
     """

@@ -68,9 +68,10 @@ def compiling(otherwise: str) -> Iterator[None]:
         from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
         cause = getattr(error, "inner_exception", None)
-        if not isinstance(cause, (CppCompileError, InvalidCxxCompiler)):
+        lacks_headers = isinstance(cause, CppCompileError) and "Python.h" in cause.output
+        if not (lacks_headers or isinstance(cause, InvalidCxxCompiler)):
             raise
-        reason = " ".join(str(cause).split())[:300]
+        reason = "Python.h: not found" if lacks_headers else " ".join(str(cause).split())[:300]
         raise MachineError(
             f"torch.compile failed ({reason}). It needs g++ and Python's headers (apt-get install g++ python3-dev). "
             f"Install them, or {otherwise}."

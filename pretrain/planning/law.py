@@ -22,7 +22,8 @@ import numpy as np
 Numbers = np.ndarray | float
 
 # Repetitions until further ones are worth little: 15.4 in the paper (section 6: R*_D), whose smallest text has 100
-# million tokens. Fewer with little text: fitted to 14 runs with 0.4 to 4 million tokens and up to 14 epochs.
+# million tokens. Fewer with little text: fitted, by the mean error, to 14 runs with 0.4 to 4 million tokens and up to
+# 14 epochs.
 MOST_REPETITIONS = 15.4
 _REPETITIONS_OF_A_MILLION = 6.0
 FLOPS_PER_PARAMETER = 6  # of one token, forward and backward
