@@ -212,6 +212,8 @@ class FinetuneConfig(_WithTask):
                 f"{given[1] if given else 'name'} - exactly one task is needed, one of {', '.join(TASKS)}; found "
                 f"{present}"
             )
+        if self.engine.flash_attention != "torch":
+            raise ValueError("engine.flash_attention is for pretraining. Set it to torch")
         for name in ("cuda_graphs", "static_shapes", "fp8"):
             if getattr(self.engine, name):
                 raise ValueError(f"engine.{name} is for pretraining. Set it to false")

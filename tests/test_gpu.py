@@ -26,6 +26,7 @@ from pretrain.bench.gpu import host_reads
 from pretrain.common.settings import dump
 from pretrain.common.worker import Worker
 from pretrain.config import ModelConfig, OptimizerConfig, PretrainConfig
+from pretrain.model.attention.flash import use_kernel
 from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
 from pretrain.objectives.masked import MaskedTokens
@@ -107,6 +108,22 @@ def test_losses_and_gradients_are_those_of_the_cpu(shape: str, compile: bool) ->
         found, found_gradients = loss_and_gradients(model, batch.to(GPU))
         assert distance(found, loss) < close
         assert distance(found_gradients, gradients) < 3 * close
+
+
+@pytest.mark.parametrize("shape", ["modernbert", "local"])
+@pytest.mark.parametrize(("kernel", "module"), [("fa3", "flash_attn_interface"), ("fa4", "flash_attn.cute.interface")])
+def test_other_kernels_of_attention_have_the_losses_of_torchs(kernel: str, module: str, shape: str) -> None:
+    pytest.importorskip(module)
+    model, batch = make_model(SHAPES[shape]).to(GPU, torch.bfloat16), make_batch(LENGTHS, VOCABULARY).to(GPU)
+    loss, gradients = loss_and_gradients(model, batch)
+    model.zero_grad()
+    use_kernel(kernel)
+    try:
+        found = loss_and_gradients(model, batch)
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+    assert distance(found[0], loss) < 3e-2
+    assert distance(found[1], gradients) < 3e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

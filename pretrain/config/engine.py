@@ -59,6 +59,12 @@ class EngineConfig(Section):
         description="Compute the layers' matrix products in FP8 and everything else in bf16. For GPUs from Hopper on; "
         "CPUs take several times as long with it. Only for masked language modelling.",
     )
+    flash_attention: Literal["torch", "fa3", "fa4"] = Field(
+        default="torch",
+        description="Attention's kernel on a GPU: torch's own (FlashAttention-2), or another that torch.nn.attention "
+        "registers: fa3, of the module flash_attn_interface, for Hopper, or fa4, of the package flash-attn-4, for "
+        "Hopper and Blackwell. These have no attention dropout. Not tried on a GPU yet; no effect on a CPU.",
+    )
     static_shapes: bool = Field(
         default=False,
         description="Add sequences that no loss sees to each micro-batch, at most 1 % of a large one's tokens (more "

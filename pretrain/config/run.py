@@ -302,6 +302,16 @@ class PretrainConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_flash_attention(self) -> PretrainConfig:
+        kernel, dropout = self.engine.flash_attention, self.model.attention_dropout
+        if kernel != "torch" and dropout:
+            raise ValueError(
+                f"engine.flash_attention: {kernel} has no dropout, but model.attention_dropout is {dropout}. Set the "
+                "first to torch, or the second to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_fp8(self) -> PretrainConfig:
         if not self.engine.fp8:
             return self

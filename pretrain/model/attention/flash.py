@@ -10,8 +10,12 @@ import functools
 import torch
 from torch import Tensor
 
+from pretrain.common.errors import MachineError
 from pretrain.config import FLASH_WIDTHS
 from pretrain.model.attention.layout import AttentionOptions, TokenLayout, query_boundaries
+
+# What has the kernels of `torch.nn.attention`'s registry.
+_PACKAGES = {"fa3": "FlashAttention-3 (its module flash_attn_interface)", "fa4": "the package flash-attn-4"}
 
 
 def has_flash(hidden: Tensor, heads: int) -> bool:
@@ -19,6 +23,25 @@ def has_flash(hidden: Tensor, heads: int) -> bool:
     if not hidden.is_cuda or hidden.dtype == torch.float32:
         return False
     return _device_has_it(hidden.device) and hidden.shape[1] // heads in FLASH_WIDTHS
+
+
+def use_kernel(name: str) -> None:
+    """Let this process compute flash attention with another kernel that torch knows: fa3 or fa4.
+
+    Raises `MachineError` if its package is not installed, or this torch has no such choice.
+    """
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if activate is None:
+        raise MachineError(
+            f"engine.flash_attention: {name}: torch {torch.__version__} offers no other kernels. Set it to torch."
+        )
+    try:
+        activate(name.upper())
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise MachineError(
+            f"engine.flash_attention: {name}: cannot be used here ({error}). Install {_PACKAGES[name]}, or set it to "
+            "torch."
+        ) from error
 
 
 def flash_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> Tensor:
