@@ -1,6 +1,6 @@
 """Which documents of a corpus are kept, which are held out, and which shard each belongs to.
 
-Memory hardly grows with the number of documents: 155 MB at 6.5 million, 194 MB at 65 million. Their tables stay in the
+Memory hardly grows with the number of documents: 155 MB at 6.5 million, 185 MB at 650 million. Their tables stay in the
 part files and are read one part at a time; equal documents are found in partitions by hash; which documents are kept is
 a file with a byte for each. A few numbers are kept for each part file.
 """
