@@ -53,6 +53,16 @@ def test_kernels_without_dropout_are_refused_with_it() -> None:
         load_config(MODERNBERT, ["engine.flash_attention=fa4", "model.attention_dropout=0.1"])
 
 
+@pytest.mark.parametrize(
+    "without",
+    [["engine.precision=fp32"], ["model.size=custom", "model.layers=2", "model.hidden=768", "model.heads=2"]],
+    ids=["precision", "width of heads"],
+)
+def test_kernels_are_refused_where_they_had_no_effect(without: list[str]) -> None:
+    with pytest.raises(InputError, match="fa4 would have no effect"):
+        load_config(MODERNBERT, ["engine.flash_attention=fa4", *without])
+
+
 def test_they_are_for_pretraining() -> None:
     values = {"name": "x", "classification": {"train": "t.csv", "dev": "d.csv"}, "engine": {"flash_attention": "fa3"}}
     with pytest.raises(ValueError, match=r"engine\.flash_attention is for pretraining"):

@@ -304,10 +304,18 @@ class PretrainConfig(RunConfig):
     @model_validator(mode="after")
     def _check_flash_attention(self) -> PretrainConfig:
         kernel, dropout = self.engine.flash_attention, self.model.attention_dropout
-        if kernel != "torch" and dropout:
+        if kernel == "torch":
+            return self
+        if dropout:
             raise ValueError(
                 f"engine.flash_attention: {kernel} has no dropout, but model.attention_dropout is {dropout}. Set the "
                 "first to torch, or the second to 0"
+            )
+        if self.engine.precision == "fp32" or not self.model.fits_flash_attention:
+            raise ValueError(
+                f"engine.flash_attention: {kernel} would have no effect: flash attention needs bf16 or fp16, heads of "
+                f"a width that 8 divides, up to 256 (here {self.model.hidden // self.model.heads}), and no positions "
+                f"by distance (model.positions is {self.model.positions}). Set it to torch"
             )
         return self
 
