@@ -205,10 +205,17 @@ def _check_case(folder: Path, vocabulary: VocabularyConfig, advice: str) -> None
     settings = folder / "tokenizer_config.json"
     if vocabulary.path.endswith(".json") or not settings.exists():
         return
-    lowercase = json.loads(settings.read_text(encoding="utf-8")).get("do_lower_case", vocabulary.lowercase)
+    written = json.loads(settings.read_text(encoding="utf-8"))
+    lowercase, accents = written.get("do_lower_case", vocabulary.lowercase), written.get("strip_accents")
     if lowercase != vocabulary.lowercase:
         actual, expected = ("uncased" if lower else "cased" for lower in (lowercase, vocabulary.lowercase))
         raise InputError(f"{folder}: its vocabulary is {actual}; the config has a {expected} one. {advice}")
+    strips = lowercase if accents is None else accents
+    if vocabulary.strip_accents not in (None, strips):
+        raise InputError(
+            f"{folder}: its vocabulary was made with strip_accents: {str(strips).lower()}; the config has "
+            f"{str(not strips).lower()}. {advice}"
+        )
 
 
 def _version(package: str) -> str | None:

@@ -251,6 +251,10 @@ def test_a_truncated_corpus(config_file: Path, calls: Calls, capsys):
             "corpus.vocabulary.lowercase=false",
             "corpus: its vocabulary is uncased; the config has a cased one.",
         ),
+        (
+            "corpus.vocabulary.strip_accents=false",
+            "corpus: its vocabulary was made with strip_accents: true; the config has false.",
+        ),
     ],
 )
 def test_another_vocabulary(config_file: Path, calls: Calls, capsys, override: str, expected: str):

@@ -161,7 +161,7 @@ def test_whole_numbers(write, written: str, read: int):
         (
             ("kind: books", "kind: bokks"),
             "run.yaml:5: corpus.sources.0.kind: 'bokks' is not one of books, csv, docstrings, huggingface, jsonl, "
-            "mediawiki, parquet, wikiextractor; did you mean books?",
+            "mediawiki, parquet, sentences, wikiextractor; did you mean books?",
         ),
         (
             ("kind: books", "kind: 7"),

@@ -244,7 +244,7 @@ def test_nothing_left_names_the_filters(near_duplicates: bool, tmp_path: Path) -
     write_lines(tmp_path / "a.jsonl", [prose(1), prose(2)])
     source = (SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl")),)
     strict = {"quality": {"enabled": True, "min_words": 5000}, "near_duplicates": {"enabled": near_duplicates}}
-    with pytest.raises(InputError, match=r"relax corpus\.filters, which drop 2"):
+    with pytest.raises(InputError, match=r"Relax corpus\.filters, which drop 2"):
         prepare(config(tmp_path, tmp_path / "out", sources=source, filters=strict), quiet=True)
 
 

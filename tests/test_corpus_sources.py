@@ -570,7 +570,7 @@ Licence text that must go.
 
 
 def test_a_book_is_its_paragraphs() -> None:
-    assert books.paragraphs(BOOK.replace("\n", "\r\n")).split("\n") == [
+    assert books.paragraphs(BOOK.replace("\n", "\r\n"), Problems()).split("\n") == [
         "London. Michaelmas term lately over, and the Lord Chancellor sitting in Lincoln's Inn Hall.",
         '"What is it?" he said. The snake_case_word stays.',
         "WHAT! cried everyone in the room, and that was that.",
@@ -579,7 +579,7 @@ def test_a_book_is_its_paragraphs() -> None:
 
 def test_a_footnotes_mark_takes_nothing_along() -> None:
     text = "It was so.[Footnote 1] Then came more of it.\n\nA second paragraph [sic] stays as it is, whole."
-    assert books.paragraphs(text).split("\n") == [
+    assert books.paragraphs(text, Problems()).split("\n") == [
         "It was so. Then came more of it.",
         "A second paragraph [sic] stays as it is, whole.",
     ]
@@ -595,7 +595,8 @@ def test_books_one_document_each_in_their_own_encodings(tmp_path: Path) -> None:
     texts, problems = read(SourceConfig(kind="books", path=str(tmp_path)))
     assert texts[0] == "First line of a café paragraph."
     assert texts[1].endswith("A café in Latin.")
-    assert len(texts) == 2
+    assert texts[2].startswith("A text that is cut off. A text")
+    assert len(texts) == 3
     assert [(Path(p["path"]).name, p["fault"].split(":")[0]) for p in problems] == [
         ("c.txt", "empty file"),
         ("d.txt.gz", "broken file"),

@@ -37,13 +37,13 @@ TEXT = st.text(
 
 
 @functools.cache
-def reference(lowercase: bool, folder: str):
+def reference(lowercase: bool, strip_accents: bool | None, folder: str):
     """Our tokenizer, and transformers' reading of the files we write for it."""
     from transformers import BertTokenizer
 
     counts = {word.encode(): 3 for word in (ENGLISH.lower() if lowercase else ENGLISH).split()}
-    ours = train_vocabulary(counts, 300, lowercase=lowercase, min_frequency=1)
-    target = Path(folder) / str(lowercase)
+    ours = train_vocabulary(counts, 300, lowercase=lowercase, strip_accents=strip_accents, min_frequency=1)
+    target = Path(folder) / f"{lowercase}-{strip_accents}"
     save_tokenizer(target, ours)
     return ours, BertTokenizer.from_pretrained(target, split_special_tokens=True)
 
@@ -62,14 +62,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
+@pytest.mark.parametrize("strip_accents", [None, True, False])
 @settings(max_examples=250, deadline=None)
 @given(lines=st.lists(TEXT, min_size=1, max_size=4))
 @example(lines=["a" * 100, "a" * 101, "é" * 101, "word " + "x" * 300 + " word"])
 @example(lines=["漢\u0301字\u200d䷀漢䷀。䶿a一b鿿ꀀ", "䷀\u0301漢\u0301", "字"])
 @example(lines=["[MASK] is [SEP] not special [PAD]", "[UNK]"])
+@example(lines=["हिन्दी में लिखा हुआ", "Việt Nam café ÉCOLE", "الطَّقسُ جميلٌ", "วันนี้อากาศดี", "İSTANBUL Ǆ ß"])
 @example(lines=["a\u0301b", "漢字kanji漢", "x≮y", "\x00".replace("\x00", "\x7f"), "Ünïcode-Zürich’s"])
-def test_ids_equal_those_of_transformers(lowercase: bool, folder: str, lines: list[str]) -> None:
-    ours, theirs = reference(lowercase, folder)
+def test_ids_equal_those_of_transformers(
+    lowercase: bool, strip_accents: bool | None, folder: str, lines: list[str]
+) -> None:
+    ours, theirs = reference(lowercase, strip_accents, folder)
     expected = [theirs(line, add_special_tokens=False)["input_ids"] for line in lines]
     found = tokens_of(["\n".join(lines)], ours, lowercase=lowercase)
     assert [ids for ids in found if ids] == [ids for ids in expected if ids]

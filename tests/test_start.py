@@ -470,6 +470,7 @@ def test_a_checkpoint_with_narrow_embeddings_can_be_continued(place: Place, tmp_
         ("model.hiden=32", r"model.hiden is not a known setting; did you mean hidden\?"),
         ("corpus.vocabulary.path=vocab.txt", "corpus.vocabulary.path: vocab.txt, but start_from"),
         ("corpus.vocabulary.lowercase=false", "but the tokenizer of start_from .* is uncased"),
+        ("corpus.vocabulary.strip_accents=false", "but the tokenizer of start_from .* has true"),
         ("adaptation.freeze_layers=3", r"adaptation.freeze_layers \(3\) exceeds the 2 layers"),
         ("phases.0.sequence_length=128", "exceeds model.max_positions"),
         ("start_from=nowhere", "nowhere: no such folder"),

@@ -11,8 +11,9 @@ from typing import Any
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, sha256_file
 from pretrain.common.wording import counted
+from pretrain.corpus.card import MOST_LEFT_OUT
 from pretrain.corpus.formats import PLAIN, files_below, kind_of, pieces_of
-from pretrain.corpus.inputs import Problems, decode, open_file
+from pretrain.corpus.inputs import LEFT_OUT, Problems, first_faults
 from pretrain.corpus.sources import books
 
 _FEW = 100  # documents; with fewer, too few might be held out, which a hash decides
@@ -68,17 +69,17 @@ def _write_pieces(files: Sequence[Path], out: Path) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     least = max(1, min(_PIECE, sum(file.stat().st_size for file in files) // _PIECES))
     count = 0
+    problems = Problems()
     aside = out.with_name(f".{out.name}.new")
     with atomic_open(aside, "w") as written:
         for file in files:
-            with open_file(file) as opened:
-                raw: bytes = opened.read()
-            text = raw.decode("latin-1") if books.is_latin1(raw) else decode(raw, str(file), 0, Problems())
-            for piece in pieces_of(_paragraphs(text), least):
+            for piece in pieces_of(_paragraphs(books.read_text(file, problems), problems), least):
                 written.write(json.dumps({"text": piece}) + "\n")
                 count += 1
         if not count:
-            raise InputError(f"{_named(files)}: no text.")
+            faults = [fault for fault in problems.entries() if fault["fault"] != "empty file"]
+            raise InputError(f"{_named(files)}: no text. {first_faults(faults)}".strip())
+    _print_losses(files, problems)
     if out.is_file() and sha256_file(out) == sha256_file(aside):
         aside.unlink()
     else:
@@ -90,9 +91,21 @@ def _named(files: Sequence[Path]) -> str:
     return ", ".join(map(str, files[:3]))
 
 
-def _paragraphs(text: str) -> str:
+def _print_losses(files: Sequence[Path], problems: Problems) -> None:
+    """Say what was not read, and what was taken for headings if it is much."""
+    if problems.entries():
+        print(f"  warning: {first_faults(problems.entries())}.")
+    paragraphs, characters, of_all = (problems.left_out[key] for key in LEFT_OUT)
+    if characters > MOST_LEFT_OUT * of_all:
+        print(
+            f"  warning: {_named(files)}: {characters / of_all:.1%} of the text was left out as headings "
+            f"({counted(paragraphs, 'paragraph')}). If they are text, give it as JSONL."
+        )
+
+
+def _paragraphs(text: str, problems: Problems) -> str:
     """The paragraphs, one on each line, of a book, or else the lines of a text with hardly any blank lines."""
     text = text.replace("\r\n", "\n").strip()
     if "\n" in text and len(text) <= _PIECE * len(_BLANK.split(text)):
-        return books.paragraphs(text)
+        return books.paragraphs(text, problems)
     return "\n".join(" ".join(line.split()) for line in text.split("\n") if line.strip())

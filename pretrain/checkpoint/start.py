@@ -148,6 +148,13 @@ def _vocabulary_overrides(folder: str, tokenizer: Tokenizer, given: Mapping[str,
             f"corpus.vocabulary.lowercase: {str(not lowercase).lower()}, but the tokenizer of start_from ({folder}) is "
             f"{kind}. Remove it."
         )
+    strips = getattr(tokenizer.normalizer, "strip_accents", None)
+    strips = lowercase if strips is None else strips
+    if vocabulary.get("strip_accents") not in (None, strips):
+        raise InputError(
+            f"corpus.vocabulary.strip_accents: {str(not strips).lower()}, but the tokenizer of start_from ({folder}) "
+            f"has {str(strips).lower()}. Remove it."
+        )
     added = vocabulary.get("added_words", 0)
     size = vocabulary_size(tokenizer) + (added if isinstance(added, int) else 0)
     return [_override("corpus.vocabulary.size", max(64, size)), _override("corpus.vocabulary.lowercase", lowercase)]

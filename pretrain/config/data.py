@@ -21,7 +21,8 @@ class SourceConfig(Section):
     """One source of text. `kind` decides whether `path` or `dataset` is required."""
 
     kind: str = Field(
-        description="Text format: mediawiki, wikiextractor, books, jsonl, parquet, csv, huggingface or docstrings."
+        description="Text format: mediawiki, wikiextractor, books, sentences, jsonl, parquet, csv, huggingface or "
+        "docstrings."
     )
     name: str = Field(default="", description="Name on the corpus card. Empty uses the kind and the file name.")
     path: Location = Field(
@@ -93,6 +94,11 @@ class VocabularyConfig(Section):
         description="Lower-case the text and strip accents (an uncased vocabulary). byte_bpe takes only false, its "
         "default.",
     )
+    strip_accents: bool | None = Field(
+        default=None,
+        description="Remove accents, and the vowel signs of Hindi and other Indic scripts. Empty is as lowercase. "
+        "false with lowercase: true keeps them. Only wordpiece; BertTokenizer has the same setting.",
+    )
     min_frequency: int = Field(default=2, ge=1, description="Occurrences that a pair of tokens needs to be merged.")
     training_bytes: int = Field(
         default=1 << 30,
@@ -117,6 +123,8 @@ class VocabularyConfig(Section):
     def _check_case(self) -> VocabularyConfig:
         if self.kind == "byte_bpe" and self.lowercase:
             raise ValueError("kind: byte_bpe normalises nothing, so lowercase must be false. Remove it")
+        if self.kind == "byte_bpe" and self.strip_accents is not None:
+            raise ValueError("strip_accents has no effect with kind: byte_bpe, which normalises nothing. Remove it")
         return self
 
 
@@ -134,8 +142,9 @@ class CorpusConfig(Section):
     min_document_words: int = Field(
         default=20,
         ge=0,
-        description="Words that a document needs; shorter ones are dropped and counted. Spaces separate words, so text "
-        "in Chinese, Japanese or Thai needs 0, which keeps all.",
+        description="Words that a document needs; shorter ones are dropped and counted. Spaces separate words. Where a "
+        "script has none, two characters of Chinese or Japanese, or four of Thai, Lao, Khmer, Burmese or Tibetan, "
+        "count as a word.",
     )
     filters: FiltersConfig = Field(
         default=FiltersConfig(), description="Optional steps that drop or repair documents, all off by default."

@@ -24,6 +24,7 @@ import numpy as np
 from tokenizers import pre_tokenizers
 
 from pretrain.corpus.tokenize import END_OF_DOCUMENT, PADDING, Columns, WordTable, text_hashes
+from pretrain.corpus.word_counts import document_words
 
 # Classes of bytes, in this order: white space, ends, and what pieces are made of.
 _BLANK, _TAB, _OTHER_SPACE, _SENTENCE_END, _DOCUMENT_END = range(5)
@@ -37,7 +38,7 @@ _BLANKS_FOR_ENDS = bytes.maketrans(b"\n\0", b"  ")
 def byte_columns(texts: Sequence[str], table: WordTable) -> Columns:
     """Cut documents into columns of pieces, in the fields for words. A text has one sentence per line and no NUL.
 
-    Lines of white space alone are no sentences. Words of a document are still those between ASCII blanks.
+    Lines of white space alone are no sentences. Words of a document are still counted as for a WordPiece.
     """
     # A NUL comes first, too, so that every sentence has a byte before it that can stand for its blank.
     raw = (END_OF_DOCUMENT + END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
@@ -59,7 +60,7 @@ def byte_columns(texts: Sequence[str], table: WordTable) -> Columns:
         words=pieces,
         sentences=np.concatenate([[0], pieces_before[filled]]),
         documents=np.concatenate([[0], np.cumsum(filled)[document_ends]]),
-        document_words=np.diff(np.searchsorted(word_starts, text_ends), prepend=0),
+        document_words=document_words(raw, word_starts, text_ends),
         document_bytes=np.diff(text_ends, prepend=0) - 1,
         hashes=text_hashes(raw[1:], len(texts)),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from pretrain.common.addresses import shown
 from pretrain.common.files import atomic_open, read_manifest, write_json
 from pretrain.common.wording import counted
-from pretrain.corpus.card_tables import evaluation_lines, filter_lines, table_row
+from pretrain.corpus.card_tables import evaluation_lines, filter_lines, left_out_lines, table_row
 
 CARD_FILES = ("card.json", "card.md")
 _COUNTS = (
@@ -30,6 +31,8 @@ _COUNTS = (
 )
 _MAX_LISTED_FILES = 100
 _MAX_LISTED_PROBLEMS = 50
+MOST_LEFT_OUT = 0.05  # share of a source's characters that may be headings without a hint
+_MOST_UNKNOWN = 0.01  # share of the tokens
 
 
 def shard_figures(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -57,6 +60,7 @@ def write_card(
     vocabulary_size: int,
     kind: str,
     lowercase: bool,
+    strip_accents: bool | None = None,
     language: str,
     shards: list[dict[str, Any]],
     extension: dict[str, Any] | None = None,
@@ -71,6 +75,9 @@ def write_card(
     totals = {key: sum(source[key] for source in sources) for key in _COUNTS}
     totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)  # pyright: ignore[reportArgumentType]
     totals["shards"] = len(shards)
+    case = {"lowercase": lowercase}
+    if strip_accents not in (None, lowercase):
+        case["strip_accents"] = bool(strip_accents)
     listed = [
         {
             **source,
@@ -80,7 +87,12 @@ def write_card(
         for source, files in zip(sources, hashes, strict=True)
     ]
     card = {
-        "vocabulary": {"size": vocabulary_size, "lowercase": lowercase, **_kind_of(kind), **(extension or {})},
+        "vocabulary": {
+            "size": vocabulary_size,
+            **case,
+            **_kind_of(kind),
+            **(extension or {}),
+        },
         "language": language,
         "totals": totals,
         "sources": listed,
@@ -121,11 +133,32 @@ def summary_line(folder: Path, what: str) -> str:
         f"{counted(totals['sentences'], 'sentence')}, {totals['tokens']:,} tokens in "
         f"{counted(totals['shards'], 'shard')}, {vocabulary}, unknown {100 * totals['unknown_rate']:.3f} %."
     )
+    line += "".join(_hints(card))
     if not faults:
         return line
     worst = card["problems"][0]
     example = f"{worst['path']}: {worst['fault']}"
     return f"{line} {counted(faults, 'fault')} in the input, such as {example}; all are in {folder}/card.md."
+
+
+def _hints(card: dict[str, Any]) -> Iterator[str]:
+    """What to change if much of the text is lost."""
+    for source in card["sources"]:
+        left_out = source.get("left_out")
+        if left_out and left_out["characters"] > MOST_LEFT_OUT * left_out["read_characters"]:
+            share = left_out["characters"] / left_out["read_characters"]
+            yield (
+                f" {source['name']}: {share:.1%} of its text was left out as headings "
+                f"({counted(left_out['paragraphs'], 'paragraph')}). If they are text, give it as another kind, such as "
+                "sentences or jsonl."
+            )
+    if card["totals"]["unknown_rate"] > _MOST_UNKNOWN:
+        vocabulary = card["vocabulary"]
+        keep = ", strip_accents: false" if vocabulary["lowercase"] and vocabulary.get("strip_accents") is None else ""
+        yield (
+            " That many unknown tokens are lost for training: set corpus.vocabulary.kind: byte_bpe, which has none, a "
+            f"larger corpus.vocabulary.size{keep}, or a vocabulary of this language."
+        )
 
 
 def _of_filters(wording: str, totals: dict[str, Any]) -> str:
@@ -139,6 +172,7 @@ def _markdown(card: dict[str, Any]) -> str:
         *_overview(card),
         "",
         *_sources(card["sources"]),
+        *left_out_lines(card["sources"]),
         *filter_lines(card.get("filters", []), card["sources"]),
         *evaluation_lines(card.get("evaluation_sets", [])),
         *_lengths("Tokens per document", card["sources"], "document_lengths"),
@@ -152,6 +186,8 @@ def _markdown(card: dict[str, Any]) -> str:
 def _overview(card: dict[str, Any]) -> list[str]:
     totals = card["totals"]
     case = "uncased" if card["vocabulary"]["lowercase"] else "cased"
+    if "strip_accents" in card["vocabulary"]:
+        case += ", without accents" if card["vocabulary"]["strip_accents"] else ", with accents"
     kind = _KINDS[card["vocabulary"].get("kind", "wordpiece")]
     return [
         f"{totals['documents']:,} documents, {totals['sentences']:,} sentences, {totals['words']:,} words, "

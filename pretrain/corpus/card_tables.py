@@ -41,6 +41,22 @@ def filter_lines(filtered: list[dict[str, Any]], sources: list[dict[str, Any]]) 
     ]
 
 
+def left_out_lines(sources: list[dict[str, Any]]) -> list[str]:
+    """The section on paragraphs that readers take for headings; [] if there are none."""
+    rows = [
+        table_row(
+            source["name"],
+            f"{left_out['paragraphs']:,}",
+            f"{left_out['characters']:,}",
+            f"{100 * left_out['characters'] / left_out['read_characters']:.2f} %",
+        )
+        for source in sources
+        if (left_out := source.get("left_out"))
+    ]
+    header = [table_row("source", "paragraphs", "characters", "of its text"), table_row("---", *["---:"] * 3)]
+    return ["## Left out as headings and ornaments", "", *header, *rows, ""] if rows else []
+
+
 def evaluation_lines(sets: list[dict[str, Any]]) -> list[str]:
     """The section on evaluation sets: how much of each is in the sources; [] if none was looked for."""
     if not sets:

@@ -20,6 +20,7 @@ from pretrain.common.files import atomic_open
 from pretrain.common.wording import counted
 from pretrain.corpus.filters.near_duplicates import NearDuplicates
 from pretrain.corpus.filters.report import MOST_EXAMPLES, Report
+from pretrain.corpus.inputs import LEFT_OUT, first_faults
 from pretrain.corpus.partitions import Partitions, partition_of
 from pretrain.corpus.parts import count_documents, load_documents
 
@@ -45,6 +46,7 @@ class PieceSummary:
     parts: list[str]
     filtered: list[dict[str, Any]] = field(default_factory=list)
     seen: list[int] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)  # as `Problems` counts it
 
     @property
     def dropped(self) -> int:
@@ -112,13 +114,16 @@ class Documents:
         validation_fraction: float,
         held_out: Sequence[bool] = (),
         near_duplicates: NearDuplicates | None = None,
+        faults: Sequence[dict[str, Any]] = (),
     ) -> Documents:
         """Read the tables of all part files and decide which documents are kept and which are held out.
 
         `held_out` says of each source whether all of its documents are, besides `validation_fraction` of the others.
-        `near_duplicates` are not kept.
+        `near_duplicates` are not kept. `faults` of the input, entries of `Problems`, explain an empty corpus.
         """
         documents = cls(work, summaries, held_out)
+        if not documents._count:
+            raise _empty(summaries, faults)
         documents._drop(near_duplicates)
         documents._hold_out(validation_fraction)
         return documents
@@ -160,12 +165,6 @@ class Documents:
             first = part.table["hash"][part.kept, 0]
             held_out += int((first < below).sum())
             lowest = np.sort(np.append(lowest, first))[:_MIN_VALIDATION_DOCUMENTS]
-        if not len(lowest):
-            read = sum(summary.documents for summary in self._read)
-            raise InputError(
-                f"corpus.sources: none of {read} documents remains. "
-                f"Check that each kind matches its files, or {self._advice()}."
-            )
         enough = fraction == 0 or held_out >= _MIN_VALIDATION_DOCUMENTS
         self._last_held_out = int(below) - 1 if enough else int(lowest[-1])
         if not self._has_training_documents() and not self._only_held_out:
@@ -178,10 +177,6 @@ class Documents:
 
     def _has_training_documents(self) -> bool:
         return any(part.of_split("train").any() for part in self._decided())
-
-    def _advice(self) -> str:
-        dropped = sum(summary.dropped for summary in self._read)
-        return f"relax corpus.filters, which drop {dropped}" if dropped else "lower corpus.min_document_words"
 
     def _decided(self, begin: int = 0, end: int | None = None) -> Iterator[_DecidedPart]:
         """The parts that have documents from `begin` to before `end`."""
@@ -302,6 +297,11 @@ class Documents:
         """Near-duplicates dropped from a source."""
         return int(self._near_counts[source]) if source < len(self._near_counts) else 0
 
+    def left_out(self, source: int) -> dict[str, int]:
+        """{paragraphs, characters, read_characters}: what its reader took for headings of how much; {} if nothing."""
+        total = sum((Counter(one.left_out) for one in self._read if one.source == source), Counter())
+        return {key: total[key] for key in LEFT_OUT} if total["paragraphs"] else {}
+
     def figures(self, source_count: int) -> list[dict[str, int]]:
         """Counts of each source for the card."""
         unfiltered, result = [0] * source_count, []
@@ -327,6 +327,19 @@ class Documents:
 
 _SUMS = {"sentences": "sentences", "words": "words", "tokens": "items", "text_bytes": "bytes"}
 """Figure of the card -> column of DOCUMENT."""
+
+
+def _empty(read: Sequence[PieceSummary], faults: Sequence[dict[str, Any]]) -> InputError:
+    """The error of a corpus without documents: faults of the input, and which setting dropped the most."""
+    documents, dropped = (sum(getattr(summary, key) for summary in read) for key in ("documents", "dropped"))
+    if not documents:
+        advice = "Check the files, and that each kind matches them"
+    elif 2 * dropped > documents:
+        advice = f"Relax corpus.filters, which drop {dropped:,}"
+    else:
+        advice = f"Lower corpus.min_document_words, for which {documents - dropped:,} are too short"
+    found = f" Faults in the input: {first_faults(faults)}." if faults else ""
+    return InputError(f"corpus.sources: none of {documents:,} documents remains.{found} {advice}.")
 
 
 def _dropped(records: np.ndarray, near_duplicates: NearDuplicates | None) -> np.ndarray:

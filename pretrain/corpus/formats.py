@@ -7,9 +7,10 @@ from pathlib import Path
 
 from pretrain.common.errors import InputError
 from pretrain.config import SourceConfig
-from pretrain.corpus import sources
-from pretrain.corpus.inputs import Problems, files_in, open_file, plain_suffix
+from pretrain.corpus import json_values, sources
+from pretrain.corpus.inputs import Problems, files_in, plain_suffix
 from pretrain.corpus.sources import books, csv, jsonl, mediawiki, parquet
+from pretrain.corpus.streams import open_text
 
 PLAIN = books.__name__.rpartition(".")[2]
 _KINDS = {
@@ -41,8 +42,10 @@ def kind_of(file: Path) -> str:
     if kind != PLAIN:
         return kind
     try:
-        with open_file(file) as opened:
-            return "wikiextractor" if opened.read(_HEAD).lstrip().startswith(b"<doc ") else kind
+        with open_text(file) as stream:
+            if stream.read(_HEAD).lstrip().startswith(b"<doc "):
+                return "wikiextractor"
+        return "jsonl" if json_values.begins_with_object(file) else kind
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}). Check the file and its permissions.") from None
 

@@ -15,17 +15,25 @@ import lzma
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar, cast
 
-from pretrain.common.addresses import is_remote
+from pretrain.common.addresses import is_remote, shown
 from pretrain.common.errors import InputError
+from pretrain.common.wording import counted
 from pretrain.config import SourceConfig
 from pretrain.storage import folders
 
 PIECE_BYTES = 8 << 20  # least text per piece
+_MOST_SHOWN = 3  # faults in an error
+_MOST_BAD_SHARE = 0.2  # of the characters of a text: Latin-1 has fewer in any language, GB 18030 or KOI8 more
+_FEW_BAD = 5  # characters, as the accents of a short line
+_MOST_NUL_SHARE = 0.25  # of the first bytes: UTF-16 has more in Latin letters, and some in other ones
+_HEAD_BYTES = 4096
+_NO_UTF8 = "neither UTF-8 nor UTF-16 with a byte-order mark: left out"
 
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _UNPACKED = {".gz": 3.0, ".bz2": 4.0, ".xz": 4.0}  # bytes that a byte of compressed text usually becomes
@@ -38,17 +46,26 @@ BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error)
 """The errors that reading a broken file raises, compressed or not."""
 
 
+LEFT_OUT = ("paragraphs", "characters", "read_characters")
+"""What is counted of paragraphs that a reader takes for no text: they, their characters, and those of all text."""
+
+
 class Problems:
-    """Faults in the inputs: a count and the first place for every (path, fault)."""
+    """Faults in the inputs: a count and the first place for every (path, fault). And what readers leave out."""
 
     def __init__(self, entries: Iterable[dict[str, Any]] = ()) -> None:
         self._entries: dict[tuple[str, str], dict[str, Any]] = {}
+        self.left_out: Counter[str] = Counter()  # LEFT_OUT -> number
         self.extend(entries)
 
     def add(self, path: str, fault: str, first: str = "", count: int = 1) -> None:
         """Count a fault of the file at `path`; `first` is where in the file it is, kept for the first one."""
         entry = self._entries.setdefault((path, fault), {"path": path, "fault": fault, "first": first, "count": 0})
         entry["count"] += count
+
+    def leave_out(self, paragraph: str) -> None:
+        """Count a paragraph that is no fault, but that the reader takes for no text, such as a heading."""
+        self.left_out.update(paragraphs=1, characters=len(paragraph))
 
     def extend(self, entries: Iterable[dict[str, Any]]) -> None:
         """Add the `entries` of another process."""
@@ -58,6 +75,16 @@ class Problems:
     def entries(self) -> list[dict[str, Any]]:
         """[{path, fault, first, count}], in order of arrival."""
         return list(self._entries.values())
+
+
+def first_faults(entries: Sequence[dict[str, Any]]) -> str:
+    """The first faults among the `entries` of `Problems`, for an error: where, what, how often."""
+    parts = []
+    for entry in entries[:_MOST_SHOWN]:
+        first = f" ({entry['first']})" if entry["first"] else ""
+        parts.append(f"{shown(entry['path'])}: {entry['fault']}{first}, {counted(entry['count'], 'time')}")
+    more = [f"and {len(entries) - _MOST_SHOWN:,} more"] if len(entries) > _MOST_SHOWN else []
+    return "; ".join([*parts, *more])
 
 
 @dataclass(frozen=True)
@@ -106,6 +133,7 @@ class SourceReader:
 
     suffixes: ClassVar[tuple[str, ...]] = ()  # of the files to take from a folder; () takes all
     text_share: ClassVar[float] = 1.0  # bytes of text for each byte of a file, about
+    lines_are_sentences: ClassVar[bool] = False  # of the documents; otherwise they are paragraphs
 
     def __init__(self, config: SourceConfig) -> None:
         self.config = config
@@ -136,6 +164,10 @@ class SourceReader:
         """The documents of a piece, paragraphs as lines. Faults of the input go to `problems`."""
         raise NotImplementedError
 
+    def takes(self, file: Path) -> bool:
+        """Whether a file of a folder is read."""
+        return not self.suffixes or plain_suffix(file) in self.suffixes
+
     def find_files(self, where: str) -> list[Path]:
         """The files at the config's `path`: a file, a folder, a glob, or an address, from which they are fetched.
 
@@ -146,8 +178,7 @@ class SourceReader:
             files = folders.fetch_files(self.config.path, self.suffixes)
         elif path.is_dir():
             files = [file for file in files_in(path, f"{where}.path") if not file.name.startswith(".")]
-            if self.suffixes:
-                files = [file for file in files if plain_suffix(file) in self.suffixes]
+            files = [file for file in files if self.takes(file)]
         elif path.exists():
             files = [path]
         else:
@@ -239,6 +270,8 @@ def check_column(config: SourceConfig, where: str, file: Path, names: Callable[[
         columns = names(file)
     except (ValueError, RecursionError, pa.ArrowException, *BROKEN):
         return
+    if any("\0" in str(column) for column in columns or ()):
+        raise InputError(f"{where}.path: {file}: {_NO_UTF8.partition(':')[0]}. Convert it to UTF-8.")
     if columns is not None and config.text_column not in columns:
         raise InputError(
             f"{where}.text_column: {file} has no column {config.text_column!r}; it has {', '.join(map(str, columns))}."
@@ -292,18 +325,29 @@ def plain_suffix(path: Path) -> str:
 
 
 def open_file(path: Path) -> IO[Any]:
-    """The file open for reading bytes, decompressed."""
+    """The file open for reading bytes, decompressed. `streams.open_text` also reads what is broken."""
     return cast(IO[Any], COMPRESSED[compression(path)](path)) if compression(path) else path.open("rb")
 
 
 def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:
-    """UTF-8 text; bad bytes become U+FFFD, which BERT's normaliser drops, and are counted. `offset` is `raw`'s."""
+    """UTF-8 text; bad bytes become U+FFFD, which BERT's normaliser drops, and are counted. `offset` is `raw`'s.
+
+    Text of another encoding is left out and counted: "" is returned.
+    """
+    nul_share = raw.count(0, 0, _HEAD_BYTES) / len(raw[:_HEAD_BYTES]) if b"\0" in raw else 0
+    if nul_share > _MOST_NUL_SHARE:
+        problems.add(path, _NO_UTF8)
+        return ""
     try:
         return raw.decode("utf-8-sig" if raw.startswith(b"\xef\xbb\xbf") else "utf-8")
     except UnicodeDecodeError as error:
         text = raw.decode("utf-8", "replace")
         bad = text.count("\N{REPLACEMENT CHARACTER}") - raw.count("\N{REPLACEMENT CHARACTER}".encode())
-        problems.add(path, "bytes that are not UTF-8", f"near byte {offset + error.start}", bad)
+        place = f"near byte {offset + error.start}"
+        if bad > _FEW_BAD + _MOST_BAD_SHARE * len(text) or nul_share > _MOST_NUL_SHARE / 50:
+            problems.add(path, _NO_UTF8, place)
+            return ""
+        problems.add(path, "bytes that are not UTF-8", place, bad)
         return text
 
 

@@ -86,6 +86,8 @@ def fingerprint_settings(
     if vocabulary.kind != "wordpiece":  # corpora from before there were kinds stay as they are
         settings["corpus.vocabulary.kind"] = vocabulary.kind
     settings["corpus.vocabulary.lowercase"] = vocabulary.lowercase
+    if vocabulary.strip_accents not in (None, vocabulary.lowercase):  # corpora from before it stay as they are
+        settings["corpus.vocabulary.strip_accents"] = vocabulary.strip_accents
     if tokenizer is not None:
         settings["corpus.vocabulary.path"] = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
     else:

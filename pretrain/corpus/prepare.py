@@ -159,7 +159,11 @@ def _find_inputs(corpus: CorpusConfig) -> list[list[Input]]:
 def _given_tokenizer(corpus: CorpusConfig) -> Tokenizer | None:
     """The vocabulary that the config names; None if it is trained."""
     given = corpus.vocabulary
-    return load_vocabulary(Path(given.path), lowercase=given.lowercase, kind=given.kind) if given.path else None
+    if not given.path:
+        return None
+    return load_vocabulary(
+        Path(given.path), lowercase=given.lowercase, kind=given.kind, strip_accents=given.strip_accents
+    )
 
 
 def _given_settings(corpus: CorpusConfig) -> dict[str, Any]:
@@ -388,7 +392,8 @@ class _Preparation:
     def _documents(self, summaries: list[PieceSummary]) -> Documents:
         held_out = [source.held_out for source in self._corpus.sources]
         near = near_duplicates(self._work, self._corpus.filters.near_duplicates)
-        return Documents.load(self._work, summaries, self._corpus.validation_fraction, held_out, near)
+        fraction, faults = self._corpus.validation_fraction, self._problems.entries()
+        return Documents.load(self._work, summaries, fraction, held_out, near, faults)
 
     def _extended(self, counts: collections.Counter[bytes]) -> Tokenizer | None:
         """The checkpoint's tokenizer with further words, if there is one; what they save goes to the work folder."""
@@ -451,6 +456,7 @@ class _Preparation:
             vocabulary_size=vocabulary_size(tokenizer),
             kind="byte_bpe" if self._byte_level else "wordpiece",
             lowercase=self._corpus.vocabulary.lowercase,
+            strip_accents=getattr(tokenizer.normalizer, "strip_accents", None),
             language=self._corpus.language,
             shards=shards,
             extension=_read_json(self._work / _EXTENSION),
@@ -488,6 +494,7 @@ class _Preparation:
                     "content": content_state(hashes[number]),
                     "input_bytes": sum(item.bytes for item in inputs),
                     **figures[number],
+                    **({"left_out": left_out} if (left_out := documents.left_out(number)) else {}),
                     **card.shard_figures(own_results),
                 }
             )
@@ -497,7 +504,13 @@ class _Preparation:
 def _trained_vocabulary(counts: dict[bytes, int], settings: VocabularyConfig) -> Tokenizer:
     if settings.kind == "byte_bpe":
         return train_byte_vocabulary(counts, settings.size, min_frequency=settings.min_frequency)
-    return train_vocabulary(counts, settings.size, lowercase=settings.lowercase, min_frequency=settings.min_frequency)
+    return train_vocabulary(
+        counts,
+        settings.size,
+        lowercase=settings.lowercase,
+        strip_accents=settings.strip_accents,
+        min_frequency=settings.min_frequency,
+    )
 
 
 def _read_json(path: Path) -> Any:

@@ -9,11 +9,12 @@ from typing import ClassVar
 
 from pretrain.common.errors import InputError
 from pretrain.corpus import bzip2, inputs
-from pretrain.corpus.inputs import COMPRESSED, BrokenInputError, Input, Piece, Problems, SourceReader, Span, compression
+from pretrain.corpus.inputs import BrokenInputError, Input, Piece, Problems, SourceReader, Span, compression
+from pretrain.corpus.streams import TextStream, is_utf16
 
 MAX_RECORD_BYTES = 512 << 20  # a single record this large means that the file is not what its kind says
 BZIP2_PIECE_BYTES = 2 << 20
-STREAM_READ_BYTES = 1 << 18  # what a broken stream loses at most before the fault
+STREAM_READ_BYTES = 1 << 18
 
 
 class RecordReader(SourceReader):
@@ -25,15 +26,13 @@ class RecordReader(SourceReader):
 
     def is_stream(self, item: Input) -> bool:
         path = Path(item.paths[0])
-        return bool(compression(path)) and not self._is_cut_bzip2(path)
+        return (bool(compression(path)) or is_utf16(path)) and not self._is_cut_bzip2(path)
 
     def cut(self, item: Input) -> Iterator[Span]:
         path = Path(item.paths[0])
-        if not compression(path):
-            return _ranges(item, inputs.PIECE_BYTES)
-        if self._is_cut_bzip2(path):
-            return _ranges(item, BZIP2_PIECE_BYTES)
-        return inputs.carried_spans(item, self._blocks(path), b"")
+        if self.is_stream(item):
+            return inputs.carried_spans(item, self._blocks(path), b"")
+        return _ranges(item, BZIP2_PIECE_BYTES if compression(path) else inputs.PIECE_BYTES)
 
     def records(self, piece: Piece, problems: Problems) -> bytes:
         """The whole records of a piece, end to end."""
@@ -43,29 +42,27 @@ class RecordReader(SourceReader):
         return self.cuts_bzip2 and compression(path) == ".bz2" and bzip2.has_several_streams(path)
 
     def _blocks(self, path: Path) -> Iterator[tuple[bytes, int]]:
-        """(whole records of about PIECE_BYTES, bytes of the compressed file read so far)."""
+        """(whole records of about PIECE_BYTES, bytes of the file read so far)."""
         rest, searched = bytearray(), 0
-        fault, ended = "", False
-        with path.open("rb") as raw, COMPRESSED[compression(path)](raw) as stream:
+        ended = False
+        with path.open("rb") as raw:
+            stream = TextStream(path, raw)
             while not ended:
-                try:
-                    read = stream.read(STREAM_READ_BYTES)
-                except inputs.BROKEN as error:
-                    fault, read = inputs.one_line(error), b""
+                read = stream.read(STREAM_READ_BYTES)
                 rest += read
                 ended = not read
                 if len(rest) >= searched + inputs.PIECE_BYTES and not ended:
-                    last = rest.rfind(self.record_start, 1)
+                    last = self.last_record(rest)
                     if last > 0:
-                        yield bytes(rest[: last + self.previous_bytes]), raw.tell()
-                        del rest[: last + self.previous_bytes]
+                        yield bytes(rest[:last]), raw.tell()
+                        del rest[:last]
                     searched = len(rest)
                 if searched > MAX_RECORD_BYTES:
                     raise self._no_records(path)
             if rest:
                 yield bytes(rest), raw.tell()
-        if fault:
-            raise BrokenInputError(f"broken file: {fault}")
+        if stream.fault:
+            raise BrokenInputError(f"broken file: {stream.fault}")
 
     def _read_range(self, piece: Piece, problems: Problems) -> bytes:
         """The records that begin in [start, end) of the file."""
@@ -76,12 +73,17 @@ class RecordReader(SourceReader):
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             if compression(path) == ".bz2":
                 return bzip2.read_records(text, piece, self.record_start, problems)
-            begin, end = self._next_record(text, piece.start), self._next_record(text, piece.end)
+            begin, end = self.next_record(text, piece.start), self.next_record(text, piece.end)
             if end - begin > MAX_RECORD_BYTES:
                 raise self._no_records(path)
             return text[begin:end]
 
-    def _next_record(self, text: mmap.mmap, position: int) -> int:
+    def last_record(self, text: bytearray) -> int:
+        """Where the last record in `text` begins; 0 if that is the first one."""
+        place = text.rfind(self.record_start, 1)
+        return place + self.previous_bytes if place > 0 else 0
+
+    def next_record(self, text: mmap.mmap, position: int) -> int:
         """Where the first record begins at or after `position`; the length of the file if there is none."""
         if position == 0:
             return 0

@@ -44,6 +44,16 @@ def sentence_starts(document: str, language: str) -> list[int]:
     return starts
 
 
+def line_starts(document: str) -> list[int]:
+    """As `sentence_starts`, for a document whose lines are its sentences."""
+    starts, place = [], 0
+    for line in document.split("\n"):
+        if line.strip():
+            starts.append(max(0, place - 1) if starts else 0)
+        place += len(line) + 1
+    return starts
+
+
 def _split_quotations(sentence: str, language: str) -> list[str]:
     """Cut `sentence` as if it had no quotation marks; a mark that opens a quotation stays with what follows."""
     hidden = sentence

@@ -29,9 +29,9 @@ from pretrain.corpus.filters.near_duplicates import Sketches
 from pretrain.corpus.filters.report import Report
 from pretrain.corpus.inputs import Piece, Problems
 from pretrain.corpus.parts import DOCUMENT, Part
-from pretrain.corpus.sentences import sentence_starts, split_sentences
+from pretrain.corpus.sentences import line_starts, sentence_starts, split_sentences
 from pretrain.corpus.shards import ShardWriter, token_dtype
-from pretrain.corpus.sources import cut_stream, documents
+from pretrain.corpus.sources import cut_stream, documents, reader
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, Columns, KnownWords, WordPieces, WordTable, columns
 from pretrain.corpus.vocabulary import vocabulary_size
@@ -225,6 +225,7 @@ def _read_piece(piece: Piece) -> dict[str, Any]:
     """Read, split, cut and (with a vocabulary) tokenize one piece into part files; its summary comes last."""
     state = _state()
     problems, report = Problems(), Report()
+    splitting = _splitting(piece, state.settings.language)
     names: list[str] = []
     batches: list[Part] = []
     read = size = 0
@@ -247,7 +248,7 @@ def _read_piece(piece: Piece) -> dict[str, Any]:
         texts, sketches = state.filters.keep(texts, report)
         if not texts:
             continue
-        batches.append(_batch(texts, sketches, state))
+        batches.append(_batch(texts, sketches, state, splitting))
         size += sum(map(len, texts))
         if size >= _PART_BYTES:
             flush()
@@ -260,6 +261,7 @@ def _read_piece(piece: Piece) -> dict[str, Any]:
         "problems": problems.entries(),
         "filtered": report.entries(),
         "seen": sorted(report.seen),
+        "left_out": problems.left_out,
     }
     write_json(state.work / f"{piece.name}.json", summary)
     return summary
@@ -355,12 +357,26 @@ def chunks(texts: Iterator[str]) -> Iterator[list[str]]:
         yield chunk
 
 
-def _batch(texts: list[str], sketches: Sketches | None, state: _Process) -> Part:
+@dataclass(frozen=True)
+class _Splitting:
+    """How documents are cut: into the text of their sentences, and where these start in characters."""
+
+    split: Callable[[str], list[str]]
+    starts: Callable[[str], list[int]]
+
+
+def _splitting(piece: Piece, language: str) -> _Splitting:
+    if reader(piece.config).lines_are_sentences:
+        return _Splitting(lambda text: text.split("\n"), line_starts)
+    return _Splitting(lambda text: split_sentences(text, language), lambda text: sentence_starts(text, language))
+
+
+def _batch(texts: list[str], sketches: Sketches | None, state: _Process, splitting: _Splitting) -> Part:
     """The documents of `texts` that are long enough, tokenized if there is a vocabulary."""
     settings = state.settings
     if settings.released:
-        return _whole_documents(texts, sketches, state)
-    sentences = (split_sentences(text, settings.language) for text in texts)
+        return _whole_documents(texts, sketches, state, splitting)
+    sentences = map(splitting.split, texts)
     if settings.byte_level:
         # A byte-level vocabulary would spell the white space around a sentence.
         cut = byte_columns(["\n".join(map(str.strip, lines)) for lines in sentences], state.table)
@@ -373,11 +389,11 @@ def _batch(texts: list[str], sketches: Sketches | None, state: _Process) -> Part
     return _tokenized(part.items, part, state) if given else part
 
 
-def _whole_documents(texts: list[str], sketches: Sketches | None, state: _Process) -> Part:
+def _whole_documents(texts: list[str], sketches: Sketches | None, state: _Process, splitting: _Splitting) -> Part:
     """The documents of `texts` that are long enough, tokenized whole."""
     settings = state.settings
     table = measured(texts)
-    starts = [sentence_starts(text, settings.language) for text in texts]
+    starts = list(map(splitting.starts, texts))
     long_enough = table["words"] >= settings.min_document_words
     kept = [number for number, its_starts in enumerate(starts) if its_starts and long_enough[number]]
     texts, starts = [texts[number] for number in kept], [starts[number] for number in kept]

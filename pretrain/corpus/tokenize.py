@@ -22,6 +22,7 @@ from pretrain.corpus import byte_level
 from pretrain.corpus.keytable import KeyTable
 from pretrain.corpus.trie import TokenTrie
 from pretrain.corpus.vocabulary import bert_tokenizer
+from pretrain.corpus.word_counts import document_words
 
 MAX_TABLE_WORDS = 1 << 20  # above this a process starts a new table of words: about 80 MB
 _CAPACITY = 40_000  # of a new table, in words of up to 8 bytes and in words of up to 16: 4 MB
@@ -58,7 +59,7 @@ class Columns:
     """A batch of D documents with S sentences and W words.
 
     words int32 [W], numbers in the process's `WordTable`; sentences int64 [S+1], word offset of each sentence;
-    documents int64 [D+1], sentence offset of each document; document_words int64 [D], blank-separated words;
+    documents int64 [D+1], sentence offset of each document; document_words int64 [D], as `word_counts` counts them;
     document_bytes int64 [D]; hashes uint64 [D, 2], 128 bits of the normalised text.
     Sentences have at least one word; documents may be empty.
     """
@@ -90,7 +91,7 @@ def columns(texts: Sequence[str], table: WordTable, *, lowercase: bool) -> Colum
         words=words,
         sentences=np.concatenate([[0], words_before[filled]]),
         documents=np.concatenate([[0], np.cumsum(filled)[document_ends]]),
-        document_words=np.diff(np.searchsorted(blank_words, text_ends), prepend=0),
+        document_words=document_words(text, blank_words, text_ends),
         document_bytes=np.diff(text_ends, prepend=-1) - 1,
         hashes=text_hashes(raw, len(texts)),
     )

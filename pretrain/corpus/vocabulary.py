@@ -103,10 +103,14 @@ def numbered(path: Path, entries: Sequence[str]) -> dict[str, int]:
     return vocabulary
 
 
-def load_vocabulary(path: Path, *, lowercase: bool, kind: str = "wordpiece") -> Tokenizer:
+def load_vocabulary(
+    path: Path, *, lowercase: bool, kind: str = "wordpiece", strip_accents: bool | None = None
+) -> Tokenizer:
     """The tokenizer of a vocab.txt, of a tokenizer.json (BERT's, or a byte-level BPE's), or of a folder with one.
 
-    Raises `InputError` if it is missing, damaged, of another kind, or its casing contradicts `lowercase`.
+    `strip_accents` None is as `lowercase`, or as a tokenizer.json says.
+
+    Raises `InputError` if it is missing, damaged, of another kind, or contradicts `lowercase` or `strip_accents`.
     """
     path = path.expanduser()
     if path.is_dir():
@@ -117,7 +121,8 @@ def load_vocabulary(path: Path, *, lowercase: bool, kind: str = "wordpiece") -> 
         raise InputError(f"corpus.vocabulary.path: {path}: not found.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"corpus.vocabulary.path: {path}: cannot be read ({error}).") from None
-    tokenizer = tokenizer_from_json(path, text, lowercase=lowercase) if path.suffix == ".json" else None
+    is_json = path.suffix == ".json"
+    tokenizer = tokenizer_from_json(path, text, lowercase=lowercase, strip_accents=strip_accents) if is_json else None
     kind_in_file = "byte_bpe" if tokenizer is not None and is_byte_level(tokenizer) else "wordpiece"
     if kind_in_file != kind:
         raise InputError(
@@ -126,10 +131,10 @@ def load_vocabulary(path: Path, *, lowercase: bool, kind: str = "wordpiece") -> 
     if tokenizer is not None:
         return tokenizer
     vocabulary = numbered(path, split_entries(text))
-    return bert_tokenizer(vocabulary, normalizers.BertNormalizer(lowercase=lowercase))
+    return bert_tokenizer(vocabulary, normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents))
 
 
-def tokenizer_from_json(path: Path, text: str, *, lowercase: bool) -> Tokenizer:
+def tokenizer_from_json(path: Path, text: str, *, lowercase: bool, strip_accents: bool | None = None) -> Tokenizer:
     """The tokenizer that the `text` of a tokenizer.json of either kind describes; errors as in `load_vocabulary`."""
     try:
         description: dict[str, Any] = json.loads(text)
@@ -158,6 +163,12 @@ def tokenizer_from_json(path: Path, text: str, *, lowercase: bool) -> Tokenizer:
             f"corpus.vocabulary.lowercase: {str(lowercase).lower()}, but {path} has "
             f"{str(settings['lowercase']).lower()}. Make them agree."
         )
+    strips = lowercase if settings["strip_accents"] is None else settings["strip_accents"]
+    if strip_accents not in (None, strips):
+        raise InputError(
+            f"corpus.vocabulary.strip_accents: {str(strip_accents).lower()}, but {path} has {str(strips).lower()}. "
+            "Make them agree."
+        )
     _check_specials(path, model["vocab"])
     return bert_tokenizer(model["vocab"], normalizers.BertNormalizer(**settings))
 
@@ -178,13 +189,17 @@ def train_byte_vocabulary(counts: dict[bytes, int], size: int, *, min_frequency:
     return train_byte_level(counts, size, SPECIAL_TOKENS, min_frequency=min_frequency)
 
 
-def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, min_frequency: int) -> Tokenizer:
+def train_vocabulary(
+    counts: dict[bytes, int], size: int, *, lowercase: bool, strip_accents: bool | None = None, min_frequency: int
+) -> Tokenizer:
     """A WordPiece vocabulary of at most `size` entries from the counts of words cut at ASCII blanks and marks.
+
+    `strip_accents` None is as `lowercase`.
 
     The same counts give the same vocabulary, id by id. `tokenizers` itself does not (it numbers "##" characters in
     the order of a randomly seeded hash map), so the alphabet is handed to it as fixed tokens.
     """
-    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     words = count_normal_words(counts, normalizer)
     if not words:
         raise InputError("corpus.sources: no words to train a vocabulary on.")

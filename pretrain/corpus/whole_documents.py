@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from pretrain.corpus.byte_columns import document_pieces
 from pretrain.corpus.parts import DOCUMENT, Part
 from pretrain.corpus.tokenize import END_OF_DOCUMENT, BytePairs, WordTable, text_hashes
+from pretrain.corpus.word_counts import document_words
 
 _BLANKS = b" \t\r\n"
 
@@ -37,7 +38,7 @@ def measured(texts: Sequence[str]) -> np.ndarray:
     ends = np.flatnonzero(text == 0)
     table = np.zeros(len(texts), DOCUMENT)
     table["hash"] = text_hashes(raw, len(texts))
-    table["words"] = np.diff(np.searchsorted(np.flatnonzero(begins), ends), prepend=0)
+    table["words"] = document_words(raw, np.flatnonzero(begins), ends)
     table["bytes"] = np.diff(ends, prepend=-1) - 1
     return table
 

@@ -4,12 +4,14 @@ pictures are removed."""
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 from pretrain.corpus import inputs
 from pretrain.corpus.inputs import Input, Piece, Problems, SourceReader
+from pretrain.corpus.streams import open_text
+from pretrain.corpus.word_counts import count_words
 
 _START = re.compile(r"^\s*\*{3}\s*START OF (?:THE|THIS) PROJECT GUTENBERG.*?\*{3}[^\n]*$", re.M | re.I | re.S)
 _OLD_START = re.compile(r"^\*END\*? ?THE SMALL PRINT![^\n]*$", re.M | re.I)  # before about 2003
@@ -33,6 +35,7 @@ _HEADING = re.compile(
     re.I,
 )
 _TITLE_WORDS = 12
+_NO_STOPS = "§¶·•‣†‡※‰′″〃＃％＆＊＠＼"  # marks of Unicode's category Po, as the stops of all scripts are
 
 
 class Reader(SourceReader):
@@ -45,16 +48,26 @@ class Reader(SourceReader):
 
     def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
         for path in piece.paths:
-            try:
-                with inputs.open_file(Path(path)) as file:
-                    raw = cast(bytes, file.read())
-            except inputs.BROKEN as error:
-                problems.add(path, f"broken file: {inputs.one_line(error)}")
-                continue
-            if not raw.strip():
-                problems.add(path, "empty file")
-                continue
-            yield paragraphs(raw.decode("latin-1") if is_latin1(raw) else inputs.decode(raw, path, 0, problems))
+            text = read_text(Path(path), problems)
+            if text:
+                yield paragraphs(text, problems)
+
+
+def read_text(path: Path, problems: Problems) -> str:
+    """The text of a file, up to where it is broken; "" if there is none, which goes to `problems`."""
+    try:
+        with open_text(path) as stream:
+            raw = stream.read()
+            fault = stream.fault
+    except OSError as error:
+        raw, fault = b"", inputs.one_line(error)
+    if fault:
+        problems.add(str(path), f"broken file: {fault}")
+    if not raw.strip():
+        if not fault:
+            problems.add(str(path), "empty file")
+        return ""
+    return raw.decode("latin-1") if is_latin1(raw) else inputs.decode(raw, str(path), 0, problems)
 
 
 def is_latin1(raw: bytes) -> bool:
@@ -63,41 +76,68 @@ def is_latin1(raw: bytes) -> bool:
     return declared is not None and declared[1].lower() in (b"iso-8859-1", b"iso-latin-1", b"latin-1", b"latin1")
 
 
-def paragraphs(text: str) -> str:
-    """The book's paragraphs, one per line, without boilerplate, headings, ornaments and emphasis marks."""
-    text = _body(text.replace("\r\n", "\n").replace("\r", "\n"))
+def paragraphs(text: str, problems: Problems) -> str:
+    """The book's paragraphs, one per line, without boilerplate, headings, ornaments and emphasis marks.
+
+    Headings and ornaments that are left out are counted in `problems`.
+    """
+    text, is_framed = _body(text.replace("\r\n", "\n").replace("\r", "\n"))
+    problems.left_out["read_characters"] += len(text)
     text = _BRACKETED.sub("", text)
     kept = []
-    after_heading = True
+    # Without Gutenberg's frame the text may begin with anything, such as a line of a chat.
+    may_be_title = is_framed
     for block in re.split(r"\n[ \t]*\n", text):
         paragraph = " ".join(block.split())
-        if not any(character.isalpha() for character in paragraph):
-            continue  # page numbers, rows of asterisks
-        if _is_heading(paragraph, after_heading):
-            after_heading = True
+        if not paragraph:
             continue
-        after_heading = False
+        if not any(character.isalpha() for character in paragraph):  # page numbers, rows of asterisks
+            problems.leave_out(paragraph)
+            continue
+        is_heading = _is_heading(paragraph)
+        if is_heading or (may_be_title and _is_title(paragraph)):
+            problems.leave_out(paragraph)
+            # One title follows a heading: further short lines without a stop are text.
+            may_be_title = is_heading
+            continue
+        may_be_title = False
         kept.append(_UNDERSCORED.sub(r"\1", paragraph))
     return "\n".join(kept)
 
 
-def _body(text: str) -> str:
-    """The text between Project Gutenberg's header and its licence."""
+def _body(text: str) -> tuple[str, bool]:
+    """The text between Project Gutenberg's header and its licence, and whether there is such a header."""
     start = _START.search(text) or _OLD_START.search(text)
     if start:
         text = text[start.end() :].lstrip()
         if _CREDITS.match(text):
             text = text.partition("\n\n")[2]
     end = _END.search(text)
-    return text[: end.start()] if end else text
+    return text[: end.start()] if end else text, start is not None
 
 
-def _is_heading(paragraph: str, after_heading: bool) -> bool:
-    """Chapter numbers, titles in capitals, and a short line without a full stop right below one of those."""
+def _is_heading(paragraph: str) -> bool:
+    """Chapter numbers, and titles in capitals; letters of a script without capitals are none."""
     if _HEADING.fullmatch(paragraph):
         return True
-    short = len(paragraph.split()) <= _TITLE_WORDS
-    ended = paragraph.rstrip("\"'”’)_").endswith((".", "!", "?", ":", ";", ","))
-    if short and paragraph.isupper():
-        return not ended or after_heading
-    return short and after_heading and not ended
+    return _in_capitals(paragraph) and not _is_ended(paragraph) and count_words(paragraph) <= _TITLE_WORDS
+
+
+def _is_title(paragraph: str) -> bool:
+    """A short line without a stop, or in capitals."""
+    return (_in_capitals(paragraph) or not _is_ended(paragraph)) and count_words(paragraph) <= _TITLE_WORDS
+
+
+def _in_capitals(paragraph: str) -> bool:
+    return paragraph.isupper() and all(map(str.isupper, filter(str.isalpha, paragraph)))
+
+
+def _is_ended(paragraph: str) -> bool:
+    """Whether a paragraph ends in a stop of any script, such as "." or "。" or "।", within or after quotation marks."""
+    end = len(paragraph)
+    while end and (paragraph[end - 1] in "\"'_" or unicodedata.category(paragraph[end - 1]) in ("Pe", "Pf", "Pi")):
+        end -= 1
+    last = paragraph[end - 1 : end]
+    if last.isascii():
+        return last in tuple(".!?:;,")
+    return unicodedata.category(last) == "Po" and last not in _NO_STOPS

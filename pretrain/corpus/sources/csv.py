@@ -7,13 +7,14 @@ import csv
 import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import Quoting, detect_quoting
 from pretrain.common.wording import counted
 from pretrain.corpus import inputs, records
-from pretrain.corpus.inputs import COMPRESSED, BrokenInputError, Input, Piece, Problems, Span, compression
+from pretrain.corpus.inputs import BrokenInputError, Input, Piece, Problems, Span
+from pretrain.corpus.streams import TextStream, open_text
 from pretrain.corpus.text_columns import ColumnReader
 
 
@@ -61,8 +62,8 @@ def _quoting(path: Path, problems: Problems) -> Quoting:
 
 def _text(path: Path) -> Iterator[str]:
     """A file as text, up to where it is broken: reading its rows counts that."""
-    with contextlib.suppress(*inputs.BROKEN), inputs.open_file(path) as raw:
-        yield from io.TextIOWrapper(raw, "utf-8-sig", "replace", newline="")
+    with contextlib.suppress(OSError), open_text(path) as stream:
+        yield from io.TextIOWrapper(io.BufferedReader(stream), "utf-8-sig", "replace", newline="")
 
 
 def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> Iterator[tuple[Any, int]]:
@@ -76,12 +77,15 @@ def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> I
         rows, left_out = 0, Problems()
         try:
             with path.open("rb") as raw:
-                for batch in _open_csv(path, raw, column, quoting, block_bytes, left_out):
+                stream = TextStream(path, raw)
+                for batch in _open_csv(path, stream, column, quoting, block_bytes, left_out):
                     new = batch.slice(max(0, done - rows))
                     rows += batch.num_rows
                     for part in _parts(new) if block_bytes > inputs.PIECE_BYTES else [new]:
                         yield part, raw.tell()
             problems.extend(left_out.entries())
+            if stream.fault:
+                raise BrokenInputError(f"broken file: {stream.fault}")
             return
         except ValueError as error:
             if "straddling" not in str(error):
@@ -100,7 +104,9 @@ def _parts(batch: Any) -> Iterator[Any]:
     return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
 
 
-def _open_csv(path: Path, raw: IO[bytes], column: str, quoting: Quoting, block_bytes: int, left_out: Problems) -> Any:
+def _open_csv(
+    path: Path, stream: TextStream, column: str, quoting: Quoting, block_bytes: int, left_out: Problems
+) -> Any:
     """A reader of record batches with only the text column, as bytes. Rows of another width go to `left_out`."""
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
@@ -110,7 +116,6 @@ def _open_csv(path: Path, raw: IO[bytes], column: str, quoting: Quoting, block_b
         left_out.add(str(path), "row left out", width)
         return "skip"
 
-    stream = COMPRESSED[compression(path)](raw) if compression(path) else raw
     is_quoted = quoting == "standard"
     return arrow_csv.open_csv(
         pa.PythonFile(stream, "r"),
@@ -131,8 +136,8 @@ def _open_csv(path: Path, raw: IO[bytes], column: str, quoting: Quoting, block_b
 
 
 def _column_names(file: Path) -> list[str]:
-    with inputs.open_file(file) as raw:
-        text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
+    with open_text(file) as stream:
+        text = io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline="")
         return next(csv.reader(text, delimiter=_delimiter(file)), [])
 
 

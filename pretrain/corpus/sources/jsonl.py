@@ -1,17 +1,30 @@
-"""Files of JSON objects, one a line; the text column of each is a document."""
+"""Files of JSON objects; the text column of each is a document. They are one a line, in an array, or indented."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from pretrain.corpus.inputs import Input, Piece, Problems, check_column, decode, open_file, without_surrogates
+from pretrain.corpus import json_values
+from pretrain.corpus.inputs import (
+    Input,
+    Piece,
+    Problems,
+    Span,
+    carried_spans,
+    check_column,
+    decode,
+    plain_suffix,
+    without_surrogates,
+)
 from pretrain.corpus.records import RecordReader
+from pretrain.corpus.streams import open_text
 
 
 class Reader(RecordReader):
-    """Lines of JSON, one document each."""
+    """JSON objects, one document each: lines, which are read in ranges, or an array, which is read in order."""
 
     suffixes = (".jsonl", ".json", ".ndjson")
     record_start = b"\n"
@@ -21,6 +34,17 @@ class Reader(RecordReader):
         files = super().find(where)
         check_column(self.config, where, Path(files[0].paths[0]), _column_names)
         return files
+
+    def takes(self, file: Path) -> bool:
+        # WikiExtractor's --json writes files without a suffix.
+        return super().takes(file) or (not plain_suffix(file) and _begins_with_object(file))
+
+    def is_stream(self, item: Input) -> bool:
+        return super().is_stream(item) or json_values.is_spread(Path(item.paths[0]))
+
+    def cut(self, item: Input) -> Iterator[Span]:
+        path = Path(item.paths[0])
+        return carried_spans(item, json_values.lines(path), b"") if json_values.is_spread(path) else super().cut(item)
 
     def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
         path, column = piece.paths[0], self.config.text_column
@@ -42,7 +66,18 @@ class Reader(RecordReader):
                     problems.add(path, f"{column!r} that is not text", place)
 
 
+def _begins_with_object(file: Path) -> bool:
+    try:
+        return json_values.begins_with_object(file)
+    except OSError:
+        return False
+
+
 def _column_names(file: Path) -> list[str]:
-    with open_file(file) as lines:
-        row = json.loads(lines.readline())
+    if json_values.is_spread(file):
+        value = next(json_values.lines(file))[0].partition(b"\n")[0]
+    else:
+        with open_text(file) as stream:
+            value = io.BufferedReader(stream).readline()
+    row = json.loads(value.decode("utf-8-sig"))
     return list(row) if isinstance(row, dict) else []

@@ -19,7 +19,9 @@ class Reader(ColumnReader):
 
     def find(self, where: str) -> list[Input]:
         files = super().find(where)
-        check_column(self.config, where, Path(files[0].paths[0]), _column_names)
+        first = Path(files[0].paths[0])
+        check_column(self.config, where, first, _column_names)
+        _check_type(first, self.config.text_column, where)
         return files
 
     def cut(self, item: Input) -> Iterator[Span]:
@@ -63,3 +65,19 @@ def _column_names(file: Path) -> list[str]:
     import pyarrow.parquet as pq
 
     return pq.read_schema(file).names
+
+
+def _check_type(file: Path, column: str, where: str) -> None:
+    """Raise `InputError` if a column cannot hold text, such as one of lists. A file that cannot be read has none."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        kind = pq.read_schema(file).field(column).type
+    except (OSError, pa.ArrowException):
+        return
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not any(str(values).endswith(name) for name in ("string", "string_view", "binary", "binary_view", "null")):
+        raise InputError(
+            f"{where}.text_column: {column!r} in {file} is {values}, not text. Name a column of strings, or write one."
+        )

@@ -10,6 +10,7 @@ from pretrain.corpus.inputs import Piece, Problems, decode
 from pretrain.corpus.records import RecordReader
 
 _HEAD = re.compile(r'^<doc [^\n]*?title="([^\n]*)"[^\n]*>\n', re.M)
+_JSON = re.compile(r'\s*\{\s*"')
 
 
 class Reader(RecordReader):
@@ -49,5 +50,7 @@ def _report_unread(text: str, count: int, path: str, problems: Problems) -> None
         opened = text.count("\n<doc ") + text.startswith("<doc ")
     if opened > count:
         problems.add(path, "<doc> that is not closed or has no title", count=opened - count)
+    elif not opened and _JSON.match(text):
+        problems.add(path, "JSON, as WikiExtractor's --json writes: use kind jsonl")
     elif not opened and text.strip():
         problems.add(path, "no <doc> in this part of the file", f"it begins {text.strip()[:40]!r}")

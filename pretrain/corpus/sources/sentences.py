@@ -1,0 +1,38 @@
+"""Plain text with a sentence a line and blank lines between documents: the input of BERT's own data preparation
+(google-research/bert, create_pretraining_data.py)."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Iterator
+
+from pretrain.corpus.inputs import Piece, Problems, decode
+from pretrain.corpus.records import RecordReader
+
+_BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
+
+
+class Reader(RecordReader):
+    """Documents between blank lines. Their lines stay sentences, as they are."""
+
+    record_start = b"\n\n"
+    lines_are_sentences = True
+
+    def next_record(self, text: mmap.mmap, position: int) -> int:
+        found = _BLANK_LINE.search(text, max(0, position - 1)) if position else None
+        return 0 if not position else found.end() if found else len(text)
+
+    def last_record(self, text: bytearray) -> int:
+        ends = [found.end() for found in _BLANK_LINE.finditer(text)]
+        return ends[-1] if ends else 0
+
+    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
+        text = decode(self.records(piece, problems), piece.paths[0], piece.start, problems)
+        sentences: list[str] = []
+        for line in (*text.split("\n"), ""):
+            if sentence := line.strip():
+                sentences.append(sentence)
+            elif sentences:
+                yield "\n".join(sentences)
+                sentences = []

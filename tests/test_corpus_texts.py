@@ -1,0 +1,403 @@
+"""Text in every script and form is read as it stands: nothing is lost unseen."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune.adaptation.texts import sources_of
+from pretrain.common.errors import InputError
+from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceConfig
+from pretrain.corpus import inputs, records
+from pretrain.corpus.byte_columns import byte_columns
+from pretrain.corpus.formats import kind_of
+from pretrain.corpus.inputs import Problems
+from pretrain.corpus.prepare import prepare
+from pretrain.corpus.sentences import line_starts
+from pretrain.corpus.shards import open_shards
+from pretrain.corpus.sources import books, cut, documents, find_inputs
+from pretrain.corpus.tokenize import WordTable, columns
+from pretrain.corpus.whole_documents import measured
+from pretrain.corpus.word_counts import count_words
+
+
+def read(kind: str, path: Path) -> tuple[list[str], dict[str, int]]:
+    """All documents of a source, and the count of each fault."""
+    source, texts, problems = SourceConfig(kind=kind, path=str(path)), [], Problems()
+    for number, item in enumerate(find_inputs(source, "corpus.sources.0")):
+        for piece in cut(source, 0, number, item):
+            texts += documents(piece, problems)
+    return texts, {problem["fault"]: problem["count"] for problem in problems.entries()}
+
+
+def prepared(source: SourceConfig, folder: Path, **changes: Any) -> tuple[str, dict[str, Any]]:
+    """The summary line and the card of a corpus."""
+    values = {
+        "dir": str(folder),
+        "sources": (source,),
+        "vocabulary": {"size": 300, "min_frequency": 1},
+        "validation_fraction": 0,
+        "processes": 1,
+        **changes,
+    }
+    phase = PhaseConfig(sequence_length=32, global_sequences=2, steps=1, peak_learning_rate=1e-3)
+    config = PretrainConfig(name="trial", corpus=CorpusConfig.model_validate(values), phases=(phase,))
+    return prepare(config, quiet=True), json.loads((folder / "card.json").read_text())
+
+
+# ---------------------------------------------------------------- headings
+
+SENTENCES = {
+    "zh": "今天天气很好我们去公园散步。",
+    "ja": "今日はとても良い天気です。",
+    "th": "วันนี้อากาศดีมากเราไปเดินเล่นที่สวนกันเถอะ",
+    "hi": "आज मौसम बहुत अच्छा है।",
+    "ar": "هل الطقس جميل اليوم؟",
+    "am": "ዛሬ አየሩ ጥሩ ነው።",
+    "my": "ဒီနေ့ ရာသီဥတု ကောင်းတယ်။",
+    "el": "Τι κάνεις σήμερα;",
+}
+FRAME = "*** START OF THE PROJECT GUTENBERG EBOOK X ***\n\n{}\n\n*** END OF THE PROJECT GUTENBERG EBOOK X ***\n"
+
+
+@pytest.mark.parametrize("language", SENTENCES)
+def test_paragraphs_of_every_script_are_kept_below_a_heading(language: str) -> None:
+    lines = [SENTENCES[language]] * 51
+    problems = Problems()
+    found = books.paragraphs(FRAME.format("\n\n".join(["CHAPTER I", *lines])), problems).split("\n")
+    # Thai has no stops, so one line below the heading may be its title.
+    assert len(found) == (50 if language == "th" else 51)
+    assert problems.left_out["paragraphs"] == 52 - len(found)
+
+
+def test_one_title_follows_a_heading() -> None:
+    lines = ["CHAPTER I", "In Chancery", "so we met again", "and went home", "in silence"]
+    assert books.paragraphs("\n\n".join(lines), Problems()).split("\n") == lines[2:]
+    mixed = ["CHAPTER I", "我在NBA打球。", "I.", "Oh!", "A"]
+    assert books.paragraphs("\n\n".join(mixed), Problems()).split("\n") == ["我在NBA打球。", "Oh!"]
+
+
+CHATS = {
+    "zh": [f"你好吗{number}" for number in range(40)],
+    "th": [f"สวัสดีครับ {number}" for number in range(40)],
+    "en": [f"see you at {number}" for number in range(40)],
+}
+
+
+@pytest.mark.parametrize("language", CHATS)
+def test_lines_of_a_chat_without_stops_are_text(tmp_path: Path, language: str) -> None:
+    lines = CHATS[language]
+    (tmp_path / "chat.txt").write_text("\n\n".join(lines), encoding="utf-8")
+    assert read("books", tmp_path / "chat.txt") == (["\n".join(lines)], {})
+    sources_of([tmp_path / "chat.txt"], tmp_path / "pieces.jsonl")
+    pieces = (tmp_path / "pieces.jsonl").read_text().splitlines()
+    assert "\n".join(json.loads(piece)["text"] for piece in pieces).split("\n") == lines
+
+
+def test_what_is_left_out_as_headings_is_on_the_card_and_much_of_it_in_the_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "\n\n".join(f"This is paragraph number {number} of a text that is kept." for number in range(30))
+    (tmp_path / "few.txt").write_text("CHAPTER I\n\n" + text)
+    source = SourceConfig(kind="books", path=str(tmp_path / "few.txt"))
+    line, card = prepared(source, tmp_path / "few")
+    assert card["sources"][0]["left_out"] == {"paragraphs": 1, "characters": 9, "read_characters": 11 + len(text)}
+    assert "| books-few | 1 | 9 | 0.5" in (tmp_path / "few" / "card.md").read_text()
+    assert "headings" not in line
+    (tmp_path / "many.txt").write_text(text + "\n\nSOME WORDS IN CAPITALS" * 10)
+    line, _ = prepared(SourceConfig(kind="books", path=str(tmp_path / "many.txt")), tmp_path / "many")
+    assert re.search(r"books-many: 1\d\.\d% of its text was left out as headings \(10 paragraphs\)\. If they", line)
+    sources_of([tmp_path / "many.txt"], tmp_path / "pieces.jsonl")
+    assert "of the text was left out as headings (10 paragraphs)" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Plain words, two lines:\nof them", 6),
+        ("naïve café – “quoted” 漢字", 5),  # few characters of another script add nothing
+        ("今天天气很好我们去公园散步吧", 7),
+        ("ひらがなカタカナ漢字", 5),
+        ("สวัสดีครับวันนี้อากาศดี", 5),
+        ("䷀䷀䷀䷀䷀䷀䷀䷀", 1),  # hexagrams
+        ("", 0),
+    ],
+)
+def test_words_are_counted_in_scripts_without_blanks(text: str, words: int) -> None:
+    table, texts = WordTable(), ["two words", text, "one"]
+    for counted in (
+        columns(texts, table, lowercase=True).document_words,
+        byte_columns(texts, table).document_words,
+        measured(texts)["words"],
+    ):
+        assert counted.tolist() == [2, words, 1]
+    assert count_words(text) == words
+
+
+def test_a_short_document_is_short_in_every_script(tmp_path: Path) -> None:
+    texts = ["今天天气很好我们去公园散步吧你觉得怎么样呢好不好啊我也觉得很好那我们走吧再见了朋友明天见吧", "你好"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    _, card = prepared(SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl")), tmp_path / "corpus")
+    assert (card["totals"]["documents"], card["totals"]["too_short"]) == (1, 1)
+
+
+# ---------------------------------------------------------------- faults
+
+ROWS = [{"text": f"Row {number} says {random.Random(number).random()} and so on."} for number in range(900)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+TABLE = "id,text\n" + "".join(f"{number},{row['text']}\n" for number, row in enumerate(ROWS))
+BOOK = "\n\n".join(row["text"] for row in ROWS)
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize(("kind", "name", "text"), [("jsonl", "a.jsonl", LINES), ("csv", "a.csv", TABLE)])
+def test_rows_before_the_cut_of_a_truncated_file_are_kept(
+    tmp_path: Path, suffix: str, kind: str, name: str, text: str
+) -> None:
+    half = len(text) // 2
+    data = b"".join(COMPRESS[suffix](part.encode()) for part in (text[:half], text[half:]))
+    path = tmp_path / f"{name}{suffix}"
+    path.write_bytes(data[: -len(data) // 10])
+    texts, faults = read(kind, path)
+    assert len(texts) > 400
+    expected = [row["text"] for row in ROWS]
+    assert texts[:-1] == expected[: len(texts) - 1]
+    assert expected[len(texts) - 1].startswith(texts[-1]), "the last row of a table may be cut"
+    assert any(fault.startswith("broken file: ") for fault in faults)
+
+
+def test_a_truncated_book_is_read_up_to_the_cut(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(BOOK.encode())[:-2000])
+    (text,), faults = read("books", tmp_path)
+    assert len(text) > 10_000
+    assert BOOK.replace("\n\n", "\n").startswith(text)
+    assert [fault.partition(":")[0] for fault in faults] == ["broken file"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "data", "shown"),
+    [
+        ("jsonl", "a.jsonl.gz", LINES.encode(), r"a\.jsonl\.gz: broken file: Not a gzipped file .*, 1 time"),
+        ("jsonl", "a.jsonl", LINES.encode("utf-16-le"), r"neither UTF-8 nor UTF-16 with a byte-order mark: left out"),
+        ("books", "a.txt", ("今天天气很好。\n\n" * 99).encode("utf-16-be"), r"neither UTF-8 nor UTF-16"),
+        ("books", "a.txt", ("今天天气很好。\n\n" * 99).encode("gb18030"), r"neither UTF-8 nor UTF-16"),
+        ("wikiextractor", "wiki_00", LINES.encode(), r"JSON, as WikiExtractor's --json writes: use kind jsonl"),
+        ("jsonl", "a.jsonl", b'{"text": ["a"]}\n' * 5, r"'text' that is not text \(line 1 of block 0\), 5 times"),
+    ],
+)
+def test_the_faults_that_make_a_corpus_empty_are_shown(
+    tmp_path: Path, kind: str, name: str, data: bytes, shown: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError, match=shown) as error:
+        prepared(SourceConfig(kind=kind, path=str(tmp_path / name)), tmp_path / "corpus")
+    assert "none of 0 documents remains" in str(error.value)
+    assert "min_document_words" not in str(error.value)
+    assert "Check the files, and that each kind matches them" in str(error.value)
+
+
+def test_the_advice_for_an_empty_corpus_fits_its_cause(tmp_path: Path) -> None:
+    source = SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl"))
+    (tmp_path / "a.jsonl").write_text(LINES)
+    with pytest.raises(InputError, match=r"Lower corpus\.min_document_words, for which 900 are too short\."):
+        prepared(source, tmp_path / "corpus", min_document_words=50)
+    with pytest.raises(InputError, match=r"none of 900 documents remains\. Relax corpus\.filters, which drop 900\."):
+        prepared(source, tmp_path / "filtered", filters={"quality": {"enabled": True}})
+
+
+@pytest.mark.parametrize("kind", ["list", "struct"])
+def test_a_parquet_column_that_is_no_text_is_refused(tmp_path: Path, kind: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows: list[Any] = [["a", "b"]] if kind == "list" else [{"body": "a"}]
+    pq.write_table(pa.table({"text": rows}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=rf"sources\.0\.text_column: 'text' in .*a\.parquet is {kind}<.*, not text"):
+        find_inputs(SourceConfig(kind="parquet", path=str(tmp_path)), "corpus.sources.0")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf16_with_a_byte_order_mark_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    monkeypatch.setattr(inputs, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(records, "STREAM_READ_BYTES", 333)
+    expected = [row["text"] for row in ROWS]
+    for kind, name, text in (("jsonl", "a.jsonl", LINES), ("csv", "a.csv", TABLE), ("sentences", "a.txt", BOOK)):
+        raw = f"\ufeff{text}".encode(encoding)
+        for path, data in ((tmp_path / name, raw), (tmp_path / f"{name}.gz", gzip.compress(raw))):
+            path.write_bytes(data)
+            assert read(kind, path) == (expected, {})
+    assert read("books", tmp_path / "a.txt") == (["\n".join(expected)], {})
+
+
+def test_a_table_in_utf16_without_a_byte_order_mark_is_refused_with_its_cause(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(TABLE.encode("utf-16-le"))
+    with pytest.raises(InputError, match=r"a\.csv: neither UTF-8 nor UTF-16 with a byte-order mark\. Convert it"):
+        find_inputs(SourceConfig(kind="csv", path=str(tmp_path)), "corpus.sources.0")
+
+
+# ---------------------------------------------------------------- JSON
+
+OBJECTS = [{"text": f'Text "{number}", [é], {{漢}}\n\\', "more": [{"a": number}, []]} for number in range(60)]
+FORMS: dict[str, Callable[[], str]] = {
+    "array": lambda: json.dumps(OBJECTS, ensure_ascii=False),
+    "indented": lambda: json.dumps(OBJECTS, indent=2, ensure_ascii=False),
+    "lines of an array": lambda: "[\n" + ",\n".join(map(json.dumps, OBJECTS)) + "\n]\n",
+    "indented objects": lambda: "\n".join(json.dumps(one, indent=4, ensure_ascii=False) for one in OBJECTS),
+    "byte-order mark": lambda: "\ufeff" + json.dumps(OBJECTS, indent="\t").replace("\n", "\r\n"),
+}
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 900, 1 << 20])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_json_in_an_array_or_indented_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, suffix: str, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(inputs, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("pretrain.corpus.json_values.READ_BYTES", 50)
+    data = FORMS[form]().encode()
+    (tmp_path / f"a.json{suffix}").write_bytes(gzip.compress(data) if suffix else data)
+    assert read("jsonl", tmp_path) == ([one["text"] for one in OBJECTS], {})
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda text: text[:-200], "JSON that ends within a value"),
+        (lambda text: text[:-2], "JSON array without an end"),
+        (lambda text: text.replace('"text": "Text \\"50', '"text" "Text \\"50'), "JSON that cannot be read: Expecting"),
+    ],
+)
+def test_a_broken_array_is_read_up_to_there(tmp_path: Path, change: Callable[[str], str], fault: str) -> None:
+    (tmp_path / "a.json").write_text(change(json.dumps(OBJECTS, indent=2)))
+    texts, faults = read("jsonl", tmp_path)
+    assert texts == [one["text"] for one in OBJECTS[: len(texts)]]
+    assert len(texts) >= 50
+    assert len(faults) == 1
+    assert next(iter(faults)).startswith(fault)
+
+
+def test_the_column_of_an_array_is_found_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(FORMS["indented"]().replace('"text"', '"body"'))
+    with pytest.raises(InputError, match=r"text_column: .* no column 'text'; it has body, more"):
+        find_inputs(SourceConfig(kind="jsonl", path=str(tmp_path)), "corpus.sources.0")
+
+
+def test_files_of_json_without_a_suffix_are_found_in_a_folder(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / "AA").mkdir(exist_ok=True)
+        (tmp_path / f"AA/wiki_0{number}").write_text(LINES)
+    (tmp_path / "AA/wiki_02.bz2").write_bytes(bz2.compress(LINES.encode()))
+    (tmp_path / "README").write_text("Not JSON.")
+    texts, faults = read("jsonl", tmp_path)
+    assert (len(texts), faults) == (3 * len(ROWS), {})
+    assert kind_of(tmp_path / "AA/wiki_02.bz2") == "jsonl"
+    assert kind_of(tmp_path / "README") == "books"
+
+
+# ---------------------------------------------------------------- a sentence a line
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    drawn=st.lists(st.lists(st.sampled_from(["One. Two", "a", "漢字。字"]), min_size=1, max_size=3), max_size=5),
+    blank=st.sampled_from(["\n", " \n", "\t\n\n", "\r\n"]),
+    size=st.integers(1, 40),
+)
+def test_documents_of_sentences_are_those_between_blank_lines(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[list[str]], blank: str, size: int
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "a"
+    path.write_bytes(blank.join("".join(f"{line}\n" for line in lines) for lines in drawn).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, "PIECE_BYTES", size)
+        patch.setattr(records, "STREAM_READ_BYTES", 7)
+        expected = ["\n".join(lines) for lines in drawn]
+        assert read("sentences", path)[0] == expected
+        packed = path.with_suffix(".gz")
+        packed.write_bytes(gzip.compress(path.read_bytes()))
+        assert read("sentences", packed)[0] == expected
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "byte_bpe"])
+def test_the_sentences_of_the_file_are_those_of_the_corpus(tmp_path: Path, kind: str) -> None:
+    lines = [[f"Mr. {m} came. He saw {n}. he went" for m in range(n % 5 + 1)] for n in range(40)]
+    (tmp_path / "text").write_text("\n\n".join("\n".join(document) for document in lines))
+    vocabulary = {"kind": kind, "size": 400, "min_frequency": 1}
+    source = SourceConfig(kind="sentences", path=str(tmp_path / "text"))
+    prepared(source, tmp_path / "corpus", vocabulary=vocabulary, min_document_words=0)
+    counts = [np.diff(shard.documents[:, 0].astype(int)) for shard in open_shards(tmp_path / "corpus", "train").shards]
+    assert np.concatenate(counts).tolist() == [len(document) for document in lines]
+
+
+def test_lines_start_where_they_start() -> None:
+    assert line_starts("One. Two\nthree\nx") == [0, 8, 14]
+    assert line_starts("\n a\n\nb") == [0, 4]
+    assert line_starts(" \n") == []
+
+
+# ---------------------------------------------------------------- vocabularies
+
+
+def test_many_unknown_tokens_have_a_hint(tmp_path: Path) -> None:
+    words = [f"{SENTENCES['th'] * 4}{number} สวัสดี ครับ" for number in range(60)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
+    source = SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl"))
+    line, card = prepared(source, tmp_path / "corpus")
+    assert card["totals"]["unknown_rate"] > 0.01
+    assert "That many unknown tokens are lost for training: set corpus.vocabulary.kind: byte_bpe" in line
+    line, _ = prepared(source, tmp_path / "bytes", vocabulary={"kind": "byte_bpe", "size": 400})
+    assert "unknown tokens" not in line
+
+
+def test_a_lowercase_vocabulary_may_keep_accents(tmp_path: Path) -> None:
+    text = "आज मौसम बहुत अच्छा है। हम पार्क में टहलने जाते हैं। Élan café NAÏVE."
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{text} {n}"}) + "\n" for n in range(30)))
+    source = SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl"))
+    vocabulary = {"size": 300, "min_frequency": 1, "strip_accents": False}
+    changes = {"min_document_words": 5, "language": "hi"}
+    _, card = prepared(source, tmp_path / "corpus", vocabulary=vocabulary, **changes)
+    entries = (tmp_path / "corpus/vocab.txt").read_text().split("\n")
+    assert {"मौसम", "café", "élan", "naïve"} <= set(entries)
+    assert card["vocabulary"]["strip_accents"] is False
+    assert "uncased, with accents" in (tmp_path / "corpus/card.md").read_text()
+    written = json.loads((tmp_path / "corpus/tokenizer_config.json").read_text())
+    assert (written["do_lower_case"], written["strip_accents"]) == (True, False)
+    with pytest.raises(InputError, match=r"corpus\.vocabulary\.strip_accents: was False, is None"):
+        prepared(source, tmp_path / "corpus", vocabulary={"size": 300, "min_frequency": 1}, **changes)
+    for given_path in ("vocab.txt", "tokenizer.json"):
+        path = str(tmp_path / "corpus" / given_path)
+        target = tmp_path / given_path.partition(".")[0]
+        prepared(source, target, vocabulary={"path": path, "strip_accents": False}, **changes)
+        for name in ("train-00000.tokens.npy", "tokenizer.json"):
+            assert (target / name).read_bytes() == (tmp_path / "corpus" / name).read_bytes()
+    with pytest.raises(InputError, match=r"vocabulary\.strip_accents: true, but .*tokenizer\.json has false"):
+        prepared(source, tmp_path / "x", vocabulary={"path": path, "strip_accents": True}, **changes)
+
+
+def test_accents_that_follow_the_case_are_no_other_setting(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(LINES)
+    source = SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl"))
+    vocabulary = {"size": 300, "min_frequency": 1}
+    prepared(source, tmp_path / "corpus", vocabulary=vocabulary, min_document_words=0)
+    same = {**vocabulary, "strip_accents": True}
+    line, _ = prepared(source, tmp_path / "corpus", vocabulary=same, min_document_words=0)
+    assert "already prepared" in line
+    with pytest.raises(ValueError, match="strip_accents has no effect with kind: byte_bpe"):
+        CorpusConfig.model_validate({"dir": "x", "vocabulary": {"kind": "byte_bpe", "strip_accents": False}})
