@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import sys
@@ -97,6 +98,21 @@ def _prepare(arguments: argparse.Namespace) -> None:
         print(estimate.preparation_lines(prepare.describe(config, tokenizer)))
         return
     print(prepare.prepare(config, tokenizer=tokenizer, declared=declared))
+    _print_lengths(config)
+
+
+def _print_lengths(config: PretrainConfig) -> None:
+    """Mean tokens of a sequence of each phase, which decide what a step costs."""
+    from pretrain.planning.text import measured_phases
+
+    # Text that is too short for the phases is prepared all the same; the run refuses it.
+    with contextlib.suppress(InputError):
+        for number, text in enumerate(measured_phases(config)):
+            most = config.phases[number].sequence_length
+            print(
+                f"phases.{number}: {text.samples_per_epoch:,} sequences in an epoch, of {text.mean_length:.1f} tokens "
+                f"in the mean ({most} at most)"
+            )
 
 
 def _pretrain(arguments: argparse.Namespace) -> None:
@@ -111,11 +127,14 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         config = _fit(config, arguments)
     if arguments.dry_run:
         from pretrain import estimate, preflight
+        from pretrain.planning.text import measured_phases
 
         state = preflight.run_state(config.folder, finished=preflight.is_finished(config))
         config = preflight.with_resolved_precision(config) if arguments.resume else config
+        given = arguments.mean_length
+        measured = [phase.mean_length for phase in measured_phases(config)] if given is None else []
         estimates = estimate.dry_run(
-            config, on=arguments.on, mean_length=arguments.mean_length, show_config=arguments.show_config
+            config, on=arguments.on, mean_length=given, measured=measured, show_config=arguments.show_config
         )
         print(f"Run\n  {config.folder}: {state}\n\n{estimates}")
         return
@@ -330,7 +349,7 @@ def _add_pretrain(commands: Any) -> None:
         "--mean-length",
         type=float,
         metavar="TOKENS",
-        help="with --dry-run: mean tokens per sequence (default: 0.95 of the phase's sequence length)",
+        help="with --dry-run: mean tokens per sequence (default: as in the prepared corpus, else 0.95 of the length)",
     )
 
 

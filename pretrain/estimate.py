@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from pretrain.model.parameters import total
 from pretrain.model.precision import allow_tf32, matmul_peak, resolve_here, unsupported
 from pretrain.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
 from pretrain.storage.runs import fetched_model
-from pretrain.work import Flops, Work, models, optimizer_flops, phase_work
+from pretrain.work import ASSUMED_FILL, Flops, Work, models, optimizer_flops, phase_work
 
 Device = Literal["cpu", "cuda"]
 
@@ -33,13 +34,19 @@ ASSUMED_MFU = {"cuda": 0.40, "cpu": 0.50}
 
 
 def dry_run(
-    config: PretrainConfig, on: str | None = None, mean_length: float | None = None, *, show_config: bool = False
+    config: PretrainConfig,
+    on: str | None = None,
+    mean_length: float | None = None,
+    *,
+    measured: Sequence[float] = (),
+    show_config: bool = False,
 ) -> str:
     """All estimates as text for the terminal.
 
     Args:
         on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
-        mean_length: mean tokens per sequence, for every phase; by default `expected_length`.
+        mean_length: mean tokens per sequence, for every phase; by default `measured`.
+        measured: the mean of each phase on the prepared corpus; without them, `expected_length` is assumed.
         show_config: add the resolved config.
 
     Raises:
@@ -56,12 +63,14 @@ def dry_run(
         _check_batches(config, cluster.workers, where)
     has_gpus = bool(config.scheduling.address) or Path("/proc/driver/nvidia").exists()
     device: Device = cluster.device if cluster else "cuda" if has_gpus else "cpu"
-    work = [phase_work(config, phase, size, mean_length, teacher_shape(config)) for phase in config.phases]
+    lengths = [mean_length] * len(config.phases) if mean_length else measured or [None] * len(config.phases)
+    pairs, teacher = zip(config.phases, lengths, strict=True), teacher_shape(config)
+    work = [phase_work(config, phase, size, length, teacher) for phase, length in pairs]
     parts = [
         f"Precision\n  {config.engine.precision}: {why}",
         "Parameters\n" + _parameter_lines(config, size),
         "Memory per worker\n" + _memory_lines(config, cluster.workers if cluster else None, device),
-        "Work\n" + _work_lines(config, work, given=mean_length is not None),
+        "Work\n" + _work_lines(config, work, _mean_note(config, mean_length, measured)),
         "Time\n" + _time_lines(config, work, size, cluster),
         "Corpus\n" + _corpus_lines(config),
         *(["Resolved config\n" + _indent(dump(config))] if show_config else []),
@@ -404,7 +413,16 @@ def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -
     return "\n".join(lines)
 
 
-def _work_lines(config: PretrainConfig, work: list[Work], *, given: bool) -> str:
+def _mean_note(config: PretrainConfig, given: float | None, measured: Sequence[float]) -> str:
+    """Where the mean lengths come from."""
+    if given:
+        return "as given"
+    if measured:
+        return f"measured on {config.corpus.dir}"
+    return f"assumed, {ASSUMED_FILL:g} of the length; `prepare` the corpus, and it is measured"
+
+
+def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str:
     head = ("phase", "length", "mean", "steps", "sequences", "tokens", "FLOP/token", "FLOP/step", "FLOP", "executed")
     rows = [
         (
@@ -413,7 +431,7 @@ def _work_lines(config: PretrainConfig, work: list[Work], *, given: bool) -> str
             f"{w.mean_length:.1f}",
             f"{w.steps:,}",
             f"{w.sequences:,}",
-            f"{w.tokens:.3g}",
+            f"{w.tokens:.4g}",
             f"{w.flops / w.tokens:.4g}",
             f"{w.flops / w.steps:.3g}",
             f"{w.flops:.3g}",
@@ -427,7 +445,7 @@ def _work_lines(config: PretrainConfig, work: list[Work], *, given: bool) -> str
         "",
         f"{sum(w.steps for w in work):,}",
         f"{sum(w.sequences for w in work):,}",
-        f"{sum(w.tokens for w in work):.3g}",
+        f"{sum(w.tokens for w in work):.4g}",
         "",
         "",
         f"{sum(w.flops for w in work):.3g}",
@@ -438,8 +456,8 @@ def _work_lines(config: PretrainConfig, work: list[Work], *, given: bool) -> str
         "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
         for row in [head, *rows, total]
     ]
-    source = "as given" if given else "for long documents; `prepare` reports yours"
-    lines.append(f"  FLOP: useful; no padding, MLM head only at masked tokens; mean length {source}")
+    lines.append("  FLOP: useful; no padding, MLM head only at masked tokens")
+    lines.append(f"  mean: tokens per sequence, {mean_note}")
     lines.append(
         "  executed: without the rows that the last layer skips, with what the backward pass computes again"
         + (" and the optimizer's products" if config.optimizer.name == "muon" else "")

@@ -50,7 +50,7 @@ def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None 
     Batches and rates stay; warm-up, decay, ramps, evaluations and checkpoints are scaled with the steps.
 
     Args:
-        lengths: mean tokens of a sequence of each phase; None takes those of long documents.
+        lengths: mean tokens of a sequence of each phase; None takes those that are assumed.
 
     Raises:
         InputError: `minutes` is not above 0, or other processes than this one's would train.

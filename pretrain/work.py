@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.model import cost
 
+# Mean tokens of a sequence by its length, where no corpus is prepared that tells.
+ASSUMED_FILL = 0.95
+
 
 def models(config: PretrainConfig) -> list[ModelConfig]:
     """The architectures that the run trains: the model's, and that of ELECTRA's generator."""
     return [config.model, *([config.electra.generator(config.model)] if config.electra.is_on else [])]
 
 
-def expected_length(config: PretrainConfig, phase: PhaseConfig) -> float:
-    """Mean tokens per sequence if documents are long: the full length except for the short pairs.
-
-    Short pairs are uniform in length. A corpus of short documents has a lower mean.
-    """
-    return phase.sequence_length * (1 - config.pairs.short_share / 2)
+def expected_length(phase: PhaseConfig) -> float:
+    """Mean tokens per sequence that are assumed without a prepared corpus; short documents have a lower mean."""
+    return phase.sequence_length * ASSUMED_FILL
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def phase_work(
     teacher: ModelConfig | None = None,
 ) -> Work:
     """Sequences, tokens and FLOPs of a phase; all lengths are assumed to equal the mean."""
-    mean = min(mean_length or expected_length(config, phase), phase.sequence_length)
+    mean = min(mean_length or expected_length(phase), phase.sequence_length)
     number = next(n for n, one in enumerate(config.phases) if one is phase)
     share = sum(config.masking_shares(number)) / 2
     most = phase.max_predictions or round(share * phase.sequence_length)

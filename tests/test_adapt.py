@@ -24,6 +24,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import write_manifest
 from pretrain.config import ModelConfig, load_config
 from pretrain.continuation import Corpora
+from pretrain.planning.text import PhaseText
 from pretrain.reporting.gains import COMPARED, gain_lines, gains
 from tests.test_start import JARGON, make_pretrained, write_text
 from tests.tiny_checkpoints import WORDS, write_reviews
@@ -99,7 +100,7 @@ def test_steps_are_timed_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.M
     words = ["--from", str(tmp_path / "start"), "--out", str(out), "--minutes", "7"]
     arguments = options(str(tmp_path / "text"), *words)
 
-    def fit(config: Any, minutes: float) -> Any:
+    def fit(config: Any, minutes: float, _: Any) -> Any:
         timed.append(minutes)
         return pace.scale(config, 40)
 
@@ -331,7 +332,10 @@ def test_a_batch_that_training_refused_can_be_corrected(tmp_path: Path) -> None:
     ("tokens", "replay", "expected"),
     [(1_000, 0.0, 100), (500_000, 0.0, 1285), (500_000, 0.5, 1285), (2 * 10**9, 0.0, 50_000)],
 )
-def test_steps_follow_from_the_prepared_text(tmp_path: Path, tokens: int, replay: float, expected: int) -> None:
+def test_steps_follow_from_the_prepared_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, replay: float, expected: int
+) -> None:
+    monkeypatch.setattr(settings, "measured_phases", lambda _: [PhaseText(121.6, 100)])
     write_manifest(tmp_path, {"shards": [{"split": "train", "tokens": tokens}, {"split": "validation", "tokens": 9}]})
     path = tmp_path / "run.yaml"
     arguments = options("x", "--from", "y", "--out", str(tmp_path))

@@ -125,7 +125,7 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "finetune.adaptation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.continuation "
-        "pretrain.work pretrain.pace pretrain.commands pretrain.reporting finetune.artifacts finetune.config "
+        "pretrain.pace pretrain.planning pretrain.commands pretrain.reporting finetune.artifacts finetune.config "
         "finetune.runs"
     ),
     "finetune.demo_data": "pretrain.common pretrain.corpus",

@@ -8,19 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from corpora import make_corpus
+from corpora import make_corpus, make_vocabulary, write_corpus
 from planned_laws import PLANTED, planted_law, planted_points
 from scipy.optimize import minimize
 
 from pretrain import estimate, pace, work
 from pretrain.__main__ import main
+from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
+from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig, load_config
+from pretrain.continuation import Corpora
 from pretrain.planning import published, recommend, speed, table
 from pretrain.planning.budget import Budget, parse_budget
 from pretrain.planning.candidates import effective_size, plan, with_batch, with_shape, with_workers, works
 from pretrain.planning.fitting import EXPONENT, FEWEST, Points, fit, objective
-from pretrain.planning.law import MOST_REPETITIONS, Law, effective_tokens, interval
+from pretrain.planning.law import MOST_REPETITIONS, Law, effective_tokens, interval, useful_size
 from pretrain.planning.published import Recipe, as_points
 from pretrain.planning.recommend import choose, recommendation
 from pretrain.planning.speed import Here
@@ -64,6 +67,28 @@ def test_more_text_saturates_later() -> None:
     worth = effective_tokens(20 * unique, unique) / unique
     assert (np.diff(worth) > -1e-9).all()
     assert worth[0] < 3 < 11 < worth[-1]
+
+
+def test_excess_parameters_saturate_where_text_repeats() -> None:
+    assert useful_size(1e9, 5e6, 10e6) == useful_size(1e9, 10e6, 10e6) == useful_size(1e9, 1e9, np.inf) == 1e9
+    assert useful_size(5e6, 100e6, 10e6) == 5e6, "fewer parameters than unique tokens are no excess"
+    enough = 1e6 * 10 / 9  # with 9 repetitions of a million tokens
+    assert useful_size(4e6, 10e6, 1e6) == pytest.approx(
+        enough * (1 + 5.31 * (1 - math.exp(-(4e6 / enough - 1) / 5.31)))
+    )
+    assert useful_size(1e12, 10e6, 1e6) == pytest.approx(enough * 6.31)
+    sizes = np.asarray(useful_size(np.geomspace(1e5, 1e9, 50), 10e6, 1e6))
+    assert (np.diff(sizes) > -1e-6).all()
+
+
+def test_predictions_without_repetition_know_no_excess() -> None:
+    law = published.read().law
+    for size in (7e5, 9e6, 1e9):
+        for tokens in (1e6, 3e7):
+            expected = law.floor + law.size_scale / size**law.size_exponent + law.data_scale / tokens**law.data_exponent
+            assert law.loss(size, tokens, tokens) == law.loss(size, tokens) == pytest.approx(expected)
+    points = published.read().points
+    np.testing.assert_array_equal(as_points(points).size, [point.size for point in points])
 
 
 @pytest.mark.parametrize("flops", [1e13, 1e15, 1e18])
@@ -373,6 +398,55 @@ def test_a_text_is_measured_estimated_or_unknown(tmp_path: Path) -> None:
     assert "none.jsonl" in unknown.source
 
 
+def test_a_dry_run_has_the_tokens_of_the_prepared_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Within 1 % of those of all batches, in each phase. Without a corpus they are assumed."""
+    config = two_lengths(corpus={"dir": str(make_corpus(tmp_path / "corpus"))})
+    (tmp_path / "run.yaml").write_text(dump(config))
+    printed = dry_run_tokens(tmp_path / "run.yaml", capsys, "measured on ")
+    assert printed == pytest.approx([length * 12800 for length in counted_lengths(config)], rel=0.01)
+    most = [one.sequences * one.sequence_length for one in config.phases]
+    assert printed[0] < 0.94 * most[0], "it is not what is assumed"
+    (tmp_path / "run.yaml").write_text(dump(two_lengths()))
+    assumed = dry_run_tokens(tmp_path / "run.yaml", capsys, "assumed, 0.95 of the length; `prepare` ")
+    assert assumed == pytest.approx([work.ASSUMED_FILL * one for one in most], rel=1e-3)
+
+
+def test_replayed_text_counts_in_the_mean_length(tmp_path: Path) -> None:
+    """A text of questions, half replaced by long documents."""
+    short = [[np.arange(10, 30)] for _ in range(3000)]
+    own = write_corpus(
+        tmp_path / "own", {"train": [(0, short)], "validation": [(0, short[:20])]}, make_vocabulary(1000)
+    )
+    replay = {"general": str(make_corpus(tmp_path / "general")), "replay_share": 0.5}
+    config = two_lengths(corpus={"dir": str(own)}, start_from="start", adaptation=replay)
+    assert read_text(config).lengths == pytest.approx(counted_lengths(config), rel=0.01)
+    assert read_text(config).lengths[0] > 1.5 * read_text(two_lengths(corpus={"dir": str(own)})).lengths[0]
+
+
+def two_lengths(**values: Any) -> PretrainConfig:
+    """Phases of 128 and 32 tokens, of 12,800 sequences each."""
+    phase = {**mini().phases[0].model_dump(), "ramp_from": 0, "ramp_steps": 0, "steps": 200}
+    return mini(phases=[{**phase, "sequence_length": length} for length in (128, 32)], **values)
+
+
+def counted_lengths(config: PretrainConfig) -> list[float]:
+    """Mean tokens of all sequences that a run trains on, of each phase."""
+    shards, means = Corpora.open(config).training, []
+    for number, phase in enumerate(config.phases):
+        maker = BatchMaker(shards, config, number, seed=config.seed, rank=0, world_size=1)
+        size = phase.global_sequences
+        means.append(sum(maker.make(size * step, size).tokens for step in range(phase.steps)) / phase.sequences)
+    return means
+
+
+def dry_run_tokens(path: Path, capsys: pytest.CaptureFixture[str], source: str) -> list[float]:
+    """Of each phase, as printed with where the mean lengths come from."""
+    assert main(["pretrain", str(path), "--dry-run"]) == 0
+    table = capsys.readouterr().out.partition("Work\n")[2]
+    assert f"mean: tokens per sequence, {source}" in table
+    return [float(row.split()[5]) for row in table.splitlines()[1:3]]
+
+
 # ---- the recommendation
 
 
@@ -404,6 +478,46 @@ def test_the_best_candidate_has_the_lowest_loss() -> None:
     beyond = {choice.plan.shape: choice.beyond for choice in choices}
     assert beyond["24x1024"].startswith("size 2")
     assert "tokens 0." in beyond["24x1024"]
+
+
+def recommended(budget: float, unique: float) -> str:
+    """The shape for a budget in FLOPs and text of `unique` tokens."""
+    text = Text((PhaseText(104.0, unique / 104),), "", False)
+    plans = [plan(with_shape(mini(), *shape), Budget("", flops=budget), text, None) for shape in recommend.SHAPES]
+    return choose(plans, published.read())[0].plan.shape
+
+
+@pytest.fixture
+def few_laws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the recommended shape does not depend on takes no time."""
+    monkeypatch.setattr(published.PublishedLaw, "likely", lambda found: (found.law,))
+
+
+@pytest.mark.usefixtures("few_laws")
+@pytest.mark.parametrize("budget", [4e15, 1e17, 1e20])
+def test_beyond_the_measured_budgets_more_text_wants_no_smaller_model(budget: float) -> None:
+    order = [f"{layers}x{hidden}" for layers, hidden in recommend.SHAPES]
+    texts = (1e5, 4e5, 2.2e6, 1e7, 4e7, 1e9, math.inf)
+    found = [order.index(recommended(budget, unique)) for unique in texts]
+    assert found == sorted(found)
+    assert found[0] <= order.index("4x192"), "little text"
+    assert found[2] <= order.index("6x384"), "2.2 million tokens: no larger than measured models"
+    assert found[-1] <= order.index("8x512"), "one size past the measured ones"
+    assert found[-1] >= order.index("6x384"), "the law expects too much of small models in long runs"
+
+
+@pytest.mark.usefixtures("few_laws")
+def test_within_the_measured_budgets_the_law_decides() -> None:
+    assert [recommended(budget, 1e7) for budget in (1e14, 5e14, 2e15)] == ["2x128", "2x128", "4x256"]
+
+
+def test_a_size_that_is_too_far_from_the_points_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("x" * int(2.2e6 * 4.4))
+    source = {"kind": "jsonl", "name": "a", "path": str(tmp_path / "a.jsonl")}
+    text = recommendation(mini(corpus={"dir": str(tmp_path / "new"), "sources": [source]}), "2h", "1xH100")
+    assert "24x1024 has the lowest loss by the law, but is more than one size past the measured runs" in text
+    assert "8x512: lower losses by the law, but by less than chance" in text
+    assert "Settings of 6x384" in text
 
 
 @pytest.fixture

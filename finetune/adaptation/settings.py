@@ -8,12 +8,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pretrain import pace, work
+from pretrain import pace
 from pretrain.commands import usual_workers
 from pretrain.common import settings
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, read_manifest
 from pretrain.config import ModelConfig, PretrainConfig, load_config
+from pretrain.planning.text import measured_phases
 
 CONFIG_FILE = "adapt.yaml"
 # What may change once a stage was begun: fine-tunings come after all others.
@@ -121,13 +122,14 @@ def steps_of(config: PretrainConfig, arguments: argparse.Namespace) -> int:
     """Steps of a run: as given, as many as fit the given minutes here, or by the size of the prepared text."""
     if arguments.steps:
         return arguments.steps
+    lengths = [phase.mean_length for phase in measured_phases(config)]
     if arguments.minutes:
-        return pace.fit(config, arguments.minutes).total_steps
+        return pace.fit(config, arguments.minutes, lengths).total_steps
     phase, shards = config.phases[0], read_manifest(config.corpus.folder)["shards"]
     tokens = sum(shard["tokens"] for shard in shards if shard["split"] == "train")
     tokens = tokens / (1 - config.adaptation.replay_share)
     passes = next((passes for most, passes in _PASSES if tokens < most), 1)
-    steps = passes * tokens / (phase.global_sequences * work.expected_length(config, phase))
+    steps = passes * tokens / (phase.global_sequences * lengths[0])
     return round(min(max(steps, _STEPS[0]), _STEPS[1]))
 
 

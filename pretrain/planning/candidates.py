@@ -76,6 +76,12 @@ def shape_name(model: ModelConfig) -> str:
     return f"{model.layers}x{model.hidden}"
 
 
+def volume(shape: str) -> int:
+    """Of a shape named LAYERSxHIDDEN, what shapes are ordered by: layers times the square of hidden."""
+    layers, hidden = map(int, shape.split("x"))
+    return layers * hidden**2
+
+
 def with_shape(config: PretrainConfig, layers: int, hidden: int) -> PretrainConfig:
     """The config with another shape of its family; head width and ratio of widths stay about those of the config.
 

@@ -46,7 +46,7 @@ _DEVIATIONS = np.array([prior.deviation for prior in _PRIORS])
 class Points:
     """Measured runs: float64 arrays of one length."""
 
-    size: np.ndarray  # effective parameters
+    size: np.ndarray  # effective parameters, as `law.useful_size`
     tokens: np.ndarray  # effective ones, as `law.effective_tokens`
     loss: np.ndarray  # bits per character
 

@@ -13,7 +13,7 @@ from pretrain.common.files import write_json
 from pretrain.config import PretrainConfig
 from pretrain.estimate import vocabulary_entries
 from pretrain.planning.fitting import Points, fit
-from pretrain.planning.law import Law, coefficients, effective_tokens
+from pretrain.planning.law import Law, coefficients, effective_tokens, useful_size
 
 PUBLISHED = Path(__file__).parent / "law.json"
 _DIGITS = 6  # of a coefficient
@@ -146,10 +146,10 @@ class PublishedLaw(_Part):
 
 def as_points(points: Sequence[Point]) -> Points:
     """The runs as arrays for the fit."""
-    tokens = [effective_tokens(point.tokens, point.unique) for point in points]
-    return Points(
-        np.array([point.size for point in points]), np.array(tokens), np.array([point.loss for point in points])
+    size, tokens, unique, loss = (
+        np.array([(one.size, one.tokens, one.unique, one.loss) for one in points]).reshape(-1, 4).T
     )
+    return Points(np.asarray(useful_size(size, tokens, unique)), np.asarray(effective_tokens(tokens, unique)), loss)
 
 
 def rounded(law: Law) -> tuple[float, ...]:

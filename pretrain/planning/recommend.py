@@ -15,7 +15,7 @@ from pretrain.config import PretrainConfig
 from pretrain.estimate import Cluster
 from pretrain.planning import published
 from pretrain.planning.budget import Budget, parse_budget
-from pretrain.planning.candidates import SHAPES, Plan, plan, with_shape, with_workers, works
+from pretrain.planning.candidates import SHAPES, Plan, plan, volume, with_shape, with_workers, works
 from pretrain.planning.law import Law, interval
 from pretrain.planning.published import PublishedLaw
 from pretrain.planning.speed import Here, Roofline, Speed
@@ -25,6 +25,7 @@ from pretrain.planning.text import Text, read_text
 _WITHIN = 0.9  # a plan is outside of the points only by more than this
 _OVER = 1.1  # a plan costs more than the budget by more than rounding
 _TOO_FEW = 10  # steps below which a size is not recommended
+_ALIKE = 1.014  # by which equal runs differ by chance: one deviation (docs/benchmarks/scaling-law.md)
 # GiB of a GPU, the smallest sold (data sheets).
 _GPU_GIB = {"V100": 16, "A100": 40, "L4": 24, "L40S": 48, "RTX4090": 24, "H100": 80, "H200": 141, "B200": 180}
 
@@ -66,8 +67,12 @@ def recommendation(config: PretrainConfig, budget_text: str, on: str | None = No
 
 
 def choose(plans: Sequence[Plan], found: PublishedLaw) -> list[Choice]:
-    """The plans with their predictions, the best first."""
-    likely = found.likely()
+    """The plans with their predictions, the recommended one first, then by loss.
+
+    It has the lowest loss of those that are not too far from the measured runs (`Choice.is_too_far`). If its text ends
+    before the budget, it is the smallest of those that are about as good: smaller ones cost less.
+    """
+    likely, near = found.likely(), _near(plans, found)
     losses = np.array([[_predicted(law, one) for one in plans] for law in likely])
     wins = np.bincount(losses.argmin(axis=1), minlength=len(plans)) / len(likely)
     choices = [
@@ -77,10 +82,37 @@ def choose(plans: Sequence[Plan], found: PublishedLaw) -> list[Choice]:
             *interval(likely, one.size, one.tokens, one.unique),
             float(share),
             _beyond(one, found),
+            one.shape not in near,
         )
         for one, share in zip(plans, wins, strict=True)
     ]
-    return sorted(choices, key=lambda choice: (choice.plan.config.total_steps < _TOO_FEW, choice.loss))
+
+    def doubts(choice: Choice) -> tuple[bool, bool]:
+        return choice.is_too_far, choice.plan.config.total_steps < _TOO_FEW
+
+    best = min(choices, key=lambda choice: (doubts(choice), choice.loss))
+    alike = [one for one in choices if doubts(one) == doubts(best) and one.loss <= _ALIKE * best.loss]
+    chosen = min(alike, key=lambda choice: choice.plan.size) if best.plan.is_capped else best
+    return sorted(choices, key=lambda choice: (choice is not chosen, choice.loss))
+
+
+def _near(plans: Sequence[Plan], found: PublishedLaw) -> set[str]:
+    """Shapes at most one size past the largest measured one and, with more FLOPs than measured, not too small either.
+
+    The law expects too much of small models in long runs. So they are at most one size smaller than those with no more
+    tokens than measured; if all have more, those with the fewest.
+    """
+    largest = max(volume(point.shape) for point in found.points)
+    step = min((size for layers, hidden in SHAPES if (size := layers * hidden**2) > largest), default=largest)
+    possible = {volume(one.shape): one for one in plans if volume(one.shape) <= step}
+    flops, tokens = (max(getattr(one, name) for one in found.points) / _WITHIN for name in ("flops", "tokens"))
+    least = min(possible, default=0)
+    if any(one.flops > flops for one in possible.values()):
+        fewest = min(one.tokens for one in possible.values())
+        least = min(size for size, one in possible.items() if one.tokens <= max(tokens, fewest / _WITHIN))
+        if fewest <= tokens:
+            least = max((size for size in possible if size < least), default=least)
+    return {one.shape for one in plans if least <= volume(one.shape) <= step}
 
 
 # ---- What is checked and measured

@@ -11,7 +11,7 @@ from pretrain.common.wording import aligned, counted
 from pretrain.config import PretrainConfig
 from pretrain.config.families import Shape
 from pretrain.planning.budget import Budget
-from pretrain.planning.candidates import MOST_EPOCHS, Plan
+from pretrain.planning.candidates import MOST_EPOCHS, Plan, volume
 from pretrain.planning.published import PublishedLaw, Recipe
 from pretrain.planning.speed import Speed
 from pretrain.planning.text import Text
@@ -34,6 +34,7 @@ class Choice:
         low, high: the middle 90 % of the likely laws.
         wins: share of the likely laws by which this candidate is the best.
         beyond: in what it lies outside of the points that the law was fitted to, or "".
+        is_too_far: whether it is more than one size of the table past the measured runs.
     """
 
     plan: Plan
@@ -42,6 +43,7 @@ class Choice:
     high: float
     wins: float
     beyond: str
+    is_too_far: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,18 @@ def _notes(found: Recommendation) -> list[str]:
         notes.append(f"too large for the memory of a worker: {', '.join(found.too_large)}")
     if found.too_costly:
         notes.append(f"too costly, with a step at least of each phase: {', '.join(found.too_costly)}")
+    lower = min(found.choices, key=lambda choice: choice.loss)
+    if lower.is_too_far:
+        largest = max((point.shape for point in law.points), key=volume)
+        notes.append(
+            f"{lower.plan.shape} has the lowest loss by the law, but is more than one size past the measured runs, of "
+            f"at most {largest} and {_short(max(point.tokens for point in law.points))} tokens: not recommended."
+        )
+    alike = [choice.plan.shape for choice in found.choices if not choice.is_too_far and choice.loss < best.loss]
+    if best.plan.is_capped and alike:
+        notes.append(
+            f"{', '.join(alike)}: lower losses by the law, but by less than chance. A smaller size costs less."
+        )
     if best.beyond:
         notes.append(f"{best.plan.shape} is an extrapolation: {best.beyond} of the farthest measured run.")
     if best.plan.config.total_steps < _FEW_STEPS:

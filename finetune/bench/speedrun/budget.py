@@ -6,15 +6,15 @@ FLOPs are those of `pretrain.work.Flops.executed` and `optimizer_flops`: of trai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pretrain import work
+from pretrain.batches.batch import StepBatch
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
-from pretrain.planning.text import sampled_steps
 
 MOST_EPOCHS = 10.0
 TOLERANCE = 0.01  # of a budget
@@ -82,7 +82,7 @@ def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[
         maker = BatchMaker(shards, config, number, seed=config.seed, rank=0, world_size=1)
         maker.check_batch()
         flops, tokens, sequences = 0.0, 0, 0
-        for step in sampled_steps(maker, phase, phase.global_sequences, _MEASURED):
+        for step in _sampled_steps(maker, phase):
             tokens, sequences = tokens + step.tokens, sequences + step.sequences
             flops += sum(
                 counted.executed(batch.real_lengths, batch.targets, batch.causal_lengths)
@@ -90,6 +90,14 @@ def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[
             )
         costs.append(SequenceCost(flops / sequences, tokens / sequences, maker.samples_per_epoch))
     return costs
+
+
+def _sampled_steps(maker: BatchMaker, phase: PhaseConfig) -> Iterator[StepBatch]:
+    """Batches of about `_MEASURED` sequences in all, at even distances over the phase."""
+    size = phase.global_sequences
+    parts = max(1, min(_MEASURED // size, phase.sequences // size))
+    for part in range(parts):
+        yield maker.make((phase.sequences - size) * part // max(1, parts - 1), size)
 
 
 def plan_budget(config: PretrainConfig, budget: float, costs: Sequence[SequenceCost]) -> Plan:
