@@ -319,10 +319,25 @@ def plan_cost_of(config: PretrainConfig, costs: list[SequenceCost]) -> float:
 # ---- rows
 
 
+WORD_SCORES = {
+    "common_words": {"bits": 3.5, "standard_error": 0.1, "words": 9},
+    "whole_words": {"lower": 1.25, "upper": 1.5, "standard_error": 0.1, "words": 9, "tokens": 12},
+}
+WORDS_FOUND = {"common_word_bits": 3.5, "common_word_error": 0.1, "whole_word_bits": (1.25, 1.5)}
+
+
 def make_trial(run: str, budget: float = 1e15, bits: float | None = 1.5, **values: Any) -> Trial:
     machine = {"started": "2026-11-23T10:00:00", "cpu": "A | B", "cpu_cores": 2, "gpus": [], "git_commit": "a" * 40}
     found = Scores(nats=3.0, accuracy=0.4, bits_per_character=bits)
-    common = {"trial": run, "run": run, "seed": 0, "budget": budget, "words": 10, "ground": "x", "machine": machine}
+    common: dict[str, Any] = {
+        "trial": run,
+        "run": run,
+        "seed": 0,
+        "budget": budget,
+        "words": 10,
+        "ground": "x",
+        "machine": machine,
+    }
     return Trial(**{**common, "scores": found, "flops": budget, "steps": 100, **values})
 
 
@@ -387,8 +402,42 @@ def test_the_log_of_the_documentation_takes_rows(tmp_path: Path) -> None:
     copy = tmp_path / "speedrun.md"
     copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
     results.append_to_log(copy, [make_trial("a")])
-    head, added = copy.read_text(encoding="utf-8").splitlines()[-2:]
-    assert head.count("|") == added.replace("\\|", "").count("|")
+    lines = copy.read_text(encoding="utf-8").splitlines()
+    head = next(line for line in lines if line.startswith("| date |"))
+    assert head.count("|") == lines[-1].replace("\\|", "").count("|")
+    assert lines[:-1] == page.read_text(encoding="utf-8").splitlines(), "rows that it has stay as they are"
+
+
+def test_the_log_of_an_earlier_version_gets_the_newer_columns(tmp_path: Path) -> None:
+    """Rows of other runs stay as they are; that of a run which is scored again has what it had and more."""
+    log = tmp_path / "log.md"
+    head = (
+        "| date | trial | budget | FLOP | steps | epochs | minutes | bits/character | nats/token | accuracy | BLiMP |"
+    )
+    head = f"{head} transfer | machine | commit | remarks |\n|{' --- |' * 15}\n"
+    row = (
+        "| 2026-11-23 | a s0 | 1e15 | 1e+15 | 100 | 0.00 | - | 1.5000 | 3.0000 | 0.4000 | - | - | 2 cores of A \\| B |"
+    )
+    other = "| 2026-11-20 | z s0 | - | - | - | - | - | - | - | - | - | - | - | - | old |"
+    log.write_text(f"# A page\n\n{head}{row} {'a' * 7} |  |\n{other}\n")
+    found = Scores(3.0, 0.4, 1.5, **WORDS_FOUND)
+    assert results.append_to_log(log, [make_trial("a", scores=found), make_trial("b", scores=found)]) == 1
+    lines = log.read_text().splitlines()
+    assert lines[2].endswith("| remarks | common words, bits | whole words, bits/character |")
+    assert lines[3].count("---") == lines[2].count("|") - 1
+    assert lines[4] == f"{row} {'a' * 7} |  | 3.5000 | 1.250 to 1.500 |"
+    assert lines[5] == other
+    assert lines[6].split(" | ")[1] == "b s0"
+
+
+def test_runs_are_ranked_by_what_compares_vocabularies() -> None:
+    """Bits per character favor small vocabularies."""
+    found = Results()
+    for run, common, within in (("small", 4.0, 1.1), ("large", 3.5, 1.5), ("old", None, 1.0), ("none", None, None)):
+        found = results.with_trial(found, make_trial(run, scores=Scores(3.0, 0.4, within, common_word_bits=common)))
+    assert [one.run for one in found.trials] == ["large", "small", "old", "none"]
+    assert Scores(3.0, 0.4, 1.5, **WORDS_FOUND).headline == "3.5000 ± 0.1000 bits of common words"
+    assert found.trials[-1].scores.headline == "no score of held-out text"
 
 
 @pytest.mark.parametrize(("budget", "text"), [(0.5e15, "5e14"), (2.5e15, "2.5e15"), (1e12, "1e12"), (123, "1.23e2")])
@@ -435,6 +484,7 @@ def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkey
 
     monkeypatch.setattr(scores, "fingerprint", lambda _: prints[0])
     monkeypatch.setattr(scores, "held_out_score", lambda *_, **__: HeldOutScore(3.0, 0.4, 1.5, 1, 1, 0.0, 1, 1))
+    monkeypatch.setattr(scores, "word_scores", lambda *_, **__: WORD_SCORES)
     monkeypatch.setattr(scores, "finetuning_scores", finetuned)
     monkeypatch.setattr(scores, "blimp_score", blimp)
     both = FinetuningSettings((Path("a.yaml"), Path("b.yaml")))
@@ -455,7 +505,7 @@ def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkey
     with pytest.raises(StoppedError):
         scores.measure(config, tmp_path, [], ScoreSettings(None, 0, one))
     prints[0] = "second"
-    assert scores.measure(config, tmp_path, [], ScoreSettings()) == (Scores(3.0, 0.4, 1.5), None)
+    assert scores.measure(config, tmp_path, [], ScoreSettings()) == (Scores(3.0, 0.4, 1.5, **WORDS_FOUND), None)
 
 
 @pytest.mark.parametrize(("more", "random"), [([], True), (["--no-random"], False)])
@@ -480,6 +530,7 @@ def test_trials_of_a_folder_take_turns_with_their_runs_from_random_weights(
 
     monkeypatch.setattr(scores, "fingerprint", lambda _: "one")
     monkeypatch.setattr(scores, "held_out_score", lambda *_, **__: HeldOutScore(3.0, 0.4, 1.5, 1, 1, 0.0, 1, 1))
+    monkeypatch.setattr(scores, "word_scores", lambda *_, **__: WORD_SCORES)
     monkeypatch.setattr(scores, "finetuning_scores", lambda *_, **__: events.append("fine-tuned"))
     monkeypatch.setattr(scores, "locked", locked)
     config = make_config(tmp_path, run_dir=str(tmp_path / "runs" / "one"))
@@ -586,7 +637,9 @@ def test_a_trial_trains_scores_and_continues(
         assert one.config["phases"][0]["steps"] == pytest.approx(3 * one.config["phases"][1]["steps"], rel=0.05)
     assert refused.scores.bits_per_character is None
     assert "10 are allowed" in refused.remarks
-    assert printed.rstrip().endswith("bits per character")
+    assert printed.rstrip().endswith("bits per character, which compare runs of one vocabulary only")
+    assert small.scores.common_word_bits is small.scores.whole_word_bits is None
+    assert "common words: the vocabulary lacks 'abandoned' as a single token" in small.remarks
     assert (tmp_path / "log.md").read_text().count("tiny s0") == 2
     page = (tmp_path / "out" / "speedrun.html").read_text()
     assert page.count("<polyline") == 3

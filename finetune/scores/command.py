@@ -18,6 +18,7 @@ from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import ModelSettings, fingerprint
 from finetune.scores.record import Record, read_record
 from finetune.scores.view import score_table, write_scores_page
+from finetune.scores.word_scores import WHY_NOT, word_scores
 from pretrain.checkpoint.released import read_released
 from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import write_json
@@ -117,12 +118,15 @@ def _predictions(arguments: argparse.Namespace, record: Record) -> list[str]:
         parts = [name for name, given in (("--text", arguments.text), ("--blimp", arguments.blimp)) if given]
         return [f"{' and '.join(parts)}: {arguments.model} has no head for masked language modelling ({missing})."]
     settings = ModelSettings(arguments.precision, True if arguments.shifted_targets else None, arguments.compile)
+    skipped: list[str] = []
     if arguments.text:
         how = HeldOutSettings(arguments.length)
         held_out_score(arguments.model, arguments.text, how=how, settings=settings, record=record)
+        found = word_scores(arguments.model, arguments.text, settings=settings, record=record)
+        skipped = [f"{part.replace('_', ' ')}: {one[WHY_NOT]}." for part, one in found.items() if WHY_NOT in one]
     if arguments.blimp:
         blimp_score(arguments.model, arguments.blimp, limit=arguments.blimp_limit, settings=settings, record=record)
-    return []
+    return skipped
 
 
 def _finetunings(arguments: argparse.Namespace) -> FinetuningSettings:

@@ -178,7 +178,7 @@ def masked_sequences(
         raise InputError(f"--length: {how.length} leaves no room for text beside the special tokens. Raise it.")
     for document in documents:
         ids, characters = _tokens(tokenizer, document)
-        key = _key(document, how.seed)
+        key = document_key(document, how.seed)
         for number, begin in enumerate(range(0, len(ids), size)):
             cut = slice(begin, begin + size)
             framed = np.concatenate([before, ids[cut], after])
@@ -220,7 +220,7 @@ def _vocabulary(tokenizer: Tokenizer, special_ids: Mapping[str, int]) -> Masking
     return MaskingVocabulary(special_ids["mask"], ordinary_ids(entries, special | gaps), np.zeros(len(entries), bool))
 
 
-def _key(document: str, seed: int) -> np.uint64:
+def document_key(document: str, seed: int) -> np.uint64:
     """64 bits of the document and the seed."""
     digest = hashlib.blake2b(f"{seed}\n{document}".encode(), digest_size=8).digest()
     return np.frombuffer(digest, "<u8")[0]

@@ -92,6 +92,29 @@ class Predictions:
     correct: np.ndarray
 
 
+@dataclass(frozen=True)
+class TokenGroups:
+    """What a model chooses from in place of single tokens: groups of them, whose probabilities are added.
+
+    Attributes:
+        tokens: int64 [M], ids; what is in no group cannot be chosen.
+        groups: int64 [M], the group of each, 0 to `count` - 1.
+        count: of the groups.
+    """
+
+    tokens: np.ndarray
+    groups: np.ndarray
+    count: int
+
+    def scores(self, logits_KV: torch.Tensor) -> torch.Tensor:
+        """fp64 [K, count]: the logits of the groups."""
+        tokens, groups = (torch.from_numpy(x).to(logits_KV.device) for x in (self.tokens, self.groups))
+        logits_KM = logits_KV[:, tokens].double()
+        largest_K1 = logits_KM.amax(-1, keepdim=True)
+        sums = logits_KM.new_zeros(len(logits_KM), self.count).index_add_(1, groups, (logits_KM - largest_K1).exp())
+        return sums.log() + largest_K1
+
+
 class MaskedModel:
     """A model for masked language modelling, in evaluation mode, on a GPU if there is one.
 
@@ -148,8 +171,15 @@ class MaskedModel:
         places = np.arange(len(ids))
         return ids, (places >= len(before)) & (places < len(ids) - len(after))
 
-    def predict(self, sequences: Sequence[MaskedSequence], advance: Advance = lambda count: None) -> Predictions:
+    def predict(
+        self,
+        sequences: Sequence[MaskedSequence],
+        advance: Advance = lambda count: None,
+        among: TokenGroups | None = None,
+    ) -> Predictions:
         """The probabilities of the true tokens. Which sequences share a forward pass changes them by rounding only.
+
+        With `among`, the labels are groups, and their probabilities are those among all groups.
 
         Raises `MachineError` if layers are to be compiled and there is no C++ compiler that works.
         """
@@ -157,7 +187,7 @@ class MaskedModel:
         begins = np.concatenate([[0], counts.cumsum()])
         log_probabilities, correct = np.zeros(begins[-1]), np.zeros(begins[-1], bool)
         copies = (
-            (members, self._forward([sequences[number] for number in members]))
+            (members, self._forward([sequences[number] for number in members], among))
             for members in self._batches(sequences, counts)
         )
         for members, scores_2K in arrivals(copies):
@@ -180,11 +210,13 @@ class MaskedModel:
         if members:
             yield members
 
-    def _forward(self, sequences: Sequence[MaskedSequence]) -> OnItsWay:
+    def _forward(self, sequences: Sequence[MaskedSequence], among: TokenGroups | None) -> OnItsWay:
         """fp64 [2, K]: what `Predictions` has of these sequences, in their order."""
         batch = _as_batch(sequences, self._shift).to(self._device)
         with torch.inference_mode(), compiling("leave out --compile"):
             logits_KV = self._model.masked_logits(batch).float()
+            if among is not None:
+                logits_KV = among.scores(logits_KV)
             label_K = logits_KV.gather(1, batch.masked_labels[:, None])[:, 0]
             correct_K = label_K >= logits_KV.amax(-1)
             values_K = label_K.double() - logits_KV.logsumexp(-1).double()

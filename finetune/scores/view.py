@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.experiments.outcomes import Spread
-from finetune.scores import blimp, finetuning, held_out
+from finetune.scores import blimp, common_words, finetuning, held_out, whole_words
 from finetune.scores.finetuning import FinetuningScore
 from finetune.scores.record import MODEL
+from finetune.scores.word_scores import WHY_NOT
 from pretrain.reporting.charts import Bar, bar_chart
 from pretrain.reporting.pages import write_page
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PARTS = (held_out.PART, blimp.PART, finetuning.PART)
+_PARTS = (common_words.PART, whole_words.PART, held_out.PART, blimp.PART, finetuning.PART)
+_TITLES = {
+    common_words.PART: "common words",
+    whole_words.PART: "whole words",
+    held_out.PART: "held-out text",
+    blimp.PART: "BLiMP",
+}
 _NONE = "–"
 _LONGEST = 40  # characters of a setting in a note, where digests are cut
 _CHANCE = 0.5  # of a pair of BLiMP
@@ -24,17 +31,28 @@ _CHANCE = 0.5  # of a pair of BLiMP
 
 def score_rows(models: Sequence[Mapping[str, Any]], parts: Sequence[str] = _PARTS) -> list[tuple[str, list[str]]]:
     """(what was measured, its value for each model) of these parts of the records `models`."""
-    rows = {held_out.PART: _held_out_rows, blimp.PART: _blimp_rows, finetuning.PART: _finetuning_rows}
+    rows = {
+        common_words.PART: _common_word_rows,
+        whole_words.PART: _whole_word_rows,
+        held_out.PART: _held_out_rows,
+        blimp.PART: _blimp_rows,
+        finetuning.PART: _finetuning_rows,
+    }
     return [row for part in parts for row in rows[part](models)]
 
 
 def score_notes(models: Sequence[Mapping[str, Any]], parts: Sequence[str] = _PARTS) -> list[str]:
-    """What the marks in the rows mean: the settings in which measurements of one row differ."""
-    titles = {held_out.PART: "held-out text", blimp.PART: "BLiMP"}
-    hows = [(title, _settings(models, part)) for part, title in titles.items() if part in parts]
+    """What the marks in the rows mean: the settings in which measurements of one row differ; and why there is none."""
+    hows = [(title, _settings(models, part)) for part, title in _TITLES.items() if part in parts]
     if finetuning.PART in parts:
         hows += [(name, _hows(models, name)) for name, _ in _by_config(models)]
-    return [f"{title} {line}" for title, ways in hows for line in _explained(ways)]
+    missing = [
+        f"{title}, {model[MODEL]['name']}: no score, {_scores(model, part)[WHY_NOT]}"
+        for part, title in _TITLES.items()
+        for model in models
+        if part in parts and WHY_NOT in _scores(model, part)
+    ]
+    return [f"{title} {line}" for title, ways in hows for line in _explained(ways)] + missing
 
 
 def part_table(models: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
@@ -83,12 +101,36 @@ def _scores(model: Mapping[str, Any], part: str) -> dict[str, Any]:
     return model.get(part, {}).get("scores", {})
 
 
+def _common_word_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    yield from _word_row(
+        models, common_words.PART, "common words, bits", lambda one: f"{one['bits']:.4f} ± {one['standard_error']:.4f}"
+    )
+
+
+def _whole_word_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    yield from _word_row(
+        models,
+        whole_words.PART,
+        "whole words, bits per character, between",
+        lambda one: f"{one['lower']:.4f} and {one['upper']:.4f}",
+    )
+
+
+def _word_row(
+    models: Sequence[Mapping[str, Any]], part: str, title: str, form: Callable[[Mapping[str, Any]], str]
+) -> Iterator[tuple[str, list[str]]]:
+    found = [_scores(model, part) for model in models]
+    if any(found):
+        values = [_NONE if not one or WHY_NOT in one else form(one) for one in found]
+        yield title, _marked(values, _settings(models, part))
+
+
 def _held_out_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     found = [_scores(model, held_out.PART) for model in models]
     if not any(found):
         return
     for key, title in (
-        ("bits_per_character", "held-out text, bits per character"),
+        ("bits_per_character", "held-out text, bits per character (within one vocabulary)"),
         ("nats_per_token", "held-out text, nats per masked token"),
         ("accuracy", "held-out text, accuracy"),
     ):
@@ -280,10 +322,13 @@ def _facts(model: Mapping[str, Any]) -> list[tuple[str, str]]:
                 f"({text['characters']:,} characters), {text['unknown']:.2%} of them unknown to the vocabulary",
             )
         )
+    common, whole = (_scores(model, part).get("words") for part in (common_words.PART, whole_words.PART))
+    if common or whole:
+        facts.append(("words scored", f"{common or 0:,} common ones, {whole or 0:,} whole ones"))
     for name, one in _scores(model, finetuning.PART).items():
         runs = f"{len(one['pretrained'])} runs, {len(one['random'])} from random weights, on {one['part']}"
         facts.append((f"fine-tuning {name}", ", ".join([runs, *one["overrides"]])))
-    for part in (held_out.PART, blimp.PART):
+    for part in _TITLES:
         how = model.get(part, {}).get("how", {})
         if how:
             facts.append((_readable(part), ", ".join(f"{_readable(key)} {value}" for key, value in how.items())))

@@ -223,7 +223,7 @@ class _Trials:
             results.write(self._results, path)
 
     def _report(self, names: Sequence[str]) -> None:
-        """The table, the page, the log, and the one number: bits per character at the largest budget."""
+        """The table, the page, the log, and the one number: bits of common words at the largest budget."""
         from finetune.bench.speedrun.page import write
 
         records = score_records(self._out, [one.run for one in self._results.trials if one.flops])
@@ -234,8 +234,8 @@ class _Trials:
             count = results.append_to_log(self._arguments.log, own)
             print(f"{self._arguments.log}: {count} rows added")
         largest = max((one for one in own if one.flops), key=lambda one: one.budget, default=None)
-        if largest is not None and largest.scores.bits_per_character is not None:
-            print(f"{largest.run}: {largest.scores.bits_per_character:.4f} bits per character")
+        if largest is not None:
+            print(f"{largest.run}: {largest.scores.headline}")
 
 
 def _teacher(config: PretrainConfig) -> ModelConfig | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from finetune.bench.speedrun.ground import HELD_OUT, TRAIN
 from finetune.bench.speedrun.results import HEADINGS, RIGHT_ALIGNED, Results, Trial, cells
+from finetune.bench.speedrun.scores import Scores
 from finetune.scores import blimp, finetuning
 from finetune.scores.view import part_table
 from pretrain.bench.results import short_commit
@@ -32,7 +33,7 @@ def write(results: Results, records: Sequence[Mapping[str, Any]], card: Mapping[
         "speedrun.html.j2",
         words=card["words"],
         digest=card["sha256"][:16],
-        charts=[chart for chart in (_learning(trials), _during(trials)) if chart],
+        charts=[chart for chart in (*_scores(trials), _during(trials)) if chart],
         headings=HEADINGS,
         right_aligned=RIGHT_ALIGNED,
         cells=[cells(one) for one in trials],
@@ -44,15 +45,21 @@ def write(results: Results, records: Sequence[Mapping[str, Any]], card: Mapping[
     )
 
 
-def _learning(trials: Sequence[Trial]) -> str:
-    """Bits per character over FLOPs; a line joins the budgets of one config and seed."""
+def _scores(trials: Sequence[Trial]) -> Iterator[str]:
+    yield _learning(trials, "bits of common words", lambda one: one.common_word_bits)
+    yield _learning(trials, "bits per character (within one vocabulary)", lambda one: one.bits_per_character)
+
+
+def _learning(trials: Sequence[Trial], title: str, score: Callable[[Scores], float | None]) -> str:
+    """A score over FLOPs; a line joins the budgets of one config and seed."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for one in trials:
-        if one.scores.bits_per_character is not None:
-            lines.setdefault(f"{one.trial} s{one.seed}", []).append((one.flops, one.scores.bits_per_character))
+        found = score(one.scores)
+        if found is not None:
+            lines.setdefault(f"{one.trial} s{one.seed}", []).append((one.flops, found))
     series = [Series(name, sorted(points), _kind(number)) for number, (name, points) in enumerate(lines.items())]
     return line_chart(
-        "Held-out text at the end of each run, bits per character",
+        f"Held-out text at the end of each run, {title}",
         series,
         form=lambda value: f"{value:.3f}",
         form_x=_flops,

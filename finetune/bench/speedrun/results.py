@@ -17,6 +17,8 @@ from pretrain.common.files import atomic_open, disk_errors, existing_parent, loc
 from pretrain.common.wording import aligned, counted
 
 RESULTS = "speedrun.json"
+NEWER = ("common words, bits", "whole words, bits/character")  # columns that older rows of a log do not have
+_WITHIN = "bits/character, one vocabulary"  # within which alone it compares
 HEADINGS = (
     "trial",
     "budget",
@@ -24,14 +26,17 @@ HEADINGS = (
     "steps",
     "epochs",
     "minutes",
-    "bits/character",
+    *NEWER,
+    _WITHIN,
     "nats/token",
     "accuracy",
     "BLiMP",
     "transfer",
 )
 RIGHT_ALIGNED = frozenset(range(1, len(HEADINGS)))
-_LOG_HEADINGS = ("date", *HEADINGS, "machine", "commit", "remarks")
+_OLDER = tuple(heading for heading in HEADINGS if heading not in NEWER)
+_OLD_LOG_HEADINGS = ("date", *_OLDER, "machine", "commit", "remarks")
+_LOG_HEADINGS = (*_OLD_LOG_HEADINGS, *NEWER)  # at the end: shorter rows of a Markdown table stay as they are
 _NONE = "-"
 
 
@@ -105,8 +110,14 @@ def read(path: Path, ground: str | None = None) -> Results:
 def with_trial(results: Results, trial: Trial) -> Results:
     """The results with one trial more, or another one of the same run; in the order of budgets and scores."""
     trials = [one for one in results.trials if one.run != trial.run] + [trial]
-    trials.sort(key=lambda one: (one.budget, one.scores.bits_per_character or float("inf"), one.run))
+    trials.sort(key=lambda one: (one.budget, _rank(one.scores), one.run))
     return Results(trials=tuple(trials))
+
+
+def _rank(scores: Scores) -> tuple[float, float]:
+    """Of runs with one budget: by the score that compares vocabularies, then by that within one."""
+    across, within = scores.common_word_bits, scores.bits_per_character
+    return float("inf") if across is None else across, float("inf") if within is None else within
 
 
 def write(results: Results, path: Path) -> None:
@@ -124,6 +135,8 @@ def cells(trial: Trial) -> tuple[str, ...]:
         f"{trial.steps:,}" if trial.steps else _NONE,
         f"{trial.epochs:.2f}" if trial.steps else _NONE,
         f"{trial.minutes:.1f}" if trial.minutes else _NONE,
+        _number(scores.common_word_bits, 4),
+        _NONE if scores.whole_word_bits is None else " to ".join(_number(one, 3) for one in scores.whole_word_bits),
         _number(scores.bits_per_character, 4),
         _number(scores.nats, 4),
         _number(scores.accuracy, 4),
@@ -142,16 +155,19 @@ def table(results: Results) -> str:
 def append_to_log(path: Path, trials: Sequence[Trial]) -> int:
     """Append runs with scores to the Markdown table at the end of `path`; returns how many were new.
 
-    A file that is empty or does not exist is begun with the head of the table. Other processes may append theirs.
+    A file that is empty or does not exist is begun with the head of the table; the head of an earlier version gets the
+    newer columns, and so does the row of a run that was scored then. Other processes may append theirs.
 
     Raises `InputError` if the file ends otherwise, or cannot be written.
     """
     with locked(path.with_name(f".{path.name}.lock")):
-        text = _read_log(path) or "\n".join(_log_head())
-        known = set(text.splitlines())
-        rows = [row for one in trials if one.flops and (row := _log_row(one)) not in known]
+        head, old = _log_head(_LOG_HEADINGS), _log_head(_OLD_LOG_HEADINGS).replace(_WITHIN, "bits/character")
+        lines = (_read_log(path) or head).replace(old, head).splitlines()
+        newer = {_log_row(one, _OLD_LOG_HEADINGS): _log_row(one, _LOG_HEADINGS) for one in trials if one.flops}
+        lines = [newer.get(line, line) for line in lines]
+        rows = [row for row in newer.values() if row not in lines]
         with atomic_open(path, "w") as file:
-            file.write("\n".join([text, *rows]) + "\n")
+            file.write("\n".join([*lines, *rows]) + "\n")
     return len(rows)
 
 
@@ -174,15 +190,17 @@ def _read_log(path: Path) -> str:
     return text
 
 
-def _log_head() -> list[str]:
-    return [_markdown(_LOG_HEADINGS), _markdown(["---"] * len(_LOG_HEADINGS))]
+def _log_head(headings: Sequence[str]) -> str:
+    return f"{_markdown(headings)}\n{_markdown(['---'] * len(headings))}"
 
 
-def _log_row(trial: Trial) -> str:
+def _log_row(trial: Trial, headings: Sequence[str]) -> str:
     machine = f"{counted(trial.machine.get('cpu_cores', 0), 'core')} of {trial.machine.get('cpu')}"
     gpus = ", ".join(filter(None, trial.machine.get("gpus", [])))
     commit = short_commit(trial.machine.get("git_commit"))
-    return _markdown((trial.date, *cells(trial), gpus or machine, commit, trial.remarks))
+    values = {"date": trial.date, **dict(zip(HEADINGS, cells(trial), strict=True))}
+    values |= {"machine": gpus or machine, "commit": commit, "remarks": trial.remarks}
+    return _markdown([values[heading] for heading in headings])
 
 
 def _markdown(values: Sequence[str]) -> str:

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.scores import blimp, finetuning
+from finetune.scores import blimp, common_words, finetuning, whole_words
 from finetune.scores.blimp import blimp_score
 from finetune.scores.finetuning import FinetuningScore, finetuning_scores
 from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import fingerprint
 from finetune.scores.record import MODEL, Record, read_record
+from finetune.scores.word_scores import WHY_NOT, word_scores
 from pretrain.common.errors import InputError, RunError, StoppedError
 from pretrain.common.files import locked
 from pretrain.common.wording import counted
@@ -45,7 +46,11 @@ class Scores:
     Attributes:
         nats: per masked token of the held-out text, 15 % masked 80/10/10.
         accuracy: of these tokens.
-        bits_per_character: of the held-out text; compares vocabularies.
+        bits_per_character: of the held-out text; compares runs of one vocabulary only.
+        common_word_bits: of common words in the held-out text; compares vocabularies.
+        common_word_error: standard error of it, over the words.
+        whole_word_bits: (lower, upper) bound of the bits per character of whole words in the held-out text.
+        unscored: why there is no score of words.
         blimp: mean accuracy of the paradigms.
         transfer: mean score of the fine-tunings.
         finetuning: config's name -> mean score.
@@ -63,12 +68,26 @@ class Scores:
     random: dict[str, float] = field(default_factory=dict)
     blimp_limit: int = 0
     seeds: dict[str, int] = field(default_factory=dict)
+    common_word_bits: float | None = None
+    common_word_error: float | None = None
+    whole_word_bits: tuple[float, float] | None = None
+    unscored: str = ""
+
+    @property
+    def headline(self) -> str:
+        """The one number: that which compares vocabularies, or else that within one."""
+        if self.common_word_bits is not None:
+            return f"{self.common_word_bits:.4f} ± {self.common_word_error:.4f} bits of common words"
+        if self.bits_per_character is not None:
+            return f"{self.bits_per_character:.4f} bits per character, which compare runs of one vocabulary only"
+        return "no score of held-out text"
 
     @property
     def remarks(self) -> list[str]:
         """What the scores are of, where that is a choice of the command: rows differ in it."""
         of = ", ".join(f"{name} ({counted(count, 'seed')})" for name, count in self.seeds.items())
         return [
+            *([self.unscored] if self.unscored else []),
             *([f"BLiMP: first {counted(self.blimp_limit, 'pair')} of each paradigm"] if self.blimp_limit else []),
             *([f"transfer: {of}"] if self.transfer is not None and of else []),
         ]
@@ -92,6 +111,7 @@ def measure(
             "nats": held_out.nats_per_token,
             "accuracy": held_out.accuracy,
             "bits_per_character": held_out.bits_per_character,
+            **_words(word_scores(run, texts, record=record)),
         }
         if wanted.blimp is not None:
             blimp_score(run, wanted.blimp, limit=wanted.blimp_limit, record=record)
@@ -140,6 +160,18 @@ def _record(run: Path, path: Path) -> Record:
         path.replace(aside)
         print(f"{path}: has the scores of another run, or of an earlier version; kept as {aside.name}", file=sys.stderr)
     return Record(path, {"name": run.name, "fingerprint": now})
+
+
+def _words(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields of `Scores` from those of `word_scores`."""
+    common, whole = found[common_words.PART], found[whole_words.PART]
+    why_not = [f"{part.replace('_', ' ')}: {one[WHY_NOT]}" for part, one in found.items() if WHY_NOT in one]
+    return {
+        "common_word_bits": common.get("bits"),
+        "common_word_error": common.get("standard_error"),
+        "whole_word_bits": None if WHY_NOT in whole else (whole["lower"], whole["upper"]),
+        "unscored": "; ".join(why_not),
+    }
 
 
 def _blimp(record: Record) -> dict[str, Any]:

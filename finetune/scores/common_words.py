@@ -1,0 +1,94 @@
+"""Bits of common words: how well a model predicts frequent words, in the same way for every vocabulary.
+
+The words are those of common_words.txt, which never changes. Scored are their occurrences in lower case between two
+blanks, one masked at a time, in passages of the same characters. What a model says counts among the words of the list
+alone; a word's probability is the sum over all tokens that spell it: in any case, with accents or without, with a blank
+before it or without. So models with different vocabularies answer the same question.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from finetune.scores.masked_model import MaskedModel, MaskedSequence, TokenGroups, progress_bar
+from finetune.scores.passages import NoScoreError, PassageSettings, sampled, tokens_of_words, word_tokens
+from pretrain.corpus.byte_level import is_byte_level
+from pretrain.corpus.byte_words import entry_bytes
+
+PART = "common_words"  # of a record
+LIST = Path(__file__).parent / "common_words.txt"
+
+
+@dataclass(frozen=True)
+class CommonWordScore:
+    """How well a model predicts common words.
+
+    Attributes:
+        bits: mean of -log2 of their probabilities among the list's words; comparable between vocabularies.
+        standard_error: of the mean, over the words that were scored; it does not know how far trainings differ.
+        words: that were scored.
+    """
+
+    bits: float
+    standard_error: float
+    words: int
+
+
+@cache
+def common_words() -> tuple[str, ...]:
+    """The list, in alphabetical order."""
+    return tuple(LIST.read_text(encoding="utf-8").split())
+
+
+def score_common_words(
+    model: MaskedModel, documents: Sequence[str], how: PassageSettings, words: Sequence[str] | None = None
+) -> CommonWordScore:
+    """The score of a model on documents in which each run of blanks is one; `words`: those of the list.
+
+    Raises `NoScoreError` if a word is not one token of the model's vocabulary, or as `sampled` and `word_tokens`.
+    """
+    words = common_words() if words is None else words
+    groups, numbers = token_groups(model, words), {word: number for number, word in enumerate(words)}
+    occurrences = sampled(documents, how, numbers.__contains__)
+    sequences = []
+    for one, (ids, places) in zip(occurrences, word_tokens(model, occurrences), strict=True):
+        masked = ids.copy()
+        masked[places] = model.mask_id
+        sequences.append(MaskedSequence(masked, places, np.array([numbers[one.word]])))
+    with progress_bar("common words", len(sequences)) as advance:
+        bits = -model.predict(sequences, advance, groups).log_probabilities / math.log(2)
+    return CommonWordScore(float(bits.mean()), float(bits.std() / math.sqrt(len(bits))), len(bits))
+
+
+def token_groups(model: MaskedModel, words: Sequence[str]) -> TokenGroups:
+    """The tokens that spell each word. Raises `NoScoreError` if a word between blanks is not one token."""
+    spell = _speller(model.tokenizer)
+    for word, tokens in zip(words, tokens_of_words(model, words), strict=True):
+        if len(tokens) != 1 or spell(model.tokenizer.id_to_token(int(tokens[0]))) != word:
+            raise NoScoreError(f"the vocabulary lacks {word!r} as a single token")
+    numbers = {word: number for number, word in enumerate(words)}
+    entries = sorted((token, spell(entry)) for entry, token in model.tokenizer.get_vocab().items())
+    found = [(token, numbers[word]) for token, word in entries if word in numbers]
+    tokens, groups = np.array(found, np.int64).T.copy()
+    return TokenGroups(tokens, groups, len(words))
+
+
+def _speller(tokenizer: Tokenizer) -> Callable[[str | None], str]:
+    """Entry of the vocabulary -> what it spells in lower case, without accents and the blank before it."""
+    is_bytes = is_byte_level(tokenizer)
+
+    def spell(entry: str | None) -> str:
+        entry = entry or ""
+        text = entry_bytes(entry).decode("utf-8", "replace") if is_bytes else entry.replace("\u2581", " ")
+        letters = unicodedata.normalize("NFD", text.removeprefix(" ").lower())
+        return "".join(letter for letter in letters if not unicodedata.combining(letter))
+
+    return spell
