@@ -15,7 +15,7 @@ from finetune.scores.passages import NoScoreError, PassageSettings
 from finetune.scores.record import Record
 from finetune.scores.whole_words import WholeWordScore, score_whole_words
 
-PARTS = (common_words.PART, whole_words.PART)  # of a record
+PARTS: tuple[str, ...] = (common_words.PART, whole_words.PART)  # of a record
 WHY_NOT = "why_not"  # in the place of a score: why there is none
 
 _SCORES = {
