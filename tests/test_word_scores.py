@@ -28,7 +28,7 @@ from finetune.scores.whole_words import score_whole_words
 from finetune.scores.word_scores import word_scores
 from pretrain.corpus.vocabulary import train_byte_vocabulary, train_vocabulary
 
-SHA_256 = "5fbbe528c1461efd3dea73ef4172fea7c89e1c3bf6ec1cb4dde1b59b4159ceb2"
+SHA_256 = "5edbcf74a02665cac570f587cf0ad0f3ff88d786c65172b42b6f1896f14838cb"
 
 # ---- the list
 
