@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import random
 from collections import Counter
@@ -18,6 +19,7 @@ from test_scores import make_masked_lm
 from tiny_checkpoints import SPECIALS
 from tokenizers import Tokenizer
 
+from finetune.__main__ import main
 from finetune.scores import common_words, masked_model
 from finetune.scores.common_words import LIST, score_common_words, token_groups
 from finetune.scores.masked_model import MaskedModel, MaskedSequence, Predictions, TokenGroups
@@ -262,3 +264,30 @@ def test_what_cannot_be_scored_says_why(tmp_path: Path) -> None:
     assert word_scores(folder, [text], record=record) == found
     assert f"common words, small: no score, {reason}" in score_notes([record.content])
     assert dict(score_rows([record.content]))["common words, bits"] == ["–"]
+
+
+def test_the_command_writes_both_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In JSON, the table and the page; a second call measures nothing again, another list everything."""
+    folder, text = make_masked_lm(tmp_path / "bert", positions=256), tmp_path / "text.txt"
+    text.write_text("the film was good and very fine or a book was great " * 40)
+    monkeypatch.setattr(common_words, "common_words", lambda: ("book", "film", "good"))
+    words = ["evaluate-pretrained", str(folder), "--text", str(text), "--out", str(tmp_path / "out"), "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    common, whole = found["common_words"]["scores"], found["whole_words"]["scores"]
+    assert (common["words"], whole["words"] > common["words"]) == (120, True)
+    assert 0 < whole["lower"] <= whole["upper"]
+    rows = dict(score_rows([found]))
+    assert rows["common words, bits"] == [f"{common['bits']:.4f} ± {common['standard_error']:.4f}"]
+    assert rows["whole words, bits per character, between"] == [f"{whole['lower']:.4f} and {whole['upper']:.4f}"]
+    assert "held-out text, bits per character (within one vocabulary)" in rows
+    assert "common words, bits" in (tmp_path / "out" / "scores.html").read_text()
+    monkeypatch.setattr(MaskedModel, "predict", lambda *_: pytest.fail("measured again"))
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out) == found
+    monkeypatch.undo()
+    monkeypatch.setattr(common_words, "common_words", lambda: ("film",))
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["common_words"]["scores"]["bits"] == 0

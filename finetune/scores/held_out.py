@@ -1,10 +1,11 @@
-"""Held-out masked-language-modelling quality of a checkpoint on plain text, comparable between vocabularies.
+"""Held-out masked-language-modelling quality of a checkpoint on plain text, comparable within one vocabulary.
 
 Runs of blanks and line ends count as one blank. A document's tokens are cut into sequences of equal length, and each is
 masked as in pretraining (Devlin et al. 2019, section 3.1): 15 % of its tokens, 80 % of them replaced by the mask token,
 10 % by a random one. Bits per character divide the information in the predicted tokens by their characters: a token's
 characters run from the end of the token before it to its own end, so each character of the text, blanks between words
-included, belongs to exactly one token.
+included, belongs to exactly one token. They still do not compare vocabularies: the other tokens of a word stay in
+sight, so the smaller a vocabulary is, the fewer bits it has. `word_scores` does.
 
 Shape letters: L tokens of a sequence or a document.
 """
@@ -73,7 +74,7 @@ class HeldOutScore:
         nats_per_token: mean cross-entropy of the masked tokens; comparable between models of one vocabulary only.
         accuracy: share of the masked tokens that are the most probable ones.
         bits_per_character: -log2 of the masked tokens' probabilities divided by their characters; comparable between
-            vocabularies.
+            models of one vocabulary only.
         predictions: masked tokens.
         characters: of the masked tokens.
         unknown: share of the masked tokens that the vocabulary does not know, which are easy to predict.

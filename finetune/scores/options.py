@@ -7,7 +7,7 @@ import argparse
 from pretrain.commands import add_set, local_path, positive_int, run_path
 
 NAME = "evaluate-pretrained"
-PURPOSE = "say what a pretrained encoder is worth: held-out loss, BLiMP, fine-tunings beside random weights"
+PURPOSE = "say what a pretrained encoder is worth: bits of held-out words, BLiMP, fine-tunings beside random weights"
 EXAMPLES = """
   ./launch.sh evaluate-pretrained runs/bert-mini --text held-out.txt --blimp blimp/data
   ./launch.sh evaluate-pretrained bert-base-uncased/ --blimp blimp/data --blimp-limit 100 --json
@@ -47,11 +47,16 @@ def _add_predictions(parser: argparse.ArgumentParser) -> None:
         type=local_path,
         default=[],
         metavar="PATH",
-        help="text that the model was not trained on: plain text (one document a file), JSONL with `text`, "
+        help="score on text that the model was not trained on; bits of common words compare vocabularies: "
+        "plain text (one document a file), JSONL with `text`, "
         "WikiExtractor's files, or folders of them",
     )
     parser.add_argument(
-        "--length", type=positive_int, default=128, metavar="N", help="--text: tokens of a sequence (default: 128)"
+        "--length",
+        type=positive_int,
+        default=128,
+        metavar="N",
+        help="--text: tokens of a sequence, for bits per character and accuracy (default: 128)",
     )
     add_blimp(parser)
     parser.add_argument(

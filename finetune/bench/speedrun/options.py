@@ -13,7 +13,8 @@ _DESCRIPTION = """Trains a config on a fixed text with fixed budgets of FLOPs, a
 
 The text is drawn from --data: at most 10 million words, and others that are held out. A budget counts every FLOP of
 matrix products that training executes; the phases of the config keep their proportions. Each budget is an ordinary
-pretraining in --out/runs. The same command again continues what was stopped and skips what is finished."""
+pretraining in --out/runs. Bits of common words decide: they compare vocabularies. The same command again continues
+what was stopped and skips what is finished."""
 _EPILOG = """examples:
   ./launch.sh bench speedrun configs/pretrain/bert-mini.yaml --data text/ --budget 0.5e15
   ./launch.sh bench speedrun configs/pretrain/modernbert-mini.yaml --data text/ --blimp blimp/data --workers 2
