@@ -9,6 +9,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
+    from pretrain.batches.reading import count_readings
     from pretrain.corpus import prepare
 
     config, tokenizer, declared = _config(arguments), None, {}
@@ -97,7 +99,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
         print(estimate.preparation_lines(prepare.describe(config, tokenizer)))
         return
-    print(prepare.prepare(config, tokenizer=tokenizer, declared=declared))
+    counted = partial(count_readings, config=config)
+    print(prepare.prepare(config, tokenizer=tokenizer, declared=declared, count_readings=counted))
     _print_lengths(config)
 
 
@@ -127,14 +130,19 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         config = _fit(config, arguments)
     if arguments.dry_run:
         from pretrain import estimate, preflight
-        from pretrain.planning.text import measured_phases
+        from pretrain.planning.text import measured_phases, reading_lines
 
         state = preflight.run_state(config.folder, finished=preflight.is_finished(config))
         config = preflight.with_resolved_precision(config) if arguments.resume else config
         given = arguments.mean_length
         measured = [phase.mean_length for phase in measured_phases(config)] if given is None else []
         estimates = estimate.dry_run(
-            config, on=arguments.on, mean_length=given, measured=measured, show_config=arguments.show_config
+            config,
+            on=arguments.on,
+            mean_length=given,
+            measured=measured,
+            readings=reading_lines(config),
+            show_config=arguments.show_config,
         )
         print(f"Run\n  {config.folder}: {state}\n\n{estimates}")
         return
@@ -349,7 +357,7 @@ def _add_pretrain(commands: Any) -> None:
         "--mean-length",
         type=float,
         metavar="TOKENS",
-        help="with --dry-run: mean tokens per sequence (default: as in the prepared corpus, else 0.95 of the length)",
+        help="with --dry-run: mean tokens per sequence (default: as in the prepared corpus, else 0.8 of the length)",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from pretrain.batches.replay import with_replay
+from pretrain.batches.sampler import SAMPLER
 from pretrain.checkpoint.start import START_FILE, read_start
 from pretrain.common.addresses import local
 from pretrain.common.files import write_json
@@ -90,6 +91,7 @@ class Continuation:
             self.rate_shares[_WORDS] = 1.0
         self.identity: dict[str, Any] = {
             "fingerprint": corpora.training.fingerprint,
+            "sampler": SAMPLER,
             "tokenizer": tokenizer_digest(corpora.own.folder),
         }
 

@@ -39,6 +39,7 @@ def dry_run(
     mean_length: float | None = None,
     *,
     measured: Sequence[float] = (),
+    readings: Sequence[str] = (),
     show_config: bool = False,
 ) -> str:
     """All estimates as text for the terminal.
@@ -47,6 +48,7 @@ def dry_run(
         on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
         mean_length: mean tokens per sequence, for every phase; by default `measured`.
         measured: the mean of each phase on the prepared corpus; without them, `expected_length` is assumed.
+        readings: lines on how often an epoch reads a token.
         show_config: add the resolved config.
 
     Raises:
@@ -73,6 +75,7 @@ def dry_run(
         "Work\n" + _work_lines(config, work, _mean_note(config, mean_length, measured)),
         "Time\n" + _time_lines(config, work, size, cluster),
         "Corpus\n" + _corpus_lines(config),
+        *(["Reading\n" + _indent("\n".join(readings))] if readings else []),
         *(["Resolved config\n" + _indent(dump(config))] if show_config else []),
     ]
     return "\n\n".join(parts)

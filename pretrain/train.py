@@ -20,6 +20,7 @@ from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.exchange import Exchange
 from pretrain.batches.filler import rounding_of, with_filler
 from pretrain.batches.loader import BatchMaker, Loader, validation_batches
+from pretrain.batches.sampler import SAMPLER
 from pretrain.checkpoint import hf
 from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
@@ -155,14 +156,14 @@ class Pretraining:
         self._steps = start_step
         if self._history is not None and self._engine.rank == 0:
             self._history.rewind(start_step)
-        # Data that a phase skipped shifts only the later data of the same phase.
+        # Data that a phase skipped shifts the later data of all phases.
         behind = [0] * len(self._config.phases)  # in samples
         for step, count in passed_over:
             number, within = self._config.phase_at(step)
             phase = self._config.phases[number]
             behind[number] += phase.first_sample(within + count) - phase.first_sample(within)
         for number in range(first_phase, len(self._config.phases)):
-            self._open_loader(number, phase_step, behind[number])
+            self._open_loader(number, phase_step, behind)
             assert self._loader is not None
             for _, step in zip(range(phase_step, self._config.phases[number].steps), self._loader, strict=False):
                 self._steps += 1
@@ -183,7 +184,9 @@ class Pretraining:
         batch = full_batch(self._config, lengths, self._shards.vocabulary_size)
         if rounding := rounding_of(self._config.engine):
             batch = with_filler(batch, max(lengths), rounding)
-        step = StepBatch((batch,), len(lengths), sum(lengths), batch.targets, epoch=0, first_sample=0)
+        step = StepBatch(
+            (batch,), len(lengths), sum(lengths), batch.targets, epoch=0, first_sample=0, labeled=len(lengths)
+        )
         return step.to(self._device)
 
     def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
@@ -244,7 +247,7 @@ class Pretraining:
         if self._exchange is not None:
             self._exchange.close()
 
-    def _open_loader(self, phase: int, start_step: int, passed_over: int) -> None:
+    def _open_loader(self, phase: int, start_step: int, skipped: Sequence[int]) -> None:
         if self._loader is not None:
             self._stalled_before += self._loader.stall_seconds
             self._loader.close()
@@ -257,7 +260,7 @@ class Pretraining:
             rank=self._engine.rank,
             world_size=self._engine.world_size,
             start_step=start_step,
-            passed_over=passed_over,
+            skipped=skipped,
             pinned=self._device.type == "cuda",
             exchange=self._exchange,
         )
@@ -269,6 +272,11 @@ def _check_state(state: dict[str, Any], checkpoint: Path, config: PretrainConfig
         raise InputError(
             f"{checkpoint}: was trained on another corpus (fingerprint {state['fingerprint'][:12]}, "
             f"{config.corpus.dir} has {shards.fingerprint[:12]}). Prepare the same corpus again or start a new run."
+        )
+    if state.get("sampler", 1) != SAMPLER:
+        raise InputError(
+            f"{checkpoint}: was trained on samples in the order of another version of bertrain. Finish the run with "
+            "that version, or export it and start a new run with start_from: the exported folder."
         )
     check_settings(state, checkpoint, config, changed_for_resume)
     if state["step"] > config.total_steps:

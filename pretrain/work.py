@@ -15,7 +15,7 @@ from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.model import cost
 
 # Mean tokens of a sequence by its length, where no corpus is prepared that tells.
-ASSUMED_FILL = 0.95
+ASSUMED_FILL = 0.8
 
 
 def models(config: PretrainConfig) -> list[ModelConfig]:

@@ -286,11 +286,11 @@ def test_a_short_text_has_smaller_batches(
     workers: int,
     alone: bool,
 ) -> None:
-    """A document of 71 tokens gives one sequence of up to 64, so tokens do not count them."""
+    """A document of 41 tokens gives one sequence of up to 64, so tokens do not count them."""
     monkeypatch.chdir(tmp_path)
     make_pretrained(tmp_path / "start")
     write_text(tmp_path / "other", WORDS, seed=7)
-    rows = [{"text": f"{number} " + " ".join(WORDS[number % 9 :][:10] * 7)} for number in range(documents)]
+    rows = [{"text": f"{number} " + " ".join(WORDS[number % 9 :][:10] * 4)} for number in range(documents)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(settings, "usual_workers", lambda: 8)
     started: list[Any] = []

@@ -191,11 +191,17 @@ def test_parts_change_no_sample_and_no_count(shards: TokenShards, name: str, wor
         shares = [maker.share(first, 48, rounds=rounds) for maker in makers]
         assert [everything(share) for share in shares] == [everything(batch) for batch in made]
         sums = np.sum([astuple(share.counts) for share in shares], axis=0)
-        assert tuple(sums) == (expected.tokens, expected.masked, expected.causal, expected.causal_targets)
+        assert tuple(sums) == (
+            expected.tokens,
+            expected.masked,
+            expected.labeled,
+            expected.causal,
+            expected.causal_targets,
+        )
 
 
 def counted(batch: StepBatch) -> tuple[int, ...]:
-    return (batch.sequences, batch.tokens, batch.masked, batch.causal, batch.causal_targets, batch.epoch)
+    return (batch.sequences, batch.tokens, batch.masked, batch.labeled, batch.causal, batch.causal_targets, batch.epoch)
 
 
 def everything(made) -> list[Counter]:
@@ -205,8 +211,8 @@ def everything(made) -> list[Counter]:
 def test_a_rank_plans_its_own_part_alone(shards: TokenShards, small_parts: None) -> None:
     maker = BatchMaker(shards, config("tokens"), 0, seed=0, rank=2, world_size=4)
     planned: list[int] = []
-    plan = maker._sampler.plan
-    maker._sampler.plan = lambda samples: planned.extend(samples.tolist()) or plan(samples)
+    plan = maker.sampler.plan
+    maker.sampler.plan = lambda samples: planned.extend(samples.tolist()) or plan(samples)
     maker.share(96, 48)
     assert planned == list(range(96 + 24, 96 + 36))
 

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.config import FinetuneConfig
 from pretrain.batches.batch import MicroBatch
-from pretrain.batches.filler import IGNORED, with_filler
+from pretrain.batches.filler import with_filler
 from pretrain.batches.loader import BatchMaker
+from pretrain.batches.pairs import IGNORED
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.model.attention import dispatch

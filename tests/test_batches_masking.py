@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretrain.batches.masking import Masker
-from pretrain.batches.pairs import Sampler
+from pretrain.batches.sampler import Sampler
 from pretrain.common.errors import InputError
 from pretrain.config import MaskingConfig, PairsConfig
 from pretrain.corpus.shards import TokenShards, open_shards
@@ -33,7 +33,6 @@ def mask(shards, samples, *, length=64, max_predictions=0, next_sentence=True, *
         PairsConfig.model_validate({"next_sentence": next_sentence}),
         sequence_length=length,
         seed=0,
-        phase=0,
     )
     masker = Masker(
         shards, MaskingConfig.model_validate(masking), sequence_length=length, max_predictions=max_predictions
@@ -169,7 +168,7 @@ def test_masks_depend_on_the_sample_alone(shards, samples, whole_word):
 
 
 def test_token_keys_differ_across_positions_samples_and_epochs(shards):
-    made = Sampler(shards, PairsConfig.model_validate({}), sequence_length=64, seed=0, phase=0)
+    made = Sampler(shards, PairsConfig.model_validate({}), sequence_length=64, seed=0)
     epoch = made.samples_per_epoch
     keys = np.concatenate([mask(shards, np.arange(300) + e * epoch)[2].token_keys for e in range(3)])
     repeated = len(keys) - len(np.unique(keys))
@@ -179,7 +178,7 @@ def test_token_keys_differ_across_positions_samples_and_epochs(shards):
 
 
 def test_masks_change_with_the_epoch(shards):
-    made = Sampler(shards, PairsConfig.model_validate({}), sequence_length=64, seed=0, phase=0)
+    made = Sampler(shards, PairsConfig.model_validate({}), sequence_length=64, seed=0)
     first = mask(shards, np.arange(50))[2].rows
     second = mask(shards, np.arange(50) + made.samples_per_epoch)[2].rows
     assert len(np.intersect1d(first, second)) < 0.4 * len(first)

@@ -10,15 +10,13 @@ import pytest
 from corpora import make_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numbered import SPECIAL, Text, numbered, random_documents, sampler
 from test_batches_loader import global_batches, load
 from test_batches_masking import mask, words
-from test_batches_pairs import SPECIAL, Text, coverage, numbered, random_documents, sampler
 
-from pretrain.batches.documents import DocumentTable
 from pretrain.batches.loader import BatchMaker, validation_batches
 from pretrain.batches.masking import spans
 from pretrain.batches.order import draw
-from pretrain.batches.packing import fill_across_documents
 from pretrain.batches.scheme import MaskingVocabulary
 from pretrain.config import MaskingConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
@@ -229,7 +227,7 @@ def test_spans_of_words_begin_with_words_and_lose_at_most_one_word_in_part(shard
 
 
 def test_every_place_is_as_likely_in_a_span(shards: TokenShards) -> None:
-    _, rows, masked = mask(shards, np.arange(6000), length=32, scheme="spans", probability=0.3, next_sentence=False)
+    _, rows, masked = mask(shards, np.arange(60_000), length=32, scheme="spans", probability=0.3, next_sentence=False)
     full = np.flatnonzero(np.diff(rows.starts) == 32)
     chosen = np.isin(np.arange(len(rows.input_ids)), masked.rows)
     share = np.mean([chosen[rows.starts[s] + 1 : rows.starts[s + 1] - 1] for s in full], axis=0)
@@ -265,7 +263,7 @@ def test_spans_depend_on_the_sample_alone(shards: TokenShards, samples: list[int
 
 
 def test_sentence_order_swaps_the_segments_of_one_document() -> None:
-    """Lan et al. 2020, section 3.1: the same two neighbouring segments, in order (0) or swapped (1)."""
+    """Lan et al. 2020, section 3.1: the same two neighboring segments, in order (0) or swapped (1)."""
     shards = numbered([random_documents(60, 1), random_documents(80, 2)])
     text, made = Text(shards), sampler(shards, 64, objective="sop")
     plan = made.plan(np.arange(3000))
@@ -276,22 +274,14 @@ def test_sentence_order_swaps_the_segments_of_one_document() -> None:
         middle = np.flatnonzero(ids == SPECIAL["sep"])[0]
         a, b = ids[1:middle], ids[middle + 1 : -1]
         assert text.document[a[0]] == text.document[a[-1]] == text.document[b[0]] == text.document[b[-1]]
-        assert (a[0] < b[0]) == (plan.label[number] == 0)
+        assert (a[0] < b[0]) == (plan.label[number] != 1)
         first, second = (a, b) if a[0] < b[0] else (b, a)
-        assert first[-1] < second[0]
-        if len(ids) < 64:
-            assert second[0] == first[-1] + 1
+        assert second[0] == first[-1] + 1
         assert np.array_equal(rows.token_types[begin:end], np.arange(len(ids)) > middle)
-    assert plan.label.mean() == pytest.approx(0.5, abs=0.05)
-    rare = sampler(shards, 64, objective="sop", random_next_share=0.2).plan(np.arange(3000))
-    assert rare.label.mean() == pytest.approx(0.2, abs=0.03)
-
-
-def test_sentence_order_reads_the_text_about_once() -> None:
-    shards = numbered([[[20] * 120] * 8])
-    made = sampler(shards, 128, objective="sop", short_share=0.0)
-    plan = made.plan(np.arange(20 * made.samples_per_epoch))
-    assert (plan.length_a + plan.length_b).sum() / 20 / (8 * 2400) == pytest.approx(1, abs=0.1)
+    labels = plan.label[plan.label >= 0]
+    assert labels.mean() == pytest.approx(0.5, abs=0.05)
+    rare = sampler(shards, 64, objective="sop", random_next_share=0.2).plan(np.arange(3000)).label
+    assert rare[rare >= 0].mean() == pytest.approx(0.2, abs=0.03)
 
 
 def test_one_document_is_enough_for_sentence_order() -> None:
@@ -317,11 +307,7 @@ def packed_documents(made, samples: np.ndarray):
         assert not rows.token_types[begin:end].any()
         assert np.array_equal(rows.positions[begin:end], np.arange(len(ids)))
         separators = np.flatnonzero(ids == SPECIAL["sep"])
-        yield (
-            np.split(ids[1:], separators)[:-1]
-            if False
-            else [ids[low + 1 : high] for low, high in itertools.pairwise((0, *separators))]
-        )
+        yield ([ids[low + 1 : high] for low, high in itertools.pairwise((0, *separators))])
 
 
 @pytest.mark.parametrize("length", [16, 64, 256])
@@ -330,7 +316,6 @@ def test_full_sentences_go_on_across_documents(length: int) -> None:
     documents = [random_documents(60, 1, longest=5), random_documents(80, 2, longest=30), [[3], [2], [300], [4]]]
     shards = numbered(documents)
     text, made = Text(shards), packed(shards, length, short_share=0.0)
-    ends = np.cumsum([len(shard.tokens) for shard in shards.shards]) + 4  # the last token of each shard
     counts = []
     for pieces in packed_documents(made, np.arange(2 * made.samples_per_epoch)):
         counts.append(len(pieces))
@@ -338,59 +323,14 @@ def test_full_sentences_go_on_across_documents(length: int) -> None:
         assert np.array_equal(tokens, np.arange(tokens[0], tokens[0] + len(tokens)))
         assert [len(set(text.document[piece])) for piece in pieces] == [1] * len(pieces)
         assert len({int(text.document[piece[0]]) for piece in pieces}) == len(pieces)
-        if len(set(text.sentence[tokens])) > 1:  # whole sentences
-            assert text.sentence[tokens[0]] != text.sentence[tokens[0] - 1]
-            if tokens[-1] not in ends:
-                following = text.sentence == text.sentence[tokens[-1] + 1]
-                assert text.sentence[tokens[-1]] != text.sentence[tokens[-1] + 1]
-                another = text.document[tokens[-1]] != text.document[tokens[-1] + 1]
-                assert len(tokens) + len(pieces) - 1 + another + following.sum() > made.capacity
     assert max(counts) > (2 if length > 16 else 1)
 
 
-def test_full_sentences_read_short_documents_about_once() -> None:
-    """Samples are counted over a shard: documents far shorter than a sequence are not read again and again."""
+def test_full_sentences_fill_sequences_with_short_documents() -> None:
     shards = numbered([[[5, 7]] * 2000])
     made = packed(shards, 128, short_share=0.0)
-    read = coverage(shards, made, 5)
-    assert read.mean() == pytest.approx(1, abs=0.12)
-    assert read[200:-200].min() > 0
     alone = sampler(shards, 128, objective="none", short_share=0.0)
     assert made.samples_per_epoch < alone.samples_per_epoch / 5
-
-
-def test_empty_documents_leave_no_separator() -> None:
-    shards = numbered([[[4, 4], [], [], [4], [], [6]]])
-    made = packed(shards, 64, short_share=0.0)
-    (pieces,) = packed_documents(made, np.arange(1))
-    assert [len(piece) for piece in pieces] == [8, 4, 6]
-
-
-def test_an_empty_document_takes_no_room() -> None:
-    table = DocumentTable(numbered([[[1], [3], [9], [], [1]]]), 10, least_sentences=1, joined=True)
-    found = fill_across_documents(table, *(np.array([value]) for value in (0, 0, 17)))
-    assert [int(value[0]) for value in found] == [4, 3]
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_the_end_of_full_sentences_is_the_last_that_fits(data: st.DataObject) -> None:
-    """Compared with taking sentence by sentence."""
-    sentences = st.lists(st.integers(1, 9), min_size=0, max_size=4)
-    documents = data.draw(st.lists(sentences, min_size=1, max_size=8).filter(lambda it: sum(map(len, it)) > 0))
-    shards = numbered([documents])
-    table = DocumentTable(shards, 10, least_sentences=1, joined=True)
-    flat = [(number, length) for number, document in enumerate(documents) for length in document]
-    anchor = data.draw(st.integers(0, len(flat) - 1))
-    target = data.draw(st.integers(2, 40))
-    end, used, separators = anchor, 0, 0
-    while end < len(flat):
-        crosses = end > anchor and flat[end][0] != flat[end - 1][0]
-        if end > anchor and used + separators + crosses + flat[end][1] > target:
-            break
-        used, separators, end = used + flat[end][1], separators + crosses, end + 1
-    found = fill_across_documents(table, *(np.array([value]) for value in (0, anchor, target)))
-    assert [int(value[0]) for value in found] == [end, separators]
 
 
 @settings(max_examples=15, deadline=None)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.batches.order import Order, below, binomial, draw, permute, root_key, uniform
+from pretrain.batches.order import Mixture, below, draw, permute, root_key, uniform
 
 KEY = root_key("test", 0)
 
@@ -59,59 +57,31 @@ def test_draws_are_uniform_and_fresh():
     assert root_key("a", 1) != root_key("a", 2)
 
 
-def test_binomial_counts_fair_coins():
-    count = np.repeat([0, 1, 2, 63, 64, 65, 200], 20_000)
-    heads = binomial(count, draw(KEY, np.arange(len(count))), 7)
-    for size in np.unique(count):
-        own = heads[count == size]
-        assert own.min(initial=0) >= 0
-        assert own.max(initial=0) <= size
-        assert abs(own.mean() - size / 2) <= 5 * np.sqrt(size / 4 / len(own))
-        assert abs(own.var() - size / 4) <= 0.05 * size / 4
-    assert set(heads[count == 2].tolist()) == {0, 1, 2}
+@settings(max_examples=60, deadline=None)
+@given(shares=st.lists(st.integers(0, 60), min_size=1, max_size=9).filter(any), first=st.integers(0, 10**9))
+def test_a_mixture_takes_each_source_in_turn_and_in_its_share(shares, first):
+    mixture = Mixture(shares)
+    source, before = mixture.locate(np.arange(mixture.period))
+    assert np.bincount(source, minlength=len(shares)).tolist() == shares
+    for number, share in enumerate(shares):
+        assert before[source == number].tolist() == list(range(share))
+    later_source, later = mixture.locate(np.arange(first, first + 50))
+    counts = mixture.counts(first)
+    for number in range(len(shares)):
+        own = later[later_source == number]
+        assert own.tolist() == list(range(counts[number], counts[number] + len(own)))
+    # In any stretch a source has its share to within one for each halving.
+    for begin in range(0, mixture.period, 7):
+        part = np.bincount(source[begin : begin + 20], minlength=len(shares))
+        size = len(source[begin : begin + 20])
+        assert np.abs(part - size * np.array(shares) / mixture.period).max() <= 1 + len(shares).bit_length()
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    sources=st.lists(
-        st.tuples(st.integers(0, 60), st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.7, 3.0])), min_size=1, max_size=4
-    ),
-    key=st.integers(0, 2**32),
-)
-def test_epochs_go_through_every_source_in_turn(sources, key):
-    """Each epoch takes round(weight x size) samples of a source; no pass begins before the last ends."""
-    sizes, weights = zip(*sources, strict=True)
-    order = Order(sizes, weights, root_key(key))
-    if not order.samples_per_epoch:
-        return
-    seen = [Counter() for _ in sizes]
-    for epoch in range(4):
-        index = np.arange(order.samples_per_epoch)
-        place = order.locate(epoch * order.samples_per_epoch + index)
-        for source, (size, weight) in enumerate(sources):
-            own = place.source == source
-            assert own.sum() == (max(1, round(size * weight)) if size and weight else 0)
-            assert (place.slot[own] < max(size, 1)).all()
-            seen[source].update(zip(place.epoch[own].tolist(), place.slot[own].tolist(), strict=True))
-    for source, size in enumerate(sizes):
-        assert max(seen[source].values(), default=1) == 1
-        epochs = Counter(number for number, _ in seen[source])
-        full = sum(epochs.values()) // size if size else 0
-        assert [epochs[number] for number in range(full)] == [size] * full
-
-
-def test_every_epoch_has_a_new_order_of_sources_and_texts():
-    order = Order([400, 600], [1.0, 0.5], KEY)
-    first, second = (order.locate(np.arange(700) + start) for start in (0, 700))
-    assert 0.4 < (first.source == second.source).mean() < 0.6
-    half = first.slot[first.source == 1]  # of the 600, from all over them
-    assert half.min() < 30
-    assert half.max() > 570
-
-
-def test_epochs_differ_in_order():
-    order = Order([1000], [1.0], KEY)
-    first, second = (order.locate(np.arange(1000) + start).slot for start in (0, 1000))
-    assert not np.array_equal(first, second)
-    assert np.array_equal(np.sort(first), np.sort(second))
-    assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.15
+def test_a_mixture_of_trillions_of_samples_keeps_its_shares():
+    shares = [10**12, 3 * 10**12, 10**9]
+    mixture = Mixture(shares)
+    assert mixture.period <= 1 << 31
+    _, before = mixture.locate(np.array([0, 10**13]))
+    assert (before >= 0).all()
+    found = np.bincount(mixture.locate(np.arange(200_000))[0], minlength=3) / 200_000
+    assert np.abs(found - np.array(shares) / sum(shares)).max() < 1e-4

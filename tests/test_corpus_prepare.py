@@ -28,7 +28,7 @@ from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceCon
 from pretrain.corpus import parallel, shards
 from pretrain.corpus import prepare as preparing
 from pretrain.corpus.documents import Documents, PieceSummary
-from pretrain.corpus.parts import DOCUMENT
+from pretrain.corpus.parts import DOCUMENT, random_order
 from pretrain.corpus.prepare import describe, prepare
 from pretrain.corpus.shards import open_shards, verify_shards
 from pretrain.corpus.stage_bar import StageBar
@@ -508,6 +508,10 @@ def _table(hashes: Any) -> np.ndarray:
     return table
 
 
+def _in_order(table: np.ndarray) -> np.ndarray:
+    return table[np.argsort(random_order(table["hash"]))]
+
+
 def _in_small_partitions(monkeypatch: pytest.MonkeyPatch, documents: int) -> None:
     monkeypatch.setattr("pretrain.corpus.documents._MOST_DOCUMENTS", documents)
     monkeypatch.setattr("pretrain.corpus.partitions._BUFFERED", documents)
@@ -521,13 +525,13 @@ def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: py
         folder = tmp_path / str(parts)
         folder.mkdir()
         hashes = generator.integers(0, 1 << 62, (parts, 2000, 2))
-        tables = [(number // (parts // 2), _table(hashes[number])) for number in range(parts)]
+        tables = [(number // (parts // 2), _in_order(_table(hashes[number]))) for number in range(parts)]
         tracemalloc.start()
         try:
             documents = _documents(folder, tables, 0.005)
             assert sum(int(chosen.sum()) for _, chosen, _ in documents.sample(1 << 60)) > 1900 * parts
             plan = documents.plan(100_000)
-            selected = sum(int(np.unpackbits(bits).sum()) for shard in plan for _, bits in documents.selections(shard))
+            selected = sum(len(numbers) for shard in plan for _, numbers in shard.choice.documents(folder))
             assert selected == sum(figures["documents"] for figures in documents.figures(2)) == 2000 * parts
             return tracemalloc.get_traced_memory()[1]
         finally:
@@ -562,18 +566,43 @@ def test_a_sample_is_the_documents_with_the_lowest_hashes(tmp_path: Path) -> Non
         assert sum(size for _, _, size in parts) == int(table["bytes"][chosen].sum())
 
 
-def test_a_shard_goes_on_in_the_next_part_but_not_in_the_next_source(tmp_path: Path) -> None:
-    tables = [(source, _table([(7 * number + n, n) for n in range(5)])) for number, source in enumerate((0, 0, 1))]
-    for _, table in tables:
-        table["items"] = 10
-    tables[1][1]["items"][0] = 90
-    documents = _documents(tmp_path, tables)
-    plan = documents.plan(70)
-    assert [(shard.source, shard.totals["documents"], shard.totals["tokens"]) for shard in plan] == [
-        (0, 5, 50),
-        (0, 1, 90),
-        (0, 4, 40),
-        (1, 5, 50),
+def test_shards_are_neighbors_in_a_random_order_of_one_source(tmp_path: Path) -> None:
+    """Every document is in one shard; places ascend from shard to shard, and each has about as many tokens."""
+    generator = np.random.default_rng(1)
+    tables = [(source, _table(generator.integers(0, 1 << 63, (50, 2)))) for source in (0, 0, 1)]
+    documents = _documents(tmp_path, [(source, _in_order(table)) for source, table in tables], 0.1)
+    plan = documents.plan(300)
+    found: dict[tuple[str, int], list[int]] = {}
+    for shard in plan:
+        own = [
+            int(random_order(np.load(tmp_path / part)["hash"])[n])
+            for part, ns in shard.choice.documents(tmp_path)
+            for n in ns
+        ]
+        assert len(own) == shard.totals["documents"] == shard.totals["tokens"] / 20 <= 15
+        earlier = found.setdefault((shard.split, shard.source), [])
+        assert not earlier or max(earlier) < min(own)
+        earlier += own
+    assert sum(map(len, found.values())) == 150
+    assert {split for split, _ in found} == {"train", "validation"}
+    assert len(plan) < 150 / 10
+
+
+@pytest.mark.parametrize("shard_tokens", [1000, 10**8])
+def test_documents_are_shuffled_once_whatever_they_were_cut_into(tmp_path: Path, shard_tokens: int) -> None:
+    """The order is that of the documents' hashes: sources that lie one after another are mixed."""
+    lines = [
+        json.dumps({"text": f"{'early' if n < 300 else 'late'} number {n} is a text. It ends."}) for n in range(600)
     ]
-    selected = [{part: np.unpackbits(bits)[:5].tolist() for part, bits in documents.selections(one)} for one in plan]
-    assert selected[1:3] == [{"1.npy": [1, 0, 0, 0, 0]}, {"1.npy": [0, 1, 1, 1, 1]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    source = SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl"))
+    changes = {"sources": (source,), "shard_tokens": shard_tokens, "min_document_words": 0, "validation_fraction": 0.0}
+    prepare(config(tmp_path, tmp_path / "c", **changes), quiet=True)
+    entries = (tmp_path / "c" / "vocab.txt").read_text().split("\n")
+    late = []
+    for shard in open_shards(tmp_path / "c", "train").shards:
+        begins = shard.documents[:-1, 1].astype(int)
+        late += [entries[shard.tokens[begin]].startswith("la") for begin in begins]
+    assert len(late) == 600
+    for begin in range(0, 600, 100):
+        assert 25 < sum(late[begin : begin + 100]) < 75

@@ -158,7 +158,7 @@ def test_work_and_memory_follow_the_masking_schedule():
 
 def test_the_mean_length_is_bounded_by_the_phase():
     config = make_config()
-    assert work.phase_work(config, config.phases[0], 30522).mean_length == pytest.approx(121.6)
+    assert work.phase_work(config, config.phases[0], 30522).mean_length == pytest.approx(102.4)
     assert work.phase_work(config, config.phases[0], 30522, mean_length=500).mean_length == 128
 
 

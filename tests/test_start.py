@@ -17,8 +17,8 @@ from tiny_checkpoints import WORDS, make_bert
 
 from pretrain import preflight
 from pretrain.__main__ import main
-from pretrain.batches.pairs import Sampler
 from pretrain.batches.replay import mixture_weights, with_replay
+from pretrain.batches.sampler import Sampler
 from pretrain.checkpoint import store
 from pretrain.checkpoint.mapping import MappedTensor
 from pretrain.checkpoint.start import _table, log_frequencies, read_start, start_overrides
@@ -343,10 +343,10 @@ def test_replayed_text_has_its_share_of_every_epoch(tmp_path: Path) -> None:
     mixed = with_replay(own, general, 0.25)
     assert mixed.fingerprint not in (own.fingerprint, general.fingerprint)
     assert with_replay(own, general, 0.3).fingerprint != mixed.fingerprint
-    sampler = Sampler(mixed, PairsConfig(next_sentence=False), sequence_length=64, seed=0, phase=0)
-    alone = Sampler(own, PairsConfig(next_sentence=False), sequence_length=64, seed=0, phase=0)
+    sampler = Sampler(mixed, PairsConfig(next_sentence=False), sequence_length=64, seed=0)
+    alone = Sampler(own, PairsConfig(next_sentence=False), sequence_length=64, seed=0)
     whole = np.arange(sampler.samples_per_epoch)
-    source = sampler._order.locate(whole).source
+    source = np.array([shard.source for shard in mixed.shards])[sampler.plan(whole).shard_a]
     assert (source > 0).mean() == pytest.approx(0.25, abs=0.002)
     assert (source == 0).sum() == alone.samples_per_epoch
     assert sampler.plan(whole[5:9]).begin_a.tolist() == sampler.plan(whole).begin_a[5:9].tolist()
@@ -366,7 +366,7 @@ def test_weights_of_a_phase_leave_replayed_sources_of_the_same_name_alone(
 
     def shares(weights: dict[str, float]) -> tuple[int, ...]:
         pairs = PairsConfig(next_sentence=False)
-        return Sampler(mixed, pairs, sequence_length=64, seed=0, phase=0, weights=weights)._order.shares
+        return Sampler(mixed, pairs, sequence_length=64, seed=0, weights=weights).shares
 
     first, second, _ = shares({})
     found = shares(weights)

@@ -102,19 +102,11 @@ def write_config(path: Path, config: PretrainConfig, *, begun: bool) -> None:
 
 def sequences_of(config: PretrainConfig) -> int:
     """Sequences of a step: no more than the prepared text has, replayed text included."""
-    from pretrain.batches.pairs import Sampler
+    from pretrain.batches.sampler import phase_sampler
     from pretrain.continuation import Corpora
 
-    shards, phase = Corpora.open(config).training, config.phases[0]
-    # Counted as training does: the number of tokens does not tell, since a document of 1.4 sequences gives one.
-    sampler = Sampler(
-        shards,
-        config.pairs,
-        sequence_length=phase.sequence_length,
-        seed=config.seed,
-        phase=0,
-        weights=phase.weights,
-    )
+    # Counted as training does: the number of tokens does not tell, since a document of 1.4 sequences gives two.
+    sampler = phase_sampler(Corpora.open(config).training, config, 0, seed=config.seed)
     return min(_SEQUENCES, sampler.samples_per_epoch)
 
 

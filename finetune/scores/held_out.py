@@ -36,7 +36,7 @@ from finetune.scores.masked_model import (
 from finetune.scores.record import Record
 from pretrain.batches.masking import Masker, ordinary_ids
 from pretrain.batches.order import draw
-from pretrain.batches.pairs import Rows
+from pretrain.batches.plan import Rows
 from pretrain.batches.scheme import MaskingVocabulary
 from pretrain.common.errors import InputError
 from pretrain.config import MaskingConfig

@@ -40,7 +40,7 @@ class MicroBatch:
     cu_seqlens: Tensor  # int32 [S+1], where each sequence begins; the last value is T
     masked_rows: Tensor  # int64 [K], ascending rows of the token axis at which tokens are predicted
     masked_labels: Tensor  # int64 [K], the tokens before masking
-    nsp_labels: Tensor  # int64 [S], 0 next / 1 random, or 0 in order / 1 swapped; [0] without pairs
+    nsp_labels: Tensor  # int64 [S], 0 next / 1 random, or 0 in order / 1 swapped, or -100; [0] without pairs
     token_keys: Tensor  # int32 [T], 32 pseudo-random bits of (sample, position): the seed of dropout
     lengths: tuple[int, ...]  # tokens of each sequence, ascending among masked and among causal ones
     causal: int = 0  # sequences with causal attention, the last ones
@@ -77,6 +77,7 @@ class StepBatch:
     masked: int  # over all ranks
     epoch: int  # of the first sample
     first_sample: int  # its number in the phase, counted across epochs
+    labeled: int = 0  # sequences of two segments whose relation is predicted, over all ranks
     causal: int = 0  # sequences over all ranks
     causal_targets: int = 0  # over all ranks
 

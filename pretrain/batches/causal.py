@@ -10,7 +10,7 @@ import numpy as np
 
 from pretrain.batches.masking import Masked
 from pretrain.batches.order import draw, uniform
-from pretrain.batches.pairs import Rows
+from pretrain.batches.plan import Rows
 
 _CAUSAL = 1 << 34  # a counter that no other module draws with
 

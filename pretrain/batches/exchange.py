@@ -21,6 +21,7 @@ class Counts:
 
     tokens: int
     masked: int  # tokens to predict in masked sequences
+    labeled: int  # sequences of two segments whose relation is predicted
     causal: int  # sequences
     causal_targets: int
 

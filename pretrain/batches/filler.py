@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from pretrain.batches.batch import Filler, MicroBatch
+from pretrain.batches.pairs import IGNORED
 from pretrain.config import EngineConfig
 
-IGNORED = -100  # the label that torch's and our cross-entropy leave out
 _FEWEST = 16  # tokens or rows: multiples of 16 suit tensor cores
 
 

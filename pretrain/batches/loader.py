@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -28,7 +28,8 @@ from pretrain.batches.causal import is_causal, with_causal_targets
 from pretrain.batches.exchange import Counts, Exchange
 from pretrain.batches.filler import rounding_of, with_filler
 from pretrain.batches.masking import Masker
-from pretrain.batches.pairs import SamplePlan, Sampler
+from pretrain.batches.plan import SamplePlan
+from pretrain.batches.sampler import held_out_sampler, phase_sampler
 from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
@@ -57,6 +58,7 @@ class Share:
         return Counts(
             tokens=sum(sum(batch.real_lengths) for batch in self.micro_batches),
             masked=sum(batch.targets for batch in self.micro_batches) - targets,
+            labeled=sum(int((batch.nsp_labels >= 0).sum()) for batch in self.micro_batches),
             causal=sum(batch.causal for batch in self.micro_batches),
             causal_targets=targets,
         )
@@ -77,7 +79,7 @@ class Loader:
 
     Args:
         start_step: the first step of the phase to give a batch for.
-        passed_over: samples of data that are skipped.
+        skipped: samples of each phase that a rollback skips; phases without an entry skip none.
         prefetch: batches to make ahead, at most.
         pinned: whether batches lie in page-locked memory, for a GPU.
         exchange: between the ranks, which take all steps together. Without it, each rank counts what it needs to know
@@ -96,7 +98,7 @@ class Loader:
         rank: int,
         world_size: int,
         start_step: int = 0,
-        passed_over: int = 0,
+        skipped: Sequence[int] = (),
         prefetch: int = 4,
         pinned: bool = False,
         exchange: Exchange | None = None,
@@ -104,7 +106,9 @@ class Loader:
         self.stall_seconds = 0.0
         self._exchange = exchange
         self._gpu = torch.cuda.current_device() if pinned else None  # the current one of the thread that trains
-        self._maker = BatchMaker(shards, config, phase, seed=config.seed, rank=rank, world_size=world_size)
+        self._maker = BatchMaker(
+            shards, config, phase, seed=config.seed, rank=rank, world_size=world_size, skipped=skipped
+        )
         self._maker.check_batch()
         settings = config.phases[phase]
         step_tokens = settings.global_sequences * settings.sequence_length // world_size
@@ -113,7 +117,10 @@ class Loader:
         self._ahead: deque[StepBatch | Future[StepBatch] | BaseException | None] = deque()
         self._closed = threading.Event()
         self._thread = threading.Thread(
-            target=self._produce, args=(settings, start_step, passed_over), name=f"loader-{rank}", daemon=True
+            target=self._produce,
+            args=(settings, start_step, sum(skipped[phase : phase + 1])),
+            name=f"loader-{rank}",
+            daemon=True,
         )
         self._thread.start()
 
@@ -171,11 +178,11 @@ class Loader:
             share = self._placed(self._maker.share(share.first_sample, share.sequences, rounds=rounds))
         return self._maker.whole(share, counts)
 
-    def _produce(self, phase: PhaseConfig, start_step: int, passed_over: int) -> None:
+    def _produce(self, phase: PhaseConfig, start_step: int, skipped: int) -> None:
         last: BaseException | None = None
         try:
             for step in range(start_step, phase.steps):
-                first, sequences = passed_over + phase.first_sample(step), phase.sequences_at(step)
+                first, sequences = skipped + phase.first_sample(step), phase.sequences_at(step)
                 exchanged = self._exchange is not None and self._maker.needs_exchange(sequences)
                 if exchanged:
                     open_ = self._put(self._placed(self._maker.share(first, sequences)))
@@ -235,7 +242,7 @@ def validation_batches(
 
 def _on_all_ranks(batch: StepBatch, world_size: int) -> StepBatch:
     """The batch of one rank as that of each of `world_size` ranks: the sums over them grow as the counts do."""
-    names = ("sequences", "tokens", "masked", "causal", "causal_targets")
+    names = ("sequences", "tokens", "masked", "labeled", "causal", "causal_targets")
     return dataclasses.replace(batch, **{name: world_size * getattr(batch, name) for name in names})
 
 
@@ -243,8 +250,9 @@ class BatchMaker:
     """Makes one rank's share of any batch, in the calling thread.
 
     `held_out` batches are masked as at the end of the run, whatever the schedule of masking, and mixed as the corpus
-    says, so that losses compare. Their micro-batches hold at least two sequences, since any number of those can be
-    dealt to any number of ranks; without a backward pass they still take less memory than the training's.
+    says, so that losses compare. Their micro-batches hold at least two sequences, since any
+    number of those can be dealt to any number of ranks; without a backward pass they still take less memory than the
+    training's.
     """
 
     def __init__(
@@ -257,6 +265,7 @@ class BatchMaker:
         rank: int,
         world_size: int,
         held_out: bool = False,
+        skipped: Sequence[int] = (),
     ) -> None:
         settings = config.phases[phase]
         length = settings.sequence_length
@@ -271,14 +280,17 @@ class BatchMaker:
         self._shift = config.masking.shifted_targets
         self._rounding = None if held_out else rounding_of(config.engine)
         self._phase_sequences = settings.sequences
-        weights = None if held_out else settings.weights
-        self._sampler = Sampler(shards, config.pairs, sequence_length=length, seed=seed, phase=phase, weights=weights)
+        self.sampler = (
+            held_out_sampler(shards, config, phase)
+            if held_out
+            else phase_sampler(shards, config, phase, seed=seed, skipped=skipped)
+        )
         self._masker = Masker(shards, config.masking, sequence_length=length, max_predictions=settings.max_predictions)
 
     @property
     def samples_per_epoch(self) -> int:
         """Samples of one pass over the corpus."""
-        return self._sampler.samples_per_epoch
+        return self.sampler.samples_per_epoch
 
     def check_batch(self) -> None:
         """Raise `InputError` if the corpus is too small for one batch, or the batch cannot be balanced across ranks."""
@@ -332,6 +344,7 @@ class BatchMaker:
             sequences=share.sequences,
             tokens=counts.tokens,
             masked=counts.masked,
+            labeled=counts.labeled,
             epoch=share.first_sample // self.samples_per_epoch,
             first_sample=share.first_sample,
             causal=counts.causal,
@@ -341,7 +354,7 @@ class BatchMaker:
     def deal(self, first_sample: int, part: dealing.Part, rounds: int = 1) -> tuple[SamplePlan, dealing.Dealt]:
         """The sequences of a part of the batch that begins with `first_sample`, and who gets which."""
         first = first_sample + part.first
-        plan = self._sampler.plan(np.arange(first, first + part.sequences))
+        plan = self.sampler.plan(np.arange(first, first + part.sequences))
         return plan, dealing.balance(plan.lengths, part.ranks, self._budget, rounds=rounds)
 
     def _own(self, part: dealing.Part, plan: SamplePlan, dealt: dealing.Dealt) -> tuple[MicroBatch, ...]:
@@ -354,6 +367,7 @@ class BatchMaker:
         return Counts(
             tokens=int(plan.lengths.sum()),
             masked=self._masked(plan[~causal]) if self._causal_share else self._masked(plan),
+            labeled=int((plan.label >= 0).sum()) if self._paired else 0,
             causal=int(causal.sum()),
             causal_targets=int(plan.ordinary[causal].sum()),
         )
@@ -362,7 +376,7 @@ class BatchMaker:
         causal = is_causal(plan.key, self._causal_share)
         if causal.any():
             plan = plan[np.argsort(causal, kind="stable")]
-        rows = self._sampler.gather(plan)
+        rows = self.sampler.gather(plan)
         masked = self._masker.apply(rows, plan.key, self._share(plan))
         if self._shift:
             masked = dataclasses.replace(masked, rows=masked.rows - 1)
@@ -393,14 +407,14 @@ class BatchMaker:
         blocks = np.cumsum(plan.lengths) // _BLOCK_TOKENS
         parts = np.split(np.arange(len(blocks)), np.flatnonzero(np.diff(blocks)) + 1)
         return sum(
-            self._masker.count(self._sampler.gather(part), part.key, self._share(part))
+            self._masker.count(self.sampler.gather(part), part.key, self._share(part))
             for part in (plan[members] for members in parts)
         )
 
     def _share(self, plan: SamplePlan) -> np.ndarray:
         """Share of each sample's tokens to predict, float64 [B]: a function of its number alone (invariant 1)."""
         first, last = self._shares
-        # After a rollback has passed over data, numbers go past the end of the phase.
+        # After a rollback has skipped data, numbers go past the end of the phase.
         return first + (last - first) * np.minimum(plan.number / self._phase_sequences, 1.0)
 
 

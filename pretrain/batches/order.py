@@ -1,7 +1,7 @@
-"""The order of samples: counter-based randomness and the order of an epoch (invariant 1).
+"""Counter-based randomness, keyed permutations, and the mixture of sources (invariant 1).
 
-Nothing here has state. Every random number is a hash of a key and a counter, and an epoch's order is a keyed
-permutation evaluated point by point, so sample 150,000,000 costs as much as sample 0.
+Nothing here has state. Every random number is a hash of a key and a counter, and a permutation is evaluated point by
+point, so sample 150,000,000 costs as much as sample 0.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,6 +19,7 @@ _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
+_LONGEST_PERIOD = 1 << 31  # samples: products of two counts fit 64 bits
 _ROUNDS = 8  # half-rounds of the permutation; with 6, neighbours in small epochs still show a bias
 
 
@@ -49,18 +49,6 @@ def below(bits: np.ndarray, size: np.ndarray | int) -> np.ndarray:
     return high.view(np.int64)
 
 
-def binomial(count: np.ndarray, key: np.ndarray, counter: int) -> np.ndarray:
-    """int64: how many of `count` fair coins show heads, exactly; uses counters from `counter` on."""
-    heads = np.zeros(len(count), np.int64)
-    tossed = 0
-    while len(rows := np.flatnonzero(count > tossed)):
-        coins = np.minimum(count[rows] - tossed, 64)
-        bits = draw(key[rows], counter + tossed // 64) >> (64 - coins).astype(np.uint64)
-        heads[rows] += np.bitwise_count(bits)
-        tossed += 64
-    return heads
-
-
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     """Where a keyed pseudo-random permutation of 0 .. size-1 maps `index`.
 
@@ -77,44 +65,57 @@ def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     return result.view(np.int64)
 
 
-@dataclass(frozen=True)
-class EpochPosition:
-    """The sources of samples; int64 [B] each."""
+class Mixture:
+    """The endless sequence of samples of several sources, interleaved evenly (invariant 1).
 
-    source: np.ndarray
-    epoch: np.ndarray  # of the source: how often it was read before
-    slot: np.ndarray  # 0 .. samples of the source - 1
+    `shares[s]` samples of source s go into one period. In any stretch of it, a source has its share of the samples to
+    within a few: the sources are halved again and again, and each half gets its samples at even distances. So the
+    source of a sample, and how many samples of this source come before it, are known from its number alone.
 
-
-class Order:
-    """The endless sequence of samples: epoch after epoch, each a new mixture of all sources.
-
-    `sizes[s]` samples make one epoch of source s, and `weights[s]` epochs of it go into one epoch of the mixture. A
-    source continues where the last epoch stopped, so with weight 0.5 two epochs read it once. Weight 0 leaves it out.
+    Args:
+        shares: samples of each source in a period; at least one is above 0.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], key: np.uint64) -> None:
-        self.sizes = tuple(sizes)
-        self.shares = tuple(max(1, round(w * n)) if n and w else 0 for n, w in zip(sizes, weights, strict=True))
-        self.samples_per_epoch = sum(self.shares)
-        self._bounds = np.cumsum((0, *self.shares))
-        self._epoch_key, self._source_key = draw(key, np.arange(2))
+    def __init__(self, shares: Sequence[int]) -> None:
+        scale = max(1.0, sum(shares) / _LONGEST_PERIOD)
+        self.shares = tuple(max(1, int(share / scale)) if share else 0 for share in shares)
+        self.period = sum(self.shares)
 
-    def locate(self, samples: np.ndarray) -> EpochPosition:
-        """The position of each sample; `samples` int64 [B] counts from 0, across epochs."""
-        epoch, index = np.divmod(samples, self.samples_per_epoch)
-        index = permute(index, self.samples_per_epoch, draw(self._epoch_key, epoch))
-        source = np.searchsorted(self._bounds, index, side="right") - 1
-        source_epoch, slot = np.empty_like(index), np.empty_like(index)
-        for number, (size, share) in enumerate(zip(self.sizes, self.shares, strict=True)):
-            rows = np.flatnonzero(source == number)
-            if not len(rows):
-                continue
-            taken = epoch[rows] * share + index[rows] - self._bounds[number]
-            source_epoch[rows], unshuffled = np.divmod(taken, size)
-            key = draw(draw(self._source_key, number), source_epoch[rows])
-            slot[rows] = permute(unshuffled, size, key)
-        return EpochPosition(source, source_epoch, slot)
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source, samples of this source before) of samples that are counted from 0; int64 [B] each."""
+        period, within = np.divmod(samples, self.period)
+        source, before = np.empty_like(samples), np.empty_like(samples)
+        self._halve(0, len(self.shares), np.arange(len(samples)), within, source, before)
+        return source, before + period * np.array(self.shares)[source]
+
+    def counts(self, samples: int) -> list[int]:
+        """How many of the first `samples` are from each source."""
+        period, within = divmod(samples, self.period)
+        own = self._counts(0, len(self.shares), within)
+        return [period * share + count for share, count in zip(self.shares, own, strict=True)]
+
+    def _halve(
+        self, low: int, high: int, rows: np.ndarray, index: np.ndarray, source: np.ndarray, before: np.ndarray
+    ) -> None:
+        if not len(rows):
+            return
+        if high - low == 1:
+            source[rows], before[rows] = low, index
+            return
+        middle = (low + high) // 2
+        first, both = sum(self.shares[low:middle]), sum(self.shares[low:high])
+        of_first = index * first // both
+        is_first = (index + 1) * first // both > of_first
+        self._halve(low, middle, rows[is_first], of_first[is_first], source, before)
+        self._halve(middle, high, rows[~is_first], (index - of_first)[~is_first], source, before)
+
+    def _counts(self, low: int, high: int, samples: int) -> list[int]:
+        if high - low == 1:
+            return [samples]
+        middle = (low + high) // 2
+        both = sum(self.shares[low:high])
+        first = samples * sum(self.shares[low:middle]) // both if both else 0
+        return [*self._counts(low, middle, first), *self._counts(middle, high, samples - first)]
 
 
 def _mix(bits: np.ndarray, spare: np.ndarray | None = None) -> np.ndarray:

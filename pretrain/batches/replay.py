@@ -1,8 +1,7 @@
 """Replay: text of a second corpus mixed into a run's own, so that a model forgets less of what it knew.
 
 The second corpus's sources become further sources of the mixture, whose weights follow from the share of the samples
-that they shall have. So a replayed sample is a pure function of both corpora, seed, phase and number, like any other
-(invariant 1).
+that they shall have. A replayed sample is what it is for any other source (invariant 1).
 """
 
 from __future__ import annotations
@@ -43,6 +42,9 @@ def with_replay(shards: TokenShards, general: TokenShards, share: float) -> Toke
         fingerprint=digest.hexdigest(),
         sources=[*shards.sources, *replayed],
         shards=[*shards.shards, *(dataclasses.replace(one, source=one.source + behind) for one in general.shards)],
+        fingerprints=tuple(
+            corpus.source_fingerprint(number) for corpus in (shards, general) for number in range(len(corpus.sources))
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from pretrain.batches.order import below, draw, uniform
-from pretrain.batches.pairs import Rows
+from pretrain.batches.plan import Rows
 from pretrain.config import MaskingConfig
 
 _REPLACE, _CHOOSE = (1 << 32) + 1, (1 << 32) + 2  # counters distinct from those of pairs.py and of `Masker`
@@ -30,8 +30,8 @@ class MaskingVocabulary:
 class MaskingScheme:
     """How the tokens to predict are chosen, and what replaces them. Every scheme subclasses this as `Scheme`.
 
-    A result must depend only on its arguments: `bits` are a function of (corpus fingerprint, seed, phase, number
-    of the sample in the phase, position). So all ranks, restarts and batch sizes see the same masks.
+    A result must depend only on its arguments: `bits` are a function of (source's fingerprint, seed, epoch of the
+    source, index in it, sequence length, position). So all ranks, restarts and batch sizes see the same masks.
     """
 
     has_exact_counts: ClassVar[bool] = False

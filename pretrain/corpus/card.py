@@ -13,7 +13,7 @@ import numpy as np
 from pretrain.common.addresses import shown
 from pretrain.common.files import atomic_open, read_manifest, write_json
 from pretrain.common.wording import counted
-from pretrain.corpus.card_tables import evaluation_lines, filter_lines, left_out_lines, table_row
+from pretrain.corpus.card_tables import evaluation_lines, filter_lines, left_out_lines, reading_lines, table_row
 
 CARD_FILES = ("card.json", "card.md")
 _COUNTS = (
@@ -63,6 +63,7 @@ def write_card(
     strip_accents: bool | None = None,
     language: str,
     shards: list[dict[str, Any]],
+    readings: list[dict[str, Any]] | None = None,
     extension: dict[str, Any] | None = None,
     filtered: list[dict[str, Any]] | None = None,
     evaluation: list[dict[str, Any]] | None = None,
@@ -98,6 +99,8 @@ def write_card(
         "sources": listed,
         "problems": [{**problem, "path": shown(problem["path"])} for problem in problems],
     }
+    if readings:
+        card["readings"] = readings
     if filtered:  # cards without filters stay as they were before there were any
         card["filters"] = filtered
         totals["filtered"] = sum(entry["documents"] for entry in filtered if entry["dropped"])
@@ -172,6 +175,7 @@ def _markdown(card: dict[str, Any]) -> str:
         *_overview(card),
         "",
         *_sources(card["sources"]),
+        *reading_lines(card.get("readings", [])),
         *left_out_lines(card["sources"]),
         *filter_lines(card.get("filters", []), card["sources"]),
         *evaluation_lines(card.get("evaluation_sets", [])),

@@ -76,3 +76,24 @@ def _examples(filtered: list[dict[str, Any]]) -> list[str]:
             text = example["text"].replace("`", "'")
             lines.append(f"- {entry['rule']}, {example['found']}: `{text}`")
     return lines
+
+
+def reading_lines(readings: list[dict[str, Any]]) -> list[str]:
+    """How often an epoch reads each token, a row for each sequence length."""
+    if not readings:
+        return []
+    names = ("sequence length", "input", "reads of a token", "unread", "twice", "mean length", "end with a sentence")
+    rows = [
+        table_row(
+            f"{one['sequence_length']:,}",
+            one["input_format"],
+            f"{one['reads']:.3f}",
+            f"{one['unread']:.2%}",
+            f"{one['twice']:.2%}",
+            f"{one['mean_length']:.1f}",
+            f"{one['at_sentence_ends']:.0%}",
+        )
+        for one in readings
+    ]
+    counted = f"An epoch, counted on {readings[0]['tokens']:,} tokens by planning all of their samples."
+    return ["## Reading", "", counted, "", table_row(*names), table_row(*["---"] * len(names)), *rows, ""]

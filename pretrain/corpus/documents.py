@@ -7,6 +7,7 @@ a file with a byte for each. A few numbers are kept for each part file.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import atomic_open
+from pretrain.common.files import atomic_open, write_json
 from pretrain.common.wording import counted
 from pretrain.corpus.filters.near_duplicates import NearDuplicates
 from pretrain.corpus.filters.report import MOST_EXAMPLES, Report
 from pretrain.corpus.inputs import LEFT_OUT, first_faults
 from pretrain.corpus.partitions import Partitions, partition_of
-from pretrain.corpus.parts import count_documents, load_documents
+from pretrain.corpus.parts import count_documents, load_documents, random_order
 
 _MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence comes from another document
 _MOST_DOCUMENTS = 1 << 21  # compared at once: about 150 MB
@@ -30,6 +31,9 @@ _KEPT = "kept"  # in the work folder: a byte for each document, in the order of 
 _HASHED = np.dtype([("hash", "<u8", 2), ("document", "<u8")])
 _DROPPED = np.dtype([("document", "<u8"), ("near", "?")])
 _SAMPLE_BITS = 16  # of a hash: bins of the histogram that a sample is cut from
+_ORDER_BITS = 16  # of a place in the random order: bins that shards are cut from
+_SHIFT = 64 - _ORDER_BITS
+_PARTS = "parts-{}.json"  # in the work folder: the part files of a source, and the number of each one's first document
 SPLITS = ("train", "validation")
 
 
@@ -64,15 +68,46 @@ class PieceSummary:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """Documents of a source and split whose places in its random order are from `low` to before `high`.
+
+    It is small: a process that writes a shard reads the tables of documents itself.
+    """
+
+    source: int
+    split: str
+    low: int
+    high: int
+    held_out: bool  # the source as a whole
+    last_held_out: int  # the highest hash of those that are held out; -1 for none
+
+    def documents(self, work: Path) -> Iterator[tuple[str, np.ndarray]]:
+        """(part file, numbers of the chosen documents, ascending) of each part of the source."""
+        for name, first in json.loads((work / _PARTS.format(self.source)).read_text(encoding="utf-8")):
+            table = load_documents(work / name)
+            order = random_order(table["hash"])  # ascending
+            begin = int(np.searchsorted(order, np.uint64(self.low)))
+            end = int(np.searchsorted(order, np.uint64(self.high - 1), "right"))
+            kept = np.fromfile(work / _KEPT, bool, end - begin, offset=first + begin)
+            held_out = are_held_out(table[begin:end], self.last_held_out, whole=self.held_out)
+            yield name, begin + np.flatnonzero(kept & (held_out == (self.split == "validation")))
+
+
+@dataclass(frozen=True)
 class ShardPlan:
-    """The documents of one shard: those of its split among the documents `begin` to before `end` of the corpus."""
+    """The documents of one shard."""
 
     name: str
-    split: str
-    source: int
-    begin: int
-    end: int
+    choice: Choice
     totals: dict[str, int]  # documents, sentences, tokens
+
+    @property
+    def split(self) -> str:
+        return self.choice.split
+
+    @property
+    def source(self) -> int:
+        return self.choice.source
 
 
 @dataclass(frozen=True)
@@ -188,11 +223,7 @@ class Documents:
             yield _DecidedPart(name, source, first, table, kept, kept & self._are_held_out(table, source))
 
     def _are_held_out(self, table: np.ndarray, source: int) -> np.ndarray:
-        if source in self._held_out_sources:
-            return np.ones(len(table), bool)
-        if self._last_held_out < 0:
-            return np.zeros(len(table), bool)
-        return table["hash"][:, 0] <= np.uint64(self._last_held_out)
+        return are_held_out(table, self._last_held_out, whole=source in self._held_out_sources)
 
     # ------------------------------------------------------------ what they are used for
 
@@ -237,23 +268,34 @@ class Documents:
         return ordered["hash"][max(1, fitting) - 1, 1]
 
     def plan(self, shard_tokens: int) -> list[ShardPlan]:
-        """Cut every source's documents of each split into shards of at most `shard_tokens` tokens, if they fit."""
-        cuts = {split: _Cut(split, shard_tokens) for split in SPLITS}
-        for part in self._decided():
-            for split, cut in cuts.items():
-                cut.add(part, np.flatnonzero(part.of_split(split)))
-        return [plan for cut in cuts.values() for plan in cut.plans()]
+        """Cut the random order of every source's documents of each split into shards of at most `shard_tokens` tokens.
 
-    def selections(self, plan: ShardPlan) -> list[tuple[str, np.ndarray]]:
-        """The documents of a shard as (part, a bit for each of its documents: `numpy.packbits`)."""
-        chosen = []
-        for part in self._decided(plan.begin, plan.end):
-            mask = part.of_split(plan.split)
-            mask[: max(0, plan.begin - part.first)] = False
-            mask[max(0, plan.end - part.first) :] = False
-            if mask.any():
-                chosen.append((part.name, np.packbits(mask)))
-        return chosen
+        Only a shard of one bin of the order has more. The parts of each source are listed in the work folder.
+        """
+        plans: dict[str, list[ShardPlan]] = {split: [] for split in SPLITS}
+        for source in sorted({source for _, source in self._parts}):
+            own = [number for number, (_, its_source) in enumerate(self._parts) if its_source == source]
+            listed = [(self._parts[number][0], int(self._first[number])) for number in own]
+            write_json(self._work / _PARTS.format(source), listed)
+            totals = self._totals(int(self._first[own[0]]), int(self._first[own[-1] + 1]))
+            for split, its_totals in zip(SPLITS, totals, strict=True):
+                for low, high, sums in _cut(its_totals, shard_tokens):
+                    name = f"{split}-{len(plans[split]):05d}"
+                    held_out = source in self._held_out_sources
+                    choice = Choice(source, split, low, high, held_out, self._last_held_out)
+                    plans[split].append(ShardPlan(name, choice, sums))
+        return [plan for split in SPLITS for plan in plans[split]]
+
+    def _totals(self, begin: int, end: int) -> np.ndarray:
+        """Documents, sentences and tokens of each split in each bin of the random order; int64 [2, 3, bins]."""
+        totals = np.zeros((len(SPLITS), 3, 1 << _ORDER_BITS), np.int64)
+        for part in self._decided(begin, end):
+            bins = (random_order(part.table["hash"]) >> np.uint64(64 - _ORDER_BITS)).astype(np.int64)
+            for number, split in enumerate(SPLITS):
+                chosen = part.of_split(split)
+                for row, weights in enumerate((None, part.table["sentences"][chosen], part.table["items"][chosen])):
+                    totals[number, row] += np.bincount(bins[chosen], weights, 1 << _ORDER_BITS).astype(np.int64)
+        return totals
 
     # ------------------------------------------------------------ the card
 
@@ -354,49 +396,25 @@ def _dropped(records: np.ndarray, near_duplicates: NearDuplicates | None) -> np.
     return found
 
 
-class _Cut:
-    """The shards of a split, cut while the parts come in the order of the corpus."""
-
-    def __init__(self, split: str, shard_tokens: int) -> None:
-        self._split, self._most = split, shard_tokens
-        self._plans: list[ShardPlan] = []
-        self._source = self._begin = self._end = 0
-        self._totals = _no_totals()
-
-    def add(self, part: _DecidedPart, numbers: np.ndarray) -> None:
-        """Add the documents `numbers`, ascending, of a part."""
-        if part.source != self._source:
-            self._close()
-            self._source = part.source
-        tokens = np.append(0, np.cumsum(part.table["items"][numbers], dtype=np.int64))
-        sentences = np.append(0, np.cumsum(part.table["sentences"][numbers], dtype=np.int64))
-        start = 0
-        while start < len(numbers):
-            fitting = tokens[start] + self._most - self._totals["tokens"]
-            end = int(np.searchsorted(tokens[1:], fitting, "right"))
-            if not self._totals["documents"]:
-                end = max(start + 1, end)
-                self._begin = part.first + int(numbers[start])
-            if end > start:
-                self._end = part.first + int(numbers[end - 1]) + 1
-                self._totals["documents"] += end - start
-                self._totals["sentences"] += int(sentences[end] - sentences[start])
-                self._totals["tokens"] += int(tokens[end] - tokens[start])
-            if end < len(numbers):
-                self._close()
-            start = max(start, end)
-
-    def plans(self) -> list[ShardPlan]:
-        """All shards, when all documents were added."""
-        self._close()
-        return self._plans
-
-    def _close(self) -> None:
-        if self._totals["documents"]:
-            name = f"{self._split}-{len(self._plans):05d}"
-            self._plans.append(ShardPlan(name, self._split, self._source, self._begin, self._end, self._totals))
-        self._totals = _no_totals()
+def are_held_out(table: np.ndarray, last: int, *, whole: bool) -> np.ndarray:
+    """bool [D]: which documents are held out: all of a source that is, else those whose hash is at most `last`."""
+    if whole or last < 0:
+        return np.full(len(table), whole)
+    return table["hash"][:, 0] <= np.uint64(last)
 
 
-def _no_totals() -> dict[str, int]:
-    return {"documents": 0, "sentences": 0, "tokens": 0}
+def _cut(totals: np.ndarray, most: int) -> Iterator[tuple[int, int, dict[str, int]]]:
+    """Neighboring bins of at most `most` tokens: (first place of the random order, one past the last, their totals).
+
+    `totals` int64 [3, bins] has the documents, sentences and tokens of each bin.
+    """
+    filled = np.flatnonzero(totals[0])
+    ends = np.cumsum(totals[:, filled], axis=1)
+    begin = 0
+    while begin < len(filled):
+        before = ends[:, begin - 1] if begin else np.zeros(3, np.int64)
+        end = max(begin + 1, int(np.searchsorted(ends[2], before[2] + most, "right")))
+        documents, sentences, tokens = (ends[:, end - 1] - before).tolist()
+        low, high = (int(filled[begin]) << _SHIFT, (int(filled[end - 1]) + 1) << _SHIFT)
+        yield low, high, {"documents": documents, "sentences": sentences, "tokens": tokens}
+        begin = end

@@ -32,7 +32,7 @@ def make_manifest(
     hashes: dict[str, str],
     declared: dict[str, Any],
 ) -> dict[str, Any]:
-    """The manifest of the files in `folder`.
+    """The manifest of the files in `folder`, without the card.
 
     `hashes` has {name: SHA-256} of the shards' files, `declared` what `special_ids` takes.
     """
@@ -51,10 +51,18 @@ def make_manifest(
                 "bytes": (folder / name).stat().st_size,
                 "sha256": hashes.get(name) or sha256_file(folder / name),
             }
-            for name in [*hashes, *TOKENIZER_FILES, *CARD_FILES]
+            for name in [*hashes, *TOKENIZER_FILES]
         },
     }
     manifest["fingerprint"] = fingerprint(manifest)
+    return manifest
+
+
+def with_card(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with the files of the card, which is written last."""
+    for name in CARD_FILES:
+        path = folder / name
+        manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
     return manifest
 
 

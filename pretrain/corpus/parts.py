@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -16,11 +17,20 @@ from pretrain.corpus.filters.near_duplicates import Sketches
 DOCUMENT = np.dtype([("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"), ("words", "<u4"), ("bytes", "<u4")])
 
 
+def random_order(hashes: np.ndarray) -> np.ndarray:
+    """uint64 [D]: the place of documents with hashes uint64 [D, 2] in the random order of their source.
+
+    It is independent of either half, which decide what is held out and what a vocabulary is trained on.
+    """
+    return hashes[:, 0] ^ hashes[:, 1]
+
+
 @dataclass(frozen=True)
 class Part:
     """Documents as flat arrays. Items are token ids, or numbers into `distinct` until there is a vocabulary.
 
     items uint16/uint32 [items]; sentence_items uint32 [sentences]; documents DOCUMENT [documents].
+    A part file has its documents in random order.
     sketches: of the documents, if near-duplicates are searched; their file is another.
     """
 
@@ -47,6 +57,27 @@ class Part:
         distinct = [joined[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
         return cls(items, sentence_items, table, distinct)
 
+    @classmethod
+    def load_some(cls, path: Path, documents: np.ndarray) -> Part:
+        """The documents of these ascending numbers, from a part file of token ids."""
+        with path.open("rb") as file:
+            table, items, sentence_items = np.load(file, allow_pickle=False), _mapped(file), _mapped(file)
+        first, last = documents[0], documents[-1] + 1
+        sentences = int(table["sentences"][:first].sum(dtype=np.int64))
+        start = int(table["items"][:first].sum(dtype=np.int64))
+        table = table[first:last]
+        sentence_items = sentence_items[sentences : sentences + int(table["sentences"].sum(dtype=np.int64))]
+        items = items[start : start + int(table["items"].sum(dtype=np.int64))]
+        keep = np.zeros(len(table), bool)
+        keep[documents - first] = True
+        return cls(items, sentence_items, table, []).select(keep)
+
+    def ordered(self, order: np.ndarray) -> Part:
+        """The documents of these numbers, in this order; without sketches."""
+        sentences = _ranges(self.documents["sentences"], order)
+        items = _ranges(self.documents["items"], order)
+        return Part(self.items[items], self.sentence_items[sentences], self.documents[order], self.distinct)
+
     def select(self, keep: np.ndarray) -> Part:
         """The documents for which bool `keep` is set."""
         if keep.all():
@@ -55,6 +86,26 @@ class Part:
         items = np.repeat(sentences, self.sentence_items)
         sketches = self.sketches.select(keep) if self.sketches else None
         return Part(self.items[items], self.sentence_items[sentences], self.documents[keep], self.distinct, sketches)
+
+
+def _ranges(sizes: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """The numbers of the elements of neighboring ranges of these sizes, if the ranges are put in this order."""
+    sizes = sizes.astype(np.int64)
+    begins, counts = (np.cumsum(sizes) - sizes)[order], sizes[order]
+    ends = np.cumsum(counts)
+    return np.repeat(begins - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def _mapped(file: IO[bytes]) -> np.ndarray:
+    """The array that begins where `file` is, memory-mapped; the file goes on after it."""
+    np.lib.format.read_magic(file)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    if not shape[0]:
+        return np.zeros(0, dtype)
+    begin = file.tell()
+    array = np.memmap(file, dtype, "r", begin, shape)
+    file.seek(begin + array.nbytes)
+    return array
 
 
 def count_documents(path: Path) -> int:

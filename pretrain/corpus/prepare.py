@@ -24,7 +24,7 @@ import signal
 import threading
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,11 @@ from pretrain.corpus.manifest import (
     refuse_other_settings,
     source_facts,
     source_name,
+    with_card,
 )
 from pretrain.corpus.near_search import find_near_duplicates, near_duplicates
 from pretrain.corpus.parallel import Pool, result_of
-from pretrain.corpus.shards import token_dtype, verify_shards
+from pretrain.corpus.shards import TokenShards, shards_of, token_dtype, verify_shards
 from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stored import kept_at_address, prepared_manifest
@@ -74,6 +75,8 @@ WORK = ".work"
 _EXTENSION = "extension.json"  # facts about an extended vocabulary, for the card
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; above it the rarest are dropped
 
+CountReadings = Callable[[TokenShards], Sequence[dict[str, Any]]]
+
 
 def prepare(
     config: PretrainConfig,
@@ -82,6 +85,7 @@ def prepare(
     declared: Mapping[str, Any] | None = None,
     quiet: bool = False,
     bar: StageBar | None = None,
+    count_readings: CountReadings | None = None,
 ) -> str:
     """Prepare the corpus of `config` in its folder, or continue where an earlier run stopped. Returns a summary line.
 
@@ -92,6 +96,7 @@ def prepare(
             tokens it names.
         quiet: show no progress.
         bar: shows the progress instead of one made here.
+        count_readings: counts how often an epoch of the training text reads a token, for the card.
 
     Raises:
         InputError: sources, vocabulary, unwritable folder, other settings than before.
@@ -101,7 +106,7 @@ def prepare(
     folder = config.corpus.folder
     with kept_at_address(config.corpus):
         if config.corpus.sources:
-            return _Preparation(config, bar or StageBar(quiet=quiet), tokenizer, declared or {}).run()
+            return _Preparation(config, bar or StageBar(quiet=quiet), tokenizer, declared or {}, count_readings).run()
         if (folder / MANIFEST).exists():
             return card.summary_line(folder, "already prepared")
     raise InputError(f"corpus.sources: empty, and {folder} is not prepared. Give at least one source.")
@@ -182,8 +187,14 @@ class _Preparation:
     """One run of `prepare`."""
 
     def __init__(
-        self, config: PretrainConfig, bar: StageBar, tokenizer: Tokenizer | None, declared: Mapping[str, Any]
+        self,
+        config: PretrainConfig,
+        bar: StageBar,
+        tokenizer: Tokenizer | None,
+        declared: Mapping[str, Any],
+        count_readings: CountReadings | None,
     ) -> None:
+        self._count_readings = count_readings
         self._corpus = corpus = config.corpus
         self._address = config.scheduling.address
         self._processes = _processes(config)
@@ -295,7 +306,10 @@ class _Preparation:
         refusal = f"{self._folder}: another `prepare` is running in it. Wait for it, or stop it."
         with locked(self._work / stages.LOCK, refusal):
             settings = self._work / "settings.json"
-            now = self._settings | {"piece_bytes": PIECE_BYTES}  # part files are known by the number of their piece
+            now = self._settings | {
+                "piece_bytes": PIECE_BYTES,
+                "order": "random",
+            }  # part files are known by their piece
             if settings.exists():
                 refuse_changes(self._folder, json.loads(settings.read_text(encoding="utf-8")), now)
             else:
@@ -425,7 +439,7 @@ class _Preparation:
                 advance(amount)
 
     def _write_shards(self, pool: Pool, documents: Documents, plan: list[ShardPlan]) -> list[dict[str, Any]]:
-        work = ((p.name, documents.selections(p), p.totals, str(self._folder)) for p in plan)
+        work = ((p.name, p.choice, p.totals, str(self._folder)) for p in plan)
         results = []
         width = token_dtype(1 << 16).itemsize
         with self._bar.stage("writing shards", sum(p.totals["tokens"] * width for p in plan)) as advance:
@@ -448,6 +462,16 @@ class _Preparation:
         save_tokenizer(self._folder, tokenizer, self._declared)
         entries = self._source_entries(documents, plan, results, hashes)
         shards = [{"name": s.name, "split": s.split, "source": s.source, **s.totals} for s in plan]
+        shard_hashes = {name: digest for result in results for name, digest in result["hashes"].items()}
+        manifest = make_manifest(
+            self._folder,
+            tokenizer,
+            sources=entries,
+            shards=shards,
+            settings=self._settings,
+            hashes=shard_hashes,
+            declared=self._declared,
+        )
         card.write_card(
             self._folder,
             entries,
@@ -459,21 +483,19 @@ class _Preparation:
             strip_accents=getattr(tokenizer.normalizer, "strip_accents", None),
             language=self._corpus.language,
             shards=shards,
+            readings=self._readings(manifest),
             extension=_read_json(self._work / _EXTENSION),
             filtered=documents.filtered(len(entries)),
             evaluation=documents.evaluation(self._evaluation_texts, set_names(self._corpus.filters.contamination)),
         )
-        shard_hashes = {name: digest for result in results for name, digest in result["hashes"].items()}
-        manifest = make_manifest(
-            self._folder,
-            tokenizer,
-            sources=entries,
-            shards=shards,
-            settings=self._settings,
-            hashes=shard_hashes,
-            declared=self._declared,
-        )
-        put_manifest(self._folder, manifest)
+        put_manifest(self._folder, with_card(self._folder, manifest))
+
+    def _readings(self, manifest: dict[str, Any]) -> list[dict[str, Any]]:
+        """How often epochs read a token, if the caller counts it; text may be too short for that."""
+        train = shards_of(self._folder, manifest, "train")
+        with contextlib.suppress(InputError):
+            return list(self._count_readings(train)) if self._count_readings and train.shards else []
+        return []
 
     def _source_entries(
         self,

@@ -69,6 +69,15 @@ class TokenShards:
     special_ids: dict[str, int]
     sources: list[dict[str, Any]]
     shards: list[Shard]
+    fingerprints: tuple[str, ...] = ()  # of each source: what decides its tokens
+
+    def of_source(self, source: int) -> list[int]:
+        """The shards of a source, by their place in `shards`."""
+        return [number for number, shard in enumerate(self.shards) if shard.source == source]
+
+    def source_fingerprint(self, source: int) -> str:
+        """A digest of what decides the tokens of a source, whatever else the corpus has (invariant 1)."""
+        return self.fingerprints[source] if self.fingerprints else f"{self.fingerprint} {source}"
 
     def weights(self, instead: Mapping[str, float], where: str) -> list[float]:
         """The weight of each source: that in `instead` by its name, else the one it was prepared with.
@@ -97,7 +106,11 @@ def open_shards(folder: Path, split: str) -> TokenShards:
     folder = Path(folder)
     if not (folder / MANIFEST).exists():
         raise InputError(f"{folder}: not a prepared corpus (no {MANIFEST}). Run `prepare` with this config first.")
-    manifest = _check_format(folder, verify_manifest(folder, content=False))
+    return shards_of(folder, _check_format(folder, verify_manifest(folder, content=False)), split)
+
+
+def shards_of(folder: Path, manifest: dict[str, Any], split: str) -> TokenShards:
+    """The shards of `split` of a manifest; raises as `open_shards`."""
     allow_open_files(len(_ARRAYS) * len(manifest["shards"]))
     return TokenShards(
         folder=folder,
@@ -106,6 +119,7 @@ def open_shards(folder: Path, split: str) -> TokenShards:
         special_ids=manifest["special_ids"],
         sources=manifest["sources"],
         shards=[_open_shard(folder, entry, manifest) for entry in manifest["shards"] if entry["split"] == split],
+        fingerprints=tuple(_source_fingerprint(manifest, number) for number in range(len(manifest["sources"]))),
     )
 
 
@@ -131,6 +145,15 @@ def verify_shards(folder: Path) -> None:
     if proven != proofs:
         with contextlib.suppress(OSError, InputError, MachineError):
             write_json(folder / _PROVEN, proofs)
+
+
+def _source_fingerprint(manifest: dict[str, Any], source: int) -> str:
+    """A digest of the vocabulary and of the contents of a source's shards."""
+    files = manifest["files"]
+    names = [entry["name"] for entry in manifest["shards"] if entry["source"] == source]
+    arrays = [files[f"{name}.{part}.npy"]["sha256"] for name in names for part in _ARRAYS]
+    decisive = [manifest["format"], manifest["special_ids"], files["vocab.txt"]["sha256"], arrays]
+    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
 
 def _state_of(path: Path) -> list[int]:

@@ -24,11 +24,12 @@ from pretrain.common.files import sha256_file, write_json
 from pretrain.common.memory import hold_freed_memory
 from pretrain.config import FiltersConfig
 from pretrain.corpus.byte_columns import byte_columns
+from pretrain.corpus.documents import Choice
 from pretrain.corpus.filters import Filters, near_duplicates
 from pretrain.corpus.filters.near_duplicates import Sketches
 from pretrain.corpus.filters.report import Report
 from pretrain.corpus.inputs import Piece, Problems
-from pretrain.corpus.parts import DOCUMENT, Part
+from pretrain.corpus.parts import DOCUMENT, Part, random_order
 from pretrain.corpus.sentences import line_starts, sentence_starts, split_sentences
 from pretrain.corpus.shards import ShardWriter, token_dtype
 from pretrain.corpus.sources import cut_stream, documents, reader
@@ -235,8 +236,8 @@ def _read_piece(piece: Piece) -> dict[str, Any]:
         part = _joined(batches, state)
         if len(part.documents):
             names.append(f"{piece.name}-{len(names):04d}.{'tokens' if state.settings.vocabulary_given else 'words'}")
-            part.save(state.work / names[-1])
-            if part.sketches:
+            part.ordered(np.argsort(random_order(part.documents["hash"]), kind="stable")).save(state.work / names[-1])
+            if part.sketches:  # in the order of the input: of two near-duplicates the first is kept
                 path = (state.work / names[-1]).with_suffix(near_duplicates.SUFFIX)
                 part.sketches.save(path, part.documents["hash"])
         batches.clear()
@@ -286,27 +287,19 @@ def tokenize_part(part: str, words_part: str) -> None:
     _tokenized(numbers, words, state).save(state.work / part)
 
 
-def write_shard(
-    name: str, selections: Sequence[tuple[str, np.ndarray]], totals: dict[str, int], folder: str
-) -> dict[str, Any]:
-    """Write one shard from documents of part files: (part, a bit for each of its documents, packed).
+def write_shard(name: str, choice: Choice, totals: dict[str, int], folder: str) -> dict[str, Any]:
+    """Write one shard: the chosen documents of part files, in random order.
 
     Returns hashes, the count of [UNK] and histograms of tokens per document and per sentence, and keeps them in
     the work folder, where they mark the shard as done.
     """
     state = _state()
     state.load_tokenizer()
-    unknown, lengths = (
-        0,
-        {"document": np.zeros(HISTOGRAM_BINS, int), "sentence": np.zeros(HISTOGRAM_BINS, int)},
-    )
+    part = _joined_in_order(choice)
+    lengths = {"document": _histogram(part.documents["items"]), "sentence": _histogram(part.sentence_items)}
+    unknown = int(np.count_nonzero(part.items == state.unknown_id))
     with ShardWriter(Path(folder), name, dtype=state.dtype, **totals) as writer:
-        for part_name, chosen in selections:
-            part = _chosen(part_name, chosen)
-            writer.add(part.items, part.sentence_items, part.documents["sentences"])
-            unknown += int(np.count_nonzero(part.items == state.unknown_id))
-            lengths["document"] += _histogram(part.documents["items"])
-            lengths["sentence"] += _histogram(part.sentence_items)
+        writer.add(part.items, part.sentence_items, part.documents["sentences"])
     result = {
         "hashes": writer.hashes,
         "unknown": unknown,
@@ -314,6 +307,19 @@ def write_shard(
     }
     write_json(state.work / f"{name}.shard.json", result)
     return result
+
+
+def _joined_in_order(choice: Choice) -> Part:
+    """The chosen documents of all parts of a source."""
+    work = _state().work
+    parts = [Part.load_some(work / name, numbers) for name, numbers in choice.documents(work) if len(numbers)]
+    joined = Part(
+        np.concatenate([part.items for part in parts]),
+        np.concatenate([part.sentence_items for part in parts]),
+        np.concatenate([part.documents for part in parts]),
+        [],
+    )
+    return joined.ordered(np.argsort(random_order(joined.documents["hash"]), kind="stable"))
 
 
 def _chosen(name: str, bits: np.ndarray) -> Part:

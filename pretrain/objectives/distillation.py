@@ -46,7 +46,7 @@ class Distillation:
 
     def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
         # Invariant 3: global counts. Both losses of the predictions are means over the masked tokens.
-        return 1 / max(step.masked, 1), 1 / step.sequences, self._config.distillation.cosine_weight / step.tokens
+        return 1 / max(step.masked, 1), 1 / max(step.labeled, 1), self._config.distillation.cosine_weight / step.tokens
 
     def loss(self, output: DistillationLosses, weights: Sequence[float] | Tensor) -> Tensor:
         return output.predictions * weights[0] + output.nsp_loss * weights[1] + output.cosine_loss * weights[2]
@@ -55,7 +55,7 @@ class Distillation:
         return torch.stack(list(output[1:]))
 
     def counts(self, step: StepBatch) -> Tensor:
-        return torch.tensor([step.masked, step.sequences, step.tokens], dtype=torch.float64)
+        return torch.tensor([step.masked, step.labeled, step.tokens], dtype=torch.float64)
 
     def flops(self, micro_batch: MicroBatch) -> float:
         counted = Flops(self._config, self._vocabulary_size, self._teacher)
@@ -63,7 +63,7 @@ class Distillation:
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         mlm_loss, nsp_loss, mlm_correct, nsp_correct, soft_loss, cosine_loss = totals
-        (masked, sequences, tokens), settings = (max(counts[0], 1), *counts[1:]), self._config.distillation
+        (masked, labeled, tokens), settings = (max(one, 1) for one in counts), self._config.distillation
         means = {
             "mlm_loss": mlm_loss / masked,
             "mlm_accuracy": mlm_correct / masked,
@@ -72,8 +72,8 @@ class Distillation:
         if settings.cosine_weight:
             means["cosine_loss"] = cosine_loss / tokens
         loss = settings.soft_weight * soft_loss / masked + settings.mlm_weight * mlm_loss / masked
-        loss += settings.cosine_weight * cosine_loss / tokens + nsp_loss / sequences
+        loss += settings.cosine_weight * cosine_loss / tokens + nsp_loss / labeled
         if self._config.pairs.has_classifier:
             name = self._config.pairs.chosen_objective
-            means |= {f"{name}_loss": nsp_loss / sequences, f"{name}_accuracy": nsp_correct / sequences}
+            means |= {f"{name}_loss": nsp_loss / labeled, f"{name}_accuracy": nsp_correct / labeled}
         return {"loss": loss, **means}

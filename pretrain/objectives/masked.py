@@ -40,7 +40,7 @@ class MaskedTokens:
         # Invariant: losses are normalised globally, by counts over all ranks and micro-batches. As in Devlin et al.,
         # the loss is the sum of the two means.
         if not self._config.has_causal:
-            return 1 / max(step.masked, 1), 1 / step.sequences
+            return 1 / max(step.masked, 1), 1 / max(step.labeled, 1)
         # Masked and causal sequences weigh as many as they are, not as their targets (GPT-BERT, section 3).
         share = step.causal / step.sequences
         return (1 - share) / max(step.masked, 1), share / max(step.causal_targets, 1)
@@ -60,7 +60,9 @@ class MaskedTokens:
         return torch.stack(sums)
 
     def counts(self, step: StepBatch) -> Tensor:
-        causal = [step.causal_targets, step.causal] if self._config.has_causal else []
+        if not self._config.has_causal:
+            return torch.tensor([step.masked, step.labeled], dtype=torch.float64)
+        causal = [step.causal_targets, step.causal]
         return torch.tensor([step.masked, step.sequences, *causal], dtype=torch.float64)
 
     def flops(self, micro_batch: MicroBatch) -> float:
@@ -85,15 +87,15 @@ class MaskedTokens:
         if self._config.has_causal:
             return _causal_metrics(totals, counts)
         mlm_loss, nsp_loss, mlm_correct, nsp_correct = totals
-        masked, sequences = max(counts[0], 1), counts[1]
+        masked, labeled = max(counts[0], 1), max(counts[1], 1)
         means = {
-            "loss": mlm_loss / masked + nsp_loss / sequences,
+            "loss": mlm_loss / masked + nsp_loss / labeled,
             "mlm_loss": mlm_loss / masked,
             "mlm_accuracy": mlm_correct / masked,
         }
         if self._config.pairs.has_classifier:
             name = self._config.pairs.chosen_objective
-            means |= {f"{name}_loss": nsp_loss / sequences, f"{name}_accuracy": nsp_correct / sequences}
+            means |= {f"{name}_loss": nsp_loss / labeled, f"{name}_accuracy": nsp_correct / labeled}
         return means
 
 

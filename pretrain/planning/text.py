@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pretrain.batches.pairs import Sampler
+from pretrain.batches.reading import count_reading
 from pretrain.batches.replay import with_replay
+from pretrain.batches.sampler import phase_sampler
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
@@ -24,6 +25,7 @@ from pretrain.work import expected_length
 # Sequences of each phase. Lengths that differ as much as in a mixture of questions and books give a mean that is off by
 # 0.5 % (one deviation).
 _SAMPLED = 16384
+_RUNS = 8
 # Bytes of raw text for each token, if the corpus is not prepared: those of Wikipedia and novels in English with a
 # vocabulary of 16,000.
 BYTES_PER_TOKEN = 4.4
@@ -90,6 +92,18 @@ def read_text(config: PretrainConfig) -> Text:
     return Text(phases, f"{folder}: not prepared. Assumed: {guess}. `prepare` it, and they are counted.", False)
 
 
+def reading_lines(config: PretrainConfig) -> list[str]:
+    """How often an epoch of the prepared corpus reads a token, by sequence length; [] if it is not prepared.
+
+    Raises `InputError` as `measured_phases`.
+    """
+    if not prepared_manifest(config.corpus) or not (config.corpus.folder / MANIFEST).exists():
+        return []
+    shards = _training_shards(config)
+    lengths = sorted({phase.sequence_length for phase in config.phases})
+    return [count_reading(shards, config, length).line for length in lengths]
+
+
 def _training_shards(config: PretrainConfig) -> TokenShards:
     """What the run is trained on: its corpus, and replayed text of the general one."""
     own, adaptation = open_shards(config.corpus.folder, "train"), config.adaptation
@@ -100,14 +114,10 @@ def _training_shards(config: PretrainConfig) -> TokenShards:
 
 def _measured(shards: TokenShards, config: PretrainConfig, number: int) -> PhaseText:
     phase = config.phases[number]
-    sampler = Sampler(
-        shards,
-        config.pairs,
-        sequence_length=phase.sequence_length,
-        seed=config.seed,
-        phase=number,
-        weights=phase.weights,
-    )
+    sampler = phase_sampler(shards, config, number, seed=config.seed)
+    # Neighbors are planned together, so runs of them at even distances.
     count = min(phase.sequences, _SAMPLED)
-    lengths = sampler.plan(np.arange(count) * phase.sequences // count).lengths
-    return PhaseText(float(lengths.mean()), sampler.samples_per_epoch)
+    runs = min(_RUNS, count)
+    begins = np.arange(runs) * max(0, phase.sequences - count // runs) // max(1, runs - 1)
+    lengths = [sampler.plan(begin + np.arange(count // runs)).lengths for begin in begins.tolist()]
+    return PhaseText(float(np.concatenate(lengths).mean()), sampler.samples_per_epoch)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pretrain.batches.order import draw
-from pretrain.batches.pairs import Rows
+from pretrain.batches.plan import Rows
 from pretrain.batches.scheme import MaskingScheme, MaskingVocabulary
 from pretrain.common.errors import InputError
 from pretrain.common.kinds import load_kind

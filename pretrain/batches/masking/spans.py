@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from pretrain.batches.order import draw, uniform
-from pretrain.batches.pairs import Rows
+from pretrain.batches.plan import Rows
 from pretrain.batches.scheme import MaskingScheme, MaskingVocabulary, ranges, shuffle, word_heads
 from pretrain.config import MaskingConfig
 

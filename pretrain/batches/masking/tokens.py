@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pretrain.batches.pairs import Rows
+from pretrain.batches.plan import Rows
 from pretrain.batches.scheme import MaskingScheme, ranges, shuffle
 
 

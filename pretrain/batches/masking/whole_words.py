@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pretrain.batches.pairs import Rows
+from pretrain.batches.plan import Rows
 from pretrain.batches.scheme import MaskingScheme, per_sequence, ranges, shuffle, word_heads
 
 

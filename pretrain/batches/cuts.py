@@ -1,0 +1,232 @@
+"""Cuts: how documents are divided into samples, so that every token is in exactly one (invariant 1).
+
+How many samples a document gives follows from its length and the capacity of a sequence alone. There are a few more
+than would be needed, so that most cuts can be moved to the end of a sentence. A document is divided into groups of up
+to _GROUP samples at places that depend on nothing else, and a group is halved again and again. So one sample is found
+in a few steps, wherever it is. All places move from epoch to epoch.
+
+Everything is vectorized over B samples; arrays are int64 [B] unless said. A place is a distance from where a unit
+begins, in tokens; between documents of a unit one more counts, for the separator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pretrain.batches.order import below, draw, uniform
+
+# Tokens that a sample leaves free on average, so that cuts can be at sentences' ends: at most a share of its capacity.
+_SLACK, _SLACK_SHARE = 25, 0.2
+_GROUP = 4
+_GOLDEN = 0.6180339887498949  # multiples of it are spread evenly between whole numbers
+_NODE, _GRID, _DIVIDED, _AT = range(4)  # counters of the random numbers of a unit
+
+
+class Places(Protocol):
+    """Where the sentences of units begin."""
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """The first sentence of each unit that begins in it, and one past the last."""
+        ...
+
+    def around(
+        self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, place: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The first sentence in [low, high) of the units `rows` that begins at or after `place`, or `high`.
+
+        Returns (it, where the one before it begins, where it begins), undefined where there is no such sentence.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Spans of units that become samples, by place, and the sentences that begin in them."""
+
+    begin: np.ndarray
+    end: np.ndarray
+    first: np.ndarray  # first sentence that begins at `begin` or after
+    last: np.ndarray  # first sentence that begins at `end` or after
+    at_end: np.ndarray  # bool [B], whether a sentence ends with the span
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How units are divided.
+
+    Args:
+        capacity: tokens of a sequence without special ones, at least 4.
+        least: tokens that a sample needs.
+        short_share: share of the samples that are divided again, which makes short sequences.
+        joined: sequences cross documents, so that units are whole blocks.
+    """
+
+    capacity: int
+    least: int
+    short_share: float
+    joined: bool
+
+    @property
+    def identity(self) -> list[float]:
+        """What decides how many samples a unit gives."""
+        return [self.capacity, self.least, self.short_share, self.joined, self._step, self._shortest]
+
+    @property
+    def _step(self) -> int:
+        """Tokens of a sample if its unit is long."""
+        return self.capacity - min(_SLACK, int(_SLACK_SHARE * self.capacity))
+
+    @property
+    def _shortest(self) -> int:
+        """Tokens of any part of a unit that has several."""
+        return max(min(2 * self.least, (self.capacity + 1) // 2), self.capacity // 8)
+
+    def count(self, size: np.ndarray) -> np.ndarray:
+        """Samples of units of these sizes; int64 of the same shape."""
+        parts = self._parts(size)
+        return parts + self._divided(size, parts)
+
+    def cut(self, places: Places, size: np.ndarray, sample: np.ndarray, key: np.ndarray) -> Spans:
+        """The spans of samples of units.
+
+        Args:
+            places: of the B units.
+            size: of each unit.
+            sample: which of its samples; 0 .. `count` - 1.
+            key: of the unit in this epoch, uint64 [B].
+        """
+        parts = self._parts(size)
+        part, is_second = self._part_of(size, parts, sample, key)
+        first, last = places.bounds()
+        whole = Spans(np.zeros_like(size), size.copy(), first, last, np.ones(len(size), bool))
+        search = _Search(places, whole, key)
+        first_part, last_part = self._group(search, size, parts, part)
+        self._halve(search, first_part, last_part, part)
+        self._divide(search, np.flatnonzero(is_second >= 0), is_second)
+        return search.spans
+
+    def _parts(self, size: np.ndarray) -> np.ndarray:
+        """Parts of equal right that a unit is divided into."""
+        several = np.maximum(2, -(-size // self._step))
+        least = 1 if self.joined else self.least
+        return np.where(size <= self.capacity, size >= least, np.minimum(several, size // self.least))
+
+    def _divided(self, size: np.ndarray, parts: np.ndarray) -> np.ndarray:
+        """How many of the parts are divided once more."""
+        if not self.short_share or self._shortest < 2 * self.least:
+            return np.zeros_like(size)
+        wanted = np.floor(self.short_share * parts + np.modf(size * _GOLDEN)[0]).astype(np.int64)
+        return np.where(size >= 2 * self._shortest, np.minimum(wanted, parts), 0)
+
+    def _part_of(
+        self, size: np.ndarray, parts: np.ndarray, sample: np.ndarray, key: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(the part of each sample; 0 or 1 for the halves of one that is divided, -1 for a whole one)."""
+        divided = self._divided(size, parts)
+        half = np.full_like(sample, -1)
+        rows = np.flatnonzero(divided)
+        if not len(rows):
+            return sample, half
+        ratio, shift = parts[rows] / divided[rows], uniform(draw(key[rows], _DIVIDED))
+
+        def divided_part(number: np.ndarray) -> np.ndarray:
+            return np.floor((number + shift) * ratio).astype(np.int64)
+
+        # Samples beyond the parts are the second halves.
+        extra = sample[rows] - parts[rows]
+        part = np.where(extra >= 0, divided_part(np.maximum(extra, 0)), sample[rows])
+        near = np.floor(part / ratio - shift).astype(np.int64)
+        is_divided = np.zeros(len(rows), bool)
+        for number in (near, near + 1):
+            valid = (number >= 0) & (number < divided[rows])
+            is_divided |= valid & (divided_part(number) == part)
+        half[rows] = np.where(extra >= 0, 1, np.where(is_divided, 0, -1))
+        result = sample.copy()
+        result[rows] = part
+        return result, half
+
+    def _group(
+        self, search: _Search, size: np.ndarray, parts: np.ndarray, part: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Narrow the spans to groups of parts; returns the first part of each group, and one past its last."""
+        groups = np.maximum(1, -(-parts // _GROUP))
+        group = ((part + 1) * groups - 1) // np.maximum(parts, 1)
+        first, last = group * parts // groups, (group + 1) * parts // groups
+        above_least = size // np.maximum(parts, 1) - self._shortest
+        stretch = np.maximum(np.minimum(above_least, (parts * self.capacity - size) // 3), 0)
+        offset = below(draw(search.key, _GRID), stretch + 1)
+        # Half of what a group's parts leave free, between its two ends.
+        free = self.capacity - -(-(size + stretch) // np.maximum(parts, 1))
+        reach = np.maximum(parts // groups * np.minimum(free, above_least) // 4, 0)
+
+        def edge(rows: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, ...]:
+            wanted = number * (size + stretch)[rows] // parts[rows] - offset[rows]
+            moved = below(search.bits(rows, number), 2 * reach[rows] + 1) - reach[rows]
+            return wanted + moved, wanted - reach[rows], wanted + reach[rows]
+
+        for number, is_last in ((last, True), (first, False)):
+            rows = np.flatnonzero((group < groups - 1) if is_last else (group > 0))
+            search.cut(rows, *edge(rows, number[rows]), keep_first=is_last)
+        return first, last
+
+    def _halve(self, search: _Search, first: np.ndarray, last: np.ndarray, part: np.ndarray) -> None:
+        """Narrow the spans to one part each."""
+        while len(rows := np.flatnonzero(last - first > 1)):
+            low, high, own = first[rows], last[rows], part[rows]
+            middle = (low + high) >> 1
+            begin, end = search.spans.begin[rows], search.spans.end[rows]
+            free = (high - low) * self.capacity - (end - begin)
+            least = np.maximum(end - (high - middle) * self.capacity, begin + (middle - low) * self._shortest)
+            most = np.minimum(begin + (middle - low) * self.capacity, end - (high - middle) * self._shortest)
+            moved = below(search.bits(rows, middle), free // 2 + 1) - free // 4
+            wanted = begin + (end - begin) * (middle - low) // (high - low) + moved
+            search.cut(rows, wanted.clip(least, most), least, most, keep_first=own < middle)
+            first[rows], last[rows] = np.where(own < middle, low, middle), np.where(own < middle, middle, high)
+
+    def _divide(self, search: _Search, rows: np.ndarray, half: np.ndarray) -> None:
+        """Narrow the spans `rows` to one of their halves, at a random place."""
+        begin, end = search.spans.begin[rows], search.spans.end[rows]
+        least, most = begin + self.least, end - self.least
+        bits = draw(draw(search.key[rows], _AT), begin)
+        wanted = least + below(bits, most - least + 1)
+        search.cut(rows, wanted, least, most, keep_first=half[rows] == 0)
+
+
+class _Search:
+    """Spans that are narrowed by cuts."""
+
+    def __init__(self, places: Places, spans: Spans, key: np.ndarray) -> None:
+        self._places, self.spans, self.key = places, spans, key
+        self._node_key = draw(key, _NODE)
+
+    def bits(self, rows: np.ndarray, number: np.ndarray) -> np.ndarray:
+        """Random bits of the cut before part `number`, uint64."""
+        return draw(self._node_key[rows], number)
+
+    def cut(
+        self,
+        rows: np.ndarray,
+        wanted: np.ndarray,
+        least: np.ndarray,
+        most: np.ndarray,
+        *,
+        keep_first: np.ndarray | bool,
+    ) -> None:
+        """Cut the spans `rows` at the sentence nearest to `wanted` between `least` and `most`, else at `wanted`."""
+        if not len(rows):
+            return
+        spans = self.spans
+        begin, end, first, last = (column[rows] for column in (spans.begin, spans.end, spans.first, spans.last))
+        found, before, after = self._places.around(rows, first, last, wanted)
+        has_after = (found < last) & (after <= most) & (after < end)
+        has_before = (found > first) & (before >= least) & (before > begin)
+        takes_before = has_before & (~has_after | (wanted - before < after - wanted))
+        place = np.where(takes_before, before, np.where(has_after, after, wanted))
+        sentence = found - takes_before
+        ends = np.broadcast_to(keep_first, len(rows))
+        spans.end[rows], spans.last[rows] = np.where(ends, place, end), np.where(ends, sentence, last)
+        spans.begin[rows], spans.first[rows] = np.where(ends, begin, place), np.where(ends, first, sentence)
+        spans.at_end[rows] = np.where(ends, has_before | has_after, spans.at_end[rows])

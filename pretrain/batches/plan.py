@@ -1,0 +1,122 @@
+"""What samples read: spans of the corpus by number (`SamplePlan`), and their tokens end to end (`Rows`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from pretrain.batches.packing import pieces
+from pretrain.batches.text import Text
+from pretrain.common.errors import InputError
+from pretrain.corpus.shards import TokenShards
+
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """The tokens of B samples and the lengths of the samples; int64 [B] each, `key` uint64 [B].
+
+    Begins are token offsets within the shard. Lengths of segments exclude special tokens; without pairs `length_b` is 0
+    everywhere.
+    """
+
+    number: np.ndarray  # of each sample in its phase, counted across epochs
+    key: np.ndarray  # the random key of each sample
+    shard_a: np.ndarray
+    begin_a: np.ndarray
+    length_a: np.ndarray
+    shard_b: np.ndarray
+    begin_b: np.ndarray
+    length_b: np.ndarray
+    label: np.ndarray  # 0 B follows A; 1 B comes from another document (nsp), or A follows B (sop); else IGNORED
+    lengths: np.ndarray  # special tokens included
+    separators: np.ndarray  # between documents of one segment
+    at_end: np.ndarray  # bool, whether the sample's span of text ends with a sentence
+
+    @property
+    def ordinary(self) -> np.ndarray:
+        """Tokens of each sample without special ones, int64 [B]."""
+        return self.length_a + self.length_b
+
+    def __getitem__(self, rows: np.ndarray) -> SamplePlan:
+        return SamplePlan(**{name: values[rows] for name, values in self.__dict__.items()})
+
+    @staticmethod
+    def joined(plans: Sequence[SamplePlan]) -> SamplePlan:
+        """The samples of several plans, one after the other."""
+        names = [field.name for field in fields(SamplePlan)]
+        return SamplePlan(**{name: np.concatenate([getattr(plan, name) for plan in plans]) for name in names})
+
+
+@dataclass(frozen=True)
+class Rows:
+    """S sequences end to end in T tokens, before masking."""
+
+    input_ids: np.ndarray  # int64 [T]
+    token_types: np.ndarray  # int64 [T]
+    positions: np.ndarray  # int64 [T]
+    starts: np.ndarray  # int64 [S+1]
+    sequence: np.ndarray  # int64 [T], the sequence each token belongs to
+    ordinary: np.ndarray  # bool [T], False on [CLS] and [SEP]
+
+
+def gather(shards: TokenShards, text: Text, plan: SamplePlan, *, paired: bool) -> Rows:
+    """Fetch the tokens of a plan end to end: [CLS] A [SEP] B [SEP] if `paired`, else [CLS] A [SEP].
+
+    In full sentences across documents, a [SEP] stands between documents, too.
+
+    Raises `InputError` if a token is not in the vocabulary.
+    """
+    special = shards.special_ids
+    starts = np.concatenate(([0], np.cumsum(plan.lengths)))
+    begins = starts[:-1]
+    source, separators, token_types = _pair_layout(text, plan, begins) if paired else _layout(text, plan)
+    index = np.arange(starts[-1])
+    sequence = np.repeat(np.arange(len(begins)), plan.lengths)
+    source += index
+    # Special tokens are in no shard: point them at a token that is.
+    source[begins] = source[begins + 1]
+    source[separators] = source[1]
+    input_ids = text.tokens.array.take(source).astype(np.int64)
+    if (largest := input_ids.max()) >= shards.vocabulary_size:
+        raise InputError(
+            f"{shards.folder}: token {largest} in a shard, but the vocabulary has "
+            f"{shards.vocabulary_size} entries; a shard is damaged. Prepare the corpus again."
+        )
+    input_ids[begins] = special["cls"]
+    input_ids[separators] = special["sep"]
+    ordinary = np.ones(starts[-1], bool)
+    ordinary[begins] = False
+    ordinary[separators] = False
+    return Rows(input_ids, token_types, index - begins[sequence], starts, sequence, ordinary)
+
+
+def _pair_layout(text: Text, plan: SamplePlan, begins: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """As `_layout`, of [CLS] A [SEP] B [SEP]; `begins` int64 [S], where each sequence begins."""
+    from_a = text.tokens.spans(plan.shard_a, plan.begin_a, plan.length_a)
+    from_b = text.tokens.spans(plan.shard_b, plan.begin_b, plan.length_b)
+    begins_b = begins + plan.length_a + 2
+    runs = _interleave(plan.length_a + 2, plan.length_b + 1)
+    source = np.repeat(_interleave(from_a - begins - 1, from_b - begins_b), runs)
+    token_types = np.repeat(np.tile((0, 1), len(begins)), runs)
+    return source, np.concatenate((begins_b - 1, begins_b + plan.length_b)), token_types
+
+
+def _layout(text: Text, plan: SamplePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(the token that each row of the token axis is read from, less the row; rows of [SEP]; token types)."""
+    begin = plan.begin_a
+    first = text.tokens.spans(plan.shard_a, begin, plan.length_a)
+    row, piece = pieces(text, plan.shard_a, begin, plan.length_a, plan.separators)
+    opens = np.diff(row, prepend=-1) > 0
+    ends = np.append(piece[1:], 0)
+    closes = np.append(opens[1:], True)
+    ends[closes] = (begin + plan.length_a)[row[closes]]
+    runs = ends - piece + 1 + opens  # [CLS] before a sequence's first piece, [SEP] after every one
+    stop = np.cumsum(runs)
+    source = np.repeat(first[row] + piece - begin[row] - (stop - 1 - (ends - piece)), runs)
+    return source, stop - 1, np.zeros(stop[-1], np.int64)
+
+
+def _interleave(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    return np.stack((first, second), axis=1).reshape(-1)

@@ -1,0 +1,180 @@
+"""Samples: which tokens each one reads, addressed by its number (invariants 1 and 4).
+
+    number -> source (`order`) -> epoch, window (`blocks`) -> unit of text -> span (`cuts`) -> segments (`pairs`)
+
+Everything is vectorized over samples. Only the samples of each block are counted in a pass over the corpus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pretrain.batches.blocks import BLOCK_TOKENS, WINDOW_BLOCKS, cut_blocks, sample_counts, window_blocks_for
+from pretrain.batches.cuts import Cutting
+from pretrain.batches.order import Mixture
+from pretrain.batches.plan import Rows, SamplePlan, gather
+from pretrain.batches.replay import mixture_weights
+from pretrain.batches.source import Progress, SourceSamples
+from pretrain.batches.text import Text
+from pretrain.common.errors import InputError
+from pretrain.config import PairsConfig, PretrainConfig
+from pretrain.corpus.shards import TokenShards
+
+SAMPLER = 2
+"""Which samples a number means. A run with other ones cannot be resumed; 1 did not read every token."""
+
+
+def phase_sampler(
+    shards: TokenShards, config: PretrainConfig, phase: int, *, seed: int, skipped: Sequence[int] = ()
+) -> Sampler:
+    """The samples of a phase, which go on where those of the phase before it end.
+
+    At another sequence length they go on with the next window of which nothing was read.
+
+    Args:
+        skipped: samples of each phase that a rollback skips; phases without an entry skip none.
+
+    Raises `InputError` if the corpus has no sample for a phase.
+    """
+    start: Sequence[Progress | None] = ()
+    for number, settings in enumerate(config.phases[: phase + 1]):
+        sampler = Sampler(
+            shards,
+            config.pairs,
+            sequence_length=settings.sequence_length,
+            seed=seed,
+            weights=settings.weights,
+            where=f"phases.{number}.weights",
+            start=start,
+            batch=settings.global_sequences,
+        )
+        if number < phase:
+            start = sampler.read_after(settings.sequences + sum(skipped[number : number + 1]))
+    return sampler  # pyright: ignore[reportPossiblyUnbound]
+
+
+def held_out_sampler(shards: TokenShards, config: PretrainConfig, phase: int) -> Sampler:
+    """The samples that a phase is evaluated on: the same for every seed, mixed as the corpus says."""
+    length = config.phases[phase].sequence_length
+    return Sampler(shards, config.pairs, sequence_length=length, seed=0)
+
+
+class Sampler:
+    """The samples of one split of a corpus at one sequence length.
+
+    A sample is a pure function of its source's fingerprint, `seed`, the source's epoch and its index in it, and of how
+    sequences are cut. Which of them is sample n follows from `weights` and `start`.
+
+    Args:
+        weights: replaces those of the sources that it names; `where` is their place in the config.
+        start: how far each source was read before, from `read_after`.
+        batch: samples that are read together; windows are never smaller.
+        block_tokens: tokens of a block; by default `BLOCK_TOKENS`.
+        window_blocks: blocks of a window, at least; by default `WINDOW_BLOCKS`.
+
+    Raises `InputError` if the corpus has no sample, or no source of such a name.
+    """
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        pairs: PairsConfig,
+        *,
+        sequence_length: int,
+        seed: int,
+        weights: Mapping[str, float] | None = None,
+        where: str = "weights",
+        start: Sequence[Progress | None] = (),
+        batch: int = 1,
+        block_tokens: int = 0,
+        window_blocks: int = 0,
+    ) -> None:
+        if not shards.shards:
+            raise InputError(f"{shards.folder}: no text in this split. Prepare the corpus again.")
+        self.shards = shards
+        self.pairs = pairs
+        self.paired = pairs.has_classifier
+        self.special_tokens = 3 if self.paired else 2  # at least
+        self.capacity = sequence_length - self.special_tokens
+        self._text = Text(shards.shards)
+        joined = pairs.chosen_format == "full_sentences"
+        cutting = Cutting(self.capacity, 2 if self.paired or joined else 1, pairs.short_share, joined)
+        own = [shards.of_source(source) for source in range(len(shards.sources))]
+        self._check_partners(own)
+        blocks = [cut_blocks(self._text, one, block_tokens or BLOCK_TOKENS) for one in own]
+        counts = sample_counts(self._text, blocks, cutting, shards)
+        self.sources = [
+            SourceSamples(
+                self._text,
+                one,
+                its_blocks,
+                its_counts,
+                cutting=cutting,
+                pairs=pairs,
+                fingerprint=shards.source_fingerprint(number),
+                seed=seed,
+                window_blocks=window_blocks_for(its_counts, batch, window_blocks or WINDOW_BLOCKS),
+            )
+            for number, (one, its_blocks, its_counts) in enumerate(zip(own, blocks, counts, strict=True))
+        ]
+        self._mixture = Mixture(self._shares(weights or {}, where))
+        self._start = list(start) or [None] * len(own)
+        self._first = [
+            source.first_after(before) if share else 0
+            for source, before, share in zip(self.sources, self._start, self._mixture.shares, strict=True)
+        ]
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of one pass over the corpus."""
+        return self._mixture.period
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each source in such a pass."""
+        return self._mixture.shares
+
+    def read_after(self, samples: int) -> list[Progress | None]:
+        """How far each source is read after so many samples; the `start` of a sampler that goes on from there."""
+        counts = self._mixture.counts(samples)
+        return [
+            source.progress(first + count) if count else before
+            for source, first, count, before in zip(self.sources, self._first, counts, self._start, strict=True)
+        ]
+
+    def plan(self, samples: np.ndarray) -> SamplePlan:
+        """Plan `samples` (int64 [B], counted across epochs); reads sentence and document offsets, no tokens."""
+        self._text.looked_up(len(samples))
+        source, before = self._mixture.locate(samples)
+        plans, rows = [], []
+        for number in np.unique(source).tolist():
+            own = np.flatnonzero(source == number)
+            plans.append(self.sources[number].plan(before[own] + self._first[number]))
+            rows.append(own)
+        plan = SamplePlan.joined(plans)[np.argsort(np.concatenate(rows), kind="stable")]
+        plan.number[:] = samples
+        return plan
+
+    def gather(self, plan: SamplePlan) -> Rows:
+        """Fetch the tokens of a plan, as `plan.gather`."""
+        return gather(self.shards, self._text, plan, paired=self.paired)
+
+    def _check_partners(self, shards: Sequence[Sequence[int]]) -> None:
+        """Raise `InputError` if no source has documents that could exchange segments, and they should."""
+        most = max(sum(self._text.document_count(shard) for shard in own) for own in shards)
+        if self.pairs.chosen_objective == "nsp" and most < 2:
+            raise InputError(
+                f"{self.shards.folder}: {most} documents in its largest source, but random next sentences need "
+                "at least two. Add documents or set pairs.objective: none."
+            )
+
+    def _shares(self, weights: Mapping[str, float], where: str) -> list[int]:
+        """Samples of each source in an epoch of the mixture."""
+        counts = [source.samples for source in self.sources]
+        mixture = mixture_weights(self.shards.sources, self.shards.weights(weights, where), counts)
+        shares = [max(1, round(w * n)) if w and n else 0 for w, n in zip(mixture, counts, strict=True)]
+        if not sum(shares):
+            raise InputError(f"{self.shards.folder}: no document has the two tokens that a sample needs. Add text.")
+        return shares

@@ -1,0 +1,244 @@
+"""The text of a split: documents, sentences and tokens of all its shards, looked up for many samples at once."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from pretrain.corpus.shards import Shard
+
+# Looking up a sample maps about seven places of the shards into the process, usually 64 kB each. In a corpus of more
+# than _KEEP_MAPPED bytes they are unmapped after _SAMPLES_MAPPED samples.
+_KEEP_MAPPED = 1 << 28
+_SAMPLES_MAPPED = 512
+_DAMAGED = "an offset points outside its shard; the corpus is damaged"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What samples are cut from, looked up for each of B samples: documents, or ranges of neighboring documents."""
+
+    shard: np.ndarray
+    begin: np.ndarray  # token offset
+    size: np.ndarray  # tokens, and one more between any two of its documents
+    first: np.ndarray  # document of the shard
+    last: np.ndarray  # one past the last one
+
+    def __getitem__(self, rows: np.ndarray) -> Unit:
+        return Unit(*(column[rows] for column in vars(self).values()))
+
+
+class Text:
+    """Shards as they lie on disk. Offsets are within a shard; all arrays are int64 [B] unless said."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._sentences = Joined([np.asarray(shard.sentences).view(np.int64) for shard in shards])
+        self._documents = Joined([np.asarray(shard.documents).view(np.int64).reshape(-1) for shard in shards])
+        self._tables = [np.asarray(shard.documents).view(np.int64) for shard in shards]
+        self.tokens = Joined([shard.tokens for shard in shards])
+        self._counts = np.array([len(table) - 1 for table in self._tables])
+        self._mapped = [array for shard in shards for array in (shard.sentences, shard.documents, shard.tokens)]
+        self._large = sum(array.nbytes for array in self._mapped) > _KEEP_MAPPED
+        self._looked_up = 0
+
+    def looked_up(self, samples: int) -> None:
+        """Count samples looked up; from time to time unmap what they mapped. It stays in the page cache."""
+        self._looked_up += samples
+        if self._looked_up >= _SAMPLES_MAPPED:
+            self.forget()
+
+    def forget(self) -> None:
+        """Unmap what was looked up of a large corpus."""
+        self._looked_up = 0
+        for array in self._mapped if self._large else ():
+            _forget(array)
+
+    def document_count(self, shard: int) -> int:
+        return int(self._counts[shard])
+
+    def document_begin(self, shard: np.ndarray, document: np.ndarray) -> np.ndarray:
+        """Token offset at which documents of shards begin, or their last one ends."""
+        return self._documents.at(shard, 2 * document + 1)
+
+    def document_first(self, shard: np.ndarray, document: np.ndarray) -> np.ndarray:
+        """First sentence of documents of shards, or one past their last."""
+        return self._documents.at(shard, 2 * document)
+
+    def document_begins(self, shard: int, first: int, stop: int) -> np.ndarray:
+        """Token offsets of the documents from `first` to before `stop`; int64 [stop - first]."""
+        return self._tables[shard][first:stop, 1]
+
+    def first_document(self, shard: np.ndarray, wanted: np.ndarray, each: int) -> np.ndarray:
+        """The first document that begins at or after `wanted`, if every document had `each` tokens more."""
+        low, high = np.zeros_like(wanted), self._counts[shard]
+        for _ in range(int(high.max(initial=0)).bit_length()):
+            middle = (low + high) >> 1
+            before = self.document_begin(shard, middle) + each * middle < wanted
+            low, high = np.where(before & (low < high), middle + 1, low), np.where(before, high, middle)
+        return low
+
+    def document_at(self, shard: np.ndarray, offset: np.ndarray) -> np.ndarray:
+        """The document that holds the token at `offset`."""
+        return self.last_document(shard, np.zeros_like(offset), self._counts[shard], offset, column=1)
+
+    def offset(self, shard: np.ndarray, sentence: np.ndarray) -> np.ndarray:
+        """Token offset at which sentences begin."""
+        return self._sentences.at(shard, sentence)
+
+    def sentence_near(self, shard: np.ndarray, document: np.ndarray, offset: np.ndarray, reach: int) -> np.ndarray:
+        """Where the first sentence of a document from `offset` on begins, or `offset` if that is over `reach` away."""
+        last = self.document_first(shard, document + 1)
+        found = self.first_at_least(shard, self.document_first(shard, document), last, offset)
+        begin = self.offset(shard, np.minimum(found, last - 1))
+        return np.where((found < last) & (begin - offset <= reach), begin, offset)
+
+    def first_at_least(self, shard: np.ndarray, low: np.ndarray, high: np.ndarray, offset: np.ndarray) -> np.ndarray:
+        """The first sentence in [low, high) that begins at or after `offset`, or `high`; a binary search."""
+        return self.around(shard, low, high, offset)[0]
+
+    def around(
+        self, shard: np.ndarray, low: np.ndarray, high: np.ndarray, offset: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(`first_at_least`, where the sentence before it begins, where it begins).
+
+        The sentence before is undefined where the first is `low`, and the other one where it is `high`.
+        """
+        left = np.maximum(high - low, 0)
+        begin, array = self._sentences.ranges(shard, low, left), self._sentences.array
+        place, last = begin.copy(), begin + np.maximum(left - 1, 0)
+        for _ in range(int(left.max(initial=0)).bit_length()):
+            half = left >> 1
+            # Where nothing is left, `place` may be past the range, which must not be read.
+            before = array.take(np.minimum(place + half, last), mode="clip") < offset
+            before &= left > 0
+            half += 1
+            place += half * before
+            left = np.where(before, left - half, half - 1)
+        return low + place - begin, array.take(place - 1, mode="clip"), array.take(place, mode="clip")
+
+    def last_document(
+        self, shard: np.ndarray, first: np.ndarray, last: np.ndarray, value: np.ndarray, *, column: int, each: int = 0
+    ) -> np.ndarray:
+        """The last document from `first` to before `last` whose entry is at most `value`; at least `first`.
+
+        The entry of a document is its first sentence (`column` 0) or token (1), and `each` more for every document
+        since `first`.
+        """
+        low, high = first.copy(), last.copy()
+        for _ in range(int((last - first).max(initial=0)).bit_length()):
+            middle = (low + high) >> 1
+            reached = self._documents.at(shard, 2 * middle + column) + each * (middle - first) <= value
+            low, high = np.where(reached, middle, low), np.where(reached, high, middle)
+        return low
+
+
+class DocumentPlaces:
+    """Sentences of units that are documents, by their distance from where the unit begins (`cuts.Places`)."""
+
+    def __init__(self, text: Text, unit: Unit) -> None:
+        self._text, self._unit = text, unit
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        text, unit = self._text, self._unit
+        first, last = text.document_first(unit.shard, unit.first), text.document_first(unit.shard, unit.last)
+        # Documents that blocks divide.
+        divided = text.document_begin(unit.shard, unit.first) < unit.begin
+        divided |= text.document_begin(unit.shard, unit.last) > unit.begin + unit.size
+        if len(rows := np.flatnonzero(divided)):
+            shard, begin, end = unit.shard[rows], unit.begin[rows], (unit.begin + unit.size)[rows]
+            low, high = first[rows], last[rows]
+            first[rows] = text.first_at_least(shard, low, high, begin)
+            last[rows] = text.first_at_least(shard, low, high, end)
+        return first, last
+
+    def around(
+        self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, place: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        shard, begin = self._unit.shard[rows], self._unit.begin[rows]
+        found, before, after = self._text.around(shard, low, high, begin + place)
+        return found, before - begin, after - begin
+
+    def token(self, rows: np.ndarray, place: np.ndarray) -> np.ndarray:
+        """Token offset of places."""
+        return self._unit.begin[rows] + place
+
+
+class JoinedPlaces(DocumentPlaces):
+    """As `DocumentPlaces`, of units of several documents: a place more between neighbors, for the separator."""
+
+    def around(
+        self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, place: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        unit, text = self._unit[rows], self._text
+        document = self._document(unit, place)
+        first, last = text.document_first(unit.shard, document), text.document_first(unit.shard, document + 1)
+        found = text.first_at_least(unit.shard, first, last, unit.begin + place - (document - unit.first))
+        found = found.clip(low, np.maximum(high, low))
+        return found, self._place(unit, np.maximum(found - 1, 0)), self._place(unit, found)
+
+    def _place(self, unit: Unit, sentence: np.ndarray) -> np.ndarray:
+        """Where sentences of units begin."""
+        document = self._text.last_document(unit.shard, unit.first, unit.last, sentence, column=0)
+        return self._text.offset(unit.shard, sentence) - unit.begin + np.minimum(document, unit.last - 1) - unit.first
+
+    def token(self, rows: np.ndarray, place: np.ndarray) -> np.ndarray:
+        unit = self._unit[rows]
+        document = self._document(unit, place)
+        end = self._text.document_begin(unit.shard, document + 1)
+        return np.minimum(unit.begin + place - (document - unit.first), end)
+
+    def _document(self, unit: Unit, place: np.ndarray) -> np.ndarray:
+        """The document of units that holds a place, or is before the separator there."""
+        value = unit.begin + place
+        return self._text.last_document(unit.shard, unit.first, unit.last, value, column=1, each=1)
+
+
+class Joined:
+    """Many arrays of one type, read by one `take` in place, without a copy.
+
+    A view spans from the lowest of them in memory to the highest. What lies between them is never read,
+    since every index is checked against its own array first.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self._arrays = [np.asarray(array) for array in arrays]  # keeps the memory alive
+        self._lengths = np.array([len(array) for array in self._arrays])
+        bytes_each = self._arrays[0].itemsize
+        addresses = np.array([array.__array_interface__["data"][0] for array in self._arrays])
+        lowest = self._arrays[int(addresses.argmin())]
+        self._begins, odd = np.divmod(addresses - addresses.min(), bytes_each)
+        if odd.any() or any(a.dtype != lowest.dtype or not a.flags.c_contiguous for a in self._arrays):
+            raise ValueError("arrays must be contiguous, aligned and of one type")
+        length = int((self._begins + self._lengths).max())
+        self.array = as_strided(lowest, (length,), (bytes_each,), writeable=False)
+
+    def at(self, which: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """Element `index` of array `which`, each [B]."""
+        return self.array.take(self._place(which, index))
+
+    def spans(self, which: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """Indices into `.array` of spans of at least one element, checked at both ends; int64 [B]."""
+        self._place(which, begin + length - 1)
+        return self._place(which, begin)
+
+    def ranges(self, which: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """As `spans`, of spans that may be empty and then lie anywhere."""
+        if (begin + length > self._lengths[which]).any() or begin.min(initial=0) < 0:
+            raise IndexError(_DAMAGED)
+        return self._begins[which] + begin
+
+    def _place(self, which: np.ndarray, index: np.ndarray) -> np.ndarray:
+        # A negative index becomes a huge unsigned one.
+        if (index.view(np.uint64) >= self._lengths[which].view(np.uint64)).any():
+            raise IndexError(_DAMAGED)
+        return self._begins[which] + index
+
+
+def _forget(array: np.ndarray) -> None:
+    """Release the pages of a mapped file, so that they do not count as this process's memory."""
+    if isinstance(array.base, mmap.mmap):
+        array.base.madvise(mmap.MADV_DONTNEED)
