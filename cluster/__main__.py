@@ -99,7 +99,9 @@ def _submit(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> None:
     from cluster.jobs import client
 
-    print(client.describe(_jobs(arguments).get(arguments.job)))
+    cluster = _jobs(arguments)
+    job = cluster.get(arguments.job)
+    print(client.describe(job, cluster.queued(cluster.all()).get(arguments.job, "")))
 
 
 def _list(arguments: argparse.Namespace) -> None:
@@ -111,12 +113,15 @@ def _list(arguments: argparse.Namespace) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("job", "kind", "state", "submitted", "progress"):
         table.add_column(column, overflow="fold")
-    for job in _jobs(arguments).all():
+    cluster = _jobs(arguments)
+    jobs = cluster.all()
+    queued = cluster.queued(jobs)
+    for job in jobs:
         metadata = job.metadata or {}
         cells = (
             str(job.submission_id),
             metadata.get("bertrain", "other"),
-            client.state(job),
+            client.state(job, queued.get(str(job.submission_id), "")),
             client.clock(job.start_time),
             "; ".join(client.progress(job)),
         )

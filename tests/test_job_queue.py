@@ -238,7 +238,7 @@ def test_a_wait_loads_nothing_heavy(dashboard: str) -> None:
         env={**os.environ, "RAY_AUTH_TOKEN": "secret"},
     )
     assert done.stderr == ""
-    assert done.stdout.splitlines() == ["mine: waits for first", "set()"]
+    assert done.stdout.splitlines() == ["mine: queued behind first", "mine: starts", "set()"]
 
 
 def test_a_token_that_is_refused(dashboard: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -606,7 +606,7 @@ def test_slurm_follows_the_config(config: Path) -> None:
         "cpus-per-task": "24",
         "partition": "gpu",
         "time": "2-00:00:00",
-        "signal": "B:TERM@300",
+        "signal": "B:USR1@300",
     }
     assert options.items() >= wanted.items()
     assert "account" not in options
@@ -647,7 +647,8 @@ def slurm_job(config: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[st
     ]
     (tmp_path / "job.sh").write_text(render("slurm", config, place))
     program(folder, "srun", 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
-    program(folder, "scontrol", f'echo scontrol "$@" >>{calls}\n')
+    for name in ("scontrol", "scancel"):
+        program(folder, name, f'echo {name} "$@" >>{calls}\n')
 
     def start(
         lines: str,
@@ -659,7 +660,7 @@ def slurm_job(config: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[st
         first = f"[[ $3 != prepare ]] || {{ {preparing}; exit; }}\n"
         program(folder, "python", f'{secret}echo "$@" >>{calls}\n{first}{lines}')
         environment = with_programs(folder, SLURM_JOB_ID="4711", SLURM_JOB_NUM_NODES="2", SLURM_CPUS_PER_TASK="24")
-        return subprocess.Popen(["bash", tmp_path / "job.sh"], env=environment)
+        return subprocess.Popen(["bash", tmp_path / "job.sh"], env=environment, stderr=subprocess.PIPE, text=True)
 
     return start
 
@@ -679,33 +680,60 @@ def test_slurm_runs_and_returns_the_exit_code(slurm_job: Any, tmp_path: Path) ->
     assert not (tmp_path / "runs/my-run/ray-token").exists()
 
 
-@pytest.mark.parametrize(("warned", "queued"), [(True, True), (False, False)])
-def test_slurm_queues_itself_again_after_a_warning_only(
-    slurm_job: Any, tmp_path: Path, warned: bool, queued: bool
-) -> None:
-    wait = "touch begun\nuntil [[ -e runs/my-run/stop ]]; do sleep 0.05; done\nsleep 0.3\nexit 75\n"
-    job = slurm_job(wait)
-    while not (tmp_path / "begun").exists():
+def until_it_has_begun(job: Any, folder: Path) -> None:
+    while not (folder / "begun").exists():
         assert job.poll() is None
         time.sleep(0.02)
-    if warned:
-        job.send_signal(signal.SIGTERM)
-    else:
+
+
+@pytest.mark.parametrize(
+    ("asked", "called"),
+    [
+        ("USR1", ["scontrol requeue 4711"]),  # SLURM's warning before the time limit
+        ("stop", ["scancel 4711"]),  # else SLURM would say FAILED
+        ("TERM", []),  # scancel
+        ("USR1 TERM", []),
+    ],
+)
+def test_slurm_queues_itself_again_after_a_warning_only(
+    slurm_job: Any, tmp_path: Path, asked: str, called: list[str]
+) -> None:
+    wait = "touch begun\nuntil [[ -e runs/my-run/stop ]]; do sleep 0.05; done\nsleep 0.5\nexit 75\n"
+    job = slurm_job(wait)
+    until_it_has_begun(job, tmp_path)
+    if asked == "stop":
         (tmp_path / "runs/my-run/stop").touch()
+    else:
+        for name in asked.split():
+            job.send_signal(signal.Signals[f"SIG{name}"])
+            time.sleep(0.1)
     assert job.wait(60) == 75
-    assert ("scontrol requeue 4711" in (tmp_path / "calls").read_text()) == queued
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [line for line in calls if line.startswith("sc")] == called
+
+
+def test_slurm_does_not_call_a_cancelled_run_one_that_did_not_start(slurm_job: Any, tmp_path: Path) -> None:
+    """SLURM ends Ray together with the run, which leaves no exit code."""
+    job = slurm_job("", ray="touch begun; until [[ -e calls-end ]]; do sleep 0.05; done; exit 143\n")
+    until_it_has_begun(job, tmp_path)
+    job.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    (tmp_path / "calls-end").touch()
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 143
+    assert "did not start" not in errors
 
 
 def test_slurm_gives_back_a_job_that_prepares(slurm_job: Any, tmp_path: Path) -> None:
     """There is no checkpoint to ask for, and a file `stop` would end the run when the job comes back."""
     job = slurm_job("exit 0\n", preparing="touch begun; until [[ -e calls-end ]]; do sleep 0.05; done")
-    while not (tmp_path / "begun").exists():
-        assert job.poll() is None
-        time.sleep(0.02)
-    job.send_signal(signal.SIGTERM)
+    until_it_has_begun(job, tmp_path)
+    job.send_signal(signal.SIGUSR1)
     while "scontrol requeue 4711" not in (tmp_path / "calls").read_text():
         assert job.poll() is None
         time.sleep(0.02)
+    job.send_signal(signal.SIGTERM)  # by which SLURM takes it back
+    time.sleep(0.1)
     assert not (tmp_path / "runs/my-run/stop").exists()
     (tmp_path / "calls-end").touch()
     assert job.wait(60) == 0
@@ -953,7 +981,7 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
     """An environment in which the programs that a manifest calls only record their arguments in tmp_path/calls."""
     folder = tmp_path / "bin"
     record = f'printf "%s\\n" "$0 $*" >>{tmp_path}/calls\n'
-    for name in ("docker", "sudo", "mount", "scontrol", "python"):
+    for name in ("docker", "sudo", "mount", "scontrol", "scancel", "python"):
         program(folder, name, record)
     program(folder, "mountpoint", "exit 1\n")
     program(folder, "pgrep", "exit 1\n")

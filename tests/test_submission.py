@@ -25,6 +25,7 @@ import psutil
 import pytest
 import requests
 import yaml
+from ray.job_submission import JobStatus
 
 from cluster import local
 from cluster.__main__ import _follow, main
@@ -546,11 +547,42 @@ def test_the_list_of_jobs_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatc
         end_time=None,
         message="",
     )
-    monkeypatch.setattr(client, "Jobs", lambda *_, **__: SimpleNamespace(all=lambda: [job]))
+    monkeypatch.setattr(client, "Jobs", lambda *_, **__: SimpleNamespace(all=lambda: [job], queued=lambda _: {}))
     assert __main__.main(["list"]) == 0
     shown = capsys.readouterr().out
     assert "[/red]a\\x1b[2J" in shown
     assert "[bold]" in shown
+
+
+def test_a_job_that_waits_is_named_as_such(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """To Ray it is running, like the job that it waits for and one that has waited."""
+    from cluster import __main__
+
+    outputs = {
+        "first": "step 1\n",
+        "started": "started: queued behind first\nstarted: starts\n",
+        "waits": "waits: queued behind first, started\n",
+    }
+    jobs: list[Any] = [
+        SimpleNamespace(
+            submission_id=name,
+            metadata={"bertrain": "pretrain", "workers": "1"},
+            status=JobStatus.RUNNING,
+            driver_exit_code=None,
+            start_time=number,
+            end_time=None,
+            message="",
+        )
+        for number, name in enumerate(outputs)
+    ]
+    cluster = client.Jobs.__new__(client.Jobs)
+    cluster.shown = "http://127.0.0.1:8265"
+    cluster._client = SimpleNamespace(list_jobs=lambda: jobs[::-1], get_job_logs=outputs.__getitem__)  # type: ignore[assignment]
+    monkeypatch.setattr(client, "Jobs", lambda *_, **__: cluster)
+    assert __main__.main(["list"]) == 0
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[1:]] == ["running", "running", "queued"]
+    assert __main__.main(["status", "waits"]) == 0
+    assert capsys.readouterr().out.startswith("waits: queued behind first, started\n")
 
 
 # ---- the cluster of `up`

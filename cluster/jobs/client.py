@@ -11,13 +11,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster import local
-from cluster.jobs.job_queue import FINISHED
+from cluster.jobs.job_queue import FINISHED, QUEUED
 from cluster.workers.address import answers_without_token, check_dashboard, redacted, without_password
 from cluster.workers.driver import choose_token
 from cluster.workers.nodes import nodes_fit
@@ -130,7 +130,7 @@ class Jobs:
         earlier = next((one for one in known if one.submission_id == job.name), None)
         if earlier is not None and earlier.status not in FINISHED:
             raise InputError(
-                f"{job.name}: is already {earlier.status.lower()} on {self.shown}. "
+                f"{job.name}: is already {state(earlier, self.queued(known).get(job.name, ''))} on {self.shown}. "
                 f"Follow it with `logs -f {job.name}`, stop it with `stop {job.name}`, or choose another name."
             )
         nodes = nodes_of(self.address)
@@ -185,8 +185,24 @@ class Jobs:
     def log(self, name: str) -> str:
         """All that the job has printed."""
         self.get(name)
+        return self._log(name)
+
+    def _log(self, name: str) -> str:
         with self._answers():
             return self._client.get_job_logs(name)
+
+    def queued(self, jobs: Sequence[JobDetails]) -> dict[str, str]:
+        """For those of `jobs` (`all`) that wait for their turn: name -> "queued behind OTHERS".
+
+        Ray calls them running. They say that they wait in their output, which is read unless a job is the oldest one.
+        """
+        active = [job for job in jobs if job.status not in FINISHED and "workers" in (job.metadata or {})]
+        queued = {}
+        for name in (str(job.submission_id) for job in active[1:]):
+            line = self._log(name).rstrip().rpartition("\n")[2]
+            if line.startswith(f"{name}: {QUEUED}"):
+                queued[name] = line.removeprefix(f"{name}: ")
+        return queued
 
     def follow(self, name: str) -> Iterator[str]:
         """What the job prints, piece by piece, until it finishes; `MachineError` if the connection is lost."""
@@ -323,9 +339,9 @@ def run_folder(name: str, address: str = "", *, plain_http: bool = False) -> Pat
     return local_run(folder) if folder else None
 
 
-def describe(job: JobDetails) -> str:
+def describe(job: JobDetails, queued: str = "") -> str:
     """One job for the terminal: its state, what that means, and the progress of its run."""
-    lines = [f"{job.submission_id}: {state(job)}"]
+    lines = [f"{job.submission_id}: {state(job, queued)}"]
     lines.append(f"  submitted {clock(job.start_time)}, {_duration(job)}")
     metadata = job.metadata or {}
     if "run_dir" in metadata:
@@ -334,8 +350,10 @@ def describe(job: JobDetails) -> str:
     return "\n".join(lines)
 
 
-def state(job: JobDetails) -> str:
-    """Ray's name of the job's state, and what its exit code means."""
+def state(job: JobDetails, queued: str = "") -> str:
+    """What a job waits for (`Jobs.queued`), or Ray's name of its state, and what its exit code means."""
+    if queued:
+        return queued
     word = str(job.status.value).lower()
     code = job.driver_exit_code
     if word == "failed" and code is not None:

@@ -23,6 +23,7 @@ from cluster.workers.nodes import NodeSize, cpus_that_fit
 from pretrain.common.errors import InputError, MachineError, StoppedError
 
 FINISHED = ("STOPPED", "SUCCEEDED", "FAILED")
+QUEUED = "queued behind "  # the last line of a waiting job's output is `NAME: queued behind OTHERS`
 
 _ANSWER_SECONDS = 10.0
 _SILENCE_SECONDS = 600.0  # of the cluster's head, while a job waits; a lost head ends the job anyway
@@ -87,9 +88,11 @@ def _wait(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) -> None:
             behind = f" behind {shown}" if shown else ""
             raise StoppedError(f"{name}: stopped while waiting in the queue{behind}; nothing was started.")
         if may_start:
+            if shown:
+                print(f"{name}: starts", flush=True)
             return
         if queue and shown != (shown := _few(queue.ahead)):
-            print(f"{name}: waits for {shown}", flush=True)
+            print(f"{name}: {QUEUED}{shown}", flush=True)
         _sleep(pause(len(queue.ahead) if queue else 0), stopped)
 
 

@@ -63,7 +63,7 @@ def _options(job: ManifestJob, settings: SlurmSettings) -> str:
         "gpus-per-node": job.gpus_per_node or "",
         "mem": 0,
         "time": settings.time_limit,
-        "signal": f"B:TERM@{settings.grace_seconds}",
+        "signal": f"B:USR1@{settings.grace_seconds}",
         "output": f"{job.name}-%j.log",
         "open-mode": "append",
     }
@@ -72,7 +72,7 @@ def _options(job: ManifestJob, settings: SlurmSettings) -> str:
     gpus = f" with {counted(job.gpus_per_node, 'GPU')}" if job.gpus else ""
     stop = shlex.quote(f"{job.folder}/stop")
     about = f"""{job.name} on {counted(job.nodes, "node")}{gpus}. Submit with sbatch FILE.
-To stop for good, touch {stop} or scancel.
+To save and stop for good, touch {stop}; scancel ends the run at once.
 Whole nodes: `ray symmetric-run` ends with `ray stop`, which ends every Ray of this user on them."""
     return f"""#!/bin/bash
 {as_comment(about)}
@@ -114,9 +114,9 @@ def _start(job: ManifestJob) -> str:
     commands = " && ".join(['touch "$3"', *before, 'rm "$3"', last] if before else [last])
     gpus = f" --num-gpus={job.gpus_per_node}" if job.gpus else " --num-gpus=0"
     cpus = job.workers_per_node * job.cpus_per_worker
-    return f"""# SLURM's warning before the time limit reaches this script alone; the file `stop` asks for a checkpoint.
+    return f"""# USR1: SLURM's warning before the time limit, to this script alone. The file `stop` asks for a checkpoint.
 # Preparing a corpus has nothing to save: the next start continues after the last finished part.
-warned='' interrupted=''
+warned='' ended='' interrupted=''
 # shellcheck disable=SC2317
 warn() {{
     warned=1 interrupted=1
@@ -126,7 +126,14 @@ warn() {{
         touch "$run/stop"
     fi
 }}
-trap warn TERM
+# TERM comes from scancel, preemption and requeueing. Who sent it decides what becomes of the job.
+# shellcheck disable=SC2317
+end() {{
+    ended=1 interrupted=1
+    [[ -e $run/preparing ]] || touch "$run/stop"
+}}
+trap warn USR1
+trap end TERM
 
 # The run's own exit code goes through a file: srun reports the highest of all nodes, and the others exit with Ray.
 # shellcheck disable=SC2016
@@ -146,16 +153,22 @@ while :; do
 done
 if [[ -s $run/exit-code ]]; then
     code=$(<"$run/exit-code")
-else # `ray symmetric-run` exits with 0 if Ray did not start
+elif [[ -z $ended ]]; then # `ray symmetric-run` exits with 0 if Ray did not start
     echo "error: the run did not start; see the messages of srun and Ray above." >&2
     ((code != 0)) || code=3
 fi
 rm -f "$run/ray-token"
 srun rm -rf "$RAY_TMPDIR" || true
 
-# 75: stopped with everything saved. Without a warning it was stopped by hand and is not requeued.
-if [[ $code == 75 && -n $warned ]]; then
-    scontrol requeue "$SLURM_JOB_ID"
+# 75: stopped with everything saved. After a warning the job continues later. Stopped by hand, it is cancelled: an exit
+# code would make it FAILED, or start jobs that depend on its success.
+if [[ $code == 75 && -z $ended ]]; then
+    trap '' TERM
+    if [[ -n $warned ]]; then
+        scontrol requeue "$SLURM_JOB_ID"
+    else
+        scancel "$SLURM_JOB_ID"
+    fi
 fi
 exit "$code"
 """
