@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 import pytest
+from ray import _raylet  # pyright: ignore[reportAttributeAccessIssue]
+from ray.exceptions import AuthenticationError
 
 from cluster.workers import actors, capacity, driver, supervisor, target
 from cluster.workers.actors import (
@@ -241,7 +243,7 @@ def test_joins_a_running_cluster_by_address(folder: Path, tmp_path_factory: pyte
             _run("fine", folder, address=f"127.0.0.1:{port}", workers=2)
         os.environ["RAY_AUTH_TOKEN"] = "1" * 64
         began = time.monotonic()
-        with pytest.raises(MachineError, match=rf"127\.0\.0\.1:{port}"):
+        with pytest.raises(InputError, match=rf"127\.0\.0\.1:{port}: the cluster rejects this token\. Unset .* put"):
             _run("fine", folder, address=f"127.0.0.1:{port}")
         assert time.monotonic() - began < 20
         assert head.poll() is None, "the cluster is not ours to end"
@@ -287,6 +289,25 @@ def test_a_stop_ends_the_wait_for_a_cluster_that_does_not_answer(folder: Path) -
         launched.process.send_signal(signal.SIGINT)
         code, output = launched.end()
     assert (code, output) == (75, f"StoppedError {folder}/run: stopped while no workers ran. Continue with --resume.\n")
+
+
+def test_a_wrong_token_is_a_mistake_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: str) -> None:
+        raise AuthenticationError("InvalidAuthToken: " + "advice of Ray " * 40)
+
+    monkeypatch.setattr(_raylet, "GcsClient", refuse)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "1" * 64)
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        head.listen()
+        with pytest.raises(InputError, match=r"rejects this token\. Unset .* or ~/\.ray/auth_token\.$"):
+            driver.join_ray(f"127.0.0.1:{head.getsockname()[1]}", lambda _: None)
+
+
+def test_a_long_message_ends_visibly() -> None:
+    assert one_line(ValueError("two\nlines")) == "ValueError: two lines"
+    assert len(one_line(ValueError("word " * 99))) == 300
+    assert one_line(ValueError("word " * 99)).endswith("...")
 
 
 @pytest.mark.parametrize("address", ["auto", "ray://10.0.0.1:10001"])

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from cluster import local
 from cluster.jobs.job_queue import FINISHED, QUEUED
-from cluster.workers.address import answers_without_token, check_dashboard, redacted, without_password
+from cluster.workers.address import (
+    answers_without_token,
+    check_dashboard,
+    redacted,
+    token_refused,
+    without_password,
+)
 from cluster.workers.driver import choose_token
 from cluster.workers.nodes import nodes_fit
 from cluster.workers.processes import JOB_ENTRYPOINT
@@ -271,12 +277,7 @@ class Jobs:
         try:
             yield
         except AuthenticationError:
-            first = "unset RAY_AUTH_TOKEN, which is preferred to files, and " if "RAY_AUTH_TOKEN" in os.environ else ""
-            advice = f"{first}put the cluster's token into RAY_AUTH_TOKEN_PATH"
-            raise InputError(
-                f"{self.shown}: the cluster rejects this token. {advice[0].upper()}{advice[1:]} "
-                "(a file of mode 0600) or ~/.ray/auth_token."
-            ) from None
+            raise token_refused(self.shown) from None
         except RunError:
             raise
         except (ConnectionError, requests.ConnectionError, requests.Timeout) as error:

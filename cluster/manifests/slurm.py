@@ -114,7 +114,7 @@ def _start(job: ManifestJob) -> str:
     commands = " && ".join(['touch "$3"', *before, 'rm "$3"', last] if before else [last])
     gpus = f" --num-gpus={job.gpus_per_node}" if job.gpus else " --num-gpus=0"
     cpus = job.workers_per_node * job.cpus_per_worker
-    return f"""# USR1: SLURM's warning before the time limit, to this script alone. The file `stop` asks for a checkpoint.
+    return f"""# USR1: SLURM's warning of the time limit, to this script alone. The file `stop` asks for a checkpoint.
 # Preparing a corpus has nothing to save: the next start continues after the last finished part.
 warned='' ended='' interrupted=''
 # shellcheck disable=SC2317

@@ -84,6 +84,15 @@ def _parts(address: str) -> SplitResult:
     raise InputError(f"--address: {shown!r} is not the URL of a Ray dashboard, such as http://127.0.0.1:8265.")
 
 
+def token_refused(where: str) -> InputError:
+    """The error about a cluster that rejects this process's token."""
+    first = "Unset RAY_AUTH_TOKEN, which is preferred to files, and put" if "RAY_AUTH_TOKEN" in os.environ else "Put"
+    return InputError(
+        f"{where}: the cluster rejects this token. {first} the cluster's token into RAY_AUTH_TOKEN_PATH "
+        "(a file of mode 0600) or ~/.ray/auth_token."
+    )
+
+
 def _has_token() -> bool:
     """Whether Ray will send a token, according to what `choose_token` or the user has set."""
     return os.environ.get("RAY_AUTH_MODE", "disabled") != "disabled"

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cluster.workers.address import token_refused
 from cluster.workers.capacity import wait_for_capacity
 from cluster.workers.launch import LOGS, RAY_FOLDER, RAY_LOG, end_session
 from cluster.workers.nodes import NodeSize, cpus_that_fit, nodes_fit, usable_nodes
@@ -170,6 +171,8 @@ def _end_log_monitor() -> None:
 def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
     """Join the cluster at `address`, or report within 10 s that none can be reached there (`MachineError`).
 
+    `InputError` if it rejects the token.
+
     A cluster that answers may take longer to accept this driver, as on a busy machine. If Ray hangs, this process
     exits; `on_timeout` is called with the error before that, in another thread.
     """
@@ -181,6 +184,7 @@ def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
         raise MachineError(f"No Ray cluster answers at {address} ({one_line(error)}). {advice}") from None
     import ray
     from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]  # as `ray health-check` does
+    from ray.exceptions import AuthenticationError
 
     no_ray = f"The server at {address} did not answer as Ray within {_ANSWER_SECONDS:.0f} s. {advice}"
     too_slow = f"Ray at {address} did not accept this driver within {_JOIN_SECONDS:.0f} s. {advice}"
@@ -189,6 +193,8 @@ def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
             GcsClient(address=address)
         with _limit(_JOIN_SECONDS, lambda: on_timeout(MachineError(too_slow))):
             ray.init(address=address, log_to_driver=False, runtime_env=_runtime_env())
+    except AuthenticationError:
+        raise token_refused(address) from None
     except Exception as error:
         logger.exception("ray.init")
         raise MachineError(f"Ray at {address} did not accept this driver ({one_line(error)}). {advice}") from None

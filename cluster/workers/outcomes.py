@@ -28,7 +28,8 @@ class WorkerError(Exception):
 
 def one_line(error: BaseException) -> str:
     """An exception's class and message on one line of at most 300 characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    return line if len(line) <= 300 else f"{line[:297]}..."
 
 
 def as_data(error: RunError) -> dict[str, str]:
