@@ -18,7 +18,15 @@ from corpora import make_vocabulary, write_corpus
 
 from pretrain.common.addresses import local, local_run
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import append_open, checkpoint_names, disk_errors, locked
+from pretrain.common.files import (
+    append_open,
+    checkpoint_names,
+    disk_errors,
+    locked,
+    put_manifest,
+    read_manifest,
+    verify_manifest,
+)
 from pretrain.corpus import shards as shards_of
 from pretrain.corpus.shards import open_shards
 
@@ -218,3 +226,15 @@ def test_mapped_arrays_are_read_only_and_let_go_of_their_pages(many_shards: Path
     for array in (shard.tokens, shard.sentences, shard.documents):
         assert not array.flags.writeable
         assert isinstance(array.base, shards_of.mmap.mmap)
+
+
+# ---- manifests
+
+
+@pytest.mark.parametrize("name", ["../outside", "a/../../outside", "/etc/passwd"])
+def test_no_manifest_names_files_outside_of_its_folder(tmp_path: Path, name: str) -> None:
+    """Whoever gives a folder away can sign anything."""
+    put_manifest(tmp_path, {"files": {name: {"bytes": 0, "sha256": ""}}})
+    for read in (verify_manifest, read_manifest):
+        with pytest.raises(InputError, match=r"manifest\.json: damaged \(it names files outside of its folder\)"):
+            read(tmp_path)

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -36,6 +37,7 @@ from cluster.local import LocalCluster, NodeProcess
 from cluster.workers.address import check_dashboard
 from cluster.workers.launch import check_address
 from pretrain.common.errors import InputError, MachineError
+from pretrain.config import load_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -113,6 +115,24 @@ def test_a_job_trains_where_the_cluster_says_or_its_client(
     monkeypatch.setattr(entrypoint.importlib, "import_module", lambda _: SimpleNamespace(main=lambda _: 0))
     assert entrypoint._run(metadata) == 0
     assert os.environ["BERTRAIN_RUNS"] == expected
+
+
+def test_a_job_leaves_no_file_when_it_is_killed(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = read_job(["prepare", str(config), "--set", "seed=5"], folder=tmp_path, workers=None)
+    seen: list[Any] = []
+
+    def command(arguments: list[str]) -> int:
+        seen.extend([load_config(arguments[1]), list(Path(tempfile.gettempdir()).glob("bertrain-job-*"))])
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(entrypoint.importlib, "import_module", lambda _: SimpleNamespace(main=command))
+    assert entrypoint._run({**client._metadata(job), "job_submission_id": "trial"}) == 0
+    assert seen[0].seed == 5
+    assert seen[0].scheduling.address == "127.0.0.1:1"
+    assert seen[1] == []
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, (1, 1)), ("3", (3, 3)), ("2-4", (2, 4)), ("2-2", (2, 2))])

@@ -9,9 +9,7 @@ import importlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
 from cluster.jobs.job_queue import wait_in_queue
 from cluster.workers.target import change_folder
@@ -36,10 +34,12 @@ def _run(metadata: Mapping[str, str]) -> int:
         wait_in_queue(name)
     config["scheduling"]["address"] = os.environ["RAY_ADDRESS"]
     command = importlib.import_module(f"{_COMMANDS[kind]}.__main__")
-    with tempfile.TemporaryDirectory(prefix="bertrain-job-") as folder:
-        path = Path(folder) / f"{name}.yaml"
-        path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
-        return command.main([kind, str(path), *([] if kind == "prepare" else ["--resume"])])
+    # In memory: a job that is killed leaves no file behind.
+    with os.fdopen(os.memfd_create(f"{name}.yaml"), "w", encoding="utf-8") as file:
+        file.write(json.dumps(config))  # JSON is YAML
+        file.flush()
+        path = f"/proc/self/fd/{file.fileno()}"
+        return command.main([kind, path, *([] if kind == "prepare" else ["--resume"])])
 
 
 if __name__ == "__main__":

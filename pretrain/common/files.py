@@ -259,21 +259,25 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def parse_manifest(content: bytes, where: Path | str) -> dict[str, Any]:
-    """The manifest in `content`, which was read from `where`. Raises `InputError` if it is not valid JSON."""
+    """The manifest in `content`, which was read from `where`.
+
+    Raises `InputError` if it is not valid JSON, or a name in it leads out of the folder.
+    """
     try:
         manifest = json.loads(content.decode("utf-8"))
         if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
             raise ValueError("no list of files")
+        if any(name.is_absolute() or ".." in name.parts for name in map(Path, manifest["files"])):
+            raise ValueError("it names files outside of its folder")
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: damaged ({error}). Create the folder again.") from None
     return manifest
 
 
 def check_manifest(content: bytes, where: Path | str) -> dict[str, Any]:
-    """As `parse_manifest`; its own SHA-256 must match, and no name may lead out of the folder. Raises `InputError`."""
+    """As `parse_manifest`; its own SHA-256 must match. Raises `InputError`."""
     manifest = parse_manifest(content, where)
-    names = [Path(name) for name in manifest["files"]]
-    if manifest.get(_OWN_HASH) != _own_hash(manifest) or any(n.is_absolute() or ".." in n.parts for n in names):
+    if manifest.get(_OWN_HASH) != _own_hash(manifest):
         raise InputError(f"{where}: changed or damaged. Create the folder again.")
     return manifest
 
