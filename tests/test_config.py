@@ -312,6 +312,26 @@ def test_mistaken_overrides_are_named(write, override: str, expected: str):
     assert problems(write(GOOD), override) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [
+        ("model.layers", 1024),
+        ("model.heads", 8192),
+        ("model.intermediate", 131072),
+        ("model.recursions", 1024),
+        ("model.vocabulary_rows", 16777216),
+        ("model.bigram_rows", 16777216),
+        ("corpus.vocabulary.size", 16777216),
+        ("phases.0.global_sequences", 1048576),
+        ("phases.0.steps", 1000000000),
+    ],
+)
+def test_sizes_beyond_any_model_are_refused_at_once(write, key: str, most: int):
+    """What depends on them would be computed for minutes, or not fit into memory."""
+    given = f"{key}=10000000000"
+    assert problems(write(GOOD), given) == [f"--set {given}: {key} is 10000000000; expected at most {most}"]
+
+
 def test_lists_in_deepspeeds_section_stay_lists(write):
     config = load_config(write(GOOD + "  deepspeed: {betas: [0.9, 0.95]}\n"))
     assert config.engine.deepspeed == {"betas": [0.9, 0.95]}

@@ -154,11 +154,11 @@ done
 if [[ -s $run/exit-code ]]; then
     code=$(<"$run/exit-code")
 elif [[ -z $ended ]]; then # `ray symmetric-run` exits with 0 if Ray did not start
-    echo "error: the run did not start; see the messages of srun and Ray above." >&2
+    echo "error: the run did not start, or was killed; see the messages of srun and Ray above." >&2
     ((code != 0)) || code=3
 fi
 rm -f "$run/ray-token"
-srun rm -rf "$RAY_TMPDIR" || true
+srun rm -rf "$RAY_TMPDIR" || rm -rf "$RAY_TMPDIR" # srun starts nothing in a job that is cancelled
 
 # 75: stopped with everything saved. After a warning the job continues later. Stopped by hand, it is cancelled: an exit
 # code would make it FAILED, or start jobs that depend on its success.

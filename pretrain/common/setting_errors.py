@@ -25,10 +25,10 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
     "model_type": lambda ctx: "a section of `key: value` lines",
     "string_pattern_mismatch": lambda ctx: f"text like {ctx['pattern']}",
     "too_short": lambda ctx: f"at least {ctx['min_length']} item",
-    "greater_than": lambda ctx: f"more than {ctx['gt']:g}",
-    "greater_than_equal": lambda ctx: f"at least {ctx['ge']:g}",
-    "less_than": lambda ctx: f"less than {ctx['lt']:g}",
-    "less_than_equal": lambda ctx: f"at most {ctx['le']:g}",
+    "greater_than": lambda ctx: f"more than {ctx['gt']:.10g}",
+    "greater_than_equal": lambda ctx: f"at least {ctx['ge']:.10g}",
+    "less_than": lambda ctx: f"less than {ctx['lt']:.10g}",
+    "less_than_equal": lambda ctx: f"at most {ctx['le']:.10g}",
 }
 
 

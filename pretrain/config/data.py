@@ -11,6 +11,7 @@ from pretrain.common.addresses import local
 from pretrain.common.kinds import check_kind
 from pretrain.common.settings import LocalPath, Location, Section
 from pretrain.config.filters import FiltersConfig
+from pretrain.config.model import MAX_ROWS
 
 # Packages in which every module is one choice: of `SourceConfig.kind`, and of `MaskingConfig.scheme`.
 SOURCES = "pretrain.corpus.sources"
@@ -86,6 +87,7 @@ class VocabularyConfig(Section):
     size: int = Field(
         default=30522,
         ge=64,
+        le=MAX_ROWS,
         description="Size of a new vocabulary in tokens, special tokens included. The default of byte_bpe is 32768: a "
         "multiple of 64 makes the last matrix multiplication faster on GPUs.",
     )

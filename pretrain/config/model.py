@@ -12,6 +12,9 @@ from pretrain.config.families import PARTS, SIZES, TITLES, Shape
 
 # The widths and lengths up to which the dropout seeds are distinct in int32 (model/hash_rng.py, ALONG).
 MAX_WIDTH = 8192
+# Far beyond any encoder (Wang et al. 2022, DeepNet, has 1,000 layers); a typing error is refused before it is built.
+MAX_LAYERS = 1024
+MAX_ROWS = 1 << 24
 # Of heads, that torch's flash kernel takes as they are (pytorch, transformers/cuda/flash_attn/flash_api.cpp,
 # mha_varlen_fwd).
 FLASH_WIDTHS = range(8, 257, 8)
@@ -31,14 +34,17 @@ class ModelConfig(Section):
         "medium, base, large, for modernbert also ettin-17m to ettin-1b, for deberta xsmall. custom needs the first "
         "three.",
     )
-    layers: int = Field(default=0, ge=0, description="Number of Transformer layers. 0 takes it from size.")
+    layers: int = Field(
+        default=0, ge=0, le=MAX_LAYERS, description="Number of Transformer layers. 0 takes it from size."
+    )
     hidden: int = Field(
         default=0, ge=0, le=MAX_WIDTH, description="Hidden size; a multiple of heads. 0 takes it from size."
     )
-    heads: int = Field(default=0, ge=0, description="Number of attention heads. 0 takes it from size.")
+    heads: int = Field(default=0, ge=0, le=MAX_WIDTH, description="Number of attention heads. 0 takes it from size.")
     intermediate: int = Field(
         default=0,
         ge=0,
+        le=16 * MAX_WIDTH,
         description="Width of the feed-forward layers. 0 takes it from size; with custom it is 4 x hidden, or 1.5 x "
         "hidden if gated.",
     )
@@ -92,6 +98,7 @@ class ModelConfig(Section):
     vocabulary_rows: int = Field(
         default=0,
         ge=0,
+        le=MAX_ROWS,
         description="Rows of the word embeddings and of the decoder. Those beyond the entries of the vocabulary are "
         "padding, such as up to a multiple of 64, which is faster on GPUs. 0 means no padding.",
     )
@@ -103,6 +110,7 @@ class ModelConfig(Section):
     bigram_rows: int = Field(
         default=0,
         ge=0,
+        le=MAX_ROWS,
         description="Rows of a table of embeddings of adjacent tokens, such as 65536. A hash of each pair chooses its "
         "row (modded-nanogpt 2026; Cheng et al. 2026, Engram). It costs memory and no FLOPs, and models with it are "
         "exported in our own layout. 0 means no table.",
@@ -110,6 +118,7 @@ class ModelConfig(Section):
     recursions: int = Field(
         default=1,
         ge=1,
+        le=MAX_LAYERS,
         description="How often the stack of layers is applied, with the same weights (Dehghani et al. 2019, Universal "
         "Transformers; Lan et al. 2020, ALBERT). FLOPs grow with it, parameters do not.",
     )

@@ -93,7 +93,7 @@ class PhaseConfig(Section):
     """A part of training with one sequence length and one learning-rate schedule."""
 
     sequence_length: int = Field(ge=8, description="Length of the longest sequence in tokens, special tokens included.")
-    global_sequences: int = Field(ge=1, description="Sequences per optimizer step, over all workers.")
+    global_sequences: int = Field(ge=1, le=1 << 20, description="Sequences per optimizer step, over all workers.")
     ramp_from: int = Field(
         default=0,
         ge=0,
@@ -103,7 +103,7 @@ class PhaseConfig(Section):
     ramp_steps: int = Field(
         default=0, ge=0, description="Steps until batches have global_sequences; at least one per size, at most steps."
     )
-    steps: int = Field(ge=1, description="Optimizer steps of this phase.")
+    steps: int = Field(ge=1, le=10**9, description="Optimizer steps of this phase.")
     peak_learning_rate: float = Field(gt=0, description="Learning rate at the end of the warm-up.")
     warmup_steps: int = Field(
         default=0,
