@@ -314,6 +314,15 @@ class TestPage:
         ]
         assert filtered["value"] == [HOSTILE]
 
+    def test_events_of_several_runs_are_listed_with_their_runs_and_not_drawn(self, tmp_path: Path) -> None:
+        for name in ("one", "two"):
+            write_run(tmp_path / name, [training(1), {"event": "restart", "step": 1, "message": f"worker of {name}"}])
+        dashboard.write_dashboard(str(tmp_path))
+        assert data_of(tmp_path / "dashboard.html")["marks"] == []
+        text = Page((tmp_path / "dashboard.html").read_text()).text
+        assert "worker of one" in text
+        assert "worker of two" in text
+
     def test_steps_undone_by_a_rollback_are_not_plotted(self, tmp_path: Path) -> None:
         records = [
             training(10),

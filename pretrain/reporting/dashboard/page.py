@@ -47,7 +47,8 @@ def write(folder: Path, runs: Sequence[RunRecords], out: Path, *, refresh_second
         comparison=_comparison(scores),
         data={
             "charts": charts,
-            "marks": [*_events(runs), *_phases(runs)],
+            # Of several runs no line would show whose event it is; the list of events names the run.
+            "marks": [*_events(runs), *_phases(runs[0])] if len(runs) == 1 else [],
             "low": min(record["step"] for run in runs for record in run.records),
             "high": max(record["step"] for run in runs for record in run.records),
         },
@@ -110,12 +111,10 @@ def _events(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _phases(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
-    """The steps at which a single run enters its next phase."""
-    if len(runs) > 1:
-        return
+def _phases(run: RunRecords) -> Iterator[dict[str, Any]]:
+    """The steps at which a run enters its next phase."""
     step = 0
-    for phase, following in itertools.pairwise(runs[0].config.get("phases") or []):
+    for phase, following in itertools.pairwise(run.config.get("phases") or []):
         step += int(phase["steps"])
         lengths = f"sequence length {phase['sequence_length']} -> {following['sequence_length']}"
         yield {"step": step, "kind": "phase", "colour": "--soft", "time": "", "message": lengths, "run": ""}

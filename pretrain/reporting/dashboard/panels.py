@@ -67,7 +67,7 @@ EVENTS = (
     "stop",
     "diverged",
 )
-"""Kinds of events that runs record; each event is a vertical line in every panel."""
+"""Kinds of events that runs record; each event of a single run is a vertical line in every panel."""
 
 # Fields of evaluation records that are not scores.
 _NO_SCORES = {"split", "step", "epoch", "samples", "tokens", "seconds", "best"}

@@ -203,7 +203,7 @@ const showMarks = (one, place) => {
     const line = document.createElement("div"), kind = document.createElement("b");
     kind.style.color = `var(${mark.colour})`;
     kind.textContent = mark.kind;
-    line.append(kind, ` ${mark.run} step ${mark.step.toLocaleString("en")}${mark.time ? ", " + mark.time : ""}: ${mark.message}`);
+    line.append(kind, ` step ${mark.step.toLocaleString("en")}${mark.time ? ", " + mark.time : ""}: ${mark.message}`);
     note.append(line);
   }
   one.figure.append(note);
