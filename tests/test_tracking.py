@@ -30,11 +30,12 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig
 from pretrain.tracking import live, mirror, starting
-from pretrain.tracking import tracker as tracking
 from pretrain.tracking.live import follow
 from pretrain.tracking.mirror import wandb_names
 from pretrain.tracking.records import note_end, read_records
+from pretrain.tracking.rows import LAST_SENT
 from pretrain.tracking.tracker import Tracker
+from tests.wandb_files import history
 
 RESTART = {"event": "restart", "time": 1.0, "message": "worker 1 died"}
 RESUME = {"event": "resume", "time": 1.0, "message": "resumed from step-00000010"}
@@ -63,6 +64,27 @@ def start(folder: Path, run_id: str | None = None, step: int = 0, enabled: bool 
         job_type="pretrain",
         enabled=enabled,
     )
+
+
+Sent = list[tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """(step, values) of all that W&B was given, without W&B."""
+    rows: Sent = []
+    run = SimpleNamespace(log=lambda values, step, commit: rows.append((step, values)))
+    monkeypatch.setattr(mirror, "_start_wandb", lambda *_: run)
+    monkeypatch.setattr(mirror, "_finish_wandb", lambda _: None)
+    monkeypatch.setattr(mirror, "_log_wandb_artifact", lambda *_: 1 / 0)
+    return rows
+
+
+def kill(tracker: Tracker) -> None:
+    """End the thread of the fixture `sent` as a kill would, after what was logged so far."""
+    tracker.log_artifact(Path())
+    assert tracker._wandb is not None
+    tracker._wandb._thread.join()
 
 
 def steps(folder: Path) -> list[int]:
@@ -319,7 +341,8 @@ class TestWandb:
         may_start, logged = threading.Event(), []
 
         class Run:
-            log = logged.append
+            def log(self, values: dict[str, Any], step: int, commit: bool) -> None:
+                logged.append((step, values))
 
         def start_wandb(mode: str, arguments: dict[str, Any]) -> Run:
             assert may_start.wait(60)
@@ -334,49 +357,89 @@ class TestWandb:
         assert logged == []
         may_start.set()
         tracker.close()
-        assert logged == [*({"train/global_step": step, "train/start": 1} for step in (1, 2)), "finished"]
+        assert logged == [(1, {"train/global_step": 1}), (2, {"train/global_step": 2}), "finished"]
 
-    def test_records_of_abandoned_continuations_can_be_told_apart(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        sent: list[tuple[str, int, int]] = []
-
-        class Mirror:
-            failure = ""
-
-            def __init__(self, mode: str, arguments: dict[str, Any]) -> None:
-                pass
-
-            def log(self, values: dict[str, Any]) -> None:
-                (event,) = [name for name in values if name in ("train/loss", "events/resume", "events/rollback")]
-                sent.append((event, values["train/global_step"], values["train/start"]))
-
-        monkeypatch.setattr(tracking, "WandbMirror", Mirror)
+    def test_a_step_is_one_row_however_often_it_is_recorded(self, tmp_path: Path, sent: Sent) -> None:
         first = start(tmp_path, wandb="offline")
-        for step in (10, 20, 30):
+        for step in (10, 20):
             first.log({"step": step, "loss": 1.0})
+        first.log({"step": 20, "split": "validation", "accuracy": 0.5})
+        first.log({"event": "straggler", "step": 30, "rank": 1, "message": "slow"})
+        first.log({"step": 30, "loss": 1.0})
+        first.log({"step": 40, "loss": 1.0})
+        kill(first)
         second = start(tmp_path, run_id=first.run_id, step=20, wandb="offline")
-        second.log_events([{"event": "resume", "time": 1.0, "message": "resumed"}], 20)
-        second.log({"step": 30, "loss": 2.0})
-        second.rewind(20)
-        second.log({"event": "rollback", "step": 20, "time": 2.0, "message": "a loss spike"})
-        third = start(tmp_path, run_id=first.run_id, step=20, wandb="offline")
-        third.log({"step": 30, "loss": 3.0})
-        assert sent == [
-            *(("train/loss", step, 1) for step in (10, 20, 30)),
-            ("events/resume", 20, 2),
-            ("train/loss", 30, 2),
-            ("events/rollback", 20, 3),
-            ("train/loss", 30, 3),
-        ]
+        second.log_events([{"event": "restart", "message": "killed"}, {"event": "resume", "message": "resumed"}], 20)
+        for step in (30, 40):
+            second.log({"step": step, "loss": 2.0})
+        second.rewind(20)  # with other data from here on
+        second.log({"event": "rollback", "step": 20, "message": "a loss spike"})
+        for step in (30, 40, 50):
+            second.log({"step": step, "loss": 3.0})
+        second.close()
+        rows = [(step, values.get("train/loss")) for step, values in sent]
+        assert rows == [(10, 1.0), (20, 1.0), (30, 1.0), (40, 2.0), (50, 3.0)]
+        assert [step for step, values in sent if values["train/global_step"] != step] == []
+        named = dict(sent)
+        assert named[20]["eval/accuracy"] == 0.5
+        assert (named[30]["events/straggler"], named[30]["events/message"]) == (1, "slow")
+        assert named[40]["events/message"] == "killed\nresumed\na loss spike"
+        assert (named[40]["events/step"], named[40]["events/rollback"]) == (20, 1)
 
-    def test_the_end_of_a_run_reaches_wandb_only(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        sent: list[dict[str, Any]] = []
-        monkeypatch.setattr(tracking, "WandbMirror", lambda *_: SimpleNamespace(log=sent.append, failure=""))
-        start(tmp_path, wandb="offline").mirror_end("stop", 7, "as asked")
-        assert sent == [
-            {"train/global_step": 7, "events/stop": 1, "events/message": "as asked", "train/start": 1},
-        ]
+    @pytest.mark.slow
+    def test_a_run_that_is_killed_five_times_has_each_step_once(self, tmp_path: Path) -> None:
+        """Read from the .wandb files of the starts; a start continues from the last multiple of 7."""
+        script = (
+            "import sys, time; from pathlib import Path; from tests.test_tracking import start\n"
+            "first, last = map(int, sys.argv[2:])\n"
+            "tracker = start(Path(sys.argv[1]), 'tiny-1', first, wandb='offline')\n"
+            "for step in range(first + 1, last + 1):\n"
+            "    tracker.log({'step': step, 'loss': 1 / step})\n"
+            "    if step % 10 == 0:\n"
+            "        tracker.log({'step': step, 'split': 'validation', 'accuracy': 0.5})\n"
+            "tracker.close() if last == 100 else time.sleep(600)\n"
+        )
+        rows: list[int] = []
+        for first, last in ((0, 20), (14, 30), (28, 50), (49, 50), (49, 70), (70, 100)):
+            command = [sys.executable, "-c", script, str(tmp_path), str(first), str(last)]
+            with subprocess.Popen(command, cwd=Path(__file__).parent.parent) as process:
+                while process.poll() is None:
+                    rows = [step for path in tmp_path.glob("wandb/offline-run-*/*.wandb") for step, _ in history(path)]
+                    # The row of the newest step is sent when the next one comes.
+                    if last < 100 and last - 1 in rows:
+                        process.kill()
+                    time.sleep(0.2)
+        found = [row for path in tmp_path.glob("wandb/offline-run-*/*.wandb") for row in history(path)]
+        assert sorted(step for step, _ in found) == list(range(1, 101))
+        assert all(values["train/global_step"] == str(step) for step, values in found)
+        assert sorted(step for step, values in found if "eval/accuracy" in values) == list(range(10, 101, 10))
+
+    def test_a_checkpoint_at_the_last_row_sends_that_row_later(self, tmp_path: Path, sent: Sent) -> None:
+        """The row of the newest step waits for others of that step, and dies with the process."""
+        first = start(tmp_path, wandb="offline")
+        for step in (10, 20):
+            first.log({"step": step, "loss": 1.0})
+        kill(first)
+        second = start(tmp_path, run_id=first.run_id, step=20, wandb="offline")
+        second.log({"step": 30, "loss": 1.0})
+        second.close()
+        assert [step for step, _ in sent] == [10, 20, 30]
+
+    def test_without_a_note_nothing_is_sent_that_an_earlier_start_may_have_sent(
+        self, tmp_path: Path, sent: Sent
+    ) -> None:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"step": 30}\n')
+        (tmp_path / LAST_SENT).write_text('{"id": "another", "step": 0}')
+        resumed = start(tmp_path, run_id="tiny-1", step=20, wandb="offline")
+        resumed.log({"step": 30})
+        resumed.close()
+        assert [step for step, _ in sent] == [30]
+
+    def test_the_end_of_a_run_reaches_wandb_only(self, tmp_path: Path, sent: Sent) -> None:
+        tracker = start(tmp_path, wandb="offline")
+        tracker.mirror_end("stop", 7, "as asked")
+        tracker.close()
+        assert sent == [(7, {"train/global_step": 7, "events/stop": 1, "events/message": "as asked"})]
         assert read_records(tmp_path) == []
         start(tmp_path, run_id="tiny-1", enabled=False).mirror_end("stop", 7, "as asked")
 

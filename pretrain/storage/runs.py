@@ -48,6 +48,7 @@ RUN_FILES = (
     "config.yaml",
     "environment.json",
     "metrics.jsonl",
+    "wandb-step.json",
     "start.json",
     "attention.json",
     "adaptation.json",

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from pretrain.common.errors import InputError
 from pretrain.config import RunConfig
+from pretrain.tracking.rows import MESSAGE, Rows
 
 _log = logging.getLogger(__name__)
 
@@ -39,10 +40,6 @@ LARGEST_RANK = "max_rank"
 ID_NAME = 55
 """Characters of a run's name in the W&B id that is generated for it: W&B's ids have up to 64."""
 
-WANDB_START = "train/start"
-"""1, and one more after each `resume` and `rollback`. Every record has this number in W&B, which keeps what
-metrics.jsonl drops when a run continues from a checkpoint."""
-
 # How long W&B may take to connect; after that the run is kept offline. Training does not wait.
 _INIT_SECONDS = 10.0
 # How long the last uploads may take at the end; `wandb sync` can send the rest later.
@@ -60,7 +57,7 @@ def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
     """
     if "event" in record:
         named = {_WANDB_TRAIN["step"]: record.get("step"), f"events/{record['event']}": record.get("rank", 1)}
-        return {**named, "events/message": record.get("message", "")}
+        return {**named, MESSAGE: record.get("message", "")}
     evaluation = "split" in record
     names, section = (_WANDB_EVALUATION, "eval") if evaluation else (_WANDB_TRAIN, "train")
     named = {names.get(key, f"{section}/{key}"): value for key, value in record.items() if key != "split"}
@@ -135,11 +132,14 @@ def wandb_arguments(
 class WandbMirror:
     """Sends records to W&B from a background thread. Training only puts them into a queue and never waits.
 
+    `rows` makes one call a step of them.
+
     Attributes:
         failure: why nothing is sent any more; "" while all is well.
     """
 
-    def __init__(self, mode: str, arguments: dict[str, Any]) -> None:
+    def __init__(self, mode: str, arguments: dict[str, Any], rows: Rows) -> None:
+        self._rows = rows
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self.failure = ""
         self._close_seconds = _TEARDOWN_SECONDS
@@ -148,9 +148,9 @@ class WandbMirror:
         self._thread = threading.Thread(target=self._run, args=(mode, arguments), name="wandb", daemon=True)
         self._thread.start()
 
-    def log(self, values: dict[str, Any]) -> None:
-        """Queue metrics."""
-        self._queue.put(("log", values))
+    def log(self, record: dict[str, Any]) -> None:
+        """Queue a record."""
+        self._queue.put(("log", record))
 
     def log_artifact(self, folder: Path, name: str) -> None:
         """Queue a folder as model artifact."""
@@ -167,9 +167,10 @@ class WandbMirror:
             while (item := self._queue.get()) is not None:
                 kind, value = item
                 if kind == "log":
-                    run.log(value)
+                    _send(run, self._rows.add(value["step"], wandb_names(value), event="event" in value))
                 else:
                     _log_wandb_artifact(run, *value)
+            _send(run, self._rows.take())
             _finish_wandb(run)
         except Exception as error:
             # metrics.jsonl has all records, so training continues without W&B.
@@ -202,6 +203,12 @@ def _start_wandb(mode: str, arguments: dict[str, Any]) -> Any:
         run = wandb.init(**arguments, mode="offline", settings=settings)
     run.define_metric("*", step_metric="train/global_step")
     return run
+
+
+def _send(run: Any, row: tuple[int, dict[str, Any]] | None) -> None:
+    if row is not None:
+        step, values = row
+        run.log(values, step=step, commit=True)
 
 
 def _log_wandb_artifact(run: Any, folder: Path, name: str) -> None:

@@ -13,11 +13,9 @@ from typing import Any
 
 from pretrain.common.files import append_open, disk_errors
 from pretrain.config import RunConfig
-from pretrain.tracking.mirror import ID_NAME, WANDB_START, WandbMirror, wandb_arguments, wandb_mode, wandb_names
+from pretrain.tracking.mirror import ID_NAME, WandbMirror, wandb_arguments, wandb_mode
 from pretrain.tracking.records import METRICS, keep_until, read_records
-
-# Events at whose step training continues from a checkpoint: what was recorded before, of later steps, is abandoned.
-_CONTINUATIONS = ("resume", "rollback")
+from pretrain.tracking.rows import Rows
 
 
 class Tracker:
@@ -60,9 +58,14 @@ class Tracker:
             keep_until(path, step if run_id else -1)
             # Unbuffered: a record survives the process, and `log` itself reports a full disk.
             self._file = append_open(path, buffering=0)
-        self._start = 1 + sum(record.get("event") in _CONTINUATIONS for record in read_records(run_dir))
         if mode != "off":
-            self._wandb = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type))
+            with disk_errors(path):
+                rows = Rows(run_dir, self.run_id, step if run_id else None)
+            # What an earlier start recorded and was killed before it sent.
+            unsent = [record for record in read_records(run_dir) if rows.last < record.get("step", 0) <= step]
+            self._wandb = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type), rows)
+            for record in unsent:
+                self._wandb.log(record)
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one record (`pretrain.tracking.metrics`); NaN and infinities are written as null."""
@@ -77,7 +80,6 @@ class Tracker:
             remaining = json.dumps(record, allow_nan=False).encode() + b"\n"
             while remaining:
                 remaining = remaining[self._file.write(remaining) :]
-        self._start += record.get("event") in _CONTINUATIONS
         self._mirror(record)
         self._step = record["step"]
         self._note_failure()
@@ -102,7 +104,7 @@ class Tracker:
 
     def _mirror(self, record: dict[str, Any]) -> None:
         if self._wandb is not None:
-            self._wandb.log({**wandb_names(record), WANDB_START: self._start})
+            self._wandb.log(record)
 
     def _note_failure(self) -> None:
         """Record, once, that W&B failed."""
