@@ -626,7 +626,7 @@ def test_slurm_accepts_it(config: Path, tmp_path: Path) -> None:
 
 def program(folder: Path, name: str, lines: str) -> None:
     """A stand-in for a program of that name."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(f"#!/bin/bash\n{lines}")
     (folder / name).chmod(0o755)
 
@@ -908,8 +908,47 @@ def test_the_container_file_takes_its_versions_from_the_lock() -> None:
     assert installs
     assert all("--constraint requirements.lock" in line for line in installs)
     assert not re.search(r"\w==\d", text)
-    assert re.search(r"FROM python:3\.1[0-3]-", text)  # requires-python
+    assert re.search(r"^ARG BASE=python:3\.1[0-3]-", text, re.MULTILINE)  # requires-python
     assert "--uid 1000" in text  # runAsUser of the pods
+
+
+@pytest.mark.skipif(not shutil.which("gpg"), reason="no gpg here")
+@pytest.mark.parametrize("signed", ["by the key", "by another key", "another file"])
+def test_only_a_signed_installer_runs(tmp_path: Path, signed: str) -> None:
+    """The lines of the image that install EFA, with a downloaded installer that writes a file."""
+    text = (ROOT / "cluster/manifests/Containerfile").read_text()
+    lines = text[text.index('RUN if [ -n "$EFA_INSTALLER" ]') + 4 : text.index("WORKDIR")]
+    site, efa = tmp_path / "site", tmp_path / "efa"
+    installer = site / "aws-efa-installer/efa_installer.sh"
+    program(installer.parent, installer.name, f"touch {tmp_path}/ran\n")
+    home = {**os.environ, "GNUPGHOME": str(tmp_path / "keys")}
+    (tmp_path / "keys").mkdir(mode=0o700)
+
+    def call(*command: object) -> str:
+        return subprocess.run(
+            list(map(str, command)), env=home, cwd=site, check=True, capture_output=True, text=True
+        ).stdout
+
+    for name in ("aws", "other"):
+        call("gpg", "--batch", "--passphrase", "", "--quick-generate-key", f"{name}@example.com", "ed25519", "sign")
+    key = re.findall(r"^fpr:+([0-9A-F]{40}):", call("gpg", "--list-keys", "--with-colons"), re.MULTILINE)[0]
+    call("tar", "--create", "--gzip", "--file", "aws-efa-installer-1.tar.gz", "aws-efa-installer")
+    signer = "other" if signed == "by another key" else "aws"
+    call("gpg", "--batch", "--local-user", f"{signer}@example.com", "--detach-sign", "aws-efa-installer-1.tar.gz")
+    (site / "aws-efa-installer.key").write_text(call("gpg", "--armor", "--export"))
+    call("gpgconf", "--kill", "gpg-agent")
+    if signed == "another file":
+        (site / "aws-efa-installer-1.tar.gz").write_bytes(b"replaced")
+    bin_ = tmp_path / "bin"
+    program(bin_, "wget", f'for one in "${{@:2}}"; do cp {site}/"${{one##*/}}" .; done\n')
+    for name in ("apt-get", "ldconfig"):
+        program(bin_, name, "")
+    lines = lines.replace("/tmp/efa", str(efa)).replace("/var/lib/apt/lists", f"{tmp_path}/lists")
+    lines = lines.replace("/opt/amazon", str(tmp_path)).replace("/etc/ld.so.conf.d", str(tmp_path))
+    done = subprocess.run(
+        ["sh", "-c", lines], env=with_programs(bin_, EFA_INSTALLER="1", EFA_KEY=key), capture_output=True
+    )
+    assert ((tmp_path / "ran").exists(), done.returncode == 0) == (signed == "by the key", signed == "by the key"), done
 
 
 def test_the_image_has_what_the_head_starts_nodes_with() -> None:
