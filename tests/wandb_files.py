@@ -14,7 +14,7 @@ _FULL, _FIRST, _LAST = 1, 2, 4
 
 def history(path: Path) -> list[tuple[int, dict[str, str]]]:
     """(W&B's step, JSON of each value) of the rows in a .wandb file, which may end within a record."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
     rows = []
     for content in _records(path.read_bytes()):
