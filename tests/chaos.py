@@ -91,7 +91,7 @@ class Cluster:
         return self.command("status", name).partition(": ")[2].split()[0]
 
     def wait_end(self, name: str, seconds: float = 120) -> str:
-        wait_for(lambda: self.state_of(name) not in ("running", "pending"), seconds)
+        wait_for(lambda: self.state_of(name) not in ("running", "pending", "queued"), seconds)
         return self.state_of(name)
 
     def processes(self) -> list[psutil.Process]:
