@@ -131,7 +131,7 @@ def _stages(arguments: argparse.Namespace, resume: bool) -> list[tuple[str, list
 
 
 def _remove_run(folder: Path) -> None:
-    if not (folder / "config.yaml").is_file():
+    if not (folder / "environment.json").is_file():
         raise InputError(f"{folder}: not a run folder, so --fresh does not delete it. Choose another --run-dir.")
     shutil.rmtree(folder)
 

@@ -106,8 +106,9 @@ def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str
         changed: names the settings that differ between two configs and must not when a run resumes.
 
     Raises:
-        InputError: W&B would refuse a name; the folder cannot be written; it holds checkpoints and `resume` is off; or
-            a resumed run's config changes which samples are used or how they are weighted.
+        InputError: W&B would refuse a name; the folder cannot be written, or has a config.yaml of the user's; it holds
+            checkpoints and `resume` is off; or a resumed run's config changes which samples are used or how they are
+            weighted.
     """
     config.tracking.check_names()
     folder = config.folder
@@ -121,6 +122,8 @@ def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str
             "continue that run, or choose another name or run_dir to start a new one."
         )
     before = folder / CONFIG_FILE
+    if before.exists() and not checkpoints and not (folder / ENVIRONMENT_FILE).exists():
+        raise InputError(f"{before}: no run wrote it, and this one would replace it. Choose another name or run_dir.")
     if checkpoints and before.exists():
         check_unchanged(before, load(before, type(config)), config, changed)
 

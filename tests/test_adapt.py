@@ -168,6 +168,16 @@ def test_a_fine_tuning_without_a_score_is_refused_before_all_else(tmp_path: Path
         _check(arguments)
 
 
+@pytest.mark.parametrize("words", [["corpus.jsonl"], ["x", "--finetune", "adapt.yaml"]])
+def test_no_text_and_no_config_is_written_over(words: list[str], tmp_path: Path) -> None:
+    words = [str(tmp_path / word) if "." in word else word for word in words]
+    (tmp_path / "start").mkdir()
+    for name in ("corpus.jsonl", "adapt.yaml"):
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(InputError, match="is also an input"):
+        _check(options(*words, "--from", str(tmp_path / "start"), "--out", str(tmp_path)))
+
+
 def test_fine_tunings_may_change_after_the_training(tmp_path: Path) -> None:
     def config(*words: str) -> Any:
         arguments = options("x", "--from", "start", "--out", str(tmp_path), *words)

@@ -183,6 +183,18 @@ def test_a_run_with_checkpoints_is_not_restarted_without_resume(config_file: Pat
     assert cli("pretrain", config_file, "--set", "name=other") == 0
 
 
+def test_a_config_that_no_run_wrote_is_not_replaced(config_file: Path, calls: Calls, capsys):
+    Path("runs/trial").mkdir(parents=True)
+    own = Path("runs/trial/config.yaml")
+    own.write_text(f"# mine\n{config_file.read_text()}")
+    assert cli("pretrain", own) == 2
+    assert "runs/trial/config.yaml: no run wrote it" in error_of(capsys)
+    assert own.read_text().startswith("# mine")
+    own.unlink()
+    assert cli("pretrain", config_file) == 0
+    assert cli("pretrain", own) == 0  # that of a run which has no checkpoint yet
+
+
 def test_resume_continues_with_other_workers(config_file: Path, calls: Calls):
     cli("pretrain", config_file)
     add_checkpoint(Path("runs/trial"))

@@ -18,17 +18,10 @@ from corpora import make_vocabulary, write_corpus
 
 from pretrain.common.addresses import local, local_run
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import (
-    append_open,
-    checkpoint_names,
-    disk_errors,
-    locked,
-    put_manifest,
-    read_manifest,
-    verify_manifest,
-)
+from pretrain.common.files import append_open, atomic_open, checkpoint_names, disk_errors, expect_other, locked
 from pretrain.corpus import shards as shards_of
 from pretrain.corpus.shards import open_shards
+from pretrain.reporting.pages import write_page
 
 ROOT = Path(__file__).parent.parent
 
@@ -87,6 +80,58 @@ def test_without_locks_the_work_continues_with_a_warning(
         f"{tmp_path}/.lock: this file system does not support locks ({os.strerror(error)}). "
         f"Make sure that no other process uses {tmp_path}."
     )
+
+
+# ---- what is in the place of an output
+
+
+def test_a_link_stays_and_its_file_is_written(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("there", "to be made"):
+        (tmp_path / f"{name}.link").symlink_to(tmp_path / "elsewhere" / name)
+    (tmp_path / "elsewhere" / "there").write_text("old")
+    for name in ("there", "to be made"):
+        with atomic_open(tmp_path / f"{name}.link", "w") as file:
+            file.write("new")
+        assert (tmp_path / f"{name}.link").is_symlink()
+        assert (tmp_path / "elsewhere" / name).read_text() == "new"
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == ["there", "to be made"]
+
+
+def test_a_pipe_and_a_device_are_written_in_place(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for name in (pipe, link):
+        with atomic_open(name, "w") as file:
+            file.write("a line")
+        assert os.read(reader, 100) == b"a line"
+        assert name.is_fifo()
+    os.close(reader)
+    (tmp_path / "null").symlink_to(os.devnull)
+    with atomic_open(tmp_path / "null") as file:
+        file.write(b"nothing")
+    assert (tmp_path / "null").is_symlink()
+    assert Path(os.devnull).is_char_device()
+
+
+def test_an_output_is_no_input_under_any_name(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text")
+    (tmp_path / "link").symlink_to("in.csv")
+    os.link(tmp_path / "in.csv", tmp_path / "hard")
+    expect_other([tmp_path / "new", Path(os.devnull)], [tmp_path / "in.csv", os.devnull, "-"])
+    for name in ("in.csv", "link", "hard", "../" + tmp_path.name + "/in.csv"):
+        with pytest.raises(InputError, match="is also an input"):
+            expect_other([tmp_path / "new", tmp_path / name], [tmp_path / "in.csv"])
+
+
+def test_a_page_replaces_pages_only(tmp_path: Path) -> None:
+    records = tmp_path / "metrics.jsonl"
+    records.write_text('{"step": 1}')
+    with pytest.raises(InputError, match=r"metrics\.jsonl: exists and is not a page"):
+        write_page(records, "report.html.j2")
+    assert records.read_text() == '{"step": 1}'
 
 
 # ---- names that lead elsewhere

@@ -252,6 +252,9 @@ def test_a_damaged_model_is_refused(run: Path, tmp_path: Path) -> None:
 def test_nothing_else_is_overwritten(run: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is the model itself"):
         export.export(run, run / "model")
+    shutil.copytree(run, tmp_path / "other")
+    with pytest.raises(InputError, match="is the model of a run"):
+        export.export(run, tmp_path / "other" / "model")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "precious.txt").write_text("mine")
     with pytest.raises(InputError, match="exists and is not an export"):

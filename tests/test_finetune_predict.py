@@ -119,6 +119,37 @@ def output(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+# ---- what is written
+
+
+def test_no_output_replaces_an_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = write_csv(tmp_path / "mine.csv", ["text"], [["the film was good"]])
+    before = given.read_bytes()
+    assert predict(folder / "reviews", given, "--out", given) == 2
+    assert "mine.csv: is also an input" in capsys.readouterr().err
+    assert given.read_bytes() == before
+    # The files for official scorers have names of their own.
+    asked = tmp_path / "asked.answers.json"
+    asked.write_text(json.dumps([{"id": "1", "question": "what was good", "context": CONTEXT}]))
+    assert predict(folder / "questions", asked, "--out", tmp_path / "asked.jsonl") == 2
+    assert "asked.answers.json: is also an input" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["asked.answers.json", "mine.csv"]
+    rated = tmp_path / "predictions" / "rated.jsonl"
+    rated.parent.mkdir()
+    rated.write_text(json.dumps({"text": "the film", "label": "positive"}))
+    assert evaluate(folder / "reviews", rated, "--out", tmp_path) == 2
+    assert "rated.jsonl: is also an input" in capsys.readouterr().err
+
+
+def test_predictions_go_into_a_device(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = tmp_path / "asked.json"
+    asked.write_text(json.dumps([{"id": "1", "question": "what was good", "context": CONTEXT}]))
+    (tmp_path / "null").symlink_to("/dev/null")
+    assert predict(folder / "questions", asked, "--out", tmp_path / "null") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["asked.json", "null"]
+    assert (tmp_path / "null").is_char_device()
+
+
 # ---- what is read
 
 

@@ -186,8 +186,20 @@ def test_there_and_back_is_exact(model: PretrainingModel, exported: Path) -> Non
 def test_an_export_replaces_an_export_and_nothing_else(model: PretrainingModel, exported: Path, tmp_path: Path) -> None:
     (exported / "old").write_text("from before")
     assert export(model, tmp_path, next_sentence=True) == exported
-    assert not (exported / "old").exists()
+    assert (exported / "old").read_text() == "from before"
+    files.verify_manifest(exported)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "tokenizer"]
+    (exported / "README.md").rename(exported / "notes.md")
+    manifest = json.loads((exported / "manifest.json").read_text())
+    del manifest["files"]["model.safetensors"]
+    (exported / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match=r"model\.safetensors: no export wrote it"):
+        export(model, tmp_path, next_sentence=True)
+    assert {"old", "notes.md", "model.safetensors"} < {path.name for path in exported.iterdir()}
+    # A corpus or a checkpoint has a manifest, too.
+    (exported / "manifest.json").write_text(json.dumps({"format": 1, "files": {"old": {}}}))
+    with pytest.raises(InputError, match="exists and is not an export"):
+        export(model, tmp_path, next_sentence=True)
     (exported / "manifest.json").unlink()
     with pytest.raises(InputError, match="exists and is not an export"):
         export(model, tmp_path, next_sentence=True)

@@ -900,6 +900,10 @@ def test_out_writes_what_would_be_printed(
     assert run_command(monkeypatch, "slurm", config) == 0
     assert run_command(monkeypatch, "slurm", config, "--out", tmp_path / "job.sh") == 0
     assert (tmp_path / "job.sh").read_text() == capsys.readouterr().out
+    before = config.read_text()
+    assert run_command(monkeypatch, "slurm", config, "--out", config) == 2
+    assert "is also an input" in capsys.readouterr().err
+    assert config.read_text() == before
 
 
 def test_the_container_file_takes_its_versions_from_the_lock() -> None:

@@ -458,9 +458,10 @@ class TestDemo:
         (checkpoint / "manifest.json").write_text("{}")
         self.run(commands)
         assert "--resume" in commands[1]
+        Path("runs/demo/config.yaml").write_text("")  # perhaps the user's own
         with pytest.raises(InputError, match="not a run folder"):
             self.run(commands, "--fresh")
-        Path("runs/demo/config.yaml").write_text("")
+        Path("runs/demo/environment.json").write_text("")
         self.run(commands, "--fresh")
         assert "--resume" not in commands[4]
         assert not checkpoint.exists()

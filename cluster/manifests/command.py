@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from pretrain.commands import add_command, local_path
-from pretrain.common.files import atomic_open, disk_errors
+from pretrain.common.files import atomic_open, disk_errors, expect_other
 
 _KINDS = ("kuberay", "rayup", "slurm")
 
@@ -43,6 +43,8 @@ The settings below place. say where it runs; cluster/manifests/{kuberay,rayup,sl
 def _manifest(arguments: argparse.Namespace) -> None:
     from cluster.manifests import render
 
+    if arguments.out is not None:
+        expect_other([arguments.out], [arguments.config])
     text = render(arguments.kind, arguments.config, arguments.set)
     if arguments.out is None:
         print(text, end="")

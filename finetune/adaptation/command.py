@@ -34,7 +34,7 @@ from finetune.config import run_name
 from pretrain.commands import as_stage, program
 from pretrain.common import settings
 from pretrain.common.errors import InputError
-from pretrain.common.files import MANIFEST, checkpoint_names, write_json
+from pretrain.common.files import MANIFEST, checkpoint_names, expect_other, write_json
 from pretrain.config import PretrainConfig, load_config
 from pretrain.reporting.gains import COMPARED, gain_lines
 
@@ -83,6 +83,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError("--finetune: two configs have the same file name, and so would their results. Rename one.")
     if not arguments.start_from.is_dir():
         raise InputError(f"--from: {arguments.start_from}: no such folder. Give one with a checkpoint.")
+    written = [arguments.out / f"{name}.{suffix}" for name in ("corpus", "general") for suffix in ("jsonl", "yaml")]
+    read = [*arguments.texts, *(arguments.general or ()), *(arguments.finetune or ())]
+    expect_other([*written, arguments.out / CONFIG_FILE], read)
     for path in arguments.finetune or ():
         _check_finetuning(path, arguments)
 

@@ -44,7 +44,8 @@ def evaluate(model: Path, file: str | None, out: Path | None, precision: Request
         result = SetResult.of(predictor.task, examples, predictor.predict(examples))
         name = _free_name(name, source, metrics)
         metrics[name] = {"scores": result.scores, "details": result.details, "file": source}
-        write_predictions(out / PREDICTIONS / f"{name}.jsonl", predictor.task, examples, result.predictions)
+        path = out / PREDICTIONS / f"{name}.jsonl"
+        write_predictions(path, predictor.task, examples, result.predictions, inputs=[source] if source else [])
         lines += result_lines(predictor.task, name, result.scores, result.details)
     write_json(out / _METRICS, metrics)
     if predictor.precision != predictor.config.engine.precision:
@@ -53,7 +54,7 @@ def evaluate(model: Path, file: str | None, out: Path | None, precision: Request
 
 
 def _evaluation_folder(folder: Path) -> Path:
-    """In the run folder; for an export next to it under its name, because a new export replaces the folder."""
+    """In the run folder; for an export next to it under its name, because an export is what others get."""
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     is_run = folder.name == MODEL and (folder.parent / SCORES).is_file()
     return folder.parent / ("evaluation" if is_run else f"{folder.name}-evaluation")

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.artifacts.folders import model_folder
-from finetune.artifacts.saved import load_saved
+from finetune.artifacts.folders import MODEL, model_folder
+from finetune.artifacts.saved import SCORES, load_saved
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import MANIFEST, read_manifest, verify_manifest
+from pretrain.common.files import verify_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
 
     Args:
         model: the model's folder, or its run folder.
-        out: folder to create; an earlier export there is replaced when the new one is complete.
+        out: folder to create; the files of an earlier export there are replaced when the new one is complete.
 
     Raises:
         InputError: the model is damaged, or `out` is not an export.
@@ -151,11 +151,11 @@ def _example(model: PaddedModel, lengths: list[int]) -> tuple[torch.Tensor, ...]
 
 
 def _expect_export(out: Path, folder: Path) -> None:
-    """Refuse to replace the model itself, or a folder with another kind of manifest, such as a corpus's."""
+    """Refuse to replace the model itself, or that of another run."""
     if out.resolve() == folder.resolve():
         raise InputError(f"{out}: is the model itself. Choose another folder.")
-    if (out / MANIFEST).is_file() and "config.json" not in read_manifest(out)["files"]:
-        raise InputError(f"{out}: exists and is not an export. Choose another folder, or remove it.")
+    if out.name == MODEL and (out.parent / SCORES).is_file() and out.exists():
+        raise InputError(f"{out}: is the model of a run, not an export. Choose another folder.")
 
 
 def _expect_packages() -> None:

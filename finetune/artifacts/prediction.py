@@ -12,7 +12,7 @@ from typing import Any
 from finetune.artifacts.predictor import Predictor, RequestedPrecision, read_records
 from finetune.artifacts.saved import prediction_lines, write_predictions
 from pretrain.common.errors import InputError
-from pretrain.common.files import atomic_open
+from pretrain.common.files import atomic_open, expect_other, is_stream
 from pretrain.common.thread_waits import sleeping_when_crowded
 
 STANDARD_INPUT = "-"
@@ -24,7 +24,7 @@ def predict(
     """Predict, and print JSON Lines or write them to a file.
 
     Args:
-        model: a fine-tuned model or its run folder.
+        model: the folder of a fine-tuned model.
         source: a file; `STANDARD_INPUT` or a pipe is read line by line, and each line is answered at once. The lines
             before a bad one are answered.
         out: file to write, whole or not at all; its name and the number of its predictions are printed. None prints
@@ -33,13 +33,15 @@ def predict(
         fields: one record's texts by name (text, pair, question, context), instead of `source`.
 
     Raises:
-        InputError: there is no model, or the input cannot be read.
+        InputError: there is no model, the input cannot be read, or `out` is the input.
     """
+    if out is not None:
+        expect_other([out], [source, *model.iterdir()])
     predictor = Predictor(model, precision=precision)
     if fields:
         record: Any = fields["text"] if set(fields) == {"text"} else dict(fields)
         _write_lines(map(_as_line, predictor.stream_lines([(1, record)], "record")), out)
-    elif source == STANDARD_INPUT or _is_stream(Path(source)):
+    elif source == STANDARD_INPUT or is_stream(Path(source)):
         with _opened(source) as (lines, where), sleeping_when_crowded():
             records = read_records(lines, where)
             _write_lines(map(_as_line, predictor.stream_lines(records, where, live=True)), out)
@@ -54,13 +56,8 @@ def _predict_file(predictor: Predictor, source: str, out: Path | None) -> None:
     if out is None:
         _write_lines(prediction_lines(predictor.task, examples, predictions), None)
     else:
-        write_predictions(out, predictor.task, examples, predictions)
+        write_predictions(out, predictor.task, examples, predictions, inputs=[source])
         _print_written(out, len(predictions))
-
-
-def _is_stream(path: Path) -> bool:
-    """Whether it is a pipe or a terminal, such as bash's <(command)."""
-    return path.is_fifo() or path.is_char_device()
 
 
 @contextlib.contextmanager

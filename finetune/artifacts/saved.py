@@ -18,7 +18,7 @@ from finetune.artifacts.folders import MODEL, SETTINGS, model_folder
 from finetune.config import FinetuneConfig
 from finetune.tasks.base import Task
 from pretrain.common.errors import InputError
-from pretrain.common.files import atomic_open, write_json
+from pretrain.common.files import atomic_open, expect_other, is_stream, write_json
 from pretrain.common.wording import shown_scores
 from pretrain.storage.runs import fetched_model
 
@@ -155,14 +155,24 @@ def load_saved(folder: Path) -> Saved:
 
 
 def write_predictions(
-    path: Path, task: Task[Any], examples: Sequence[Any], predictions: Sequence[Mapping[str, Any]]
+    path: Path,
+    task: Task[Any],
+    examples: Sequence[Any],
+    predictions: Sequence[Mapping[str, Any]],
+    inputs: Iterable[Path | str] = (),
 ) -> None:
-    """Write `prediction_lines` to `path`, and the task's `scorer_files` beside it under its name."""
+    """Write `prediction_lines` to `path`, and the task's `scorer_files` beside it under its name, unless it is a pipe.
+
+    `InputError` if one of these files is one of `inputs`; then none is written.
+    """
+    beside = {} if is_stream(path) else task.scorer_files(examples, predictions)
+    files = {path.with_name(path.stem + suffix): content for suffix, content in beside.items()}
+    expect_other([path, *files], inputs)
     with atomic_open(path, "w") as file:
         for line in prediction_lines(task, examples, predictions):
             file.write(line + "\n")
-    for suffix, content in task.scorer_files(examples, predictions).items():
-        with atomic_open(path.with_name(path.stem + suffix), "w") as file:
+    for beside_it, content in files.items():
+        with atomic_open(beside_it, "w") as file:
             file.write(content)
 
 

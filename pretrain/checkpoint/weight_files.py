@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import MANIFEST, disk_errors, fsync_folder, sha256_file, write_manifest
+from pretrain.common.files import MANIFEST, disk_errors, fsync_folder, read_manifest, sha256_file, write_manifest
 
 WEIGHTS = "model.safetensors"
 _KNOWN = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -41,24 +41,41 @@ def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill. It then becomes `out`, with a manifest, and replaces an earlier one with a manifest.
+    """A folder to fill. It then becomes `out`, with a manifest, and replaces the files of an earlier export.
 
-    An error leaves `out` as it was; a kill between two renames leaves it as `.NAME.XXXX.old`.
+    What else lies in `out` stays, and a link to it, too. An error leaves `out` as it was; a kill between two renames
+    leaves it as `.NAME.XXXX.old`. `InputError` if `out` is something else than an export, or if a file in it that no
+    export wrote has the name of a new one.
     """
-    if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out}: exists and is not an export. Choose another folder, or remove it.")
+    out = out.resolve() if out.is_symlink() else out
+    others = _others(out)
     aside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     with disk_errors(out):
         try:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             yield aside
+            if taken := next((path for path in others if (aside / path.name).exists()), None):
+                raise InputError(f"{taken}: no export wrote it, and this one would replace it. Move it, then repeat.")
             for path in aside.iterdir():
                 _fsync_file(path)
             write_manifest(aside, {"format": 1})
-            _replace_folder(aside, out)
+            _replace_folder(aside, out, others)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def _others(out: Path) -> list[Path]:
+    """What lies in `out` beside the files of an earlier export; `InputError` if it is neither an export nor empty."""
+    inside = list(out.iterdir()) if out.is_dir() else []
+    if not inside and not (out.exists() and not out.is_dir()):
+        return []
+    # Corpora and checkpoints have a manifest, too.
+    files = read_manifest(out)["files"] if (out / MANIFEST).is_file() else {}
+    if "config.json" not in files:
+        raise InputError(f"{out}: exists and is not an export. Choose another folder, or remove it.")
+    written = {MANIFEST, *(Path(name).parts[0] for name in files)}
+    return [path for path in inside if path.name not in written]
 
 
 def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
@@ -167,8 +184,8 @@ def _fsync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _replace_folder(aside: Path, out: Path) -> None:
-    """Rename `aside` to `out`; an earlier `out` is moved away first and removed last."""
+def _replace_folder(aside: Path, out: Path, others: Sequence[Path]) -> None:
+    """Rename `aside` to `out`; an earlier `out` is moved away first and removed last, when `others` are back."""
     fsync_folder(aside)
     old = out.with_name(f".{out.name}.{secrets.token_hex(4)}.old")
     if out.exists():
@@ -179,5 +196,7 @@ def _replace_folder(aside: Path, out: Path) -> None:
         if old.exists():
             old.rename(out)
         raise
+    for path in others:
+        (old / path.name).rename(path)
     fsync_folder(out.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -19,7 +19,7 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -37,7 +37,7 @@ _OTHER_FILES = 4096  # generous for the sockets, libraries and logs of a large r
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_SUCH_PATH = (
     *(errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
-    *(errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO),
 )
 
 
@@ -86,15 +86,21 @@ def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open `path` for writing; the file appears complete or not at all.
 
     Writes a temporary file in the same folder, fsyncs it, renames it to `path` and fsyncs the folder. Disk-full and
-    permission errors become `MachineError` and `InputError`; the temporary file is removed.
+    permission errors become `MachineError` and `InputError`; the temporary file is removed. A link stays, and the file
+    that it names is written. A pipe or a device is written in place.
     """
-    path = Path(path)
+    path, text = Path(path), {} if "b" in mode else {"encoding": "utf-8"}
+    if is_stream(path):
+        with disk_errors(path), path.open(mode, **text) as file:  # pyright: ignore[reportArgumentType, reportCallIssue]
+            yield file
+        return
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
     # Not the process id: a process on another machine that shares the folder may have the same one.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with aside.open(mode, **({} if "b" in mode else {"encoding": "utf-8"})) as file:  # pyright: ignore[reportArgumentType, reportCallIssue]
+            with aside.open(mode, **text) as file:  # pyright: ignore[reportArgumentType, reportCallIssue]
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -102,6 +108,20 @@ def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
             fsync_folder(path.parent)
         finally:
             aside.unlink(missing_ok=True)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether it is a pipe, a device or a socket, such as bash's <(command), or a link to one."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def expect_other(outputs: Iterable[Path], inputs: Iterable[Path | str]) -> None:
+    """Raise `InputError` if a file to be written is one that is read, under whatever name."""
+    read = [Path(path).expanduser() for path in inputs]
+    for out in outputs:
+        # Devices may be both, such as a terminal.
+        if out.is_file() and any(path.is_file() and path.samefile(out) for path in read):
+            raise InputError(f"{out}: is also an input, which the output would replace. Choose another name.")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -6,15 +6,22 @@ import datetime
 from pathlib import Path
 from typing import Any
 
+from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
 
+_START = b"<!doctype html"
 DATE = "%Y-%m-%d %H:%M UTC"  # for strftime
 
 
 def write_page(out: Path, template: str, **values: Any) -> Path:
-    """Render `template` with `values` and `written` (the current time) and write it to `out` atomically."""
+    """Render `template` with `values` and `written` (the current time) and write it to `out` atomically.
+
+    `InputError` if `out` is a file that is not a page, such as one of the run.
+    """
     import jinja2
 
+    if out.is_file() and out.read_bytes().lstrip()[: len(_START)].lower() not in (b"", _START):
+        raise InputError(f"{out}: exists and is not a page. Choose another name, or remove it.")
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("pretrain.reporting"),
         autoescape=True,
