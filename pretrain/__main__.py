@@ -229,7 +229,8 @@ def _export(arguments: argparse.Namespace) -> None:
     if own:
         print(f"{arguments.out}: written for bertrain's own commands. transformers cannot load it ({own}).")
     else:
-        print(f"{arguments.out}: written. transformers loads it with AutoModelForPreTraining.from_pretrained.")
+        loader = hf.auto_class(local(arguments.out))
+        print(f"{arguments.out}: written. transformers loads it with {loader}.from_pretrained.")
 
 
 def _report(arguments: argparse.Namespace) -> None:

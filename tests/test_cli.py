@@ -422,7 +422,7 @@ def test_export_names_run_folder_and_checkpoint(monkeypatch: pytest.MonkeyPatch)
     from pretrain.checkpoint import hf
 
     seen = []
-    monkeypatch.setattr(hf, "export_run", lambda *given, **_: seen.append(given))
+    monkeypatch.setattr(hf, "export_run", lambda *given, **_: seen.append(given) or "a part")
     assert cli("export", "runs/a", "out") == 0
     assert cli("export", "runs/a", "out", "--checkpoint", "best") == 0
     assert seen == [(Path("runs/a"), Path("out"), None), (Path("runs/a"), Path("out"), "best")]
@@ -432,7 +432,7 @@ def test_a_run_may_be_given_by_its_name(tmp_path: Path, monkeypatch: pytest.Monk
     from pretrain.checkpoint import hf
 
     seen = []
-    monkeypatch.setattr(hf, "export_run", lambda run, *_, **__: seen.append(run))
+    monkeypatch.setattr(hf, "export_run", lambda run, *_, **__: seen.append(run) or "a part")
     monkeypatch.chdir(tmp_path)
     Path("runs/a").mkdir(parents=True)
     for given in ("a", "runs/a", "b"):

@@ -24,7 +24,7 @@ from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_ids, released_tensors, their_tensors, written_facts
 from pretrain.checkpoint.start import START_FILE
 from pretrain.checkpoint.tokenizer import copy_tokenizer, corpus_of, read_tokenizer
-from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
+from pretrain.checkpoint.weight_files import WEIGHTS, read_json, save_weights, whole_folder
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.common.settings import dump
@@ -128,6 +128,13 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
         classifier, text = config.pairs.has_classifier, card(config.model, state, own=own)
         export(state, config.model, corpus, out, next_sentence=classifier, card=text, **start)
     return own
+
+
+def auto_class(folder: Path) -> str:
+    """The class of transformers that loads an export with all of its heads."""
+    # Only families with a second head have a class for pretraining.
+    second = read_json(folder / "config.json")["architectures"][0].endswith("ForPreTraining")
+    return "AutoModelForPreTraining" if second else "AutoModelForMaskedLM"
 
 
 def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
