@@ -8,12 +8,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_MODE="offline", MPLBACKEND="agg")
 for name in ("WANDB_API_KEY", "RAY_ADDRESS"):
     os.environ.pop(name, None)
 # Tests multiply small matrices, in many processes at once: more threads in each only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 # Files whose tests are skipped where a package is missing, as on a machine that is only lent for its GPU.
 _PACKAGES = {
