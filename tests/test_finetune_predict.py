@@ -204,7 +204,7 @@ def test_gold_that_is_not_a_label_of_the_model_is_skipped(
     path = write_csv(tmp_path / "a.csv", ["text", "label"], [["good", "positive"], ["bad", "mixed"], ["it", ""]])
     assert predict(folder / "reviews", path) == 0
     assert [one.get("gold") for one in output(capsys)] == ["positive", None, None]
-    assert "1 of 3 labels are unknown" in caplog.text
+    assert "2 of 3 labels are missing or unknown" in caplog.text
     assert "a.csv:3: label 'mixed'" in caplog.text
     assert evaluate(folder / "reviews", path) == 2
     assert "a.csv:4: label is empty" in capsys.readouterr().err

@@ -39,7 +39,7 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
 
     Args:
         path: the file.
-        encoding: name of a Python text encoding.
+        encoding: name of a Python text encoding; for utf-8, a byte-order mark of UTF-16 is obeyed.
         advice: another remedy for wrongly encoded bytes, appended to the error.
 
     Raises:
@@ -53,6 +53,8 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
         raise InputError(f"{path}: cannot be read ({reason}). Fetch it again, or check its rights.") from None
+    if codecs.lookup(encoding).name == "utf-8" and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        encoding = "utf-16"  # no text in UTF-8 begins with these bytes
     mark = codecs.BOM_UTF8 if codecs.lookup(encoding).name == "utf-8" and raw.startswith(codecs.BOM_UTF8) else b""
     try:
         return raw[len(mark) :].decode(encoding)

@@ -85,7 +85,8 @@ class Wanted:
 
 def listed(names: Collection[Any]) -> str:
     """Names for a message, at most 20."""
-    shown = [str(name)[:40] for name in names]
+    # Quoted if blanks surround a name.
+    shown = [str(name)[:40] if str(name) == str(name).strip() else repr(str(name)) for name in names]
     return ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")
 
 

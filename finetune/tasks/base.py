@@ -138,7 +138,7 @@ class Task(ABC, Generic[E]):
 
     @abstractmethod
     def is_labelled(self, examples: Sequence[E]) -> bool:
-        """Whether every example has its label, so that predictions can be scored."""
+        """Whether examples have labels, so that predictions can be scored."""
 
     @abstractmethod
     def record(self, example: E) -> dict[str, Any]:

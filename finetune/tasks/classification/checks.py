@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -9,11 +11,12 @@ from finetune.datasets.labels import Label, listed
 from finetune.datasets.table import Table
 from pretrain.common.wording import counted
 
+_ZEROS = re.compile(r"(?<=\d)\.0*$")  # of 1.0
 _MOST_PLACES = 5  # of empty texts, in a message
 
 
 def similar_labels(names: Iterable[str], source: str) -> Iterator[str]:
-    """A warning for each group of labels that differ only in capitals or blanks.
+    """A warning for each group of labels that differ only in capitals, blanks, or how Unicode or a number is written.
 
     Args:
         names: the labels as the files have them.
@@ -21,11 +24,13 @@ def similar_labels(names: Iterable[str], source: str) -> Iterator[str]:
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        groups["".join(name.casefold().split())].append(name)
+        groups[_plain(name)].append(name)
     for group in groups.values():
         if len(group) > 1:
+            # Names that look the same are shown with their code points.
+            shown = [repr(name) if name.isascii() else ascii(name) for name in group]
             yield (
-                f"{source}: the labels {listed([repr(name) for name in group])} differ only in capitals or blanks. "
+                f"{source}: the labels {listed(shown)} differ only in capitals, blanks or Unicode. "
                 "They are different classes; write them the same way if they are not."
             )
 
@@ -75,6 +80,13 @@ def single_prediction(labels: Sequence[str], counts: Sequence[Sequence[int]]) ->
             f"the model predicts {labels[predicted[0]]!r} for every example. Train longer (training.epochs) or with "
             "another training.learning_rate; if one class is frequent, set classification.class_weights: balanced."
         )
+
+
+def _plain(name: str) -> str:
+    """The label without what one does not see: blanks, zero-width characters, capitals, and forms of a number."""
+    name = unicodedata.normalize("NFKC", name).casefold()
+    name = "".join(one for one in name if not one.isspace() and unicodedata.category(one) != "Cf")
+    return _ZEROS.sub("", name)
 
 
 def _has_text(cell: object) -> bool:

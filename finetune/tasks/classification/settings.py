@@ -86,6 +86,9 @@ class ClassificationSettings(Section):
         default="", description="Column of the second text, if texts come in pairs; segment B."
     )
     label_column: str | int = Field(default="label", description="Column of the label: its name, or its number from 0.")
+    label_columns: tuple[str | int, ...] = Field(
+        default=(), description="multi_label: columns of 0 and 1, one for each label, in place of label_column."
+    )
     problem_type: Problem = Field(
         default="single_label",
         description="What each text has: one class, any number of labels, or a number. glue sets it.",
@@ -130,6 +133,11 @@ class ClassificationSettings(Section):
         description="Score that chooses the checkpoint. Empty: accuracy, micro_f1, pearson_and_spearman, or GLUE's.",
     )
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The labels that the settings name, as in the files; () if they name none."""
+        return self.labels or tuple(map(str, self.label_columns))
+
     @model_validator(mode="after")
     def _check_sources(self) -> ClassificationSettings:
         if sum(map(bool, (self.glue, self.dataset, self.containment, self.train and not self.dataset))) > 1:
@@ -167,12 +175,16 @@ class ClassificationSettings(Section):
         kind = "regression" if self.glue == "stsb" else self.problem_type
         if self.glue and (self.labels or self.label_names or self.problem_type != "single_label"):
             raise ValueError("labels: glue has its own; leave labels, label_names and problem_type out")
-        for name in ("labels", "label_names"):
+        for name in ("labels", "label_names", "label_columns"):
             if len(set(values := getattr(self, name))) != len(values):
                 raise ValueError(f"{name}: one occurs twice")
-        if self.labels and self.label_names and len(self.labels) != len(self.label_names):
+        if self.outputs and self.label_names and len(self.outputs) != len(self.label_names):
             raise ValueError(
-                f"label_names: {counted(len(self.label_names), 'name')} for {counted(len(self.labels), 'label')}"
+                f"label_names: {counted(len(self.label_names), 'name')} for {counted(len(self.outputs), 'label')}"
+            )
+        if self.label_columns and (kind != "multi_label" or self.labels or self.label_separator):
+            raise ValueError(
+                "label_columns: name the labels of problem_type: multi_label; leave the other settings out"
             )
         if len(self.labels) == 1 and kind == "single_label":
             raise ValueError("labels: one class alone; a classifier needs two or more")

@@ -7,26 +7,24 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from finetune.datasets import glue, tables
-from finetune.datasets.arrow import read_dataset
-from finetune.datasets.files import plain_suffix
-from finetune.datasets.labels import Label, Problem, listed, ordered, parse, renamed, shown
+from finetune.datasets.labels import Label, Problem, listed, ordered, parse, renamed, shown, without_vectors
 from finetune.datasets.surrogates import check_id, check_whole
-from finetune.datasets.table import Key, Table, TableFormat
+from finetune.datasets.table import Key, Table
 from finetune.tasks.classification import checks
 from finetune.tasks.classification.settings import ClassificationSettings
+from finetune.tasks.classification.table_source import TableSource
 from pretrain.common.errors import InputError
-from pretrain.common.quoting import Quoting
 from pretrain.common.wording import counted
 
 logger = logging.getLogger(__name__)
+
+_NONE = object()  # in place of a cell, where there is no column of labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +65,8 @@ class ExampleSource:
             self._names = {}
         elif settings.glue:
             self._names = {name: name for name in glue.TASKS[settings.glue].labels.values()}
-        elif settings.labels:
-            self._names = dict(zip(settings.labels, settings.label_names or settings.labels, strict=True))
+        elif settings.outputs:
+            self._names = dict(zip(settings.outputs, settings.label_names or settings.outputs, strict=True))
 
     @property
     def names(self) -> dict[str, str]:
@@ -124,10 +122,10 @@ class ExampleSource:
         return {"dev": held_out}
 
     def read_test(self) -> dict[str, list[Example]]:
-        """The test sets, with labels or without."""
+        """The test sets. Labels that are missing or unknown are left out, with a warning in the log."""
         sets = {part: self.tables.read_unlabelled(part) for part in self.tables.parts("test")}
         return {
-            part: self._examples(table, self._raw_labels(table, labelled=False), warn=True)
+            part: self._examples(table, self._known_labels(table), warn=True)
             for part, table in sets.items()
             if table is not None
         }
@@ -164,23 +162,31 @@ class ExampleSource:
         digest = hashlib.blake2b(key, digest_size=8).digest()
         return int.from_bytes(digest, "little") < self._settings.dev_share * 2.0**64
 
-    def _raw_labels(self, table: Table, *, labelled: bool = True) -> list[Label | None]:
-        """Labels as in the files; all None if the set has none and may have none."""
-        cells = table.columns.get("label")
-        if cells is None or (not labelled and all(cell is None or cell == "" for cell in cells)):
-            return [None] * len(table)
+    def _raw_labels(self, table: Table) -> list[Label | None]:
+        """Labels as in the files; all None if the set has none."""
         separator = self._settings.label_separator
-        return [parse(cell, self._problem, separator, table.where(row)) for row, cell in enumerate(cells)]
+        return [
+            None if cell is _NONE else parse(cell, self._problem, separator, table.where(row))
+            for row, cell in enumerate(self._cells(table))
+        ]
+
+    def _cells(self, table: Table) -> list[Any]:
+        """The labels' cells, with lists of names in place of vectors of 0 and 1; all `_NONE` without a column."""
+        cells = table.columns.get("label")
+        if cells is None:
+            return [_NONE] * len(table)
+        if self._problem != "multi_label":
+            return cells
+        separator, sure = self._settings.label_separator, bool(self._settings.label_columns)
+        return without_vectors(cells, separator, list(self._names or ()), table.where, sure=sure)
 
     def _known_labels(self, table: Table) -> list[Label | None]:
-        """Labels as in the files, None for those that the model does not know."""
+        """Labels as in the files, None for those that are missing or that the model does not know."""
         raw: list[Label | None] = [None] * len(table)
         unknown: list[str] = []
-        cells = table.columns.get("label", [])
-        is_empty = all(cell is None or cell == "" for cell in cells)
-        for row, cell in enumerate(cells):
-            if cell is None or is_empty or (cell == "" and self._problem != "multi_label"):
-                continue
+        if all(cell is None or cell == "" for cell in table.columns.get("label", [])):
+            return raw
+        for row, cell in enumerate(self._cells(table)):
             try:
                 raw[row] = parse(cell, self._problem, self._settings.label_separator, table.where(row))
                 renamed(raw[row], self.names, table.where(row))
@@ -189,7 +195,7 @@ class ExampleSource:
                 unknown.append(str(error))
         if unknown:
             logger.warning(
-                "%d of %d labels are unknown and left out of the predictions; the first: %s",
+                "%d of %d labels are missing or unknown, and left out; the first: %s",
                 len(unknown),
                 len(table),
                 unknown[0],
@@ -291,197 +297,6 @@ class ExampleSource:
         occurrences = Counter(example.label for example in examples)
         counts = np.array([occurrences[label] for label in labels], np.int64)
         return np.where(counts > 0, len(examples) / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
-
-
-class TableSource:
-    """Tables of one config, with the columns text, pair and label.
-
-    Args:
-        quoting: how the quotes of the training set were read, if a trained model knows it.
-    """
-
-    def __init__(self, settings: ClassificationSettings, quoting: Quoting | None = None) -> None:
-        self._settings = settings
-        self._quoting: Quoting | None = quoting
-        self._glue = glue.TASKS[settings.glue] if settings.glue else None
-        self._made: Table | None = None  # of the text of `containment`
-
-    def parts(self, kind: str) -> tuple[str, ...]:
-        """Names of the sets of `kind`, dev or test."""
-        if self._glue:
-            return self._glue.dev if kind == "dev" else self._glue.test
-        return (kind,) if getattr(self._settings, kind) else ()
-
-    @property
-    def quoting(self) -> Quoting | None:
-        """How the quotes of the training set, a .tsv, are read; None if it has none or was not read yet."""
-        return self._quoting
-
-    @property
-    def text_column(self) -> Key:
-        """Name of the column of texts, or its number from 0."""
-        return self._glue.text if self._glue else self._settings.text_column
-
-    @property
-    def pair_column(self) -> Key | None:
-        """None for single texts."""
-        if self._glue:
-            return self._glue.pair
-        if self._settings.containment:
-            return self._settings.pair_column or "pair"
-        return None if self._settings.pair_column == "" else self._settings.pair_column
-
-    def read(self, part: str) -> Table:
-        """A labelled set that must exist."""
-        table = self._read(part, labelled=True)
-        if table is None:
-            wanted = glue.expected_files(self._settings.glue, self._settings.glue_dir, part)
-            hint = " or set dev_share" if part == "dev" else ""
-            raise InputError(f"classification.glue_dir: no {wanted}. Download it{hint}.")
-        if part == "train":
-            self._quoting = self._quoting or table.quoting
-        return table
-
-    def read_unlabelled(self, part: str) -> Table | None:
-        """A set whose labels may be missing; None if GLUE's folder has no such file."""
-        return self._read(part, labelled=False)
-
-    def read_file(self, path: str, *, labelled: bool = True) -> Table:
-        """Another file, or a folder written by save_to_disk (its split `dev` is read).
-
-        A file with the training file's suffix is read like that one, any other by its own suffix. Without `labelled`
-        the label may be missing, texts may be in columns `text` and `pair`, and `.txt` holds one text per line.
-        """
-        settings, place = self._settings, Path(path).expanduser()
-        keys = self._keys()
-        if place.is_dir():
-            split = (settings.dev if settings.dataset else "") or "train"
-            table = read_dataset(str(place), [*keys.values()], split=split, optional=self._optional(labelled=labelled))
-            return self._named(table)
-        kind, layout = tables.format_of(place), self._layout(path)
-        if kind and kind != tables.format_of(settings.train):
-            layout = TableFormat(encoding=settings.encoding, header=settings.header)
-        if not labelled and not kind and not layout.format:
-            if plain_suffix(place) == ".txt" and "pair" not in keys:
-                return tables.read_texts(place, settings.encoding)
-            if not settings.glue:
-                raise InputError(self._formless(path))
-        if settings.glue and kind in ("", "tsv"):
-            return glue.read_file(settings.glue, place, labelled=labelled)
-        aliases = {} if labelled else {keys[name]: name for name in ("text", "pair") if name in keys}
-        table = self._read_table(place, layout, labelled=labelled, aliases=aliases)
-        return self._named(table)
-
-    def _formless(self, path: str) -> str:
-        known = "Name it .csv, .tsv, .jsonl, .json or .parquet"
-        texts = "" if self.pair_column is not None else ", or .txt for one text per line"
-        return f"{path}: its suffix does not name a table format. {known}{texts}, or give its lines on standard input."
-
-    def origin(self, name: str) -> str:
-        """Where the set `name` comes from."""
-        settings = self._settings
-        if settings.glue:
-            return f"GLUE {settings.glue} in {settings.glue_dir}"
-        named = getattr(settings, name, "")
-        if name != "train" and settings.dev_share and not named:
-            return f"{settings.dev_share:.0%} of the training set, by a hash of the texts"
-        if settings.containment and name == "train":
-            return f"pairs of the text in {settings.containment}"
-        if settings.dataset:
-            where = " ".join(part for part in (settings.dataset, settings.subset) if part)
-            return f"{where}, split {named or 'train'}" + (f", {settings.revision}" if settings.revision else "")
-        return named
-
-    def hub_dataset(self, name: str) -> dict[str, str] | None:
-        """The hub's metadata of the set `name`; None for files and folders."""
-        settings = self._settings
-        if self._glue:
-            split = name.replace("dev", "validation")
-            title = f"GLUE {self._glue.title}"
-            return {"name": title, "type": "nyu-mll/glue", "config": settings.glue, "split": split}
-        if not (settings.dataset and settings.revision):
-            return None
-        split = getattr(settings, name, "") or "train"  # dev_share's dev set is of the training split
-        known = {"name": settings.dataset, "type": settings.dataset, "split": split}
-        return known | ({"config": settings.subset} if settings.subset else {}) | {"revision": settings.revision}
-
-    def check_no_dev(self) -> None:
-        """Refuse to hold out examples of a task that has an official dev set."""
-        if self._glue and self._read(self._glue.dev[0], labelled=True) is not None:
-            raise InputError(
-                f"classification.dev_share: {self._glue.title} has an official dev set. Set dev_share to 0."
-            )
-
-    def _read(self, part: str, *, labelled: bool) -> Table | None:
-        settings = self._settings
-        if settings.glue:
-            return glue.read_split(settings.glue, settings.glue_dir, part)
-        if settings.containment and part == "train":
-            from finetune.datasets.containment import containment_pairs  # loads the readers of all formats of text
-
-            if self._made is None:
-                self._made = containment_pairs(Path(settings.containment).expanduser(), settings.containment_pairs)
-            return self._made
-        named = getattr(settings, part)
-        if not settings.dataset:
-            return self._named(self._read_table(named, self._layout(named), labelled=labelled))
-        return self._named(
-            read_dataset(
-                settings.dataset,
-                [*self._keys().values()],
-                subset=settings.subset,
-                split=named or "train",
-                revision=settings.revision,
-                where="classification",
-                optional=self._optional(labelled=labelled),
-            )
-        )
-
-    def _read_table(
-        self,
-        path: Path | str,
-        layout: TableFormat,
-        *,
-        labelled: bool,
-        aliases: Mapping[Key, str] = MappingProxyType({}),
-    ) -> Table:
-        keys, optional = [*self._keys().values()], self._optional(labelled=labelled)
-        spare = ["id"] if keys.count("id") == 1 else []  # no setting asks for it
-        return tables.read_table(path, keys, layout=layout, optional=optional, aliases=aliases, spare=spare)
-
-    def _optional(self, *, labelled: bool) -> list[Key]:
-        """Columns that may be missing: ids, and labels unless `labelled`; never one that is also the text."""
-        keys = self._keys()
-        optional = {"id"} if labelled else {"id", "label"}
-        required = {key for name, key in keys.items() if name not in optional}
-        return [key for name, key in keys.items() if name in optional and key not in required]
-
-    def _keys(self) -> dict[str, Key]:
-        """Our names of the columns -> those in the files. Only GLUE's official files may use numbers."""
-        settings = self._settings
-        text, label = self.text_column, self._glue.label if self._glue else settings.label_column
-        if self._glue:
-            text, label = (
-                key if isinstance(key, str) else name for key, name in ((text, "sentence"), (label, "label"))
-            )
-        pair = {} if self.pair_column is None else {"pair": self.pair_column}
-        return {"text": text, "label": label, **pair, "id": "id"}
-
-    def _named(self, table: Table) -> Table:
-        """`table` with our names of the columns and of GLUE's labels."""
-        keys = self._keys()
-        columns: dict[Key, list[Any]] = {name: table.columns[key] for name, key in keys.items() if key in table.columns}
-        if self._glue and "label" in columns:
-            columns["label"] = [self._glue.labels.get(str(value), value) for value in columns["label"]]
-        classes = table.classes.get(keys["label"], [])
-        return replace(table, columns=columns, classes={"label": classes} if classes else {})
-
-    def _layout(self, path: str) -> TableFormat:
-        """How a file is read. Quotes are read as in the training set, since a short file may not show what they are."""
-        settings, quoting = self._settings, self._settings.quoting
-        if quoting == "auto" and self._quoting and (settings.format or tables.format_of(path)) == "tsv":
-            quoting = self._quoting
-        return TableFormat(settings.format, settings.encoding, settings.delimiter, quoting, settings.header)
 
 
 def _log(warnings: Iterable[str]) -> None:

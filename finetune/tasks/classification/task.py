@@ -112,7 +112,7 @@ class Classification(Task[Example]):
         return self._source.example(record, where)
 
     def is_labelled(self, examples: Sequence[Example]) -> bool:
-        return bool(examples) and all(example.label is not None for example in examples)
+        return any(example.label is not None for example in examples)
 
     def record(self, example: Example) -> dict[str, Any]:
         """{"id", "text", "pair", "gold": a label's name, a list of them or a value}, as far as they are known."""
@@ -146,20 +146,20 @@ class Classification(Task[Example]):
         self.threshold = self._outputs().best_threshold(self._true(examples), predictions, self.metric)
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """The official scores of a GLUE task, otherwise all of `problem`; {} if examples lack labels.
+        """The official scores of a GLUE task, otherwise all of `problem`, over the examples with labels; {} without.
 
         Sets of labels are made from the probabilities with the current threshold.
         """
         if not self.is_labelled(examples):
             return {}
-        scores = self._outputs().scores(self._true(examples), predictions)
+        scores = self._outputs().scores(*self._labelled(examples, predictions))
         return {name: scores[name] for name in self._glue.scores} if self._glue else scores
 
     def details(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Precision, recall and F1 of each class; for single_label also the confusion counts [true][predicted]."""
         if not self.is_labelled(examples):
             return {}
-        return self._outputs().details(self._true(examples), predictions)
+        return self._outputs().details(*self._labelled(examples, predictions))
 
     def result_remarks(self, details: Mapping[str, Any]) -> list[str]:
         if "confusion" not in details:
@@ -168,6 +168,11 @@ class Classification(Task[Example]):
 
     def _outputs(self) -> Outputs:
         return Outputs(self.problem, self.labels, self.positive, self.threshold)
+
+    def _labelled(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
+        """(the true labels, the predictions) of the examples with labels."""
+        both = [(one, made) for one, made in zip(examples, predictions, strict=True) if one.label is not None]
+        return self._true([one for one, _ in both]), [made for _, made in both]
 
     def _true(self, examples: Sequence[Example]) -> np.ndarray:
         return self._outputs().true([example.label for example in examples])

@@ -1,0 +1,213 @@
+"""The tables of labelled texts of a config: GLUE's folders, data sets or files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from finetune.datasets import glue, tables
+from finetune.datasets.arrow import read_dataset
+from finetune.datasets.files import plain_suffix
+from finetune.datasets.table import Key, Table, TableFormat
+from finetune.tasks.classification.settings import ClassificationSettings
+from pretrain.common.errors import InputError
+from pretrain.common.quoting import Quoting
+
+
+class TableSource:
+    """Tables of one config, with the columns text, pair and label.
+
+    Args:
+        quoting: how the quotes of the training set were read, if a trained model knows it.
+    """
+
+    def __init__(self, settings: ClassificationSettings, quoting: Quoting | None = None) -> None:
+        self._settings = settings
+        self._quoting: Quoting | None = quoting
+        self._glue = glue.TASKS[settings.glue] if settings.glue else None
+        self._made: Table | None = None  # of the text of `containment`
+
+    def parts(self, kind: str) -> tuple[str, ...]:
+        """Names of the sets of `kind`, dev or test."""
+        if self._glue:
+            return self._glue.dev if kind == "dev" else self._glue.test
+        return (kind,) if getattr(self._settings, kind) else ()
+
+    @property
+    def quoting(self) -> Quoting | None:
+        """How the quotes of the training set, a .tsv, are read; None if it has none or was not read yet."""
+        return self._quoting
+
+    @property
+    def text_column(self) -> Key:
+        """Name of the column of texts, or its number from 0."""
+        return self._glue.text if self._glue else self._settings.text_column
+
+    @property
+    def pair_column(self) -> Key | None:
+        """None for single texts."""
+        if self._glue:
+            return self._glue.pair
+        if self._settings.containment:
+            return self._settings.pair_column or "pair"
+        return None if self._settings.pair_column == "" else self._settings.pair_column
+
+    def read(self, part: str) -> Table:
+        """A labelled set that must exist."""
+        table = self._read(part, labelled=True)
+        if table is None:
+            wanted = glue.expected_files(self._settings.glue, self._settings.glue_dir, part)
+            hint = " or set dev_share" if part == "dev" else ""
+            raise InputError(f"classification.glue_dir: no {wanted}. Download it{hint}.")
+        if part == "train":
+            self._quoting = self._quoting or table.quoting
+        return table
+
+    def read_unlabelled(self, part: str) -> Table | None:
+        """A set whose labels may be missing; None if GLUE's folder has no such file."""
+        return self._read(part, labelled=False)
+
+    def read_file(self, path: str, *, labelled: bool = True) -> Table:
+        """Another file, or a folder written by save_to_disk (its split `dev` is read).
+
+        A file with the training file's suffix is read like that one, any other by its own suffix. Without `labelled`
+        the label may be missing, texts may be in columns `text` and `pair`, and `.txt` holds one text per line.
+        """
+        settings, place = self._settings, Path(path).expanduser()
+        keys = self._keys()
+        if place.is_dir():
+            split = (settings.dev if settings.dataset else "") or "train"
+            table = read_dataset(str(place), [*keys.values()], split=split, optional=self._optional(labelled=labelled))
+            return self._named(table)
+        kind, layout = tables.format_of(place), self._layout(path)
+        if kind and kind != tables.format_of(settings.train):
+            layout = TableFormat(encoding=settings.encoding, header=settings.header)
+        if not labelled and not kind and not layout.format:
+            if plain_suffix(place) == ".txt" and "pair" not in keys:
+                return tables.read_texts(place, settings.encoding)
+            if not settings.glue:
+                raise InputError(self._formless(path))
+        if settings.glue and kind in ("", "tsv"):
+            return glue.read_file(settings.glue, place, labelled=labelled)
+        aliases = {} if labelled else {keys[name]: name for name in ("text", "pair") if name in keys}
+        table = self._read_table(place, layout, labelled=labelled, aliases=aliases)
+        return self._named(table)
+
+    def _formless(self, path: str) -> str:
+        known = "Name it .csv, .tsv, .jsonl, .json or .parquet"
+        texts = "" if self.pair_column is not None else ", or .txt for one text per line"
+        return f"{path}: its suffix does not name a table format. {known}{texts}, or give its lines on standard input."
+
+    def origin(self, name: str) -> str:
+        """Where the set `name` comes from."""
+        settings = self._settings
+        if settings.glue:
+            return f"GLUE {settings.glue} in {settings.glue_dir}"
+        named = getattr(settings, name, "")
+        if name != "train" and settings.dev_share and not named:
+            return f"{settings.dev_share:.0%} of the training set, by a hash of the texts"
+        if settings.containment and name == "train":
+            return f"pairs of the text in {settings.containment}"
+        if settings.dataset:
+            where = " ".join(part for part in (settings.dataset, settings.subset) if part)
+            return f"{where}, split {named or 'train'}" + (f", {settings.revision}" if settings.revision else "")
+        return named
+
+    def hub_dataset(self, name: str) -> dict[str, str] | None:
+        """The hub's metadata of the set `name`; None for files and folders."""
+        settings = self._settings
+        if self._glue:
+            split = name.replace("dev", "validation")
+            title = f"GLUE {self._glue.title}"
+            return {"name": title, "type": "nyu-mll/glue", "config": settings.glue, "split": split}
+        if not (settings.dataset and settings.revision):
+            return None
+        split = getattr(settings, name, "") or "train"  # dev_share's dev set is of the training split
+        known = {"name": settings.dataset, "type": settings.dataset, "split": split}
+        return known | ({"config": settings.subset} if settings.subset else {}) | {"revision": settings.revision}
+
+    def check_no_dev(self) -> None:
+        """Refuse to hold out examples of a task that has an official dev set."""
+        if self._glue and self._read(self._glue.dev[0], labelled=True) is not None:
+            raise InputError(
+                f"classification.dev_share: {self._glue.title} has an official dev set. Set dev_share to 0."
+            )
+
+    def _read(self, part: str, *, labelled: bool) -> Table | None:
+        settings = self._settings
+        if settings.glue:
+            return glue.read_split(settings.glue, settings.glue_dir, part)
+        if settings.containment and part == "train":
+            from finetune.datasets.containment import containment_pairs  # loads the readers of all formats of text
+
+            if self._made is None:
+                self._made = containment_pairs(Path(settings.containment).expanduser(), settings.containment_pairs)
+            return self._made
+        named = getattr(settings, part)
+        if not settings.dataset:
+            return self._named(self._read_table(named, self._layout(named), labelled=labelled))
+        return self._named(
+            read_dataset(
+                settings.dataset,
+                [*self._keys().values()],
+                subset=settings.subset,
+                split=named or "train",
+                revision=settings.revision,
+                where="classification",
+                optional=self._optional(labelled=labelled),
+            )
+        )
+
+    def _read_table(
+        self,
+        path: Path | str,
+        layout: TableFormat,
+        *,
+        labelled: bool,
+        aliases: Mapping[Key, str] = MappingProxyType({}),
+    ) -> Table:
+        keys, optional = [*self._keys().values()], self._optional(labelled=labelled)
+        spare = ["id"] if keys.count("id") == 1 else []  # no setting asks for it
+        return tables.read_table(path, keys, layout=layout, optional=optional, aliases=aliases, spare=spare)
+
+    def _optional(self, *, labelled: bool) -> list[Key]:
+        """Columns that may be missing: ids, and labels unless `labelled`; never one that is also the text."""
+        keys = self._keys()
+        optional = {"id"} if labelled else {"id", "label"}
+        required = {key for name, key in keys.items() if name.partition(":")[0] not in optional}
+        return [key for name, key in keys.items() if name.partition(":")[0] in optional and key not in required]
+
+    def _keys(self) -> dict[str, Key]:
+        """Our names of the columns -> those in the files. Those of `label_columns` are label:0, label:1, ..."""
+        settings = self._settings
+        text, label = self.text_column, self._glue.label if self._glue else settings.label_column
+        if self._glue:
+            text, label = (
+                key if isinstance(key, str) else name for key, name in ((text, "sentence"), (label, "label"))
+            )
+        pair = {} if self.pair_column is None else {"pair": self.pair_column}
+        one_hot = {f"label:{number}": key for number, key in enumerate(settings.label_columns)}
+        return {"text": text, **(one_hot or {"label": label}), **pair, "id": "id"}
+
+    def _named(self, table: Table) -> Table:
+        """`table` with our names of the columns and of GLUE's labels."""
+        keys = self._keys()
+        columns: dict[Key, list[Any]] = {name: table.columns[key] for name, key in keys.items() if key in table.columns}
+        if self._glue and "label" in columns:
+            columns["label"] = [self._glue.labels.get(str(value), value) for value in columns["label"]]
+        if one_hot := [columns.pop(name) for name in keys if name.startswith("label:") and name in columns]:
+            # A row without any is unlabelled.
+            rows = (list(row) for row in zip(*one_hot, strict=True))
+            columns["label"] = [row if any(cell not in (None, "") for cell in row) else None for row in rows]
+        classes = table.classes.get(keys.get("label", ""), [])
+        return replace(table, columns=columns, classes={"label": classes} if classes else {})
+
+    def _layout(self, path: str) -> TableFormat:
+        """How a file is read. Quotes are read as in the training set, since a short file may not show what they are."""
+        settings, quoting = self._settings, self._settings.quoting
+        if quoting == "auto" and self._quoting and (settings.format or tables.format_of(path)) == "tsv":
+            quoting = self._quoting
+        return TableFormat(settings.format, settings.encoding, settings.delimiter, quoting, settings.header)
