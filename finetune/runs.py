@@ -242,7 +242,7 @@ def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
 
 def _describe_held_out(config: FinetuneConfig, plan: FinetunePlan) -> str:
     """The sets that choose the checkpoint, or that there are none."""
-    share = getattr(config.task_settings, "dev_share", None)  # only classification can hold out by itself
+    share = getattr(config.task_settings, "dev_share", None)
     if not plan.held_out:
         hint = f"{config.task_name}.dev" + ("" if share is None else f" or {config.task_name}.dev_share")
         return f"no held-out set: the last checkpoint is kept. To keep the best one by a score, set {hint}."

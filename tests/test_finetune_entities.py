@@ -70,6 +70,115 @@ def logits_of(windows: Windows, labels: np.ndarray, classes: int, certainty: flo
     return logits
 
 
+# ---------------------------------------------------------------- forms of other tools
+
+
+ANN = [(0, 3, "PER"), (9, 12, "LOC")]
+FORMS: dict[str, list[Any]] = {
+    "doccano": [{"id": 7, "text": "Ann left Rio", "label": [list(one) for one in ANN]}, {"text": "it", "label": []}],
+    "doccano's older": [{"text": "Ann left Rio", "labels": [list(one) for one in ANN]}, {"text": "it", "labels": []}],
+    "doccano's newer": [
+        {
+            "text": "Ann left Rio",
+            "entities": [
+                {"id": n, "label": name, "start_offset": a, "end_offset": b} for n, (a, b, name) in enumerate(ANN)
+            ],
+            "relations": [],
+        },
+        {"text": "it", "entities": []},
+    ],
+    "label studio": [
+        {
+            "id": 7,
+            "data": {"text": "Ann left Rio"},
+            "annotations": [
+                {"was_cancelled": True, "result": []},
+                {
+                    "result": [
+                        {
+                            "type": "labels",
+                            "value": {"start": a, "end": b, "text": "Ann left Rio"[a:b], "labels": [name]},
+                        }
+                        for a, b, name in ANN
+                    ]
+                    + [{"type": "choices", "value": {"choices": ["x"]}}]
+                },
+            ],
+        },
+        {"data": {"text": "it"}, "annotations": [{"result": []}]},
+    ],
+    "label studio's short": [
+        {"text": "Ann left Rio", "label": [{"start": a, "end": b, "labels": [name]} for a, b, name in ANN]},
+        {"text": "it", "label": []},
+    ],
+    "spacy": [["Ann left Rio", {"entities": [list(one) for one in ANN]}], ["it", {"entities": []}]],
+    "spacy's documents": [
+        {"text": "Ann left Rio", "ents": [{"start": a, "end": b, "label": name} for a, b, name in ANN]},
+        {"text": "it", "ents": []},
+    ],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_spans_of_other_tools_are_read(form: str, suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".json":
+        write(path, json.dumps(FORMS[form]))
+    else:
+        write_records(path, *FORMS[form])
+    sentences = read(str(path))
+    assert [list(one.words) for one in sentences] == [["Ann", "left", "Rio"], ["it"]]
+    assert [one.tags for one in sentences] == [["B-PER", "O", "B-LOC"], ["O"]]
+    to_predict = make_task().read_file(str(path), labelled=False)
+    assert [one.tags for one in to_predict] == [one.tags for one in sentences]
+
+
+def test_a_span_of_two_types_is_refused(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "a.jsonl", {"text": "Ann", "label": [{"start": 0, "end": 3, "labels": ["A", "B"]}]})
+    with pytest.raises(InputError, match=r"a.jsonl:1: entity 0 is .*; expected"):
+        read(path)
+
+
+def test_tags_without_types_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "Ann B\nLee I\nleft O\n\nhere O\n")
+    one = Entities(EntitiesSettings(train=path))
+    assert [sentence.tags for sentence in one.read_train()] == [["B-_", "I-_", "O"], ["O"]]
+    assert one.labels == ("O", "B-_", "I-_")
+    # A file to predict has the same columns, not lines of text.
+    assert [list(sentence.words) for sentence in one.read_file(path, labelled=False)] == [
+        ["Ann", "Lee", "left"],
+        ["here"],
+    ]
+    text = write(tmp_path / "b.txt", "vitamin B\n")
+    assert [list(sentence.words) for sentence in one.read_file(text, labelled=False)] == [["vitamin", "B"]]
+
+
+def test_numbers_of_tags_have_names(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "a.jsonl", {"tokens": ["Ann", "Lee", "left"], "ner_tags": [1, 2, 0]})
+    names = ("O", "B-PER", "I-PER")
+    assert read(path, tag_names=names)[0].tags == ["B-PER", "I-PER", "O"]
+    for few in ((), names[:2]):
+        with pytest.raises(InputError, match=r"a.jsonl:1: tags is .* set `tag_names`"):
+            read(path, tag_names=few)
+
+
+def test_dev_share_holds_sentences_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "\n".join(f"w{n % 150} B-PER\nleft O\n" for n in range(200)))
+    one = Entities(EntitiesSettings(train=path, dev_share=0.25))
+    train, dev = one.read_train(), one.read_held_out()["dev"]
+    assert len(train) + len(dev) == 200
+    assert 20 < len(dev) < 80
+    assert not {tuple(each.words) for each in train} & {tuple(each.words) for each in dev}
+    assert one.origin("dev") == "25% of the training set, by a hash of the words"
+    for share, which in ((1e-9, "dev"), (1 - 1e-9, "training")):
+        few = Entities(EntitiesSettings(train=path, dev_share=share))
+        with pytest.raises(InputError, match=f"leaves the {which} set empty"):
+            _ = few.read_train(), few.read_held_out()
+    with pytest.raises(ValueError, match="set one of the two"):
+        EntitiesSettings(train=path, dev=path, dev_share=0.1)
+
+
 # ---------------------------------------------------------------- columns
 
 
@@ -315,7 +424,9 @@ def test_parquet_has_records(tmp_path):
     table = pa.Table.from_pylist(rows)
     path = tmp_path / "a.parquet"
     pq.write_table(table, path)
-    with pytest.raises(InputError, match=r"a.parquet: row 1: tags is \[1, 2, 0\]; .* Write tag names, not numbers"):
+    with pytest.raises(
+        InputError, match=r"a.parquet: row 1: tags is \[1, 2, 0\]; .* If they are numbers, set `tag_names`"
+    ):
         read(str(path))
     features = {
         "info": {"features": {"ner_tags": {"feature": {"names": names, "_type": "ClassLabel"}, "_type": "Sequence"}}}

@@ -240,6 +240,44 @@ def test_files_that_are_not_there(tmp_path):
     assert task().read_held_out() == task().read_test() == {}
 
 
+def records(path: Path, *changes: dict[str, Any]) -> str:
+    """A .jsonl of questions, each with the changes of one."""
+    usual = {"question": "Who sat?", "context": "The cat sat.", "answers": [{"text": "cat", "answer_start": 4}]}
+    return write(path, "".join(json.dumps({"id": str(n), **usual, **one}) + "\n" for n, one in enumerate(changes)))
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_a_blank_answer_at_minus_1_is_none(tmp_path: Path, blank: str) -> None:
+    for answers in ([{"text": blank, "answer_start": -1}], {"text": [blank], "answer_start": [-1]}):
+        path = records(tmp_path / "a.jsonl", {}, {"answers": answers}, {"answers": answers, "is_impossible": True})
+        made = task(train=path, bad_answers="skip")
+        assert [one.answers for one in made.read_train()][1:] == [(), ()]
+        assert made.unanswerable
+
+
+def test_a_file_to_be_answered_may_leave_its_answers_out(tmp_path: Path) -> None:
+    path = records(tmp_path / "a.jsonl", *({"answers": [], "is_impossible": one} for one in (False, True)))
+    assert [one.answers for one in task(test=path, unanswerable=True).read_test()["test"]] == [None, ()]
+    assert [one.answers for one in task().read_file(path, labelled=False)] == [None, ()]
+    with pytest.raises(InputError, match="is_impossible is false, but there are 0 answers"):
+        task(dev=path).read_held_out()
+
+
+def test_a_trained_model_is_scored_with_wrong_offsets(tmp_path: Path, caplog: Any) -> None:
+    path = records(tmp_path / "a.jsonl", {"answers": [{"text": "cat", "answer_start": 3}]})
+    with pytest.raises(InputError, match="bad_answers: skip"):
+        task(dev=path).read_held_out()
+    state = {"unanswerable": False, "threshold": 0.0}
+    trained = task(state, train="gone.jsonl")
+    for labelled in (True, False):
+        caplog.clear()
+        (found,) = trained.read_file(path, labelled=labelled)
+        assert found.answers == (Answer("cat", 3),)
+        assert "1 of 1 answers are not at their answer_start" in caplog.text
+    with pytest.raises(InputError, match="bad_answers: skip"):
+        task(state, train=path).read_train()
+
+
 def test_bad_answers(tmp_path, caplog):
     bad = [
         CAT,

@@ -16,7 +16,7 @@ from pretrain.common.wording import counted
 
 _BLANKS = re.compile("[ \t]+")
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z]+)*:")
-_TAG = re.compile(r"O|[BIESLU]-.+")
+_TAG = re.compile(r"O|[BIESLU](?:-.+)?")
 _NEW_DOCUMENT = re.compile(r"#\s*newdoc\b")
 
 
@@ -97,7 +97,10 @@ def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_colu
 
 
 def are_tagged(lines: list[str], label_column: int) -> bool:
-    """Whether all lines have the same number of columns and a tag in `label_column`, unlike plain text."""
+    """Whether all lines have the same number of columns and a tag in `label_column`, unlike plain text.
+
+    A B or an I alone is a tag only if there is an O, too: "so do I" is a text.
+    """
     rows = [
         _BLANKS.split(line.strip(" \t\r"))
         for line in lines
@@ -106,7 +109,8 @@ def are_tagged(lines: list[str], label_column: int) -> bool:
     widths = {len(row) for row in rows}
     if len(widths) != 1 or not -max(widths) <= label_column < max(widths) or max(widths) < 2:
         return False
-    return all(_TAG.fullmatch(row[label_column]) for row in rows)
+    tags = {row[label_column] for row in rows}
+    return all(map(_TAG.fullmatch, tags)) and ("O" in tags or any("-" in tag for tag in tags))
 
 
 def _column(path: str, line: int, name: str, wanted: int, width: int) -> int:

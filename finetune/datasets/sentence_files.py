@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.datasets.conll import are_tagged, read_columns
@@ -23,6 +24,7 @@ def read_sentences(
     labelled: bool = True,
     texts: bool = False,
     cut: Cut = cut_words,
+    tag_names: Sequence[str] = (),
 ) -> list[Sentence]:
     """The sentences of a file: .jsonl, .json and .parquet as records, anything else but .csv as columns.
 
@@ -33,6 +35,7 @@ def read_sentences(
     Args:
         texts: whether a .txt without a tag on every line holds a text on each, not columns.
         cut: where the words of texts are.
+        tag_names: names of tags that are numbers, in records.
 
     Raises:
         InputError: no such file, a .csv, other bytes than `encoding` has, ragged columns, a record of another form,
@@ -41,7 +44,7 @@ def read_sentences(
     path = Path(path).expanduser()
     kind = format_of(path)
     if kind == "parquet":
-        sentences = of_records(parquet_records(path), remarks, cut)
+        sentences = of_records(parquet_records(path), remarks, cut, tag_names)
         return _some(sentences, path)
     if kind == "csv":
         raise InputError(
@@ -50,7 +53,7 @@ def read_sentences(
         )
     text = read_text(path, encoding, ", or set `encoding`, such as latin-1")
     if kind in ("jsonl", "json"):
-        sentences = of_records(json_records(path, text, kind), remarks, cut)
+        sentences = of_records(json_records(path, text, kind), remarks, cut, tag_names)
         return _some(sentences, path)
     lines = _lines(path, text)
     if texts and plain_suffix(path) == ".txt" and not are_tagged(lines, label_column):

@@ -7,7 +7,7 @@ a number) form a document:
     {"text": "Ann left", "entities": [{"start": 0, "end": 3, "type": "PER"}]}
 
 Names of other tools are accepted: `labels` and `ner_tags` for `tags`, `spans` for `entities`, an entity's `label` for
-its `type`. Tokens that are strings are the words, also in a record with `text` and `entities`. If they are objects, as
+its `type`, and the whole records of `span_forms`. Tokens that are strings are the words, also in a record with `text` and `entities`. If they are objects, as
 in Prodigy's files, the text is segmented instead. `start` and `end` count Unicode code points of the text, or of the
 tokens joined by spaces. A sentence without tags and entities is unlabelled. Parquet files have columns of the same
 names; class numbers become the names that `datasets` stored with them.
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from finetune.datasets.sentences import Cut, Remarks, Sentence, in_documents
+from finetune.datasets.span_forms import named_tags, usual_form
 from finetune.datasets.surrogates import check_id, replaced
 from finetune.datasets.table import Format
 from finetune.datasets.tables import json_values, read_table
@@ -33,7 +34,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
 _TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
-_COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "document")  # of a Parquet file
+_COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "label", "document")  # of a Parquet file
 
 
 def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Cut = cut_words) -> Sentence:
@@ -45,8 +46,7 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut:
         InputError: there is neither text nor tokens; the number of tags differs from that of the tokens; an entity
             is outside the text or overlaps another.
     """
-    if isinstance(record, str):
-        record = {"text": record}
+    record = {"text": record} if isinstance(record, str) else usual_form(record)
     if not isinstance(record, Mapping):
         raise InputError(f'{where}: {_shown(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
     entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
@@ -86,10 +86,13 @@ def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
         yield table.where(row), 0, {name: cells[row] for name, cells in table.columns.items()}
 
 
-def of_records(records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: Cut) -> list[Sentence]:
-    """Sentences from (source, line or 0, record)."""
+def of_records(
+    records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: Cut, tag_names: Sequence[str] = ()
+) -> list[Sentence]:
+    """Sentences from (source, line or 0, record); `tag_names`: of tags that are numbers."""
     sentences: list[Sentence] = []
     for source, line, record in records:
+        record = named_tags(record, tag_names, _TAGS)
         one = sentence(record, f"{source}:{line}" if line else source, remarks, cut)
         sentences.append(replace(one, source=source, line=line))
     labelled = [one.tags is not None for one in sentences]
@@ -130,7 +133,7 @@ def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, needless: str) -
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         raise InputError(
             f"{where}: tags is {_shown(tags)}; expected a list of strings such as B-PER and O. "
-            f"Write tag names, not numbers."
+            f"If they are numbers, set `tag_names`."
         )
     if len(tags) != len(words):
         raise InputError(

@@ -13,8 +13,8 @@ Flat, one object per line (.jsonl), or a list of them, optionally under "data" (
 Tables (.parquet, .csv, .tsv) with columns of these names; in .csv and .tsv, `answers` is JSON.
 
 The keys determine the format. "version" does not, because it varies ("1.0" in SQuADShifts, "KorQuAD_v1.0"). Empty
-answers (`[]`) mean that the context does not answer the question. `answer_start` counts Unicode code points, as SQuAD
-does.
+answers (`[]`), or a blank one at -1, mean that the context does not answer the question. `answer_start` counts Unicode
+code points, as SQuAD does.
 """
 
 from __future__ import annotations
@@ -314,8 +314,12 @@ def _answers(record: Mapping[str, Any], place: str, *, labelled: bool) -> tuple[
         listed = _rows(listed, place)
     if not isinstance(listed, list):
         raise InputError(f'{place}: answers is {_kind(listed)}; expected [{{"text", "answer_start"}}].')
-    answers = tuple(_answer(item, place) for item in listed)
+    found = [_answer(item, place) for item in listed]
+    # Converters write a blank answer at -1 for questions without an answer.
+    answers = tuple(answer for answer in found if answer.text.strip() or answer.start != -1)
     impossible = record.get("is_impossible")
+    if not (answers or labelled or impossible in (None, True)):
+        return None
     if impossible is not None and bool(impossible) == bool(answers):
         raise InputError(
             f"{place}: is_impossible is {json.dumps(impossible)}, but there are {len(answers)} answers. "

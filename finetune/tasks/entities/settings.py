@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from finetune.datasets.files import is_encoding
 from pretrain.common.settings import LocalPath, Section
@@ -32,6 +32,15 @@ class EntitiesSettings(Section):
     scheme: Literal["auto", "iob1", "iob2", "bioes"] = Field(
         default="auto",
         description="Tagging scheme of the files (bioes includes BILOU); auto detects it in the training file.",
+    )
+    dev_share: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Without dev: fraction of the training sentences to hold out instead, by a hash of the words.",
+    )
+    tag_names: tuple[str, ...] = Field(
+        default=(), description="Names of tags that are numbers in records, in order, such as [O, B-PER, I-PER]."
     )
     encoding: str = Field(default="utf-8", description="Encoding of the files, such as utf-8 or latin-1.")
     labels: tuple[str, ...] = Field(
@@ -65,6 +74,12 @@ class EntitiesSettings(Section):
         description="Score that chooses the checkpoint: f1 over entities (conlleval, seqeval), macro_f1 (its mean over "
         "types), strict_f1 (seqeval's strict mode), or accuracy (fraction of correct tags).",
     )
+
+    @model_validator(mode="after")
+    def _check_dev(self) -> EntitiesSettings:
+        if self.dev and self.dev_share:
+            raise ValueError("dev_share: there is a dev set; set one of the two")
+        return self
 
     @field_validator("document_context")
     @classmethod

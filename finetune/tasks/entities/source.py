@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -59,13 +60,33 @@ class SentenceSource:
         return {"types": list(self.types), "scheme": self._scheme or "iob2", **cuts}
 
     def read_train(self) -> list[Sentence]:
-        """The training set; types, scheme and cuts are known from now on."""
+        """The training set without what `dev_share` holds out; types, scheme and cuts are known from now on."""
         if not self._settings.train:
             raise InputError("train: empty. Give the file of labelled training sentences.")
         sentences = self._read(self._settings.train, labelled=True, is_train=True)
         self._cuts = WordCuts.learn(chain.from_iterable(one.words for one in sentences))
         self._is_trained = True
-        return sentences
+        return self._part(sentences, held_out=False)
+
+    def read_held_out(self) -> list[Sentence]:
+        """The dev set, or what `dev_share` holds out of the training set; [] without both."""
+        if self._settings.dev_share:
+            return self._part(self.read(self._settings.train, labelled=True), held_out=True)
+        return self.read(self._settings.dev, labelled=True) if self._settings.dev else []
+
+    def _part(self, sentences: list[Sentence], *, held_out: bool) -> list[Sentence]:
+        """Those that `dev_share` holds out, by a hash of their words, or the others."""
+        share = self._settings.dev_share
+        digests = (hashlib.blake2b("\0".join(one.words).encode(), digest_size=8).digest() for one in sentences)
+        is_out = [int.from_bytes(digest, "little") < share * 2.0**64 for digest in digests]
+        part = [one for one, out in zip(sentences, is_out, strict=True) if out == held_out]
+        if not part:
+            which, advice = ("dev", "Raise") if held_out else ("training", "Lower")
+            found = counted(len(sentences), "sentence")
+            raise InputError(
+                f"{self._settings.train}: dev_share {share} of {found} leaves the {which} set empty. {advice} it."
+            )
+        return part
 
     def read(self, path: str, *, labelled: bool, texts: bool = False) -> list[Sentence]:
         """Another file; `texts`: a .txt may hold one text per line."""
@@ -84,6 +105,7 @@ class SentenceSource:
             labelled=labelled,
             texts=texts,
             cut=cut_words if is_train else self.cut,
+            tag_names=settings.tag_names,
         )
         if settings.document_context:
             _check_documents(sentences, remarks)
@@ -168,7 +190,8 @@ def _check_tags(sentences: list[Sentence], distinct: set[str]) -> None:
 
 
 def _is_tag(tag: str) -> bool:
-    return tag == "O" or (tag[:1] in "BIESLU" and tag[1:2] == "-" and tag[2:] != "" and tag == replaced(tag))
+    typed = tag[1:2] == "-" and tag[2:] != "" and tag == replaced(tag)
+    return tag == "O" or (tag[:1] in "BIESLU" and (tag[1:] == "" or typed))
 
 
 def _check_scheme(sentences: list[Sentence], tags: metrics.Tagged, scheme: metrics.Scheme, remarks: Remarks) -> None:

@@ -76,20 +76,28 @@ class Entities(Task[Sentence]):
         tuned = {"outside_penalty": self.outside_penalty} if self.tunes else {}
         return {**self._source.state(), **tuned}
 
+    def origin(self, name: str) -> str:
+        share = self.settings.dev_share
+        return (
+            f"{share:.0%} of the training set, by a hash of the words"
+            if name == "dev" and share
+            else super().origin(name)
+        )
+
     # ------------------------------------------------------------ files in
 
     def read_train(self) -> list[Sentence]:
         return self._source.read_train()
 
     def read_held_out(self) -> dict[str, list[Sentence]]:
-        if not self.settings.dev:
+        sentences = self._source.read_held_out()
+        if not sentences:
             if self.tunes:
                 raise InputError("entities.tune_outside: true, but there is no dev set to tune on. Give entities.dev.")
             return {}
-        sentences = self._source.read(self.settings.dev, labelled=True)
         if not any(set(cast(Sequence[str], one.tags)) - {"O"} for one in sentences):
             raise InputError(
-                f"{self.settings.dev}: no entity in {counted(len(sentences), 'sentence')}, so nothing to choose a "
+                f"{self.origin('dev')}: no entity in {counted(len(sentences), 'sentence')}, so nothing to choose a "
                 "checkpoint by. "
                 f"Check label_column ({self.settings.label_column}), or give another dev file."
             )

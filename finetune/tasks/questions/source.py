@@ -20,6 +20,8 @@ class QuestionSource:
 
     def __init__(self, settings: QuestionsSettings, unanswerable: bool | None) -> None:
         self._settings = settings
+        # Scores compare only texts, and who evaluates or predicts cannot change the settings.
+        self._policy = settings.bad_answers if unanswerable is None else "skip"
         known = unanswerable if settings.unanswerable == "auto" else settings.unanswerable
         self.unanswerable: bool | None = None if known is None else bool(known)
 
@@ -32,7 +34,8 @@ class QuestionSource:
     def read(self, path: str, *, labelled: bool, training: bool = False, check: bool = True) -> list[Question]:
         """A file; `check`: refuse questions without an answer if the model always answers."""
         questions = squad.read(path, labelled=labelled)
-        questions = squad.without_bad_answers(questions, path, self._settings.bad_answers, training=training)
+        policy = self._settings.bad_answers if training else self._policy
+        questions = squad.without_bad_answers(questions, path, policy, training=training)
         impossible = [question.id for question in questions if question.answers == ()]
         if self.unanswerable is None and labelled:
             self.unanswerable = bool(impossible)
