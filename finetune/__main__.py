@@ -340,7 +340,8 @@ def _add_predict(commands: Any) -> None:
         "--out",
         type=local_path,
         metavar="FILE",
-        help="JSON Lines to write, beside files for the task's official scorers (default: standard output)",
+        help="file to write, beside files for the task's official scorers: .csv, .tsv, .parquet, or else JSON Lines "
+        "(default: standard output)",
     )
     for name, purpose in _PREDICT_FIELDS.items():
         parser.add_argument(f"--{name}", metavar="TEXT", help=purpose)

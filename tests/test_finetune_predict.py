@@ -19,6 +19,7 @@ from finetune import runs
 from finetune.__main__ import main
 from finetune.artifacts import evaluation, folders
 from finetune.artifacts.predictor import Predictor
+from finetune.artifacts.rows import write_rows
 from finetune.artifacts.saved import save_model
 from finetune.config import FinetuneConfig
 from finetune.datasets.table import TableFormat
@@ -119,6 +120,23 @@ def output(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+# ---- from Python
+
+
+def test_tables_are_rows_and_other_objects_are_refused(folder: Path) -> None:
+    import pandas as pd
+
+    model = Predictor(folder / "reviews", precision="fp32")
+    rows = [{"text": "the film was good", "id": 3}, {"text": "bad", "id": 4}]
+    wanted = model(rows)
+    assert model(pd.DataFrame(rows, index=["x", "y"])) == wanted
+    assert model(pa.Table.from_pylist(rows)) == wanted
+    assert model([row["text"] for row in rows]) == [{key: one[key] for key in one if key != "id"} for one in wanted]
+    for nothing in (None, 3):
+        with pytest.raises(InputError, match="not a text, a record, or a list or table of them"):
+            model(nothing)  # pyright: ignore[reportArgumentType]
+
+
 # ---- what is written
 
 
@@ -139,6 +157,44 @@ def test_no_output_replaces_an_input(folder: Path, tmp_path: Path, capsys: pytes
     rated.write_text(json.dumps({"text": "the film", "label": "positive"}))
     assert evaluate(folder / "reviews", rated, "--out", tmp_path) == 2
     assert "rated.jsonl: is also an input" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("written", [".csv", ".jsonl", ".parquet"])
+def test_other_columns_come_back_and_the_name_decides_the_format(
+    folder: Path, tmp_path: Path, suffix: str, written: str
+) -> None:
+    given = tmp_path / f"in{suffix}"
+    rows = [
+        {"number": f"r{n}", "text": text, "day": day} for n, (text, day) in enumerate([("good", "a,b"), ("bad", "c")])
+    ]
+    if suffix in (".csv", ".tsv"):
+        delimiter = "\t" if suffix == ".tsv" else ","
+        write_csv(given, list(rows[0]), [list(row.values()) for row in rows], delimiter=delimiter)
+    elif suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), given)
+    else:
+        given.write_text(json.dumps(rows) if suffix == ".json" else "".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / f"out{written}"
+    assert predict(folder / "reviews", given, "--out", out) == 0
+    if written == ".csv":
+        with out.open(newline="") as file:
+            found: list[dict[str, Any]] = list(csv.DictReader(file))
+        assert json.loads(found[0]["scores"]).keys() == {"negative", "positive"}
+    else:
+        found = pq.read_table(out).to_pylist() if written == ".parquet" else read_lines(out)
+        assert found[0]["scores"].keys() == {"negative", "positive"}
+    assert [{name: one[name] for name in rows[0]} for one in found] == rows
+    assert {one["label"] for one in found} <= {"negative", "positive"}
+
+
+def test_columns_of_several_types_become_text_in_parquet(tmp_path: Path) -> None:
+    assert write_rows(tmp_path / "a.parquet", [{"id": 1}, {"id": "b", "more": [1]}, {"id": None}]) == 3
+    assert pq.read_table(tmp_path / "a.parquet").to_pylist() == [
+        {"id": "1", "more": None},
+        {"id": "b", "more": [1]},
+        {"id": None, "more": None},
+    ]
 
 
 def test_predictions_go_into_a_device(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from corpora import SPECIALS, write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from finetune.datasets.tables import read_table
 from pretrain.batches.batch import MicroBatch
 from pretrain.bench.baselines import pad
 from pretrain.checkpoint.assembly import Released, assemble
@@ -24,6 +25,7 @@ from pretrain.checkpoint.layouts import BERT, read_config
 from pretrain.checkpoint.mapping import MappedTensor, mapping_table
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import their_tensors, write_released
+from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common import files
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig
@@ -464,6 +466,57 @@ def test_a_classifier_of_another_shape_is_left_out() -> None:
     )
 
 
+@pytest.mark.parametrize("prefix", ["0.auto_model.", "encoder.", "backbone.bert.", "net.backbone."])
+def test_a_foreign_prefix_is_taken_off_and_shown(prefix: str) -> None:
+    head = {"classifier.weight": torch.ones(3, 32), "classifier.bias": torch.ones(3)}
+    plain = read_tensors({**TENSORS, **head})
+    bare = {name.removeprefix("bert."): tensor for name, tensor in TENSORS.items() if name.startswith("bert.")}
+    wrapped = read_tensors({**{f"{prefix}{name}": tensor for name, tensor in bare.items()}, **head})
+    assert wrapped.backbone.keys() == plain.backbone.keys()
+    assert all(torch.equal(wrapped.backbone[name], plain.backbone[name]) for name in plain.backbone)
+    assert wrapped.head["out_weight"].shape == (3, 32)
+    assert target_of(wrapped, f"{prefix}embeddings.word_embeddings.weight") == "embeddings.word"
+    assert f"{prefix}encoder.layer.0-" in mapping_table(wrapped.mapping)
+
+
+def test_what_names_a_file_has_is_said() -> None:
+    with pytest.raises(
+        InputError, match=r"word_embeddings\.weight is missing; the file has a\.b, c\.d, \.\.\. A partly"
+    ):
+        read_tensors({"c.d": torch.ones(3), "a.b": torch.ones(3), "e.f": torch.ones(3)})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["bert.encoder.layer.1.output.dense.weight", "cls.predictions.bias"])
+def test_weights_that_are_not_finite_are_refused(name: str, value: float) -> None:
+    broken = TENSORS[name].clone()
+    broken.view(-1)[3] = value
+    with pytest.raises(InputError, match=re.escape(f"here: {name} has values that are not finite")):
+        read_tensors({**TENSORS, name: broken})
+
+
+def test_a_pointer_of_git_lfs_is_named(theirs: Any, tmp_path: Path) -> None:
+    save(theirs, tmp_path)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    with pytest.raises(InputError, match=r"model\.safetensors: a Git LFS pointer"):
+        read_released(tmp_path)
+    for name in ("a.csv", "a.jsonl", "a.parquet"):
+        (tmp_path / name).write_text(pointer)
+        with pytest.raises(InputError, match=f"{name}: a Git LFS pointer"):
+            read_table(tmp_path / name, ["text"])
+
+
+def test_the_transformer_of_a_sentence_encoder_is_found(theirs: Any, tmp_path: Path) -> None:
+    save(theirs, tmp_path / "0_Transformer")
+    (tmp_path / "modules.json").write_text("[]")
+    released = read_released(tmp_path)
+    kept = read_released(tmp_path / "0_Transformer").backbone
+    assert all(torch.equal(released.backbone[name], tensor) for name, tensor in kept.items())
+    write_tokenizer(tmp_path / "0_Transformer", [*SPECIALS, "a"])
+    assert read_tokenizer(tmp_path).get_vocab_size() == 6
+
+
 # ---- refusals
 
 
@@ -584,7 +637,10 @@ def test_a_strangers_pickle_is_not_run(theirs: Any, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     mark = tmp_path / "was-run"
     torch.save({**TENSORS, "hostile": Hostile(mark)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"pytorch_model\.bin: cannot be read as plain tensors"):
+    # torch's own message advises to run it.
+    with pytest.raises(
+        InputError, match=r"pytorch_model\.bin: cannot be read as plain tensors \(it holds other objects\)"
+    ):
         read_released(tmp_path)
     assert not mark.exists()
     pickle.loads(pickle.dumps(Hostile(mark)))

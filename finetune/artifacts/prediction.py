@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from finetune.artifacts.predictor import Predictor, RequestedPrecision, read_records
-from finetune.artifacts.saved import prediction_lines, write_predictions
+from finetune.artifacts.rows import as_line, write_rows
+from finetune.artifacts.saved import prediction_rows, write_predictions
 from pretrain.common.errors import InputError
-from pretrain.common.files import atomic_open, expect_other, is_stream
+from pretrain.common.files import expect_other, is_stream
 from pretrain.common.thread_waits import sleeping_when_crowded
 
 STANDARD_INPUT = "-"
@@ -21,7 +22,7 @@ STANDARD_INPUT = "-"
 def predict(
     model: Path, source: str, out: Path | None, precision: RequestedPrecision, fields: Mapping[str, str] | None = None
 ) -> None:
-    """Predict, and print JSON Lines or write them to a file.
+    """Predict, and print JSON Lines or write a file, which is CSV or Parquet if its suffix says so.
 
     Args:
         model: the folder of a fine-tuned model.
@@ -40,11 +41,11 @@ def predict(
     predictor = Predictor(model, precision=precision)
     if fields:
         record: Any = fields["text"] if set(fields) == {"text"} else dict(fields)
-        _write_lines(map(_as_line, predictor.stream_lines([(1, record)], "record")), out)
+        _write(predictor.stream_lines([(1, record)], "record"), out)
     elif source == STANDARD_INPUT or is_stream(Path(source)):
         with _opened(source) as (lines, where), sleeping_when_crowded():
             records = read_records(lines, where)
-            _write_lines(map(_as_line, predictor.stream_lines(records, where, live=True)), out)
+            _write(predictor.stream_lines(records, where, live=True), out)
     else:
         _predict_file(predictor, source, out)
 
@@ -54,7 +55,7 @@ def _predict_file(predictor: Predictor, source: str, out: Path | None) -> None:
     with sleeping_when_crowded():
         predictions = predictor.predict(examples)
     if out is None:
-        _write_lines(prediction_lines(predictor.task, examples, predictions), None)
+        _write(prediction_rows(predictor.task, examples, predictions), None)
     else:
         write_predictions(out, predictor.task, examples, predictions, inputs=[source])
         _print_written(out, len(predictions))
@@ -85,32 +86,29 @@ def _decoded(raw: Iterable[bytes], name: str) -> Iterator[str]:
             ) from None
 
 
-def _as_line(record: dict[str, Any]) -> str:
-    return json.dumps(record, ensure_ascii=False)
-
-
-def _write_lines(lines: Iterable[str], out: Path | None) -> None:
-    """To the file `out`, or to standard output, each line at once. An `InputError` is raised after the lines before it.
+def _write(rows: Iterator[dict[str, Any]], out: Path | None) -> None:
+    """To the file `out`, or to standard output, each line at once. An `InputError` is raised after the rows before it.
 
     The file is written whole or not at all if the process is killed or the disk is full.
     """
     if out is None:
-        for line in lines:
-            print(line, flush=True)
+        for row in rows:
+            print(as_line(row), flush=True)
         return
-    count, fault = 0, None
-    with atomic_open(out, "w") as file:
+    faults: list[InputError] = []
+
+    def before_fault() -> Iterator[dict[str, Any]]:
         try:
-            for line in lines:
-                file.write(line + "\n")
-                count += 1
+            yield from rows
         except InputError as error:
-            if not count:
-                raise
-            fault = error
-    _print_written(out, count)
-    if fault is not None:
-        raise fault
+            faults.append(error)
+
+    good = before_fault()
+    first = list(itertools.islice(good, 1))
+    if first or not faults:
+        _print_written(out, write_rows(out, itertools.chain(first, good)))
+    if faults:
+        raise faults[0]
 
 
 def _print_written(out: Path, count: int) -> None:

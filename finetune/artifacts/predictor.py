@@ -71,7 +71,10 @@ class Predictor:
         self.model = inference_model(self.task, released, weights, self.device, self.precision, compile=compile)
 
     def __call__(self, records: str | Mapping[str, Any] | Sequence[Any]) -> Any:
-        """The prediction for one text or record, or a list of them for a list. See `Task.decode` for its keys."""
+        """The prediction for one text or record, or a list of them for a list. See `Task.decode` for its keys.
+
+        The rows of a table (pandas, polars, Arrow) are records.
+        """
         if isinstance(records, str | Mapping):
             return next(self.stream([records]))
         return list(self.stream(records))
@@ -84,7 +87,7 @@ class Predictor:
         With `live`, no prediction waits for later records: a portion has only the records that have arrived. One
         exception: with `document_context`, a sentence waits until its document is complete.
         """
-        for record, _, made in self._predicted(enumerate(records, 1), where, live):
+        for record, _, made in self._predicted(enumerate(_rows(records), 1), where, live):
             yield {**_identity(record), **made}
 
     def stream_lines(
@@ -158,6 +161,17 @@ def _choose_precision(requested: RequestedPrecision, trained: EngineConfig, devi
     if allow_tf32(choice.precision, device):
         logger.info("matrix products of fp32 use TF32 tensor cores")
     return choice
+
+
+def _rows(records: Any) -> Iterable[Any]:
+    """The records, also those of a table, which itself iterates over its columns."""
+    if hasattr(records, "columns") or hasattr(records, "column_names"):
+        for method, options in (("to_pylist", {}), ("to_dicts", {}), ("to_dict", {"orient": "records"})):
+            if hasattr(records, method):
+                return getattr(records, method)(**options)
+    if not isinstance(records, Iterable):
+        raise InputError(f"{type(records).__name__}: not a text, a record, or a list or table of them.")
+    return records
 
 
 def _identity(record: str | Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.artifacts.card import CardFacts, model_card
 from finetune.artifacts.folders import MODEL, SETTINGS, model_folder
+from finetune.artifacts.rows import write_rows
 from finetune.config import FinetuneConfig
 from finetune.tasks.base import Task
 from pretrain.common.errors import InputError
@@ -161,27 +162,25 @@ def write_predictions(
     predictions: Sequence[Mapping[str, Any]],
     inputs: Iterable[Path | str] = (),
 ) -> None:
-    """Write `prediction_lines` to `path`, and the task's `scorer_files` beside it under its name, unless it is a pipe.
+    """Write `prediction_rows` to `path`, and the task's `scorer_files` beside it under its name, unless it is a pipe.
 
     `InputError` if one of these files is one of `inputs`; then none is written.
     """
     beside = {} if is_stream(path) else task.scorer_files(examples, predictions)
     files = {path.with_name(path.stem + suffix): content for suffix, content in beside.items()}
     expect_other([path, *files], inputs)
-    with atomic_open(path, "w") as file:
-        for line in prediction_lines(task, examples, predictions):
-            file.write(line + "\n")
+    write_rows(path, prediction_rows(task, examples, predictions))
     for beside_it, content in files.items():
         with atomic_open(beside_it, "w") as file:
             file.write(content)
 
 
-def prediction_lines(
+def prediction_rows(
     task: Task[Any], examples: Iterable[Any], predictions: Iterable[Mapping[str, Any]]
-) -> Iterator[str]:
-    """A line of JSON for each example: its record, then the prediction."""
+) -> Iterator[dict[str, Any]]:
+    """For each example its record, then the prediction."""
     for example, made in zip(examples, predictions, strict=True):
-        yield json.dumps({**task.record(example), **made}, ensure_ascii=False)
+        yield {**task.record(example), **made}
 
 
 def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], details: Mapping[str, Any]) -> list[str]:

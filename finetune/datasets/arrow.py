@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from finetune.datasets.table import Key, Table, Wanted
 from pretrain.common.errors import InputError
+from pretrain.common.files import refuse_pointer
 
 
 def read_dataset(
@@ -61,15 +63,21 @@ def read_parquet(path: Path, wanted: Wanted) -> Table:
 
     if not path.is_file():
         raise InputError(f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path.")
+    refuse_pointer(path)
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
             present = wanted.among(schema.names, str(path))
-            table = file.read(list(present.values()))
+            table = file.read(None if wanted.others else list(present.values()))
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path}: not a Parquet file ({str(error).splitlines()[0]}).") from None
-    values = {name: _arrow_values(path, table[name]) for name in present.values()}
-    return _with_classes(values, present, _arrow_features(schema.metadata or {}), str(path))
+    values = {name: _arrow_values(path, table[name]) for name in table.column_names}
+    made = _with_classes(values, present, _arrow_features(schema.metadata or {}), str(path))
+    if not wanted.others:
+        return made
+    rest = [name for name in values if name not in present.values()]
+    rows = zip(*(values[name] for name in rest), strict=True) if rest else [()] * len(made)
+    return replace(made, others=[dict(zip(rest, row, strict=True)) for row in rows])
 
 
 def _with_classes(

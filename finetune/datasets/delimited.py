@@ -37,6 +37,8 @@ def read_delimited(
     width = len(names) or len(first)
     positions = _positions(path, wanted, names, width)
     cells: list[list[str]] = [[] for _ in positions]
+    rest = {str(name): at for at, name in enumerate(names or range(width)) if at not in positions.values()}
+    others: list[dict[str, str]] = []
     lines = []
     filled = list(zip(cells, positions.values(), strict=True))
     for line, fields in rows:
@@ -48,8 +50,10 @@ def read_delimited(
         lines.append(line)
         for column, position in filled:
             column.append(fields[position])
+        if wanted.others:
+            others.append({name: fields[position] for name, position in rest.items()})
     shown = quoting if kind == "tsv" and '"' in text else None
-    return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", quoting=shown)
+    return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", others=others, quoting=shown)
 
 
 def _delimiter(kind: Format, layout: TableFormat) -> str:

@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 
 from pretrain.common.errors import InputError
+from pretrain.common.files import refuse_pointer
 
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
@@ -47,6 +48,7 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
     """
     if not path.is_file():
         raise InputError(f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path.")
+    refuse_pointer(path)
     try:
         with _COMPRESSED.get(path.suffix, open)(path, "rb") as file:
             raw: bytes = file.read()  # pyright: ignore[reportAssignmentType]

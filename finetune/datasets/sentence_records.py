@@ -7,10 +7,10 @@ a number) form a document:
     {"text": "Ann left", "entities": [{"start": 0, "end": 3, "type": "PER"}]}
 
 Names of other tools are accepted: `labels` and `ner_tags` for `tags`, `spans` for `entities`, an entity's `label` for
-its `type`, and the whole records of `span_forms`. Tokens that are strings are the words, also in a record with `text` and `entities`. If they are objects, as
-in Prodigy's files, the text is segmented instead. `start` and `end` count Unicode code points of the text, or of the
-tokens joined by spaces. A sentence without tags and entities is unlabelled. Parquet files have columns of the same
-names; class numbers become the names that `datasets` stored with them.
+its `type`, and the whole records of `span_forms`. Tokens that are strings are the words, also in a record with `text`
+and `entities`. If they are objects, as in Prodigy's files, the text is segmented instead. `start` and `end` count
+Unicode code points of the text, or of the tokens joined by spaces. A sentence without tags and entities is unlabelled.
+Parquet files have columns of the same names; class numbers become the names that `datasets` stored with them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Records of other tools, as `sentence_records` wants them: a text, and entities with start, end and type.
 
 Doccano       {"text": "", "label": [[0, 3, "PER"]]}, also `labels`; with ids {"entities": [{"start_offset": 0, ...}]}
-Label Studio  {"data": {"text": ""}, "annotations": [{"result": [{"value": {"start": 0, "end": 3, "labels": ["PER"]}}]}]},
+Label Studio  {"data": {"text": ""}, "annotations": [{"result": [{"value": {"start": 0, "end": 3, ...}}]}]},
               and its short form {"text": "", "label": [{"start": 0, "end": 3, "labels": ["PER"]}]}
 spaCy         ["", {"entities": [[0, 3, "PER"]]}], and {"text": "", "ents": [{"start": 0, "end": 3, "label": "PER"}]}
 """
@@ -47,8 +47,8 @@ def named_tags(record: Any, names: Sequence[str], keys: Sequence[str]) -> Any:
 def _of_label_studio(record: Mapping[str, Any]) -> dict[str, Any]:
     """The first annotation that was not cancelled; without any, the text alone."""
     data = record["data"]
-    texts = [value for key, value in data.items() if isinstance(value, str) and key in ("text", *list(data)[:1])]
-    made = {"id": record.get("id"), "text": data.get("text", texts[0] if texts else None)}
+    text = data.get("text", next((value for value in data.values() if isinstance(value, str)), None))
+    made = {"id": record.get("id"), "text": text}
     done = (one for one in record["annotations"] if isinstance(one, Mapping) and not one.get("was_cancelled"))
     results = next((one["result"] for one in done if isinstance(one.get("result"), list)), None)
     if results is None:

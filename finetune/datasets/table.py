@@ -37,6 +37,7 @@ class Table:
     places: Sequence[int]  # [N], line or row number of each, from 1
     place: str  # separator of source and place: ":" before a line
     classes: dict[Key, list[str]] = field(default_factory=dict)  # names of the classes that a data set defines
+    others: Sequence[Mapping[str, Any]] = ()  # [N], the cells of all other columns, if they were requested
     quoting: Quoting | None = None  # how the quotes of a .tsv were read, if it has any
 
     def __len__(self) -> int:
@@ -54,6 +55,7 @@ class Wanted:
     columns: Sequence[Key]
     optional: Collection[Key] = ()
     aliases: Mapping[Key, str] = field(default_factory=dict)
+    others: bool = False  # whether all other columns are read, too
     spare: Collection[Key] = ()  # those that are missing, not wrong, if a table has several of them
 
     def among(self, names: Sequence[Any], source: str) -> dict[Key, str]:

@@ -39,6 +39,7 @@ def read_table(
     optional: Collection[Key] = (),
     aliases: Mapping[Key, str] = MappingProxyType({}),
     spare: Collection[Key] = (),
+    others: bool = False,
     skipped: Callable[[str], None] | None = None,
 ) -> Table:
     """The named `columns` of a file, plain or compressed (.gz, .bz2, .xz).
@@ -47,6 +48,7 @@ def read_table(
         optional: those of `columns` that may be missing.
         aliases: other names of `columns`, used if a column is not under its own.
         spare: those of `optional` that count as missing if there are several; others are then an error.
+        others: whether to read all other columns, too, as `Table.others`.
         skipped: called with the place of each row with a wrong number of columns, which is then left out;
             None makes such a row an error.
 
@@ -56,7 +58,7 @@ def read_table(
     """
     path = Path(path).expanduser()
     kind = layout.format or _known_format(path)
-    wanted = Wanted(columns, optional, aliases, spare)
+    wanted = Wanted(columns, optional, aliases, others, spare)
     if kind == "parquet":
         return read_parquet(path, wanted)
     text = read_text(path, layout.encoding, _OTHER_ENCODING)
@@ -109,7 +111,9 @@ def _read_json(path: Path, text: str, kind: Format, wanted: Wanted) -> Table:
         places.append(place)
         records.append(record)
     cells: dict[Key, list[Any]] = {}
-    table = Table(cells, str(path), places, before)
+    used = {name for record in records for column in wanted.columns if (name := wanted.name(column, record))}
+    rest = [{key: value for key, value in one.items() if key not in used} for one in records if wanted.others]
+    table = Table(cells, str(path), places, before, others=rest)
     for column in wanted.columns:
         names = [wanted.name(column, record) for record in records]
         values = [record.get(name) for record, name in zip(records, names, strict=True)]

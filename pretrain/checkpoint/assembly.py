@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +81,12 @@ def assemble(
     layout, model = facts.layout, facts.model
     groups = _heads(facts, task_head(layout.family, config, model, "sequence"))
     source = _Source(tensors, facts, groups, where)
+    if prefix := _foreign_prefix(source):
+        stripped = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        if len(stripped) == len(tensors):
+            made = assemble(stripped, facts, config, where=where)
+            mapping = (one._replace(name=name) for one, name in zip(made.mapping, tensors, strict=True))
+            return replace(made, mapping=tuple(mapping))
     backbone = _backbone(source, facts)
     parts: dict[str, Tensor] = {}
     read = {source.places[place].name: place.name for place in source.places if place.name in backbone}
@@ -148,6 +154,8 @@ class _Source:
             raise InputError(
                 f"{self.where}: {name} is {whole.dtype}; quantised weights are not supported. Give the weights in fp32."
             )
+        if not torch.isfinite(whole).all():
+            raise InputError(f"{self.where}: {name} has values that are not finite (NaN). Use an intact checkpoint.")
         return (whole if of == 1 else whole.chunk(of)[number]).float()
 
     def _known(self, groups: list[Shapes]) -> dict[str, list[StackedName]]:
@@ -189,6 +197,17 @@ class _Source:
                 )
 
 
+def _foreign_prefix(source: _Source) -> str:
+    """What precedes all names of the encoder, such as a wrapper's "0.auto_model."; "" if they are the family's."""
+    if StackedName("embeddings.word") in source.places:
+        return ""
+    (full,) = source.layout.names("embeddings.word")
+    for known in (full, *(full[full.index(bare) :] for bare in source.layout.bare if bare in full)):
+        if name := next((name for name in source.tensors if name.endswith(f".{known}")), ""):
+            return name.removesuffix(known)
+    return ""
+
+
 # ---- the backbone
 
 
@@ -223,7 +242,8 @@ def _gather(source: _Source, ours: str, shape: tuple[int, ...]) -> Tensor:
     part_shape = [shape[0] // len(theirs), *shape[1:]]
     for part, name in enumerate(theirs):
         if StackedName(ours, part) not in source.places:
-            raise InputError(f"{source.where}: {name} is missing. {_REFUSAL}")
+            first = ", ".join(sorted(source.tensors)[:2])
+            raise InputError(f"{source.where}: {name} is missing; the file has {first}, ... {_REFUSAL}")
         name, _, of = source.places[StackedName(ours, part)]
         whole = source.tensors[name]
         expected = [part_shape[0] * of, *part_shape[1:]]

@@ -88,7 +88,7 @@ def _missing(folder: Path) -> str:
 
 
 def released_folder(folder: Path) -> Path:
-    """The folder of a model's files: for a run folder of a fine-tuning, its `model`.
+    """The folder of a model's files: for a run folder of a fine-tuning, its `model`; 0_Transformer if they are there.
 
     Raises:
         InputError: that fine-tuning is not finished.
@@ -97,7 +97,9 @@ def released_folder(folder: Path) -> Path:
         return folder / "model"
     if is_run(folder) and "training" in settings.names(folder / "config.yaml"):
         raise InputError(f"{folder}: an unfinished fine-tuning has no model yet. Resume it first.")
-    return folder
+    # Older folders of sentence-transformers
+    inner = folder / "0_Transformer"
+    return inner if (inner / "config.json").is_file() and not (folder / "config.json").is_file() else folder
 
 
 def is_run(folder: Path) -> bool:

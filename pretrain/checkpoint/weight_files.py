@@ -18,7 +18,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import MANIFEST, disk_errors, fsync_folder, read_manifest, sha256_file, write_manifest
+from pretrain.common.files import (
+    MANIFEST,
+    disk_errors,
+    fsync_folder,
+    read_manifest,
+    refuse_pointer,
+    sha256_file,
+    write_manifest,
+)
 
 WEIGHTS = "model.safetensors"
 _KNOWN = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -139,6 +147,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     _check_manifest(path)
+    refuse_pointer(path)
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
@@ -148,9 +157,10 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         # Invariant 5: only tensors and plain containers are unpickled.
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes make torch raise anything
-        reason = str(error).strip().split("\n")[0]
+        # torch's message advises to load anything.
+        why = "it holds other objects" if "weights_only" in str(error) else str(error).strip().split("\n")[0]
         raise InputError(
-            f"{path}: cannot be read as plain tensors ({reason}). Download it again, or convert it to safetensors."
+            f"{path}: cannot be read as plain tensors ({why}). Download it again, or convert it to safetensors."
         ) from None
     return _unwrapped(content, path)
 

@@ -32,6 +32,7 @@ CHECKPOINT_NAME = re.compile(r"step-(\d{8})")
 _OWN_HASH = "manifest_sha256"
 # One slash is enough: pathlib reduces two slashes to one.
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_POINTER = b"version https://git-lfs."
 _OTHER_FILES = 4096  # generous for the sockets, libraries and logs of a large run
 # Errors of flock if the file system or its mount does not support locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -122,6 +123,15 @@ def expect_other(outputs: Iterable[Path], inputs: Iterable[Path | str]) -> None:
         # Devices may be both, such as a terminal.
         if out.is_file() and any(path.is_file() and path.samefile(out) for path in read):
             raise InputError(f"{out}: is also an input, which the output would replace. Choose another name.")
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise `InputError` if Git LFS left a pointer in place of the file."""
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise InputError(
+                f"{path}: a Git LFS pointer, not the file itself. Run `git lfs pull` in its repository, or download it."
+            )
 
 
 def write_json(path: Path, value: Any) -> None:

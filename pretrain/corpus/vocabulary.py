@@ -67,9 +67,9 @@ def read_vocabulary(path: Path, *, advice: str = "Prepare the corpus again.") ->
 def split_entries(text: str) -> list[str]:
     """The entries in the text of a vocab.txt, without a byte-order mark.
 
-    Only line feeds separate them: other line ends may be tokens.
+    Only line feeds separate them: other line ends may be tokens. Blank lines at the end are none.
     """
-    return [line.rstrip("\r") for line in text.removeprefix("\ufeff").removesuffix("\n").split("\n")]
+    return [line.rstrip("\r") for line in text.removeprefix("\ufeff").rstrip("\r\n").split("\n")]
 
 
 def given_entries(path: Path) -> list[str]:

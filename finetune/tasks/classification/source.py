@@ -36,6 +36,7 @@ class Example:
     label: Label | None
     where: str  # its place in the files, for messages
     id: str | int | None = None
+    others: Mapping[str, Any] | None = None  # the other columns of its row, to be given back
 
 
 class ExampleSource:
@@ -229,7 +230,8 @@ class ExampleSource:
             text = _text(text, where, "the text")
             check_id(ids[row], where)
             identity = ids[row] if ids[row] is None or isinstance(ids[row], str | int) else str(ids[row])
-            examples.append(Example(text, pair, renamed(label, self.names, where), where, identity))
+            others = table.others[row] if table.others else None
+            examples.append(Example(text, pair, renamed(label, self.names, where), where, identity, others))
         if warn:
             _log(checks.empty_texts(table))
         return examples

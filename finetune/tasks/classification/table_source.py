@@ -93,7 +93,7 @@ class TableSource:
         if settings.glue and kind in ("", "tsv"):
             return glue.read_file(settings.glue, place, labelled=labelled)
         aliases = {} if labelled else {keys[name]: name for name in ("text", "pair") if name in keys}
-        table = self._read_table(place, layout, labelled=labelled, aliases=aliases)
+        table = self._read_table(place, layout, labelled=labelled, aliases=aliases, others=True)
         return self._named(table)
 
     def _formless(self, path: str) -> str:
@@ -168,10 +168,13 @@ class TableSource:
         *,
         labelled: bool,
         aliases: Mapping[Key, str] = MappingProxyType({}),
+        others: bool = False,
     ) -> Table:
         keys, optional = [*self._keys().values()], self._optional(labelled=labelled)
         spare = ["id"] if keys.count("id") == 1 else []  # no setting asks for it
-        return tables.read_table(path, keys, layout=layout, optional=optional, aliases=aliases, spare=spare)
+        return tables.read_table(
+            path, keys, layout=layout, optional=optional, aliases=aliases, others=others, spare=spare
+        )
 
     def _optional(self, *, labelled: bool) -> list[Key]:
         """Columns that may be missing: ids, and labels unless `labelled`; never one that is also the text."""

@@ -115,10 +115,13 @@ class Classification(Task[Example]):
         return any(example.label is not None for example in examples)
 
     def record(self, example: Example) -> dict[str, Any]:
-        """{"id", "text", "pair", "gold": a label's name, a list of them or a value}, as far as they are known."""
+        """{"id", "text", "pair", "gold": a label's name, a list of them or a value}, as far as they are known.
+
+        In front are the other columns of a file to predict.
+        """
         gold = list(example.label) if isinstance(example.label, tuple) else example.label
         record = {"id": example.id, "text": example.text, "pair": example.pair, "gold": gold}
-        return {key: value for key, value in record.items() if value is not None}
+        return {**(example.others or {}), **{key: value for key, value in record.items() if value is not None}}
 
     # ------------------------------------------------------------ predictions and scores
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from finetune.datasets import squad
 from finetune.datasets.squad import Question
 from finetune.tasks.questions.settings import QuestionsSettings
@@ -21,7 +23,7 @@ class QuestionSource:
     def __init__(self, settings: QuestionsSettings, unanswerable: bool | None) -> None:
         self._settings = settings
         # Scores compare only texts, and who evaluates or predicts cannot change the settings.
-        self._policy = settings.bad_answers if unanswerable is None else "skip"
+        self._policy: Literal["stop", "skip"] = settings.bad_answers if unanswerable is None else "skip"
         known = unanswerable if settings.unanswerable == "auto" else settings.unanswerable
         self.unanswerable: bool | None = None if known is None else bool(known)
 

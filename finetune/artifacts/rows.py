@@ -1,0 +1,63 @@
+"""Predictions as files: JSON Lines, CSV or Parquet, as the name says."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pretrain.common.files import atomic_open
+
+Row = Mapping[str, Any]
+
+
+def as_line(row: Any) -> str:
+    """One line of JSON."""
+    return json.dumps(row, ensure_ascii=False, default=str)  # Parquet has dates
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> int:
+    """Write `rows` atomically and return their number. CSV has what is nested as JSON."""
+    count, suffix = 0, path.suffix.lower()
+    if suffix == ".parquet":
+        return _write_parquet(path, list(rows))
+    if suffix in (".csv", ".tsv"):
+        return _write_csv(path, list(rows), "\t" if suffix == ".tsv" else ",")
+    with atomic_open(path, "w") as file:
+        for row in rows:
+            file.write(as_line(row) + "\n")
+            count += 1
+    return count
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _write_csv(path: Path, rows: Sequence[Row], delimiter: str) -> int:
+    with atomic_open(path, "w") as file:
+        writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
+        names = _names(rows)
+        writer.writerow(names)
+        for row in rows:
+            cells = (row.get(name) for name in names)
+            writer.writerow([as_line(cell) if isinstance(cell, dict | list | bool) else cell for cell in cells])
+    return len(rows)
+
+
+def _write_parquet(path: Path, rows: Sequence[Row]) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def column(values: list[Any]) -> Any:
+        try:
+            return pa.array(values)
+        except pa.ArrowException:  # values of several types
+            return pa.array([value if isinstance(value, str | None) else as_line(value) for value in values])
+
+    table = pa.table({name: column([row.get(name) for row in rows]) for name in _names(rows)})
+    with atomic_open(path) as file:
+        pq.write_table(table, file)
+    return len(rows)
