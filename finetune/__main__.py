@@ -31,7 +31,7 @@ from pretrain.commands import (
     store_target,
     target_path,
 )
-from pretrain.common.addresses import local
+from pretrain.common.addresses import hub_hint, local
 from pretrain.common.children import unwound_when_terminated
 from pretrain.common.errors import InputError
 from pretrain.common.worker import torchrun_place
@@ -233,7 +233,8 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _evaluate_pretrained(arguments: argparse.Namespace) -> None:
     if not arguments.model.is_dir():  # before torch is loaded
-        raise InputError(f"{arguments.model}: no such folder. Give a released model, an export or a run.")
+        hint = hub_hint(arguments.model)
+        raise InputError(f"{arguments.model}: no such folder. Give a released model, an export or a run.{hint}")
     from finetune.scores import command
 
     command.run(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -284,4 +285,4 @@ def next_command(config: FinetuneConfig) -> str:
 
 def _prediction(config: FinetuneConfig) -> str:
     given = " ".join(f"--{name} ..." for name in make_task(config.task_settings).input_fields)
-    return f"predict {config.address or config.folder} {given}"
+    return f"predict {shlex.quote(str(config.address or config.folder))} {given}"

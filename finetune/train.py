@@ -60,7 +60,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         if worker.world_size > 1:
             labels = hashlib.sha256(json.dumps(task.labels).encode()).hexdigest()
             check_same_data({"start_from": digest(released.backbone), config.task_name: labels})
-        model = make_model(config, task, released)
+        model = make_model(config, task, released, examples)
         weights = model.state_dict()
         engine = Engine(
             model,
@@ -88,8 +88,11 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         engine.close()
 
 
-def make_model(config: FinetuneConfig, task: Task[Any], released: Released) -> TaskModel:
-    """The model to start with: the checkpoint's weights, and initialised ones for what it lacks."""
+def make_model(config: FinetuneConfig, task: Task[Any], released: Released, examples: Sequence[Any]) -> TaskModel:
+    """The model to start with: the checkpoint's weights, and initialised ones for what it lacks.
+
+    A new output layer for values begins at the mean of those of the `examples`.
+    """
     model = TaskModel(
         released.model,
         released.vocabulary_size,
@@ -100,8 +103,11 @@ def make_model(config: FinetuneConfig, task: Task[Any], released: Released) -> T
         compile=config.engine.compile,
         activation_checkpointing=config.engine.activation_checkpointing,
     )
-    if not config.random_weights:
-        model.load_state_dict(initial_state(config, task, released), strict=False)
+    given = {} if config.random_weights else initial_state(config, task, released)
+    model.load_state_dict(given, strict=False)
+    if task.objective == "value" and "head.out_bias" not in given:
+        with torch.no_grad():
+            model.head.out_bias.fill_(float(np.mean([one.label for one in examples])))
     return model
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -180,7 +181,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     )
     if started is not None:
         place = config.address or config.folder
-        print(f"{place}: finished.{next_step(f'export {place} DIR')}")
+        print(f"{place}: finished.{next_step(f'export {shlex.quote(str(place))} DIR')}")
 
 
 def _check_budget(arguments: argparse.Namespace) -> None:

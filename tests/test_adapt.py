@@ -168,6 +168,18 @@ def test_a_fine_tuning_without_a_score_is_refused_before_all_else(tmp_path: Path
         _check(arguments)
 
 
+def test_a_table_without_texts_says_which_setting_names_them(tmp_path: Path) -> None:
+    make_pretrained(tmp_path / "start")
+    (tmp_path / "my.csv").write_text("sentence,label\ngood,a\nbad,b\n")
+    words = [str(tmp_path / "my.csv"), "--from", str(tmp_path / "start"), "--out", str(tmp_path / "out")]
+    with pytest.raises(
+        InputError, match=r"^--set corpus\.sources\.0\.text_column: .*my\.csv has no column 'text'; it has sen"
+    ):
+        run(options(*words), lambda _: 1, lambda _: 1)
+    chosen = ["--set", "corpus.sources.0.text_column=sentence"]
+    assert run(options(*words, *chosen), lambda _: 1, lambda _: 1) == 1  # the first stage began
+
+
 @pytest.mark.parametrize("words", [["corpus.jsonl"], ["x", "--finetune", "adapt.yaml"]])
 def test_no_text_and_no_config_is_written_over(words: list[str], tmp_path: Path) -> None:
     words = [str(tmp_path / word) if "." in word else word for word in words]

@@ -20,8 +20,10 @@ import sklearn.utils.class_weight
 from corpora import make_vocabulary, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_checkpoints import make_bert
 from tokenizers import Tokenizer
 
+from finetune.config import FinetuneConfig, load_config
 from finetune.datasets.arrays import ragged
 from finetune.datasets.arrow import read_dataset
 from finetune.datasets.table import TableFormat
@@ -445,6 +447,38 @@ def test_vectors_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         task(train=write("a.jsonl", rows), problem_type="multi_label", **values).read_train()
+
+
+def test_a_dev_set_of_one_value_is_refused(write: Callable[..., str]) -> None:
+    files = {"train": write("a.jsonl", sayings(1, 2)), "dev": write("b.jsonl", sayings(2, 2.0))}
+    with pytest.raises(
+        InputError, match=r"b\.jsonl: every example held out has the value 2\.0, so that no correlation"
+    ):
+        task(**files, problem_type="regression").read_held_out()
+
+
+def test_a_hint_does_not_lead_to_another_task(write: Callable[..., str]) -> None:
+    path = write("a.yaml", "name: x\nstart_from: y\nquestions: {train: x, dev_share: 0.1}\n")
+    with pytest.raises(InputError, match=r"a\.yaml:3: questions\.dev_share is not a known setting; known here: train"):
+        load_config(path)
+    path = write("a.yaml", "name: x\nstart_from: y\ndev_share: 0.1\n")
+    with pytest.raises(InputError, match=r"did you mean \w+\.dev_share\?"):
+        load_config(path)
+
+
+def test_values_begin_at_their_mean(write: Callable[..., str], tmp_path: Path) -> None:
+    from finetune.train import make_model
+    from pretrain.checkpoint.released import read_released
+
+    make_bert(tmp_path / "bert")
+    path = write("a.jsonl", sayings(3, 4, 8))
+    section = {"train": path, "problem_type": "regression"}
+    values = {"name": "x", "start_from": str(tmp_path / "bert"), "classification": section}
+    for random in (False, True):
+        config = FinetuneConfig.model_validate({**values, "random_weights": random})
+        made = task(**section)
+        model = make_model(config, made, read_released(tmp_path / "bert"), made.read_train())
+        assert model.head.out_bias.tolist() == [5.0]
 
 
 def test_whole_numbers_match_however_they_are_written(write: Callable[..., str]) -> None:

@@ -395,6 +395,8 @@ def test_a_fine_tuned_run_can_be_the_initial_checkpoint(root: Path) -> None:
 def test_what_to_do_next_names_what_the_model_asks(root: Path) -> None:
     reviews = FinetuneConfig.model_validate(settings(root, "whole"))
     assert runs.next_command(reviews) == f"Next: ./launch.sh predict {root}/whole --text ..."
+    spaced = reviews.model_copy(update={"run_dir": "my runs/a"})
+    assert runs.next_command(spaced) == "Next: ./launch.sh predict 'my runs/a' --text ..."
     pairs = FinetuneConfig.model_validate(settings(root, "whole", classification__pair_column="second"))
     assert runs.next_command(pairs).endswith("--text ... --pair ...")
     asked = {**settings(root, "whole"), "questions": {"train": "train.json"}}

@@ -517,6 +517,24 @@ def test_the_transformer_of_a_sentence_encoder_is_found(theirs: Any, tmp_path: P
     assert read_tokenizer(tmp_path).get_vocab_size() == 6
 
 
+def test_a_name_of_the_hub_is_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        InputError, match=r"no such folder.* Did you mean hf://sentence-transformers/all-MiniLM-L6-v2\?"
+    ):
+        read_released(Path("sentence-transformers/all-MiniLM-L6-v2"))
+    (tmp_path / "exported").mkdir()
+    for path in (Path("exported/bert-mini"), tmp_path / "a", Path("bert")):
+        with pytest.raises(InputError, match=r"no such folder[^?]*$"):
+            read_released(path)
+
+
+def test_blank_lines_at_the_end_of_a_vocabulary_are_no_tokens(theirs: Any, tmp_path: Path) -> None:
+    for end in ("", "\n", "\n\n", "\r\n\r\n"):
+        (tmp_path / "vocab.txt").write_bytes(("\n".join([*SPECIALS, "a"]) + end).encode())
+        assert read_tokenizer(tmp_path, 6).get_vocab_size() == 6
+
+
 # ---- refusals
 
 

@@ -226,6 +226,9 @@ class TestPage:
     def test_refusals(self, run: Path, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="not a run folder"):
             report.write_report(tmp_path, tmp_path / "report.html")
+        (tmp_path / "config.yaml").write_text("name: x\ntraining: {epochs: 1}\n")
+        with pytest.raises(InputError, match=r"a fine-tuning, .*`dashboard` draws its curves"):
+            report.write_report(tmp_path, tmp_path / "report.html")
         (run / "metrics.jsonl").write_text("")
         with pytest.raises(InputError, match=r"metrics\.jsonl: no training record yet"):
             report.summary(run)

@@ -33,9 +33,11 @@ from finetune.config import load_config as load_finetuning
 from finetune.config import run_name
 from pretrain.commands import as_stage, program
 from pretrain.common import settings
+from pretrain.common.addresses import hub_hint
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, checkpoint_names, expect_other, write_json
 from pretrain.config import PretrainConfig, load_config
+from pretrain.corpus.sources import find_inputs
 from pretrain.reporting.gains import COMPARED, gain_lines
 
 RunCommand = Callable[[Sequence[str]], int]  # a command line: words -> exit code
@@ -82,7 +84,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if len(set(stems)) < len(stems):
         raise InputError("--finetune: two configs have the same file name, and so would their results. Rename one.")
     if not arguments.start_from.is_dir():
-        raise InputError(f"--from: {arguments.start_from}: no such folder. Give one with a checkpoint.")
+        hint = hub_hint(arguments.start_from)
+        raise InputError(f"--from: {arguments.start_from}: no such folder. Give one with a checkpoint.{hint}")
     written = [arguments.out / f"{name}.{suffix}" for name in ("corpus", "general") for suffix in ("jsonl", "yaml")]
     read = [*arguments.texts, *(arguments.general or ()), *(arguments.finetune or ())]
     expect_other([*written, arguments.out / CONFIG_FILE], read)
@@ -136,9 +139,12 @@ class _Stages:
         values = corpus_values(name, self._out / name, self._arguments.start_from, sources, held_out_share(size))
         if added_words:
             values["corpus"]["vocabulary"] = {"added_words": added_words}
+        config = config_of(values, _of_corpus(self._arguments.set))
+        for number, source in enumerate(config.corpus.sources):
+            find_inputs(source, f"--set corpus.sources.{number}")  # refuses a table without the column of texts
         write_config(
             self._out / f"{name}.yaml",
-            config_of(values, _of_corpus(self._arguments.set)),
+            config,
             begun=(self._out / name).exists(),
         )
         return self._out / f"{name}.yaml"
@@ -233,4 +239,5 @@ def _finish(arguments: argparse.Namespace, started: float) -> None:
     if not arguments.general:
         print("  What the model lost on other text is unknown: name some with --general.")
     print(f"\nAll stages took {time.monotonic() - started:.0f} s. Curves and scores: {page.resolve().as_uri()}")
-    print(f"{out / 'model'}: finished. Next: {program()} finetune CONFIG --from {out / 'model'}")
+    following = shlex.join(["finetune", "CONFIG", "--from", str(out / "model")])
+    print(f"{out / 'model'}: finished. Next: {program()} {following}")

@@ -18,6 +18,7 @@ from pretrain.checkpoint.layouts import OWN, KeyMapping, ReleasedFacts, layout_o
 from pretrain.checkpoint.mapping import MappedTensor
 from pretrain.checkpoint.tokenizer import is_run, released_folder
 from pretrain.checkpoint.weight_files import read_json, read_weights
+from pretrain.common.addresses import hub_hint
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, load_config
 
@@ -32,7 +33,7 @@ def read_released(folder: Path) -> Released:
             is missing or of another shape.
     """
     if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder. Give one with config.json and the weights.")
+        raise InputError(f"{folder}: no such folder. Give one with config.json and the weights.{hub_hint(folder)}")
     folder = released_folder(folder)
     if is_run(folder):
         return _read_run(folder)
@@ -49,7 +50,7 @@ def read_released(folder: Path) -> Released:
 def read_shape(folder: Path) -> ModelConfig:
     """The shape of the model in `folder`, without its weights. Raises `InputError` if there is none."""
     if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder. Give one with config.json and the weights.")
+        raise InputError(f"{folder}: no such folder. Give one with config.json and the weights.{hub_hint(folder)}")
     folder = released_folder(folder)
     if is_run(folder):
         return load_config(folder / "config.yaml").model

@@ -15,6 +15,7 @@ from pathlib import Path
 CACHE_VARIABLE, RUNS_VARIABLE = "BERTRAIN_CACHE", "BERTRAIN_RUNS"
 SCHEMES = ("s3", "gs", "abfs", "az", "hf")
 READ_ONLY = ("hf",)  # a write to the hub is a commit, and it limits how many may be made
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
 
@@ -77,6 +78,12 @@ def _below(folder: Path, text: Path | str) -> Path:
         return Path(text).expanduser()
     scheme, _, rest = str(text).partition("://")
     return folder / scheme / rest.rstrip("/")
+
+
+def hub_hint(name: Path | str) -> str:
+    """A question for the message about a missing folder whose name may be that of a model of the Hub."""
+    is_one = _HUB_NAME.fullmatch(str(name)) and not Path(name).parent.exists()
+    return f" Did you mean hf://{name}?" if is_one else ""
 
 
 def join(address: str, *names: str) -> str:

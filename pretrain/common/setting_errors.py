@@ -50,7 +50,10 @@ def suggest(model: type[Section], path: Keys) -> str:
     siblings = list(section.model_fields) if section else []
     if similar := difflib.get_close_matches(unknown, siblings, n=1):
         return f"did you mean {similar[0]}?"
-    by_last_name = {name.rpartition(".")[2]: name for name in reversed(list(dotted_names(model)))}
+    # Of sections of which a config has one, such as the tasks, another is no help.
+    others = {name for name, field in model.model_fields.items() if field.default is None} - {path[0]}
+    useful = (name for name in dotted_names(model) if len(path) == 1 or name.partition(".")[0] not in others)
+    by_last_name = {name.rpartition(".")[2]: name for name in reversed(list(useful))}
     if similar := difflib.get_close_matches(unknown, by_last_name, n=1, cutoff=0.8):
         return f"did you mean {by_last_name[similar[0]]}?"
     return f"known here: {', '.join(siblings)}."

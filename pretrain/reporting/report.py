@@ -18,7 +18,7 @@ from typing import Any
 
 from pretrain.checkpoint.electra import GENERATOR_SUFFIX
 from pretrain.common.errors import InputError
-from pretrain.common.settings import dump
+from pretrain.common.settings import dump, names
 from pretrain.common.wording import counted
 from pretrain.config import PretrainConfig, load_config
 from pretrain.reporting.attention.progress import attention_section
@@ -142,6 +142,11 @@ class _ReportData:
     def read(cls, folder: Path) -> _ReportData:
         if not (folder / "config.yaml").is_file():
             raise InputError(f"{folder}: not a run folder (no config.yaml). Give a run folder such as runs/bert-mini.")
+        if "training" in names(folder / "config.yaml"):
+            raise InputError(
+                f"{folder}: a fine-tuning, and the report is one of pretraining. `dashboard` draws its curves; its "
+                "scores are in scores.json and model/README.md."
+            )
         config = load_config(folder / "config.yaml")
         records = read_records(folder)
         training = [record for record in records if is_training(record)]

@@ -111,7 +111,7 @@ class ExampleSource:
         """The dev sets, or what `dev_share` holds out of the training set."""
         if not self._settings.dev_share:
             sets = {part: self.tables.read(part) for part in self.tables.parts("dev")}
-            return {part: self._examples(table, warn=True) for part, table in sets.items()}
+            return {part: self._varied(self._examples(table, warn=True), table) for part, table in sets.items()}
         self.tables.check_no_dev()
         table = self.tables.read("train")
         held_out = [example for example in self._examples(table) if self._is_held_out(example)]
@@ -120,7 +120,16 @@ class ExampleSource:
                 f"{table.source}: dev_share {self._settings.dev_share} of {len(table)} examples leaves the "
                 "dev set empty. Raise it."
             )
-        return {"dev": held_out}
+        return {"dev": self._varied(held_out, table)}
+
+    def _varied(self, examples: list[Example], table: Table) -> list[Example]:
+        """`examples`; `InputError` if no correlation with them can choose a checkpoint."""
+        if self._problem == "regression" and len({one.label for one in examples}) == 1:
+            raise InputError(
+                f"{table.source}: every example held out has the value {examples[0].label}, so that no correlation "
+                "can choose a checkpoint. Give a dev set with several values."
+            )
+        return examples
 
     def read_test(self) -> dict[str, list[Example]]:
         """The test sets. Labels that are missing or unknown are left out, with a warning in the log."""
