@@ -88,10 +88,10 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         engine.close()
 
 
-def make_model(config: FinetuneConfig, task: Task[Any], released: Released, examples: Sequence[Any]) -> TaskModel:
+def make_model(config: FinetuneConfig, task: Task[Any], released: Released, examples: Sequence[Any] = ()) -> TaskModel:
     """The model to start with: the checkpoint's weights, and initialised ones for what it lacks.
 
-    A new output layer for values begins at the mean of those of the `examples`.
+    A new output layer for values begins at the task's `first_value` for the `examples`.
     """
     model = TaskModel(
         released.model,
@@ -105,9 +105,9 @@ def make_model(config: FinetuneConfig, task: Task[Any], released: Released, exam
     )
     given = {} if config.random_weights else initial_state(config, task, released)
     model.load_state_dict(given, strict=False)
-    if task.objective == "value" and "head.out_bias" not in given:
+    if examples and task.objective == "value" and "head.out_bias" not in given:
         with torch.no_grad():
-            model.head.out_bias.fill_(float(np.mean([one.label for one in examples])))
+            model.head.out_bias.fill_(task.first_value(examples))
     return model
 
 

@@ -162,6 +162,10 @@ class Task(ABC, Generic[E]):
         """The predictions in the formats of official scorers: suffix of the name -> content. {} if there are none."""
         return {}
 
+    def first_value(self, examples: Sequence[E]) -> float:
+        """For values: what a model predicts before training on `examples`, such as their mean."""
+        return 0.0
+
     # ------------------------------------------------------------ scores
 
     @property

@@ -123,6 +123,9 @@ class Classification(Task[Example]):
         record = {"id": example.id, "text": example.text, "pair": example.pair, "gold": gold}
         return {**(example.others or {}), **{key: value for key, value in record.items() if value is not None}}
 
+    def first_value(self, examples: Sequence[Example]) -> float:
+        return float(self._true(examples).mean())
+
     # ------------------------------------------------------------ predictions and scores
 
     def decode(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
