@@ -10,7 +10,6 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,8 +82,8 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    from pretrain.batches.reading import count_readings
     from pretrain.corpus import prepare
+    from pretrain.planning.text import counts_readings
 
     config, tokenizer, declared = _config(arguments), None, {}
     if config.start_from:
@@ -100,7 +99,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
         print(estimate.preparation_lines(prepare.describe(config, tokenizer)))
         return
-    counted = partial(count_readings, config=config)
+    counted = counts_readings(config)
     print(prepare.prepare(config, tokenizer=tokenizer, declared=declared, count_readings=counted))
     _print_lengths(config)
 

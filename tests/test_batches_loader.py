@@ -164,7 +164,7 @@ def test_the_rehearsed_micro_batch_is_as_large_as_any(shards, budget):
     config = run_config(budget=budget)
     largest = full_lengths(config, 1)
     assert sum(largest) == budget
-    assert max(sum(micro.lengths) for step in load(shards, config)[0] for micro in step.micro_batches) > budget - 5
+    assert max(sum(micro.lengths) for step in load(shards, config)[0] for micro in step.micro_batches) > budget - 8
 
 
 def test_validation_batches_are_fixed(folder, shards):
@@ -187,7 +187,7 @@ def test_validation_batches_are_fixed(folder, shards):
 
 def test_held_out_text_that_is_too_little_is_named(tmp_path):
     one = make_corpus(tmp_path / "one", documents=30, vocabulary_size=300, validation_documents=1)
-    with pytest.raises(InputError, match=r"held-out text of .*: 1 documents, but .*hold out more documents"):
+    with pytest.raises(InputError, match=r"held-out text of .*: 1 documents in its largest source, but .*hold out more documents"):
         validation_batches(open_shards(one, "validation"), run_config(), 0, rank=0, world_size=1)
 
 

@@ -18,7 +18,17 @@ from corpora import make_vocabulary, write_corpus
 
 from pretrain.common.addresses import local, local_run
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import append_open, atomic_open, checkpoint_names, disk_errors, expect_other, locked
+from pretrain.common.files import (
+    append_open,
+    atomic_open,
+    checkpoint_names,
+    disk_errors,
+    expect_other,
+    locked,
+    put_manifest,
+    read_manifest,
+    verify_manifest,
+)
 from pretrain.corpus import shards as shards_of
 from pretrain.corpus.shards import open_shards
 from pretrain.reporting.pages import write_page

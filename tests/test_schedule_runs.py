@@ -101,7 +101,7 @@ def test_batches_of_a_ramp_follow_each_other_without_a_gap(corpus: Path, tmp_pat
 
     assert found() == [(0, 4), (4, 4), (8, 8), (16, 12)]
     assert found(start_step=2) == [(8, 8), (16, 12)]
-    assert found(start_step=2, passed_over=5) == [(13, 8), (21, 12)]
+    assert found(start_step=2, skipped=[5]) == [(13, 8), (21, 12)]
 
 
 def test_a_rollback_in_a_ramp_passes_over_the_samples_of_its_steps(
@@ -112,12 +112,12 @@ def test_a_rollback_in_a_ramp_passes_over_the_samples_of_its_steps(
     engine: Any = SimpleNamespace(rank=0, world_size=1)
     corpora = Corpora(own=shards, training=shards, held_out=held_out)
     task = Pretraining(config, corpora, MaskedTokens(config, shards.vocabulary_size), engine, torch.device("cpu"))
-    opened: list[tuple[int, int, int]] = []
+    opened: list[tuple[int, int, list[int]]] = []
     task._loader = iter(())  # type: ignore[assignment]
     monkeypatch.setattr(task, "_open_loader", lambda *given: opened.append(given))
     # The data of steps 1 and 2 (4 and 8 samples) and of step 4, the first of phase 1.
     assert list(task.batches(1, [*task.pass_over(1, 2), *task.pass_over(4, 1)])) == []
-    assert opened == [(0, 1, 4 + 8), (1, 0, 6)]
+    assert opened == [(0, 1, [4 + 8, 6]), (1, 0, [4 + 8, 6])]
 
 
 # ---- whole runs

@@ -70,10 +70,11 @@ def _blocks_of(text: Text, shard: int, tokens: int) -> tuple[np.ndarray, ...]:
     first = text.first_document(which, wanted, each)
     edge = text.document_begin(which, first)
     previous = np.maximum(first - 1, 0)
-    huge = edge - text.document_begin(which, previous) > tokens
-    inside = text.sentence_near(which[huge], previous[huge], wanted[huge] - each * previous[huge], tokens // 64)
-    edge[huge], first[huge] = inside, previous[huge]
-    last = first + huge
+    inside = text.sentence_near(which, previous, wanted - each * previous, tokens // 64)
+    before, least = text.document_begin(which, previous), tokens // 16
+    divided = (edge - before > tokens) & (inside - before >= least) & (edge - inside >= least)
+    edge, first = np.where(divided, inside, edge), np.where(divided, previous, first)
+    last = first + divided
     kept = np.diff(np.append(edge, end)) > 0
     kept &= edge > 0
     begins = np.append(0, edge[kept])

@@ -71,7 +71,7 @@ def bench_config(
     phase = {
         "sequence_length": length,
         "global_sequences": sequences,
-        "steps": 1 << 30,
+        "steps": 10**9,
         "peak_learning_rate": rate,
     }
     config = validated(

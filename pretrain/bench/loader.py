@@ -154,7 +154,7 @@ def _baseline(shards: TokenShards, length: int, sequences: int) -> Callable[[], 
 
 def _config(length: int, sequences: int) -> PretrainConfig:
     try:
-        phase = PhaseConfig(sequence_length=length, global_sequences=sequences, steps=1 << 40, peak_learning_rate=1e-4)
+        phase = PhaseConfig(sequence_length=length, global_sequences=sequences, steps=10**9, peak_learning_rate=1e-4)
         return PretrainConfig(name="bench", corpus=CorpusConfig(dir="nowhere"), phases=(phase,))
     except ValidationError as error:
         raise InputError(f"bench: {first_problem(error)}.") from None

@@ -81,7 +81,7 @@ def _maker(shards: TokenShards, ranks: int, each: int, length: int, *, whole_wor
     phase = {
         "sequence_length": length,
         "global_sequences": ranks * each,
-        "steps": 1 << 30,
+        "steps": 10**9,
         "peak_learning_rate": 1e-4,
     }
     config = validated(

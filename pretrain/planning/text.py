@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from pretrain.batches.reading import count_reading
+from pretrain.batches.reading import count_reading, count_readings
 from pretrain.batches.replay import with_replay
 from pretrain.batches.sampler import phase_sampler
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
 from pretrain.config import PretrainConfig
-from pretrain.corpus.prepare import describe
+from pretrain.corpus.prepare import CountReadings, describe
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.stored import prepared_manifest
 from pretrain.work import expected_length
@@ -102,6 +103,11 @@ def reading_lines(config: PretrainConfig) -> list[str]:
     shards = _training_shards(config)
     lengths = sorted({phase.sequence_length for phase in config.phases})
     return [count_reading(shards, config, length).line for length in lengths]
+
+
+def counts_readings(config: PretrainConfig) -> CountReadings:
+    """What counts how often an epoch reads a token, for the card of the corpus that is prepared."""
+    return partial(count_readings, config=config)
 
 
 def _training_shards(config: PretrainConfig) -> TokenShards:
