@@ -70,7 +70,7 @@ class Predictor:
         weights = {**released.backbone, **head}
         self.model = inference_model(self.task, released, weights, self.device, self.precision, compile=compile)
 
-    def __call__(self, records: str | Mapping[str, Any] | Sequence[Any]) -> Any:
+    def __call__(self, records: str | Mapping[str, Any] | Iterable[Any]) -> Any:
         """The prediction for one text or record, or a list of them for a list. See `Task.decode` for its keys.
 
         The rows of a table (pandas, polars, Arrow) are records.
