@@ -41,6 +41,7 @@ FILES: dict[str, dict[str, str]] = {
         "dev.tsv": (
             "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
             "0\tg\tf\t2012\t0\tn\tn\tA man.\tA hat.\t4.750\n"
+            "1\tg\tf\t2012\t1\tn\tn\tA cat.\tA dog.\t1.250\n"
         ),
         "test.tsv": (
             "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\n"
