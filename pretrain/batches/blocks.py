@@ -100,10 +100,6 @@ class Units:
         self._ends = np.cumsum(np.concatenate([*counts, np.zeros(0, np.int64)])).astype(np.uint32)
         self.samples = int(self._ends[-1]) if len(self._ends) else 0
 
-    @property
-    def nbytes(self) -> int:
-        return self._ends.nbytes
-
     def find(self, sample: np.ndarray) -> tuple[Unit, np.ndarray]:
         """The unit of each sample, and which of its samples it is; [B] each."""
         unit = np.searchsorted(self._ends, sample.astype(self._ends.dtype), side="right")

@@ -41,9 +41,6 @@ class PairSpans:
     document: np.ndarray  # identity of the document
     key: np.ndarray  # uint64, of the sample
 
-    def __getitem__(self, rows: np.ndarray) -> PairSpans:
-        return PairSpans(**{name: column[rows] for name, column in vars(self).items()})
-
     @property
     def sentences(self) -> np.ndarray:
         """How many sentences begin inside."""

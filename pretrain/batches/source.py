@@ -136,15 +136,13 @@ class SourceSamples:
     def _spans(self, epoch: int, window: int, units: Units, within: np.ndarray) -> PairSpans:
         """The spans of tokens of samples of a window, and their keys."""
         shuffle_key = np.broadcast_to(draw(draw(self._shuffle_key, epoch), window), len(within))
-        shuffled = permute(within, units.samples, shuffle_key)
-        by_place = np.argsort(shuffled)  # neighbors in the text one after the other, which a processor's cache likes
-        unit, sample = units.find(shuffled[by_place])
+        unit, sample = units.find(permute(within, units.samples, shuffle_key))
         identity = self._shard[unit.shard] << _OFFSET_BITS
         key = draw(draw(self._cut_key, epoch), identity + unit.begin)
         places = (JoinedPlaces if self._cutting.joined else DocumentPlaces)(self._text, unit)
         spans, rows = self._cutting.cut(places, unit.size, sample, key), np.arange(len(within))
-        index = within[by_place] + self.order.epoch(epoch).samples[window]
-        planned = PairSpans(
+        index = within + self.order.epoch(epoch).samples[window]
+        return PairSpans(
             cell=np.zeros_like(within),
             shard=unit.shard,
             begin=places.token(rows, spans.begin),
@@ -156,7 +154,6 @@ class SourceSamples:
             document=identity + unit.first,
             key=draw(draw(self._sample_key, epoch), index),
         )
-        return planned[np.argsort(by_place)]
 
     def _single(self, spans: PairSpans) -> SamplePlan:
         """One segment for each span."""
