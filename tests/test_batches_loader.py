@@ -188,7 +188,7 @@ def test_validation_batches_are_fixed(folder, shards):
 def test_held_out_text_that_is_too_little_is_named(tmp_path):
     one = make_corpus(tmp_path / "one", documents=30, vocabulary_size=300, validation_documents=1)
     with pytest.raises(
-        InputError, match=r"held-out text of .*: 1 documents in its largest source, but .*hold out more documents"
+        InputError, match=r"held-out text of .*: 1 document in its largest source, but .*hold out more documents"
     ):
         validation_batches(open_shards(one, "validation"), run_config(), 0, rank=0, world_size=1)
 

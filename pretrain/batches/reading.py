@@ -34,10 +34,11 @@ class Reading:
     @property
     def line(self) -> str:
         """As a sentence."""
+        labels = f" {self.labeled:.1%} have a label of their pair." if self.input_format == "segment_pairs" else ""
         return (
             f"length {self.sequence_length}: an epoch reads a token {self.reads:.3f} times, {self.unread:.2%} of the "
             f"tokens never and {self.twice:.2%} twice or more. {self.at_sentence_ends:.0%} of the samples end with a "
-            f"sentence. Counted on {self.tokens:,} tokens."
+            f"sentence.{labels} Counted on {self.tokens:,} tokens."
         )
 
 

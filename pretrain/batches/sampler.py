@@ -19,6 +19,7 @@ from pretrain.batches.replay import mixture_weights
 from pretrain.batches.source import Progress, SourceSamples
 from pretrain.batches.text import Text
 from pretrain.common.errors import InputError
+from pretrain.common.wording import counted
 from pretrain.config import PairsConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
@@ -166,8 +167,8 @@ class Sampler:
         most = max(sum(self._text.document_count(shard) for shard in own) for own in shards)
         if self.pairs.chosen_objective == "nsp" and most < 2:
             raise InputError(
-                f"{self.shards.folder}: {most} documents in its largest source, but random next sentences need "
-                "at least two. Add documents or set pairs.objective: none."
+                f"{self.shards.folder}: {counted(most, 'document')} in its largest source, but random next sentences "
+                "need at least two. Add documents or set pairs.objective: none."
             )
 
     def _shares(self, weights: Mapping[str, float], where: str) -> list[int]:

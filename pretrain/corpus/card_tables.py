@@ -82,7 +82,16 @@ def reading_lines(readings: list[dict[str, Any]]) -> list[str]:
     """How often an epoch reads each token, a row for each sequence length."""
     if not readings:
         return []
-    names = ("sequence length", "input", "reads of a token", "unread", "twice", "mean length", "end with a sentence")
+    names = (
+        "sequence length",
+        "input",
+        "reads of a token",
+        "unread",
+        "twice",
+        "mean length",
+        "end with a sentence",
+        "labeled pairs",
+    )
     rows = [
         table_row(
             f"{one['sequence_length']:,}",
@@ -92,6 +101,7 @@ def reading_lines(readings: list[dict[str, Any]]) -> list[str]:
             f"{one['twice']:.2%}",
             f"{one['mean_length']:.1f}",
             f"{one['at_sentence_ends']:.0%}",
+            f"{one['labeled']:.1%}" if one["input_format"] == "segment_pairs" else "",
         )
         for one in readings
     ]
