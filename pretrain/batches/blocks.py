@@ -18,7 +18,7 @@ from functools import lru_cache
 import numpy as np
 
 from pretrain.batches.cuts import Cutting
-from pretrain.batches.order import draw, permute
+from pretrain.batches.order import draw
 from pretrain.batches.text import Text, Unit
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import atomic_open
@@ -181,8 +181,8 @@ class SourceOrder:
 
     def _epoch(self, number: int) -> _Epoch:
         count = len(self._counts)
-        key = np.broadcast_to(draw(self._key, number), count)
-        order = permute(np.arange(count), count, key).astype(np.uint32)
+        # All places are needed, so hashes are sorted. A Feistel network would walk long for a few blocks.
+        order = np.argsort(draw(draw(self._key, number), np.arange(count))).astype(np.uint32)
         bounds = np.arange(self.windows + 1) * count // self.windows
         sums = np.concatenate(([0], np.cumsum(self._counts[order], dtype=np.int64)))
         return _Epoch(order, bounds, sums[bounds])
