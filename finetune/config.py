@@ -28,6 +28,8 @@ TASKS = tuple(task.kind for task in registry.TASKS)
 """The sections that name a task. A config has exactly one of them."""
 
 PRESETS: dict[str, dict[str, Any]] = {
+    # Rate and epochs by the model's width and the number of examples (`FinetuneConfig.filled`).
+    "auto": {"examples_per_step": 32, "warmup_share": 0.1},
     # Devlin et al. 2019, appendix A.3; the middle of the grid. google-research/bert run_classifier.py: warm-up a tenth.
     "devlin": {"examples_per_step": 32, "learning_rate": 3e-5, "epochs": 3.0, "warmup_share": 0.1},
     # Mosbach et al. 2021, "On the stability of fine-tuning BERT", section 6: a small rate, warm-up, bias
@@ -79,23 +81,40 @@ GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
 
 _POSITIVE = ("examples_per_step", "learning_rate", "epochs")  # 0 means not given
 
+# BERT-Base's rate (Devlin et al. 2019, appendix A.3) and width: smaller models need higher rates; decision 0155.
+_BASE_RATE, _BASE_WIDTH = 3e-5, 768
+_LOWEST_RATE, _HIGHEST_RATE = 1e-5, 1e-3
+_EPOCHS, _MOST_EPOCHS = 3.0, 20.0
+_LEAST_STEPS = 300  # more epochs than `_EPOCHS` of few examples, up to `_MOST_EPOCHS`
+
 
 class TrainingConfig(Section):
     """Length, batch size and learning rate. `preset` fills what is not given, here and in optimizer and engine."""
 
-    preset: Literal["devlin", "stable", "few-sample", "small-bert", "roberta"] = Field(
-        default="devlin",
-        description="Published recipe for the values that are not given. devlin suits thousands of examples, stable "
-        "(20 epochs) and few-sample (10 epochs, top layer re-initialised) small sets, small-bert models below "
-        "BERT-Base, roberta RoBERTa.",
+    preset: Literal["auto", "devlin", "stable", "few-sample", "small-bert", "roberta"] = Field(
+        default="auto",
+        description="Source of the values that are not given: auto chooses learning rate and epochs by the model's "
+        "width and the number of examples; the others are published recipes, for thousands of examples (devlin), few "
+        "(stable, few-sample), models below BERT-Base (small-bert) and RoBERTa (roberta).",
+    )
+    output_layer: Literal["fitted", "random"] = Field(
+        default="fitted",
+        description="First weights of a new output layer: fitted to the features of the frozen encoder (linear "
+        "probing, then fine-tuning), or random.",
     )
     examples_per_step: int = Field(
         default=0,
         ge=0,
         description="Examples per optimizer step over all workers; windows in entities and questions.",
     )
-    learning_rate: float = Field(default=0.0, ge=0, description="Peak learning rate.")
-    epochs: float = Field(default=0.0, ge=0, description="Epochs: how often each training example is seen.")
+    learning_rate: float = Field(
+        default=0.0, ge=0, description="Peak learning rate; 0 is the preset's, with auto by the model's width."
+    )
+    epochs: float = Field(
+        default=0.0,
+        ge=0,
+        description="Epochs: how often each training example is seen; 0 is the preset's, with auto by their number.",
+    )
     steps: int = Field(default=0, ge=0, description="Optimizer steps; more than 0 overrides epochs.")
     warmup_share: float = Field(
         default=0.1,
@@ -125,17 +144,10 @@ class TrainingConfig(Section):
     def _fill_from_preset(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        preset = values.get("preset", "devlin")
+        preset = values.get("preset", "auto")
         chosen = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
         given = {key: value for key, value in values.items() if key not in _POSITIVE or value != 0}
         return {**chosen, **given}
-
-    @model_validator(mode="after")
-    def _check(self) -> TrainingConfig:
-        for name in _POSITIVE:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be more than 0")
-        return self
 
 
 class FinetuneEvaluationConfig(Section):
@@ -254,6 +266,21 @@ class FinetuneConfig(_WithTask):
                 if (earlier := places.setdefault(place, name)) != name:
                     repeated.append((name, earlier))
         return repeated
+
+    def filled(self, width: int, examples: int) -> FinetuneConfig:
+        """The config with learning rate and epochs, those that the preset leaves to the model and the training set.
+
+        The rate falls with the square of the width from BERT-Base's on. Few examples are seen more often, so that
+        training has enough steps.
+        """
+        training = self.training
+        rate = _BASE_RATE * (_BASE_WIDTH / width) ** 2
+        epochs = _LEAST_STEPS * training.examples_per_step / max(1, examples)
+        filled = {
+            "learning_rate": training.learning_rate or float(f"{min(max(rate, _LOWEST_RATE), _HIGHEST_RATE):.1e}"),
+            "epochs": training.epochs or round(min(max(epochs, _EPOCHS), _MOST_EPOCHS), 1),
+        }
+        return self.model_copy(update={"training": training.model_copy(update=filled)})
 
     def total_steps(self, examples: int) -> int:
         """Optimizer steps over a training set of this many examples."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from finetune.artifacts.card import repeated_remark
@@ -22,9 +23,12 @@ from pretrain.common.files import MANIFEST
 from pretrain.common.wording import counted
 from pretrain.config import ModelConfig
 from pretrain.storage.runs import fetched_model
+from pretrain.tracking.records import read_records
 
 if TYPE_CHECKING:
     from pretrain.checkpoint.released import Released
+
+_STILL_FALLS, _STILL_HIGH = 0.93, 0.2  # the last loss beside the one before it, and beside the first
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class FinetunePlan:
     family: str
     parameters: int
     model: ModelConfig  # the checkpoint's shape
+
+    def steps_of(self, config: FinetuneConfig) -> int:
+        """Steps of a run of the same data and checkpoint with these settings."""
+        return config.filled(self.model.hidden, self.units).total_steps(self.units)
 
 
 def start(config: FinetuneConfig, *, resume: bool, no_ray: bool) -> FinetuneConfig | None:
@@ -141,7 +149,7 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Fine
         tokens=tokens,
         held_out={name: len(members) for name, members in held_out.items()},
         labels=task.labels,
-        steps=config.total_steps(units),
+        steps=config.filled(released.model.hidden, units).total_steps(units),
         key_mapping=start_table(config, task, released),
         family=released.family,
         parameters=sum(tensor.numel() for tensor in released.backbone.values()),
@@ -274,8 +282,38 @@ def summary(config: FinetuneConfig) -> str:
         for name, scores in saved.scores.items()
         for line in result_lines(task, name, scores, details.get(name, {}))
     ]
+    lines += course_lines(read_records(config.folder), task.metric)
     lines.append(f"{config.folder / MODEL}: finished.{next_step(_prediction(config))}")
     return "\n".join(lines)
+
+
+def course_lines(records: Sequence[Mapping[str, Any]], metric: str) -> list[str]:
+    """The score of the frozen linear model, and warnings if training did not improve on it or ended too soon.
+
+    Args:
+        records: of the run's metrics.jsonl.
+        metric: the score that chose the checkpoint.
+    """
+    scored = [record for record in records if record.get("split") == "validation" and metric in record]
+    losses = [record["loss"] for record in records if "lr" in record]
+    lines = []
+    if scored and scored[0]["step"] == 0:
+        frozen, best = scored[0][metric], max(record[metric] for record in scored)
+        lines.append(f"frozen linear model, before training: {metric} {frozen:.4f}")
+        if best <= frozen:
+            lines.append(
+                "  warning: training did not improve on it, so the linear model was kept. Lower "
+                "training.learning_rate, or train on more examples."
+            )
+    tail = max(2, len(losses) // 5)
+    if len(losses) >= 3 * tail:
+        before, last = mean(losses[-2 * tail : -tail]), mean(losses[-tail:])
+        if _STILL_HIGH * losses[0] < last < _STILL_FALLS * before:
+            lines.append(
+                f"  warning: the loss still falls ({before:.3f} to {last:.3f} in the last steps). Train longer "
+                "(training.epochs)."
+            )
+    return lines
 
 
 def next_command(config: FinetuneConfig) -> str:

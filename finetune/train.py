@@ -22,7 +22,8 @@ from finetune.config import FinetuneConfig, changed_for_resume
 from finetune.datasets.text import TextEncoder
 from finetune.model.batches import Batches, LabelledBatch, LabelledStep
 from finetune.model.inference import inference_model, predict_logits
-from finetune.model.start import initial_state
+from finetune.model.output_layer import fit_output_layer
+from finetune.model.start import fits_output_layer, initial_state
 from finetune.model.task_model import Output, TaskModel
 from finetune.tasks.base import Task, Windows, data_digest
 from finetune.tasks.registry import make_task
@@ -39,11 +40,12 @@ from pretrain.storage.runs import fetched_model
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
+from pretrain.training.loop import LONG_SECONDS
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
 from pretrain.training.plan import TrainingPlan
 from pretrain.training.progress import check_settings, read_state
 from pretrain.training.run import Training, run
-from pretrain.training.session import check_same_data, started
+from pretrain.training.session import check_same_data, newest_checkpoint, started
 
 
 def main(payload: dict[str, Any], worker: Worker) -> None:
@@ -62,20 +64,24 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             check_same_data({"start_from": digest(released.backbone), config.task_name: labels})
         model = make_model(config, task, released, examples)
         weights = model.state_dict()
+        fitted = fits_output_layer(config, task, released)
         engine = Engine(
             model,
             lambda named: make_optimizer(config.optimizer, layered_groups(config, named, released.model.layers)),
             config.engine,
             watchdog,
         )
+        job = Finetuning(config, task, examples, _text_encoder(config, released), released.model, engine, device)
+        config = job.config
+        if fitted and not (payload["resume"] and newest_checkpoint(config.folder / "checkpoints", engine)):
+            weights |= job.fitted_output_layer(released, weights)
         engine.load(FreshState(weights), 0)
         del weights
-        job = Finetuning(config, task, examples, _text_encoder(config, released), released.model, engine, device)
         held_out = job.data_digest({})
         check_same_data({config.task_name: held_out})
         training = Training(
             job,
-            _plan(config, job),
+            _plan(config, job, evaluate_first=fitted),
             job_type="finetune",
             card={"examples": len(examples), "labels": list(task.labels)},
             identity={"data": job.digest, "held_out": held_out},
@@ -146,8 +152,26 @@ class Finetuning:
         self._held_out_windows = {name: self._windows(members) for name, members in self.held_out.items()}
         self.units = self._batches.examples
         self.digest = self._batches.windows.digest(task.labels)
-        self.total_steps = config.total_steps(self.units)
+        self.config = config.filled(shape.hidden, self.units)
+        self.total_steps = self.config.total_steps(self.units)
         self._stalled = 0.0
+
+    def fitted_output_layer(self, released: Released, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`fit_output_layer` of a model with these weights, the same on all ranks."""
+
+        def fit() -> dict[str, Tensor]:
+            model = inference_model(self.task, released, weights, self._device, self.config.engine.resolved_precision)
+            alone = Batches(
+                self._batches.windows,
+                seed=self.config.seed,
+                budget=self.config.engine.micro_batch_tokens,
+                rank=0,
+                world_size=1,
+            )
+            return fit_output_layer(model, alone, self._device)
+
+        with self._engine.allow(LONG_SECONDS):
+            return self._engine.gather_objects(fit() if self._engine.rank == 0 else None)[0]
 
     def data_digest(self, tests: Mapping[str, list[Any]]) -> str:
         """A digest of the examples that it is trained and scored on, labelled test sets included."""
@@ -273,7 +297,7 @@ def _text_encoder(config: FinetuneConfig, released: Released) -> TextEncoder:
     return TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
 
 
-def _plan(config: FinetuneConfig, job: Finetuning) -> TrainingPlan:
+def _plan(config: FinetuneConfig, job: Finetuning, *, evaluate_first: bool) -> TrainingPlan:
     evaluations, phase = config.evaluate_every_steps(job.units), config.phase(job.units)
     return TrainingPlan(
         config,
@@ -283,6 +307,7 @@ def _plan(config: FinetuneConfig, job: Finetuning) -> TrainingPlan:
         checkpoint_every_steps=min(evaluations, config.checkpoint.every_steps),
         keep_best=True,
         patience=config.training.patience,
+        evaluate_first=evaluate_first,
     )
 
 

@@ -182,7 +182,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     }
     asked = {
         "stride": 8,
-        "max_question_tokens": 8,
+        "max_question_tokens": 16,
         "train": write_questions(root / "train-questions.jsonl", 128, 4),
         "dev": write_questions(root / "dev-questions.jsonl", 16, 5),
     }

@@ -61,6 +61,9 @@ def make_config(**changes: Any) -> FinetuneConfig:
     return FinetuneConfig.model_validate(values)
 
 
+FITTED = "head.out.*: fitted to the frozen encoder's features"
+
+
 def make_task(head: str = "sequence", objective: str = "classes", labels: tuple[str, ...] = LABELS) -> Task[Any]:
     outputs = 1 if objective == "value" else len(labels)
     task: Any = SimpleNamespace(head=head, objective=objective, labels=labels, outputs=outputs)
@@ -73,7 +76,7 @@ def named(*labels: str) -> dict[str, Any]:
 
 def test_a_pretrained_model_gives_backbone_and_pooler() -> None:
     lines = start_table(make_config(), make_task(), make_released()).split("\n")
-    assert sorted(lines) == sorted([*PRETRAINED, "initialised at random: head.out.*"])
+    assert sorted(lines) == sorted([*PRETRAINED, FITTED])
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -91,7 +94,7 @@ def test_a_head_without_a_pooler_and_random_weights_are_reported() -> None:
     config = FinetuneConfig.model_validate({"name": "x", "entities": {"train": "x"}})
     text = start_table(config, make_task("tokens"), make_released())
     assert ": 2 tensors left out: the head of entities has only one layer" in text
-    assert text.endswith("\ninitialised at random: head.out.*")
+    assert text.endswith(f"\n{FITTED}")
     text = start_table(make_config(random_weights=True), make_task(), make_released())
     assert " -> " not in text
     assert "62 tensors left out: initialised at random (random_weights)" in text
@@ -130,7 +133,7 @@ def test_an_output_layer_is_kept_if_it_has_the_same_meaning(task: Task[Any], rel
     text = start_table(config, task, released)
     assert ("-> head.out.*" in text) == kept
     assert ("2 tensors left out: an output layer of another task or of other labels" in text) != kept
-    assert ("initialised at random: head.out.*" in text) != kept
+    assert (FITTED in text) != kept
 
 
 @pytest.mark.parametrize("given", [["bad", "good"], {"bad": 0, "good": 1}])
@@ -161,7 +164,7 @@ def test_a_pretraining_run_is_reported_like_an_export(tmp_path: Path) -> None:
     assert start_table(make_config(), make_task(), own).split("\n") == [
         "heads.pooler_weight  1 tensor -> head.dense.*",
         "heads.mlm_bias: 1 tensor left out: pretraining heads",
-        "initialised at random: head.out.*",
+        FITTED,
     ]
 
 

@@ -105,8 +105,8 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "finetune.runs": (
         "pretrain.storage pretrain.common pretrain.config pretrain.checkpoint pretrain.preflight pretrain.estimate "
-        "pretrain.commands finetune.datasets pretrain.launch finetune.tasks finetune.config finetune.model "
-        "finetune.artifacts"
+        "pretrain.commands pretrain.tracking finetune.datasets pretrain.launch finetune.tasks finetune.config "
+        "finetune.model finetune.artifacts"
     ),
     "finetune.experiments": (
         "pretrain.common pretrain.config cluster.trials pretrain.tracking pretrain.model "

@@ -76,9 +76,7 @@ def run_sweep(
     plan = plans[0]
     if not plan.held_out:
         raise InputError(f"{path}: no dev set, so the settings cannot be compared. Give one.")
-    members = [
-        replace(trial, steps=trial.config.total_steps(its.units)) for trial, its in zip(members, plans, strict=True)
-    ]
+    members = [replace(trial, steps=its.steps_of(trial.config)) for trial, its in zip(members, plans, strict=True)]
     if dry_run:
         print(runs.describe(config, plan, show_config=show_config))
         print(f"\n{counted(len(members), 'run')}:\n" + "\n".join(f"  {trial.config.folder}" for trial in members))

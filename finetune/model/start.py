@@ -31,6 +31,17 @@ def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -
     }
 
 
+def fits_output_layer(config: FinetuneConfig, task: Task[Any], released: Released) -> bool:
+    """Whether the output layer is new and `finetune.model.output_layer` finds its first weights.
+
+    The features of random weights have nothing to fit.
+    """
+    training = config.training
+    trained = not (config.random_weights or training.reinitialised_layers or training.reinitialise_pooler)
+    new = "head.out_weight" not in initial_state(config, task, released)
+    return training.output_layer == "fitted" and trained and new
+
+
 def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> str:
     """`mapping_table` of this fine-tuning, and the parts of its head that the checkpoint lacks, if any."""
     from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
@@ -43,9 +54,15 @@ def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> 
     ]
     filled = initial_state(config, task, released)
     head = released.task_head(task.head)
-    parts = {"head.dense": head.activation, "head.norm": head.norm, "head.out": True}
+    fitted = fits_output_layer(config, task, released)
+    parts = {"head.dense": head.activation, "head.norm": head.norm, "head.out": not fitted}
     empty = [f"{part}.*" for part, there in parts.items() if there and f"{part}_weight" not in filled]
-    return "\n".join([mapping_table(mapping), *([f"initialised at random: {', '.join(empty)}"] if empty else [])])
+    lines = [mapping_table(mapping), *([f"initialised at random: {', '.join(empty)}"] if empty else [])]
+    if task.head == "sequence" and head.pooling != "cls":
+        lines.append(f"pooling: {head.pooling} of all tokens")
+    if fitted:
+        lines.append("head.out.*: fitted to the frozen encoder's features")
+    return "\n".join(lines)
 
 
 def _why_left_out(name: str, config: FinetuneConfig, task: Task[Any], released: Released) -> str:

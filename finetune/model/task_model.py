@@ -71,10 +71,18 @@ class TaskModel(Encoder):
 
     def forward(self, batch: LabelledBatch) -> Output:
         """Loss and logits of one micro-batch."""
+        logits_RC = self.head.outputs(self._features(batch))
+        return Output(self.loss(logits_RC, batch), logits_RC)
+
+    def features(self, batch: LabelledBatch) -> Tensor:
+        """fp32 [R, H]: what the output layer reads, without a graph."""
+        with torch.no_grad():
+            return self._features(batch).float()
+
+    def _features(self, batch: LabelledBatch) -> Tensor:
         hidden_RH = self.encode(batch, None if self.every_row else batch.rows)
         keys_R = batch.token_keys if self.pooling == "late" else batch.token_keys[batch.rows]
-        logits_RC = self.head(hidden_RH, keys_R, None if self.pooling == "cls" else batch.cu_seqlens)
-        return Output(self.loss(logits_RC, batch), logits_RC)
+        return self.head(hidden_RH, keys_R, None if self.pooling == "cls" else batch.cu_seqlens)
 
 
 class OutputHead(nn.Module):
@@ -93,12 +101,12 @@ class OutputHead(nn.Module):
         create_parameters(self, head_parameters(shape, outputs, layers), shape.init_std)
 
     def forward(self, hidden_RH: Tensor, keys_R: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """[R, C] of the rows given.
+        """What the output layer reads, [R, H] of the rows given.
 
         Args:
             hidden_RH: last hidden states; of all tokens if `cu_seqlens` is given.
             keys_R: int32, seeds of dropout, of the rows that it applies to.
-            cu_seqlens: int32 [S + 1], the bounds of the windows, which are pooled: [S, C].
+            cu_seqlens: int32 [S + 1], the bounds of the windows, which are pooled: [S, H].
         """
         before_dense, before_out = self.layers.dropout if self.training else _NO_DROPOUT
         if cu_seqlens is not None and self.layers.pooling != "late":
@@ -115,7 +123,11 @@ class OutputHead(nn.Module):
         hidden_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_OUT, before_out)
         if cu_seqlens is not None:
             hidden_RH = window_means(hidden_RH, cu_seqlens)
-        return _linear_fp32(hidden_RH, self.out_weight, self.out_bias)
+        return hidden_RH
+
+    def outputs(self, features_RH: Tensor) -> Tensor:
+        """[R, C] of what `forward` returns."""
+        return _linear_fp32(features_RH, self.out_weight, self.out_bias)
 
 
 def head_parameters(shape: ModelConfig, outputs: int, layers: TaskHead) -> tuple[Parameter, ...]:

@@ -144,7 +144,7 @@ def starts(folder: Path, out: Path, name: str, settings: FinetuningSettings) -> 
                 Choice(
                     point,
                     configs[key].model_copy(update={"random_weights": random}),
-                    configs[key].total_steps(plan.units),
+                    plan.steps_of(configs[key]),
                     place / own,
                 )
                 for (point, configs), own in zip(at, kept, strict=True)

@@ -15,7 +15,9 @@ from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.electra import discriminator_state
 from pretrain.checkpoint.google_bert import find_checkpoint, read_google
 from pretrain.checkpoint.layouts import OWN, KeyMapping, ReleasedFacts, layout_of, read_config, why_own
+from pretrain.checkpoint.layouts.pooled import unwrap
 from pretrain.checkpoint.mapping import MappedTensor
+from pretrain.checkpoint.sentence_transformers import sentence_pooling
 from pretrain.checkpoint.tokenizer import is_run, released_folder
 from pretrain.checkpoint.weight_files import read_json, read_weights
 from pretrain.common.addresses import hub_hint
@@ -34,11 +36,11 @@ def read_released(folder: Path) -> Released:
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder. Give one with config.json and the weights.{hub_hint(folder)}")
-    folder = released_folder(folder)
+    outer, folder = folder, released_folder(folder)
     if is_run(folder):
         return _read_run(folder)
     config_path = _config_path(folder)
-    config = read_json(config_path)
+    config = {**sentence_pooling(outer), **unwrap(read_json(config_path))}
     facts = _facts(config, config_path)
     prefix = find_checkpoint(folder)
     if prefix is not None:
@@ -55,13 +57,13 @@ def read_shape(folder: Path) -> ModelConfig:
     if is_run(folder):
         return load_config(folder / "config.yaml").model
     path = _config_path(folder)
-    return _facts(read_json(path), path).model
+    return _facts(unwrap(read_json(path)), path).model
 
 
 def why_not_transformers(folder: Path) -> str:
     """The settings for which transformers cannot load the model in `folder`; "" if it can. Raises `InputError`."""
     path = _config_path(folder)
-    facts = _facts(read_json(path), path)
+    facts = _facts(unwrap(read_json(path)), path)
     return why_own(facts.model) if facts.layout is OWN else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.layouts import LAYOUTS, KeyMapping, ReleasedFacts, task_head, write_config
+from pretrain.checkpoint.layouts import LAYOUTS, KeyMapping, ReleasedFacts, pooled, task_head, write_config
 from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer, tokenizer_folder
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.common.files import write_json
@@ -68,10 +69,12 @@ def write_released(
         {**config, **labels}, facts, _CLASSES[purpose], len(backbone["embeddings.word"]), ids["pad"], ids
     )
     state = {**backbone, **{f"head.{name}": tensor for name, tensor in head.items() if name in needed}}
-    classes = values["architectures"][0].removesuffix(_CLASSES[purpose])
+    classes = layout.alike.get(config.get("model_type", ""), layout.classes)
     with whole_folder(out) as aside:
         save_weights(released_tensors(state, facts, purpose), aside / WEIGHTS)
         write_json(aside / "config.json", values)
+        if values["model_type"] == pooled.MODEL_TYPE:
+            shutil.copyfile(Path(__file__).parent / "templates" / pooled.MODELING_FILE, aside / pooled.MODELING_FILE)
         copy_tokenizer(
             tokenizer,
             aside,

@@ -61,7 +61,10 @@ def fit(
     training = _Fit(engine, task, plan, progress, checkpoints, extra_state, recorder)
     try:
         if plan.evaluate_first:
-            training.evaluate(judge=False)
+            # A fine-tuning may return to its first weights, a continued pretraining may not.
+            training.evaluate(judge=plan.keep_best)
+            if plan.keep_best and training.validation:
+                training.save()
         while failure := training.train(stop_requested):
             training.roll_back(failure)
     finally:

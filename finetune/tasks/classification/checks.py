@@ -12,6 +12,7 @@ from finetune.datasets.table import Table
 from pretrain.common.wording import counted
 
 _ZEROS = re.compile(r"(?<=\d)\.0*$")  # of 1.0
+_SEVERAL = 5  # examples of a class that is never predicted, for a warning
 _MOST_PLACES = 5  # of empty texts, in a message
 
 
@@ -67,19 +68,28 @@ def empty_texts(table: Table) -> Iterator[str]:
     )
 
 
-def single_prediction(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> Iterator[str]:
-    """A warning if the model predicts the same class for examples of several classes.
+def never_predicted(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> Iterator[str]:
+    """A warning if the model predicts the same class for every example, or never a class that has several.
 
     Args:
         labels: the names of the C classes.
         counts: examples [true][predicted], [C][C].
     """
-    predicted = [number for number in range(len(labels)) if any(row[number] for row in counts)]
+    predicted = {number for number in range(len(labels)) if any(row[number] for row in counts)}
+    missed = [number for number, row in enumerate(counts) if number not in predicted and sum(row) >= _SEVERAL]
     if len(predicted) == 1 and sum(any(row) for row in counts) > 1:
-        yield (
-            f"the model predicts {labels[predicted[0]]!r} for every example. Train longer (training.epochs) or with "
-            "another training.learning_rate; if one class is frequent, set classification.class_weights: balanced."
+        what = f"predicts {labels[predicted.pop()]!r} for every example"
+    elif missed:
+        names = ", ".join(repr(labels[number]) for number in missed[:_MOST_PLACES]) + ", ..." * (
+            len(missed) > _MOST_PLACES
         )
+        what = f"never predicts {names}, of which there are {sum(sum(counts[number]) for number in missed):,} examples"
+    else:
+        return
+    yield (
+        f"the model {what}. Train longer (training.epochs) or with another training.learning_rate; if one class is "
+        "frequent, set classification.class_weights: balanced."
+    )
 
 
 def _plain(name: str) -> str:

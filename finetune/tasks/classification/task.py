@@ -170,7 +170,7 @@ class Classification(Task[Example]):
     def result_remarks(self, details: Mapping[str, Any]) -> list[str]:
         if "confusion" not in details:
             return []
-        return list(checks.single_prediction(details["confusion"]["labels"], details["confusion"]["counts"]))
+        return list(checks.never_predicted(details["confusion"]["labels"], details["confusion"]["counts"]))
 
     def _outputs(self) -> Outputs:
         return Outputs(self.problem, self.labels, self.positive, self.threshold)

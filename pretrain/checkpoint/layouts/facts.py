@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from pretrain.checkpoint.layouts import families
 from pretrain.checkpoint.layouts.layout import KeyMapping, first_position
+from pretrain.checkpoint.layouts.pooled import POOLING, wrap
 from pretrain.checkpoint.layouts.task_heads import TaskHead
 from pretrain.common.errors import InputError
 from pretrain.common.kinds import kind_names, load_kind
@@ -76,7 +77,7 @@ def write_config(
     if first:
         values["max_position_embeddings"] += first
     ids = {key: number for key, role in layout.special_ids.items() if (number := (special or {}).get(role)) is not None}
-    return {
+    made = {
         "pad_token_id": pad,
         **ids,
         **{key: value for key, value in config.items() if key not in _NOT_COPIED},
@@ -86,6 +87,9 @@ def write_config(
         "vocab_size": vocabulary_size,
         **values,
     }
+    if head == "ForSequenceClassification" and POOLING not in values and made.get(POOLING, "cls") != "cls":
+        return wrap(made, layout.names("head.out_weight", "sequence")[0].removesuffix(".weight"))
+    return made
 
 
 def refuse_foreign(layout: KeyMapping, model: ModelConfig) -> None:

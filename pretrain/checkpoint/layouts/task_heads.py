@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+from pretrain.checkpoint.layouts.pooled import POOLING
 from pretrain.config import ModelConfig
 
 
@@ -50,6 +51,18 @@ def sequence_head(activation: str, *, twice: bool = False) -> Callable[[Mapping[
         share = model.hidden_dropout if share is None else share
         if purpose == "tokens":
             return TaskHead(dropout=HeadDropout(0.0, share))
+        if pooled := pooled_head(config, share):
+            return pooled
         return TaskHead(activation, dropout=HeadDropout(share if twice else 0.0, share))
 
     return head
+
+
+def pooled_head(config: Mapping[str, Any], share: float) -> TaskHead | None:
+    """The head of a sequence whose config.json asks for the mean or maximum of all tokens; None if it does not.
+
+    Args:
+        share: of the pooled values that training drops.
+    """
+    pooling = config.get(POOLING, "cls")
+    return TaskHead(pooling=pooling, dropout=HeadDropout(0.0, share)) if pooling in ("mean", "max") else None

@@ -10,13 +10,15 @@ from typing import Any
 
 from pretrain.checkpoint.layouts.families import bert
 from pretrain.checkpoint.layouts.layout import KeyMapping
-from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead
+from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead, pooled_head
 from pretrain.config import ModelConfig
 
 
 def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHead:
     own = {"sequence": ("seq_classif_dropout", 0.2), "spans": ("qa_dropout", 0.1)}
     share = config.get(*own[purpose]) if purpose in own else model.hidden_dropout
+    if purpose == "sequence" and (pooled := pooled_head(config, share)):
+        return pooled
     return TaskHead("relu" if purpose == "sequence" else "", dropout=HeadDropout(before_out=share))
 
 

@@ -1,0 +1,45 @@
+"""Heads of sequences that read the mean or maximum of all tokens, in families whose transformers class reads [CLS].
+
+Models trained by sentence-transformers are such: their first token was never trained to stand for the text. A
+fine-tuned one is written under a model type of its own with a modeling file, so that transformers asks for
+`trust_remote_code` and does not load it as a classifier of [CLS].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+POOLING = "classifier_pooling"  # ModernBERT's key
+MODEL_TYPE = "pooled_encoder"
+MODELING_FILE = "modeling_pooled.py"
+_CLASS = "PooledForSequenceClassification"
+_ENCODER, _OUTPUT = "encoder_model_type", "output_layer"
+_OWN = (_ENCODER, _OUTPUT, "auto_map")
+
+
+def wrap(values: Mapping[str, Any], output_layer: str) -> dict[str, Any]:
+    """config.json of a pooled classifier, from that of its family.
+
+    Args:
+        output_layer: the module of the output layer in the family's names, such as classifier.
+    """
+    module = MODELING_FILE.removesuffix(".py")
+    return {
+        **values,
+        "model_type": MODEL_TYPE,
+        "architectures": [_CLASS],
+        _ENCODER: values["model_type"],
+        _OUTPUT: output_layer,
+        "auto_map": {
+            "AutoConfig": f"{module}.PooledConfig",
+            "AutoModelForSequenceClassification": f"{module}.{_CLASS}",
+        },
+    }
+
+
+def unwrap(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The family's own config.json; any other as it is."""
+    if config.get("model_type") != MODEL_TYPE or _ENCODER not in config:
+        return dict(config)
+    return {**{key: value for key, value in config.items() if key not in _OWN}, "model_type": config[_ENCODER]}

@@ -1,0 +1,76 @@
+"""A classifier of the mean or maximum of an encoder's last hidden states, for transformers' `trust_remote_code`.
+
+Shape letters: B sequences padded to L tokens, H hidden width, C labels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import MODEL_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+
+class PooledConfig(PretrainedConfig):
+    """The config of the encoder, with `encoder_model_type`, `classifier_pooling` and `output_layer`."""
+
+    model_type = "pooled_encoder"
+
+    @property
+    def encoder(self) -> Any:
+        """The encoder's own config."""
+        values = {key: value for key, value in self.to_dict().items() if key not in ("model_type", "auto_map")}
+        return AutoConfig.for_model(self.encoder_model_type, **values)
+
+
+class PooledForSequenceClassification(PreTrainedModel):
+    """Logits [B, C] of the last hidden states' mean (or maximum) over the tokens that are no padding."""
+
+    config_class = PooledConfig
+
+    def __init__(self, config: PooledConfig) -> None:
+        super().__init__(config)
+        own = config.encoder
+        kind: Any = MODEL_MAPPING[type(own)]
+        without = {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind).parameters else {}
+        self._encoder_name = kind.base_model_prefix
+        setattr(self, self._encoder_name, kind(own, **without))
+        share = getattr(config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(getattr(own, "hidden_dropout_prob", 0.1) if share is None else share)
+        output = nn.Linear(own.hidden_size, int(config.num_labels or 2))
+        first, _, rest = config.output_layer.partition(".")
+        setattr(self, first, nn.ModuleDict({rest: output}) if rest else output)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> SequenceClassifierOutput:
+        """Logits of int64 [B, L] each, and the loss if there are labels ([B], or fp32 [B, C])."""
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        hidden_BLH = getattr(self, self._encoder_name)(input_ids, attention_mask=attention_mask, **types)[0]
+        real_BL1 = attention_mask[..., None].bool()
+        if self.config.classifier_pooling == "max":
+            pooled_BH = hidden_BLH.masked_fill(~real_BL1, torch.finfo(hidden_BLH.dtype).min).amax(1)
+        else:
+            pooled_BH = (hidden_BLH * real_BL1).sum(1) / real_BL1.sum(1)
+        logits_BC = self.get_submodule(self.config.output_layer)(self.dropout(pooled_BH))
+        return SequenceClassifierOutput(loss=self._loss(logits_BC, labels), logits=logits_BC)
+
+    def _loss(self, logits_BC: Tensor, labels: Tensor | None) -> Tensor | None:
+        if labels is None:
+            return None
+        if self.config.problem_type == "regression":
+            return F.mse_loss(logits_BC.squeeze(-1), labels.to(logits_BC.dtype))
+        if self.config.problem_type == "multi_label_classification":
+            return F.binary_cross_entropy_with_logits(logits_BC, labels.to(logits_BC.dtype))
+        return F.cross_entropy(logits_BC, labels)
