@@ -150,7 +150,7 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Fine
         held_out={name: len(members) for name, members in held_out.items()},
         labels=task.labels,
         steps=config.filled(released.model.hidden, units).total_steps(units),
-        key_mapping=start_table(config, task, released),
+        key_mapping=start_table(config, task, released) + _too_long(config),
         family=released.family,
         parameters=sum(tensor.numel() for tensor in released.backbone.values()),
         model=released.model,
@@ -175,6 +175,19 @@ def _measured(
         f"{config.task_name}, training set"
     )
     return windows.training_examples, len(windows.ids)
+
+
+def _too_long(config: FinetuneConfig) -> str:
+    """A line if windows are longer than the texts that a model of sentence-transformers was trained for."""
+    from pretrain.checkpoint.sentence_transformers import longest_text
+
+    longest = longest_text(fetched_model(config.start_from))
+    if longest is None or config.max_length <= longest:
+        return ""
+    return (
+        f"\nwarning: max_length is {config.max_length}, but this model was trained for texts of at most {longest} tokens "
+        f"(sentence_bert_config.json). Set max_length: {longest}."
+    )
 
 
 def check_fit(config: FinetuneConfig, model: ModelConfig) -> None:

@@ -67,7 +67,7 @@ def centered(features: np.ndarray) -> np.ndarray:
 def test_a_value_gets_the_ridge_solution(tmp_path: Path) -> None:
     features, labels, weight, bias = fit(tmp_path, "value", 1)
     scaled = centered(features)
-    gram = scaled.T @ scaled / EXAMPLES + PENALTY * np.eye(scaled.shape[1])
+    gram = scaled.T @ scaled / EXAMPLES + PENALTY / EXAMPLES * np.eye(scaled.shape[1])
     solution = np.linalg.solve(gram, scaled.T @ (labels - labels.mean()) / EXAMPLES)
     expected = scaled @ solution + labels.mean()
     assert np.abs(features @ weight[0] + bias[0] - expected).max() < 1e-2 * np.abs(expected).max()
@@ -76,7 +76,7 @@ def test_a_value_gets_the_ridge_solution(tmp_path: Path) -> None:
 def test_classes_get_the_logistic_regression(tmp_path: Path) -> None:
     features, labels, weight, bias = fit(tmp_path, "classes", 3)
     scaled = centered(features)
-    theirs = LogisticRegression(C=1 / (2 * PENALTY * EXAMPLES), tol=1e-8, max_iter=10_000).fit(scaled, labels)
+    theirs = LogisticRegression(C=1 / (2 * PENALTY), tol=1e-8, max_iter=10_000).fit(scaled, labels)
     ours = torch.softmax(torch.from_numpy(features @ weight.T + bias), 1).numpy()
     assert np.abs(ours - theirs.predict_proba(scaled)).max() < 0.02
 
@@ -86,7 +86,7 @@ def test_labels_are_fitted_one_by_one(tmp_path: Path) -> None:
     scaled = centered(features)
     ours = torch.sigmoid(torch.from_numpy(features @ weight.T + bias)).numpy()
     for number in range(2):  # the loss is the mean over the labels
-        theirs = LogisticRegression(C=1 / (2 * 2 * PENALTY * EXAMPLES), tol=1e-8, max_iter=10_000)
+        theirs = LogisticRegression(C=1 / (2 * 2 * PENALTY), tol=1e-8, max_iter=10_000)
         theirs.fit(scaled, labels[:, number])
         assert np.abs(ours[:, number] - theirs.predict_proba(scaled)[:, 1]).max() < 0.02
 
