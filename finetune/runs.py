@@ -43,7 +43,7 @@ class FinetunePlan:
     model: ModelConfig  # the checkpoint's shape
 
 
-def start(config: FinetuneConfig, *, resume: bool, no_ray: bool) -> FinetuneConfig | None:
+def start(config: FinetuneConfig, *, resume: bool, ray: bool = False, no_ray: bool = False) -> FinetuneConfig | None:
     """Check, record and train the run, as `pretrain.launch.start_run` does."""
 
     def check(config: FinetuneConfig, alone: bool) -> int | None:
@@ -59,6 +59,7 @@ def start(config: FinetuneConfig, *, resume: bool, no_ray: bool) -> FinetuneConf
         "finetune.train:main",
         config,
         resume=resume,
+        ray=ray,
         no_ray=no_ray,
         check=check,
         is_finished=lambda config: is_finished(config, resume=True),
