@@ -12,7 +12,7 @@ from finetune.artifacts.card import repeated_remark
 from finetune.artifacts.saved import MODEL, load_saved, read_details, result_lines
 from finetune.config import FinetuneConfig, changed_for_resume, load_config
 from finetune.datasets.text import TextEncoder
-from finetune.model.start import start_table
+from finetune.model.start import is_short, start_table
 from finetune.tasks.base import Task, data_digest
 from finetune.tasks.registry import make_task
 from pretrain import launch, preflight
@@ -37,6 +37,7 @@ class FinetunePlan:
     held_out: dict[str, int]  # examples of each held-out set
     labels: tuple[str, ...]
     steps: int
+    short: bool  # as `is_short`
     key_mapping: str  # where each tensor of the checkpoint goes, as lines
     family: str
     parameters: int
@@ -143,6 +144,7 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Fine
         held_out={name: len(members) for name, members in held_out.items()},
         labels=task.labels,
         steps=config.total_steps(units),
+        short=is_short(config, task, examples, encoder, released.model),
         key_mapping=start_table(config, task, released),
         family=released.family,
         parameters=sum(tensor.numel() for tensor in released.backbone.values()),
@@ -232,8 +234,9 @@ def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
     examples = counted(plan.examples, "training example")
     tokens = f" of {plan.tokens:,} tokens" if plan.tokens else ""
     windows = f" in {counted(plan.units, 'window')}" if plan.units != plan.examples else ""
+    compiled = ", too few to compile the model" if plan.short and config.engine.compile == "auto" else ""
     lines = [
-        f"{config.task_name}: {examples}{windows}{tokens}, {counted(plan.steps, 'step')}",
+        f"{config.task_name}: {examples}{windows}{tokens}, {counted(plan.steps, 'step')}{compiled}",
         f"  {_describe_held_out(config, plan)}",
     ]
     if plan.labels:

@@ -22,7 +22,7 @@ from finetune.config import FinetuneConfig, changed_for_resume
 from finetune.datasets.text import TextEncoder
 from finetune.model.batches import Batches, LabelledBatch, LabelledStep
 from finetune.model.inference import inference_model, predict_logits
-from finetune.model.start import initial_state
+from finetune.model.start import initial_state, is_short
 from finetune.model.task_model import Output, TaskModel
 from finetune.tasks.base import Task, Windows, data_digest
 from finetune.tasks.registry import make_task
@@ -60,7 +60,9 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         if worker.world_size > 1:
             labels = hashlib.sha256(json.dumps(task.labels).encode()).hexdigest()
             check_same_data({"start_from": digest(released.backbone), config.task_name: labels})
-        model = make_model(config, task, released, examples)
+        encoder = _text_encoder(config, released)
+        short = is_short(config, task, examples, encoder, released.model)
+        model = make_model(_uncompiled(config) if short else config, task, released, examples)
         weights = model.state_dict()
         engine = Engine(
             model,
@@ -70,12 +72,12 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         )
         engine.load(FreshState(weights), 0)
         del weights
-        job = Finetuning(config, task, examples, _text_encoder(config, released), released.model, engine, device)
+        job = Finetuning(config, task, examples, encoder, released.model, engine, device)
         held_out = job.data_digest({})
         check_same_data({config.task_name: held_out})
         training = Training(
             job,
-            _plan(config, job),
+            _plan(config, job, rehearse=not short),
             job_type="finetune",
             card={"examples": len(examples), "labels": list(task.labels)},
             identity={"data": job.digest, "held_out": held_out},
@@ -100,7 +102,7 @@ def make_model(config: FinetuneConfig, task: Task[Any], released: Released, exam
         task.objective,
         task.outputs,
         released.task_head(task.head),
-        compile=config.engine.compile,
+        compile=config.engine.compiled,
         activation_checkpointing=config.engine.activation_checkpointing,
     )
     given = {} if config.random_weights else initial_state(config, task, released)
@@ -273,7 +275,14 @@ def _text_encoder(config: FinetuneConfig, released: Released) -> TextEncoder:
     return TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
 
 
-def _plan(config: FinetuneConfig, job: Finetuning) -> TrainingPlan:
+def _uncompiled(config: FinetuneConfig) -> FinetuneConfig:
+    """`config` without compilation, unless it asks for that."""
+    engine = config.engine
+    compile = engine.compile if engine.compile != "auto" else False
+    return config.model_copy(update={"engine": engine.model_copy(update={"compile": compile})})
+
+
+def _plan(config: FinetuneConfig, job: Finetuning, *, rehearse: bool) -> TrainingPlan:
     evaluations, phase = config.evaluate_every_steps(job.units), config.phase(job.units)
     return TrainingPlan(
         config,
@@ -283,6 +292,7 @@ def _plan(config: FinetuneConfig, job: Finetuning) -> TrainingPlan:
         checkpoint_every_steps=min(evaluations, config.checkpoint.every_steps),
         keep_best=True,
         patience=config.training.patience,
+        rehearse=rehearse,
     )
 
 

@@ -1,8 +1,8 @@
 """Run a function in worker processes, and return how it finished: done, a `RunError`, or a crash.
 
-Ray, if it is needed, lives in a child process (`cluster.workers.driver`) in a session of its own. So this process keeps its signal
-handlers and its terminal, Ctrl-C reaches only this process, an unreachable cluster cannot hang it, and every process
-that was started belongs to that session and can be ended by id.
+A child process (`cluster.workers.driver`) has them, and Ray if it is needed, in a session of its own. So this process
+keeps its signal handlers and its terminal, Ctrl-C reaches only this process, an unreachable cluster cannot hang it, and
+every process that was started belongs to that session and can be ended by id.
 """
 
 from __future__ import annotations

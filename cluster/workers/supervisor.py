@@ -290,7 +290,7 @@ class _AttemptCrashed(Exception):
 
 def _run_attempt(attempt: Attempt, started: Callable[[Sequence[WorkerLocation]], None]) -> None:
     """One start of the workers, until they finish; `started` is called with their locations, by rank."""
-    request, start = attempt.request, attempt.number + 1
+    start = attempt.number + 1
     began = time.monotonic()
     try:
         with _group(attempt) as workers:
