@@ -126,7 +126,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
         return
     from finetune import runs
 
-    trained = runs.start(config, resume=arguments.resume, no_ray=arguments.no_ray)
+    trained = runs.start(config, resume=arguments.resume, ray=arguments.ray, no_ray=arguments.no_ray)
     if trained is not None:
         print(runs.summary(trained))
 

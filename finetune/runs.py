@@ -13,7 +13,7 @@ from finetune.artifacts.card import repeated_remark
 from finetune.artifacts.saved import MODEL, load_saved, read_details, result_lines
 from finetune.config import FinetuneConfig, changed_for_resume, load_config
 from finetune.datasets.text import TextEncoder
-from finetune.model.start import start_table
+from finetune.model.start import is_short, start_table
 from finetune.tasks.base import Task, data_digest
 from finetune.tasks.registry import make_task
 from pretrain import launch, preflight
@@ -41,6 +41,7 @@ class FinetunePlan:
     held_out: dict[str, int]  # examples of each held-out set
     labels: tuple[str, ...]
     steps: int
+    short: bool  # as `is_short`
     key_mapping: str  # where each tensor of the checkpoint goes, as lines
     family: str
     parameters: int
@@ -51,7 +52,7 @@ class FinetunePlan:
         return config.filled(self.model.hidden, self.units).total_steps(self.units)
 
 
-def start(config: FinetuneConfig, *, resume: bool, no_ray: bool) -> FinetuneConfig | None:
+def start(config: FinetuneConfig, *, resume: bool, ray: bool = False, no_ray: bool = False) -> FinetuneConfig | None:
     """Check, record and train the run, as `pretrain.launch.start_run` does."""
 
     def check(config: FinetuneConfig, alone: bool) -> int | None:
@@ -67,6 +68,7 @@ def start(config: FinetuneConfig, *, resume: bool, no_ray: bool) -> FinetuneConf
         "finetune.train:main",
         config,
         resume=resume,
+        ray=ray,
         no_ray=no_ray,
         check=check,
         is_finished=lambda config: is_finished(config, resume=True),
@@ -150,6 +152,7 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Fine
         held_out={name: len(members) for name, members in held_out.items()},
         labels=task.labels,
         steps=config.filled(released.model.hidden, units).total_steps(units),
+        short=is_short(config, task, examples, encoder, released.model),
         key_mapping=start_table(config, task, released) + _too_long(config),
         family=released.family,
         parameters=sum(tensor.numel() for tensor in released.backbone.values()),
@@ -252,8 +255,9 @@ def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
     examples = counted(plan.examples, "training example")
     tokens = f" of {plan.tokens:,} tokens" if plan.tokens else ""
     windows = f" in {counted(plan.units, 'window')}" if plan.units != plan.examples else ""
+    compiled = ", too few to compile the model" if plan.short and config.engine.compile == "auto" else ""
     lines = [
-        f"{config.task_name}: {examples}{windows}{tokens}, {counted(plan.steps, 'step')}",
+        f"{config.task_name}: {examples}{windows}{tokens}, {counted(plan.steps, 'step')}{compiled}",
         f"  {_describe_held_out(config, plan)}",
     ]
     if plan.labels:

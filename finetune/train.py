@@ -23,7 +23,7 @@ from finetune.datasets.text import TextEncoder
 from finetune.model.batches import Batches, LabelledBatch, LabelledStep
 from finetune.model.inference import inference_model, predict_logits
 from finetune.model.output_layer import fit_output_layer
-from finetune.model.start import fits_output_layer, initial_state
+from finetune.model.start import fits_output_layer, initial_state, is_short
 from finetune.model.task_model import Output, TaskModel
 from finetune.tasks.base import Task, Windows, data_digest
 from finetune.tasks.registry import make_task
@@ -62,7 +62,9 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         if worker.world_size > 1:
             labels = hashlib.sha256(json.dumps(task.labels).encode()).hexdigest()
             check_same_data({"start_from": digest(released.backbone), config.task_name: labels})
-        model = make_model(config, task, released, examples)
+        encoder = _text_encoder(config, released)
+        short = is_short(config, task, examples, encoder, released.model)
+        model = make_model(_uncompiled(config) if short else config, task, released, examples)
         weights = model.state_dict()
         fitted = fits_output_layer(config, task, released)
         engine = Engine(
@@ -71,7 +73,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             config.engine,
             watchdog,
         )
-        job = Finetuning(config, task, examples, _text_encoder(config, released), released.model, engine, device)
+        job = Finetuning(config, task, examples, encoder, released.model, engine, device)
         config = job.config
         if fitted and not (payload["resume"] and newest_checkpoint(config.folder / "checkpoints", engine)):
             weights |= job.fitted_output_layer(released, weights)
@@ -81,7 +83,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         check_same_data({config.task_name: held_out})
         training = Training(
             job,
-            _plan(config, job, evaluate_first=fitted),
+            _plan(config, job, evaluate_first=fitted, rehearse=not short),
             job_type="finetune",
             card={"examples": len(examples), "labels": list(task.labels)},
             identity={"data": job.digest, "held_out": held_out},
@@ -106,7 +108,7 @@ def make_model(config: FinetuneConfig, task: Task[Any], released: Released, exam
         task.objective,
         task.outputs,
         released.task_head(task.head),
-        compile=config.engine.compile,
+        compile=config.engine.compiled,
         activation_checkpointing=config.engine.activation_checkpointing,
     )
     given = {} if config.random_weights else initial_state(config, task, released)
@@ -297,7 +299,14 @@ def _text_encoder(config: FinetuneConfig, released: Released) -> TextEncoder:
     return TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
 
 
-def _plan(config: FinetuneConfig, job: Finetuning, *, evaluate_first: bool) -> TrainingPlan:
+def _uncompiled(config: FinetuneConfig) -> FinetuneConfig:
+    """`config` without compilation, unless it asks for that."""
+    engine = config.engine
+    compile = engine.compile if engine.compile != "auto" else False
+    return config.model_copy(update={"engine": engine.model_copy(update={"compile": compile})})
+
+
+def _plan(config: FinetuneConfig, job: Finetuning, *, evaluate_first: bool, rehearse: bool) -> TrainingPlan:
     evaluations, phase = config.evaluate_every_steps(job.units), config.phase(job.units)
     return TrainingPlan(
         config,
@@ -308,6 +317,7 @@ def _plan(config: FinetuneConfig, job: Finetuning, *, evaluate_first: bool) -> T
         keep_best=True,
         patience=config.training.patience,
         evaluate_first=evaluate_first,
+        rehearse=rehearse,
     )
 
 

@@ -173,6 +173,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         "pretrain.train:main",
         config,
         resume=arguments.resume,
+        ray=arguments.ray,
         no_ray=arguments.no_ray,
         check=check,
         is_finished=preflight.is_finished,

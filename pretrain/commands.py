@@ -188,9 +188,11 @@ def add_address(parser: argparse.ArgumentParser, purpose: str) -> None:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add --resume and --no-ray, which every training run takes."""
+    """Add --resume, --ray and --no-ray, which every training run takes."""
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
-    parser.add_argument(
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--ray", action="store_true", help="use Ray also for one worker on this machine")
+    how.add_argument(
         "--no-ray", action="store_true", help="train in this process, without Ray (implied under torchrun)"
     )
 

@@ -187,7 +187,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
         "teacher": _teacher_bytes(config, size, workers),
         "copies": copies,
         "checkpoint": (12 * p + more) // workers if config.checkpoint.background and device == "cpu" else 0,
-        "process": _PROCESS_BYTES + config.engine.compile * _COMPILER_BYTES if device == "cpu" else 0,
+        "process": _PROCESS_BYTES + config.engine.compiled * _COMPILER_BYTES if device == "cpu" else 0,
     }
 
 
@@ -269,12 +269,12 @@ def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) ->
             tokens,
             rows,
             itemsize=itemsize,
-            compiled=engine.compile,
+            compiled=engine.compiled,
             checkpointing=engine.activation_checkpointing,
         )
         for model, rows in zip(models(config), (queries, masked), strict=False)
     )
-    return activations, cost.logits_bytes(config.model, vocabulary, masked, itemsize=itemsize, compiled=engine.compile)
+    return activations, cost.logits_bytes(config.model, vocabulary, masked, itemsize=itemsize, compiled=engine.compiled)
 
 
 # ---- Time
@@ -411,7 +411,7 @@ def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -
         f"  * configured. {counted(count, kind)}{assumed}, {engine.precision}, "
         f"{engine.micro_batch_tokens:,} tokens per micro-batch"
         + (", activations recomputed" if engine.activation_checkpointing else "")
-        + (", compiled" if engine.compile else "")
+        + (", compiled" if engine.compiled else "")
     )
     return "\n".join(lines)
 

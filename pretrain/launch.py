@@ -14,6 +14,7 @@ from pretrain import preflight
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import disk_errors
+from pretrain.common.wording import counted
 from pretrain.common.worker import STOP_FILE, Flag, Worker, clear_stop, torchrun_place
 from pretrain.config import R, RunConfig
 from pretrain.storage.runs import StoredRun
@@ -25,7 +26,8 @@ def start_run(
     config: R,
     *,
     resume: bool,
-    no_ray: bool,
+    ray: bool = False,
+    no_ray: bool = False,
     check: Callable[[R, bool], int | None],
     is_finished: Callable[[R], bool],
     changed: Callable[[R, R], list[str]],
@@ -38,6 +40,7 @@ def start_run(
         target: "package.module:function", called in each worker with the config and a `Worker`.
         config: the run.
         resume: continue from the newest checkpoint, if there is one.
+        ray: use Ray also for one worker on this machine.
         no_ray: train in this process.
         check: called before anything is written, with the config and whether this process trains. Returns the number
             of training steps, or None if the run is finished already.
@@ -66,7 +69,8 @@ def start_run(
             if is_finished(config):
                 return report_finished(config)
             preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
-            _train_and_follow(target, config, resume, steps, alone=alone)
+            print(_how(config, ray=ray, alone=alone))
+            _train_and_follow(target, config, resume, steps, alone=alone, ray=ray)
     return config
 
 
@@ -146,11 +150,23 @@ def _stored(config: RunConfig, resume: bool) -> Iterator[None]:
     print(f"{config.address}: stored")
 
 
-def _train_and_follow(target: str, config: RunConfig, resume: bool, steps: int, *, alone: bool) -> None:
+def _how(config: RunConfig, *, ray: bool, alone: bool) -> str:
+    """Where the run trains, for the terminal."""
+    if torchrun_place():
+        return "processes of torchrun, without Ray"
+    if alone:
+        return "this process, without Ray"
+    scheduling = config.scheduling
+    where = f"Ray at {scheduling.address}" if scheduling.address else "Ray"
+    by_ray = ray or scheduling.workers > 1 or bool(scheduling.address)
+    return f"{counted(scheduling.workers, 'worker')}, {f'through {where}' if by_ray else 'without Ray'}"
+
+
+def _train_and_follow(target: str, config: RunConfig, resume: bool, steps: int, *, alone: bool, ray: bool) -> None:
     """Train, with a live line on the terminal, and record why the run ended early."""
     try:
         with live.follow(config.folder, steps):
-            _train(target, config, resume, alone=alone)
+            _train(target, config, resume, alone=alone, ray=ray)
     except (StoppedError, DivergedError) as error:
         try:
             records.note_end(config.folder, "stop" if isinstance(error, StoppedError) else "diverged", str(error))
@@ -159,7 +175,7 @@ def _train_and_follow(target: str, config: RunConfig, resume: bool, steps: int, 
         raise
 
 
-def _train(target: str, config: RunConfig, resume: bool, *, alone: bool) -> None:
+def _train(target: str, config: RunConfig, resume: bool, *, alone: bool, ray: bool = False) -> None:
     payload = {"config": config.model_dump(mode="json"), "resume": resume}
     if alone:
         worker = Worker.from_environment()
@@ -178,6 +194,7 @@ def _train(target: str, config: RunConfig, resume: bool, *, alone: bool) -> None
         workers=scheduling.workers,
         cpus_per_worker=scheduling.cpus_per_worker,
         address=scheduling.address,
+        in_ray=ray,
         max_failures=scheduling.max_failures,
         min_workers=scheduling.min_workers,
         wait_for_nodes_seconds=scheduling.wait_for_nodes_seconds,

@@ -252,7 +252,7 @@ def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: _Batch, itemsi
 def _launches(config: PretrainConfig, micro_batches: int, workers: int) -> float:
     """Kernels and CUDA graphs that the host starts in a step."""
     trained = models(config)
-    layer = _LAYER_KERNELS if config.engine.compile else _PLAIN_LAYER_KERNELS
+    layer = _LAYER_KERNELS if config.engine.compiled else _PLAIN_LAYER_KERNELS
     parameters = sum(len(layer_parameters(model, number)) for model in trained for number in range(model.layers))
     depth = sum(model.depth for model in trained)
     of_micro_batch = depth * layer + _PARAMETER_KERNELS * parameters + _OTHER_KERNELS * len(trained)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,15 @@ def killed_then_mistaken(payload: dict[str, Any], worker: Worker) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise InputError("corpus/: not there. Prepare it first.")
         dist.barrier()
+
+
+def killed_alone(payload: dict[str, Any], worker: Worker) -> None:
+    """Killed on the first start; on the second it finds a mistake of the user's."""
+    if count_start(payload, worker) == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ray = "ray" if "ray" in sys.modules else "no ray"
+    Path("seen").write_text(f"{ray}, {worker.threads} threads")
+    raise InputError("corpus/: not there. Prepare it first.")
 
 
 def fails(payload: dict[str, Any], worker: Worker) -> None:

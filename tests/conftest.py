@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,8 @@ from hypothesis import HealthCheck, settings
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_MODE="offline", MPLBACKEND="agg")
 for name in ("WANDB_API_KEY", "RAY_ADDRESS"):
     os.environ.pop(name, None)
+# Rates that a test measures, or pretends to, are not the user's.
+os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"bertrain-tests-{os.getuid()}")
 # Tests multiply small matrices, in many processes at once: more threads in each only wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

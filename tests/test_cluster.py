@@ -99,9 +99,10 @@ def test_killed_worker_restarts_once_and_a_mistake_never_does(folder: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
-def test_a_bug_ends_after_max_failures_and_names_the_log(folder: Path) -> None:
+@pytest.mark.parametrize("in_ray", [False, True])
+def test_a_bug_ends_after_max_failures_and_names_the_log(folder: Path, in_ray: bool) -> None:
     with pytest.raises(MachineError) as caught:
-        _run("fails", folder, max_failures=1)
+        _run("fails", folder, max_failures=1, in_ray=in_ray)
     message = str(caught.value)
     assert "\n" not in message
     assert str(folder / "run/logs/worker-0.log") in message
@@ -109,7 +110,16 @@ def test_a_bug_ends_after_max_failures_and_names_the_log(folder: Path) -> None:
     assert "max_failures=1" in message
     assert _starts(folder) == ["resume=False", "resume=True"]
     assert "Traceback" in (folder / "run/logs/worker-0.log").read_text()
-    assert list((folder / "run/logs/ray").glob("raylet.*")), "Ray's own logs are kept after a crash"
+    assert any((folder / "run/logs/ray").glob("raylet.*")) == in_ray, "Ray's own logs are kept after a crash"
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_one_worker_is_restarted_without_ray(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"^corpus/: not there\. Prepare it first\.$"):
+        _run("killed_alone", folder, max_failures=1)
+    assert _starts(folder) == ["resume=False", "resume=True"]
+    assert (folder / "seen").read_text() == f"no ray, {CORES} threads"
+    assert not any((folder / "run/logs").glob("ray/*"))
 
 
 class Launched:
@@ -150,12 +160,13 @@ class Launched:
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signal_stops_and_is_resumable(folder: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("in_ray", [False, True])
+def test_signal_stops_and_is_resumable(folder: Path, number: signal.Signals, in_ray: bool) -> None:
     if signal.getsignal(number) == signal.SIG_IGN:  # the tests run under nohup, and the launcher would, too
         pytest.skip(f"{number.name} is ignored here")
     (folder / "run").mkdir()
     (folder / "run/stop").touch()  # of an earlier stop; must not stop this one
-    launched = Launched("until_stopped", folder, max_failures=3)
+    launched = Launched("until_stopped", folder, max_failures=3, in_ray=in_ray)
     launched.wait_for((folder / "starts-0").exists)
     launched.process.send_signal(number)
     code, output = launched.end()
@@ -166,8 +177,9 @@ def test_signal_stops_and_is_resumable(folder: Path, number: signal.Signals) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
-def test_second_interrupt_ends_at_once(folder: Path) -> None:
-    launched = Launched("deaf", folder)
+@pytest.mark.parametrize("in_ray", [False, True])
+def test_second_interrupt_ends_at_once(folder: Path, in_ray: bool) -> None:
+    launched = Launched("deaf", folder, in_ray=in_ray)
     launched.wait_for((folder / "starts-0").exists)
     launched.process.send_signal(signal.SIGINT)
     launched.wait_for((folder / "run/stop").exists)
@@ -184,17 +196,18 @@ def test_paths_with_spaces(folder: Path) -> None:
     directory.mkdir()
     python = Path(sys.executable)
     (directory / "venv").symlink_to(python.parent.parent)
-    launched = Launched("fine", directory, str(directory / "venv" / python.parent.name / python.name))
+    launched = Launched("fine", directory, str(directory / "venv" / python.parent.name / python.name), in_ray=True)
     code, output = launched.end(90)
     assert (code, output) == (0, "")
     assert _starts(directory) == ["resume=False"]
 
 
 @pytest.mark.slow
-def test_killed_launcher_leaves_nothing(folder: Path) -> None:
-    launched = Launched("deaf", folder)
+@pytest.mark.parametrize("in_ray", [False, True])
+def test_killed_launcher_leaves_nothing(folder: Path, in_ray: bool) -> None:
+    launched = Launched("deaf", folder, in_ray=in_ray)
     launched.wait_for((folder / "starts-0").exists)
-    assert len(_processes_in(folder)) > 3, "Ray's processes are to be seen this way"
+    assert len(_processes_in(folder)) > (3 if in_ray else 2), "its processes are to be seen this way"
     launched.process.kill()
     launched.process.communicate(timeout=10)
     deadline = time.monotonic() + 10
@@ -522,6 +535,7 @@ def _request(folder: Path, max_failures: int) -> LaunchRequest:
         workers=2,
         min_workers=0,
         cpus_per_worker=1,
+        in_ray=True,
         wait_for_nodes_seconds=0.0,
     )
 

@@ -139,7 +139,10 @@ def test_whole_numbers(write, written: str, read: int):
         (("1e-4", "fast"), "run.yaml:11: phases.0.peak_learning_rate is 'fast'; expected a number"),
         (("1e-4", ".inf"), "run.yaml:11: phases.0.peak_learning_rate is inf; expected a finite number"),
         (("zero_stage: 1", "zero_stage: 4"), "run.yaml:17: engine.zero_stage is 4; expected one of 0, 1, 2 or 3"),
-        (("zero_stage: 1", "compile: yes"), "run.yaml:17: engine.compile is 'yes'; expected true or false"),
+        (
+            ("zero_stage: 1", "compile: yes"),
+            "run.yaml:17: engine.compile is 'yes'; expected one of 'auto', true or false",
+        ),
         (
             ("name: trial", "name: 7"),
             "run.yaml:1: name is 7; expected text; put it in quotes if it looks like a number",

@@ -10,6 +10,8 @@ import functools
 import itertools
 import math
 import random
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -573,3 +575,14 @@ def groups_timeouts() -> set[float]:
 
 def test_all_groups_have_the_timeout_of_the_first() -> None:
     assert run_workers(2, groups_timeouts) == [{5 * 3600.0}] * 2
+
+
+def test_deepspeed_is_imported_without_the_compiler() -> None:
+    """Its Muon, which it imports with every optimizer, compiles kernels: three seconds of each start."""
+    program = (
+        "import sys; from pretrain.training.engine.deepspeed_patches import import_deepspeed; import_deepspeed()\n"
+        "import deepspeed.runtime.zero.muon.muon_optimizer, deepspeed.runtime.compiler as compiler\n"
+        "print('torch._dynamo' in sys.modules, compiler.compile.__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[-2] == "False deepspeed.runtime.compiler"

@@ -259,7 +259,7 @@ def saved_bytes(config: PretrainConfig, vocabulary: int) -> int:
     model = PretrainingModel(
         config.model,
         vocabulary,
-        compile=config.engine.compile,
+        compile=config.engine.compiled,
         activation_checkpointing=config.engine.activation_checkpointing,
     ).to(dtype)
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}

@@ -546,3 +546,34 @@ def test_presets_fill_what_is_not_given() -> None:
     config = FinetuneConfig.model_validate({**values, "optimizer": {"beta2": 0.99}})
     assert (config.optimizer.weight_decay, config.optimizer.beta2) == (0.1, 0.99)
     assert config.engine.gradient_clip_norm == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "short", "said", "compiled"),
+    [
+        ({}, True, ", 30 steps, too few to compile the model\n", False),
+        ({"engine__compile": True}, True, ", 30 steps\n", True),
+        ({"training__steps": 10**9}, False, ", 1,000,000,000 steps\n", True),
+    ],
+)
+def test_a_training_is_compiled_if_that_pays(
+    root: Path, changes: dict[str, Any], short: bool, said: str, compiled: bool
+) -> None:
+    config = FinetuneConfig.model_validate(settings(root, "new", **{"engine__compile": "auto", **changes}))
+    plan = runs.plan(config, alone=True)
+    assert plan.short == short
+    assert said in runs.describe_start(config, plan)
+    assert (train._uncompiled(config) if short else config).engine.compiled == compiled
+
+
+def test_a_short_training_is_not_rehearsed(root: Path) -> None:
+    config = settings(root, "quick", training__epochs=0.1)
+    outcome = run_workers(1, starts_without_rehearsal, [Start(config)])
+    assert outcome == [[""]]
+
+
+def starts_without_rehearsal(given: list[Start]) -> list[str]:
+    from pretrain.training import run
+
+    run.rehearse = lambda *_: pytest.fail("rehearsed")  # type: ignore[assignment]
+    return starts(given)

@@ -533,6 +533,15 @@ class TestWandb:
             monkeypatch.setenv(name, value)
         assert mirror.wandb_mode(setting) == mode
 
+    def test_without_logins_it_is_offline_before_wandb_is_imported(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setitem(sys.modules, "wandb", None)
+        assert mirror.wandb_mode("auto") == "offline"
+
     def test_online_without_a_key_is_the_users_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("WANDB_API_KEY", raising=False)
         monkeypatch.setenv("NETRC", str(tmp_path / "nowhere"))

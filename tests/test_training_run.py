@@ -35,7 +35,7 @@ class Calls:
         self.peak = 0.0
         self._saved = saved
         self._config: Any = SimpleNamespace(
-            folder=folder, model_dump=lambda mode: {"name": "trial"}, engine=SimpleNamespace(compile=True)
+            folder=folder, model_dump=lambda mode: {"name": "trial"}, engine=SimpleNamespace(compiled=True)
         )
         self.phases: list[str] = []
         monkeypatch.setattr(starting, "write_phase", lambda folder, phase: self.phases.append(phase))
@@ -45,17 +45,18 @@ class Calls:
             "read_state": lambda engine, checkpoint: self._note("read state", saved),
             "Tracker": self._tracker,
             "rehearse": lambda *given: self._note("rehearse"),
+            "restore": lambda engine, checkpoint: self._note("restore"),
             "total_matmul_peak": lambda engine: self._note("measure", 2e12),
             "fit": self._fit,
         }
         for name, value in stand_ins.items():
             monkeypatch.setattr(running, name, value)
 
-    def run(self, *, resume: bool = False) -> None:
+    def run(self, *, resume: bool = False, rehearse: bool = True) -> None:
         engine: Any = SimpleNamespace(allow=self._allow, rank=0)
         training: Any = running.Training(
             task=SimpleNamespace(close=lambda: self._note("close task")),  # type: ignore[arg-type]
-            plan=TrainingPlan(self._config, 10, lambda step: 0.1, 5, 5),
+            plan=TrainingPlan(self._config, 10, lambda step: 0.1, 5, 5, rehearse=rehearse),
             job_type="trial",
             card={"size": 3},
             identity={"data": "abc"},
@@ -127,6 +128,21 @@ def test_a_new_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert calls.extra_state == {"run_id": "new", "data": "abc", "config": {"name": "trial"}}
     assert calls.peak == 2e12
     assert calls.phases == [starting.COMPILE, starting.MEASURE, "end"]
+
+
+def test_a_short_run_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = Calls(monkeypatch, tmp_path)
+    calls.run(rehearse=False)
+    assert calls.made[4:] == ["measure", "fit from 0", *END]
+    assert calls.phases == [starting.MEASURE, "end"]
+
+
+def test_a_short_run_that_is_resumed_continues_from_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = Calls(monkeypatch, tmp_path, saved())
+    calls.run(resume=True, rehearse=False)
+    assert calls.made[5:] == ["restore", "measure", "fit from 4", *END]
 
 
 def test_a_resumed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

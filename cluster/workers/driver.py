@@ -1,4 +1,4 @@
-"""The child process in which Ray's driver lives: start or join Ray, run the workers, restart them after crashes.
+"""The child process of a launch: start or join Ray if it is needed, run the workers, restart them after crashes.
 
 `cluster.workers.launch` starts it with the path of its request. It exits when it has written the outcome, or is killed
 with its session.
@@ -72,7 +72,7 @@ def main(request_path: str, kind: type[R], work: Callable[[R], None]) -> None:
 
 
 def _run(request: LaunchRequest) -> None:
-    """Start or join Ray, run the workers until they finish, and leave Ray again."""
+    """Start or join Ray if it is needed, run the workers until they finish, and leave Ray again."""
     fewest = request.fewest_workers
     waited: list[dict[str, Any]] = []
 
@@ -90,7 +90,8 @@ def _run(request: LaunchRequest) -> None:
 
     if not request.address:  # checked before torch and Ray are loaded
         nodes_fit([(_cores(), 0)], fewest, request.cpus_per_worker, _here())
-    with ray_session(request, fit) as fitted:
+    session = ray_session(request, fit) if request.in_ray else contextlib.nullcontext(fit(_sizes_here, _here()))
+    with session as fitted:
         supervise(fitted, keep_logs=lambda: _keep_ray_logs(request.launch), events=waited)
 
 
@@ -112,13 +113,17 @@ def ray_session(request: R, fit: Callable[[Callable[[], Sequence[NodeSize]], str
             join_ray(request.address, lambda error: _write_outcome(request.launch, error))
         fitted = fit(_sizes_in_cluster, f"the cluster at {request.address}")
     else:
-        fitted = fit(lambda: [(_cores(), _gpus())], _here())
+        fitted = fit(_sizes_here, _here())
         with _ends_on_stop(request.launch):
             _start_ray(fitted)
     try:
         yield fitted
     finally:
         ray.shutdown()
+
+
+def _sizes_here() -> list[NodeSize]:
+    return [(_cores(), _gpus())]
 
 
 def _sizes_in_cluster() -> list[NodeSize]:

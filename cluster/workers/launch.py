@@ -1,8 +1,8 @@
-"""Run a function in worker processes through Ray, and return how it finished: done, a `RunError`, or a crash.
+"""Run a function in worker processes, and return how it finished: done, a `RunError`, or a crash.
 
-Ray lives in a child process (`cluster.workers.driver`) in a session of its own. So this process keeps its signal
-handlers and its terminal, Ctrl-C reaches only this process, an unreachable cluster cannot hang it, and every process
-that was started belongs to that session and can be ended by id.
+A child process (`cluster.workers.driver`) has them, and Ray if it is needed, in a session of its own. So this process
+keeps its signal handlers and its terminal, Ctrl-C reaches only this process, an unreachable cluster cannot hang it, and
+every process that was started belongs to that session and can be ended by id.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def run(
     workers: int = 1,
     cpus_per_worker: int = 0,
     address: str = "",
+    in_ray: bool = False,
     max_failures: int = 0,
     min_workers: int = 0,
     wait_for_nodes_seconds: float = 0.0,
@@ -77,6 +78,7 @@ def run(
         cpus_per_worker: 0 divides the cores among the workers.
         address: "host:port" of a Ray cluster, which must see the same files. Empty starts a Ray of our own on this
             machine, closed to others and gone when this returns.
+        in_ray: use Ray also for one worker without an address, which otherwise is a child process of ours.
         min_workers: if not 0, there are as many workers as the cluster holds, between this and `workers`: fewer when
             nodes are lost or drained, more when they return.
         wait_for_nodes_seconds: how long to wait for nodes, at the start and later, if the cluster holds fewer workers.
@@ -97,6 +99,7 @@ def run(
             workers=workers,
             min_workers=min_workers,
             cpus_per_worker=cpus_per_worker,
+            in_ray=in_ray or workers > 1 or bool(address),
             wait_for_nodes_seconds=wait_for_nodes_seconds,
         )
 
@@ -307,7 +310,7 @@ def _raise_outcome(launch: Launch, exit_code: int | None, ended_at_once: bool) -
     except FileNotFoundError:
         log = launch.run_dir / LOGS / RAY_LOG
         raise MachineError(
-            f"{log}: Ray's driver exited with code {exit_code}; last line of its log: {last_line(log)!r}. "
+            f"{log}: the driver of the workers exited with code {exit_code}; last line of its log: {last_line(log)!r}. "
             "Run the same command with --resume to continue."
         ) from None
     if outcome["error"] is not None:

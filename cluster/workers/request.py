@@ -100,6 +100,7 @@ class LaunchRequest(DriverRequest):
         workers: how many processes, at most.
         min_workers: the smallest number with which the run starts; 0 means `workers`.
         cpus_per_worker: 0 until the nodes are known, if the user left it open.
+        in_ray: whether Ray starts the workers; otherwise there is one, a child of the driver.
         wait_for_nodes_seconds: how long the run waits for a cluster that is too small.
     """
 
@@ -107,6 +108,7 @@ class LaunchRequest(DriverRequest):
     workers: int
     min_workers: int
     cpus_per_worker: int
+    in_ray: bool
     wait_for_nodes_seconds: float
 
     @property

@@ -20,6 +20,7 @@ from cluster.workers.launch import LOGS, RAY_LOG, last_line
 from cluster.workers.nodes import Node, resources_of, usable_nodes
 from cluster.workers.outcomes import CRASH, WorkerError, error_from, one_line
 from cluster.workers.request import RESTART_FILE, Attempt, LaunchRequest, new_event
+from cluster.workers.single import SingleWorker
 from pretrain.common.errors import MachineError, StoppedError
 from pretrain.common.files import MANIFEST
 from pretrain.common.wording import counted
@@ -112,6 +113,9 @@ class _Supervisor:
 
     def _choose_size(self, avoid: Mapping[str, str]) -> int:
         """How many workers the cluster holds; `StoppedError` if it stays too small, or a stop is requested."""
+        if not self._request.in_ray:
+            self._request.launch.check_stop()
+            return 1
         capacity = wait_for_capacity(
             self._request, crowded=self._crowded_until is not None, avoid=avoid, deadline=self._crowded_until
         )
@@ -286,12 +290,10 @@ class _AttemptCrashed(Exception):
 
 def _run_attempt(attempt: Attempt, started: Callable[[Sequence[WorkerLocation]], None]) -> None:
     """One start of the workers, until they finish; `started` is called with their locations, by rank."""
-    request, start = attempt.request, attempt.number + 1
-    resources = resources_of(request.cpus_per_worker, request.use_gpu)
+    start = attempt.number + 1
     began = time.monotonic()
     try:
-        stop = request.launch.check_stop
-        with WorkerGroup(attempt.workers, resources, PLACEMENT_SECONDS, attempt.avoid, stop) as workers:
+        with _group(attempt) as workers:
             started(workers.locations)
             logger.info("start %d has its %d workers after %.1f s", start, attempt.workers, time.monotonic() - began)
             outcomes = workers.run(attempt)
@@ -302,6 +304,14 @@ def _run_attempt(attempt: Attempt, started: Callable[[Sequence[WorkerLocation]],
     outcome = next((outcome for outcome in outcomes if outcome is not None), None)
     if outcome is not None:
         raise error_from(outcome)
+
+
+def _group(attempt: Attempt) -> WorkerGroup | SingleWorker:
+    request = attempt.request
+    if not request.in_ray:
+        return SingleWorker()
+    resources = resources_of(request.cpus_per_worker, request.use_gpu)
+    return WorkerGroup(attempt.workers, resources, PLACEMENT_SECONDS, attempt.avoid, request.launch.check_stop)
 
 
 def _cause(failures: dict[int, Exception]) -> Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import FinetuneConfig
@@ -12,10 +13,37 @@ from pretrain.model.parameters import layer_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from finetune.datasets.text import TextEncoder
     from finetune.tasks.base import Task
     from pretrain.checkpoint.released import Released
+    from pretrain.config import ModelConfig
 
+# Tokens of a whole training times layers and width: below it, a compiled run ends later than one that is not, on a CPU
+# (docs/benchmarks/lab-notes.md).
+_SHORT = 4e9
+_SAMPLE = 256  # examples whose tokens are counted
 _SHOWN = 60  # characters of a wrong value in a message
+
+
+def is_short(
+    config: FinetuneConfig, task: Task[Any], examples: Sequence[Any], encoder: TextEncoder, shape: ModelConfig
+) -> bool:
+    """Whether the training is too short to gain from a compiled model, or from a rehearsal of its largest batch.
+
+    A function of config and data only, so that a resumed run does as its first start did. Never on a GPU, for which
+    nobody has measured it.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return False
+    sample = examples[:_SAMPLE]
+    windows = task.windows(sample, encoder, training=True)
+    units = max(1, windows.training_examples)
+    total = units * len(examples) // max(1, len(sample))
+    steps = config.filled(shape.hidden, total).total_steps(total)
+    tokens = steps * config.training.examples_per_step * len(windows.ids) / units
+    return tokens * shape.layers * shape.hidden < _SHORT
 
 
 def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -> dict[str, Tensor]:

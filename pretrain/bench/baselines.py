@@ -205,7 +205,9 @@ class EngineTrainer:
 
     def __init__(self, config: PretrainConfig, vocabulary_size: int) -> None:
         self._engine = Engine(
-            PretrainingModel(config.model, vocabulary_size, config.pairs.has_classifier, compile=config.engine.compile),
+            PretrainingModel(
+                config.model, vocabulary_size, config.pairs.has_classifier, compile=config.engine.compiled
+            ),
             lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay)),
             config.engine,
         )
@@ -237,7 +239,7 @@ class PlainLoopTrainer:
     def __init__(self, config: PretrainConfig, vocabulary_size: int, device: torch.device) -> None:
         hold_freed_memory()
         model = PretrainingModel(
-            config.model, vocabulary_size, config.pairs.has_classifier, compile=config.engine.compile
+            config.model, vocabulary_size, config.pairs.has_classifier, compile=config.engine.compiled
         ).to(device)
         groups = parameter_groups(model.named_parameters(), config.weight_decay)
         for group in groups:

@@ -19,7 +19,7 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
     "finite_number": lambda ctx: "a finite number",
     "bool_type": lambda ctx: "true or false",
     "string_type": lambda ctx: "text; put it in quotes if it looks like a number",
-    "literal_error": lambda ctx: f"one of {ctx['expected']}",
+    "literal_error": lambda ctx: f"one of {ctx['expected']}".replace("True", "true").replace("False", "false"),
     "tuple_type": lambda ctx: "a list",
     "dict_type": lambda ctx: "a section of `key: value` lines",
     "model_type": lambda ctx: "a section of `key: value` lines",

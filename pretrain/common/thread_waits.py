@@ -45,7 +45,7 @@ def sleeping_when_crowded() -> Iterator[None]:
     openmp = _openmp()
     set_by_user = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
     not_needed = torch.get_num_threads() == 1 or torch.cuda.is_available()
-    if not_needed or set_by_user or openmp is None or not _waited_seconds():
+    if not_needed or set_by_user or openmp is None or not waited_seconds():
         yield
         return
     end = threading.Event()
@@ -61,7 +61,7 @@ def sleeping_when_crowded() -> Iterator[None]:
 def _watch(
     idle_pool: Callable[[], contextlib.AbstractContextManager[None]],
     end: threading.Event,
-    waited_seconds: Callable[[], Mapping[int, float]] = lambda: _waited_seconds(),
+    waited_seconds: Callable[[], Mapping[int, float]] = lambda: waited_seconds(),
 ) -> None:
     """Poll until `end`, and keep an idle pool while threads wait for cores."""
     with contextlib.ExitStack() as pool:
@@ -81,7 +81,7 @@ def _watch(
                 sleeping = False
 
 
-def _waited_seconds() -> dict[int, float]:
+def waited_seconds() -> dict[int, float]:
     """How long each thread of this process was runnable without a core; empty if the system does not record it."""
     seconds = {}
     for task in Path("/proc/self/task").glob("*"):

@@ -53,7 +53,11 @@ class EngineConfig(Section):
     activation_checkpointing: bool = Field(
         default=False, description="Recompute the layers in the backward pass. Saves memory, costs time."
     )
-    compile: bool = Field(default=True, description="Compile the layers with torch.compile.")
+    compile: Literal["auto", True, False] = Field(
+        default="auto",
+        description="Compile the layers with torch.compile. auto compiles unless a fine-tuning on a CPU is so short "
+        "that it would end sooner without.",
+    )
     fp8: bool = Field(
         default=False,
         description="Compute the layers' matrix products in FP8 and everything else in bf16. For GPUs from Hopper on; "
@@ -118,6 +122,11 @@ class EngineConfig(Section):
                 f"timers and profilers; {found}. Change that, or set cuda_graphs to false"
             )
         return self
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the layers are compiled; a fine-tuning replaces auto before it builds its model."""
+        return self.compile is not False
 
     @property
     def resolved_precision(self) -> Precision:

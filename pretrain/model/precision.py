@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from pretrain.common.measured import remembered
 from pretrain.config import EngineConfig, Precision, R, with_precision
 
 if TYPE_CHECKING:
@@ -88,13 +89,17 @@ def measure_matmul(device: str, precision: Precision, seconds: float = SECONDS, 
 
 @functools.cache
 def matmul_peak(device: str, precision: Precision) -> float:
-    """`measure_matmul` once for a device and type of this process."""
-    return measure_matmul(device, precision)
+    """`measure_matmul` for a device and type; of a CPU once for all processes that share `remembered` rates."""
+    if device != "cpu":
+        return measure_matmul(device, precision)
+    import torch
+
+    return remembered(f"{precision}, {torch.get_num_threads()} threads", lambda: measure_matmul(device, precision))
 
 
 @functools.cache
 def _of_one_thread(precision: Precision) -> float:
-    return measure_matmul("cpu", precision, threads=1)
+    return remembered(f"{precision}, 1 thread", lambda: measure_matmul("cpu", precision, threads=1))
 
 
 def is_faster_in_fp32(bf16: float, fp32: float) -> bool:
@@ -103,7 +108,7 @@ def is_faster_in_fp32(bf16: float, fp32: float) -> bool:
 
 
 def offer(device: torch.device) -> Offer:
-    """The capabilities of this process's device. On CPU both rates are measured, about half a second together."""
+    """The capabilities of this process's device. On CPU both rates are measured, or remembered."""
     import torch
 
     if device.type == "cuda":

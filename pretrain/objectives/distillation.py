@@ -27,9 +27,9 @@ class Distillation:
             config.model,
             vocabulary_size,
             config.pairs.has_classifier,
-            teacher=teacher.build(compile=config.engine.compile),
+            teacher=teacher.build(compile=config.engine.compiled),
             settings=config.distillation,
-            compile=config.engine.compile,
+            compile=config.engine.compiled,
             activation_checkpointing=config.engine.activation_checkpointing,
         )
         self._first: dict[str, Tensor] = {}

@@ -24,7 +24,7 @@ class MaskedTokens:
             config.model,
             vocabulary_size,
             config.pairs.has_classifier,
-            compile=config.engine.compile,
+            compile=config.engine.compiled,
             activation_checkpointing=config.engine.activation_checkpointing,
             fp8=config.engine.fp8,
             z_loss=config.masking.z_loss,

@@ -24,7 +24,7 @@ class ReplacedTokens:
             config.model,
             vocabulary_size,
             settings=config.electra,
-            compile=config.engine.compile,
+            compile=config.engine.compiled,
             activation_checkpointing=config.engine.activation_checkpointing,
         )
 

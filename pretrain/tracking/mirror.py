@@ -99,6 +99,9 @@ def wandb_entity() -> str:
 def _wandb_key_set() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
+    logins = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    if not logins.exists():  # known without W&B, whose import takes a second
+        return False
     import wandb
 
     # `wandb login` stores the key in ~/.netrc, under the server's host name.
@@ -108,7 +111,7 @@ def _wandb_key_set() -> bool:
     except ValueError:
         raise InputError(f"WANDB_BASE_URL: {server!r} is not a URL. Correct or unset it.") from None
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+        return netrc.netrc(logins).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
 

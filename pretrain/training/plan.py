@@ -23,6 +23,7 @@ class TrainingPlan:
     patience: int = (
         0  # consecutive evaluations without a better score after which training ends; 0 disables early stopping
     )
+    rehearse: bool = True  # step the largest batch before the first step, so that one that is too large fails early
     average_from: int | None = None  # 0-based step from which on weights are averaged
     evaluate_first: bool = False  # before the first step, for a run that does not begin from random weights
     peak_flops: float = math.nan  # matmul peak of all workers together, FLOP/s, measured when training starts

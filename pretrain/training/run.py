@@ -19,7 +19,7 @@ from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 from pretrain.training.loop import LONG_SECONDS, fit
 from pretrain.training.plan import TrainingPlan
-from pretrain.training.progress import Progress, read_state
+from pretrain.training.progress import Progress, read_state, restore
 from pretrain.training.rehearsal import rehearse
 from pretrain.training.session import newest_checkpoint, total_matmul_peak
 from pretrain.training.task import S, TrainingTask
@@ -124,15 +124,18 @@ def _prepared(
     extra_state: dict[str, Any],
     resumed: Path | None,
 ) -> TrainingPlan:
-    """Rehearse and measure before the first step; returns the plan with its `peak_flops`."""
+    """Rehearse if the plan says so, and measure before the first step; returns the plan with its `peak_flops`."""
     config = training.plan.config
 
     def begin(phase: str) -> None:
         if engine.rank == 0:
             starting.write_phase(config.folder, phase)
 
-    begin(starting.COMPILE if config.engine.compile else starting.REHEARSE)
-    rehearse(engine, training.task, progress, checkpoints, extra_state, resumed)
+    if training.plan.rehearse:
+        begin(starting.COMPILE if config.engine.compiled else starting.REHEARSE)
+        rehearse(engine, training.task, progress, checkpoints, extra_state, resumed)
+    elif resumed is not None:
+        restore(engine, resumed)
     begin(starting.MEASURE)
     plan = dataclasses.replace(training.plan, peak_flops=total_matmul_peak(engine))
     if engine.rank == 0:

@@ -327,7 +327,7 @@ def watched(config: RunConfig, worker: Worker) -> Iterator[Watchdog]:
         config.folder / "logs",
         config.scheduling.hang_seconds,
         stall_seconds=config.scheduling.data_stall_seconds,
-        compiles=config.engine.compile,
+        compiles=config.engine.compiled,
         on_gpu=torch.cuda.is_available(),
     ) as watchdog:
         yield watchdog
@@ -335,6 +335,9 @@ def watched(config: RunConfig, worker: Worker) -> Iterator[Watchdog]:
 
 def total_matmul_peak(engine: Engine) -> float:
     """Measured matmul peak of all workers together at the engine's precision, FLOP/s."""
+    device, kind = str(engine.device), engine.settings.resolved_precision
+    if engine.world_size == 1:
+        return precision.matmul_peak(device, kind)
     engine.barrier()  # all measure at once, as they train
-    mine = precision.matmul_peak(str(engine.device), engine.settings.resolved_precision)
+    mine = precision.measure_matmul(device, kind)
     return engine.sum_over_workers(torch.tensor([mine], dtype=torch.float64, device=engine.device)).item()

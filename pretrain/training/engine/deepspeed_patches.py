@@ -8,6 +8,7 @@ tests report the names in `PRIVATE_NAMES` that are gone; read the others again i
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -120,6 +121,7 @@ def import_deepspeed() -> Any:
     import deepspeed.ops
     import deepspeed.runtime.engine
 
+    _leave_muon_uncompiled()
     if not torch.cuda.is_available():
         # Its shared-memory collectives for CPU take 18 to 25 s of C++ compilation at the first start. To read the list
         # tests all ops by compiling, so a GPU's start leaves it alone.
@@ -128,6 +130,20 @@ def import_deepspeed() -> Any:
     _align_parts(deepspeed.runtime.engine.DeepSpeedZeroOptimizer)
     _do_without_nvml()
     return deepspeed
+
+
+def _leave_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon, which we do not use, without the compiler that it would load for its kernels (3 s)."""
+    name = "deepspeed.runtime.zero.muon.original_muon"
+    if name in sys.modules:
+        return
+    from deepspeed.runtime import compiler
+
+    compile, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
+    try:
+        importlib.import_module(name)
+    finally:
+        compiler.compile = compile
 
 
 def use_world_group() -> None:

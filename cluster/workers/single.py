@@ -1,0 +1,66 @@
+"""The worker of a run that has one, on this machine: a child of the driver. Ray would start three servers for it.
+
+It has the interface of `actors.WorkerGroup`, so the supervisor restarts it after crashes as it does Ray's workers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from cluster.workers.actors import WorkerLocation, WorkersFailedError, assign_ranks
+from cluster.workers.outcomes import WorkerError
+from cluster.workers.request import Attempt
+from cluster.workers.target import RankAssignment, run_worker
+
+_EXIT_SECONDS = 10.0  # for the process to exit by itself after its outcome
+
+
+class SingleWorker:
+    """One process, started by `run`; use as a context manager, which ends it."""
+
+    locations = (WorkerLocation(node="", address="127.0.0.1", port=0, gpus=()),)
+
+    def __init__(self) -> None:
+        self._process: Any = None
+
+    def run(self, attempt: Attempt) -> list[dict[str, str] | None]:
+        """`cluster.workers.target.run_worker` in the process; what it returned.
+
+        Raises `WorkersFailedError` with the `WorkerError` that it raised, or with a `ChildProcessError` if it died.
+        """
+        context = multiprocessing.get_context("spawn")  # a fork would inherit this process's threads
+        receiver, sender = context.Pipe(duplex=False)
+        (assignment,) = assign_ranks(self.locations)
+        self._process = context.Process(target=_work, args=(attempt, assignment, sender), name="worker")
+        self._process.start()
+        sender.close()
+        wait([receiver, self._process.sentinel])
+        try:
+            outcome = receiver.recv()
+        except EOFError:
+            self._process.join(_EXIT_SECONDS)
+            raise WorkersFailedError({0: ChildProcessError(f"exit code {self._process.exitcode}")}) from None
+        if isinstance(outcome, WorkerError):
+            raise WorkersFailedError({0: outcome})
+        self._process.join(_EXIT_SECONDS)
+        return [outcome]
+
+    def __enter__(self) -> SingleWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+
+
+def _work(attempt: Attempt, assignment: RankAssignment, outcome: Connection) -> None:
+    # As Ray does; torch reads it while it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", str(attempt.request.cpus_per_worker))
+    try:
+        outcome.send(run_worker(attempt, assignment))
+    except WorkerError as error:
+        outcome.send(error)
