@@ -188,7 +188,7 @@ def _too_long(config: FinetuneConfig) -> str:
     if longest is None or config.max_length <= longest:
         return ""
     return (
-        f"\nwarning: max_length is {config.max_length}, but this model was trained for texts of at most {longest} tokens "
+        f"\nwarning: max_length is {config.max_length}, but this model was trained for at most {longest} tokens "
         f"(sentence_bert_config.json). Set max_length: {longest}."
     )
 
