@@ -110,9 +110,18 @@ end_group() { # PID
     done
 }
 
-# Runs a command with its output in the log and its time on the terminal.
+# What pip does now, such as "Downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (190.3 MB)", from its log.
+pip_step() {
+    local line
+    line=$(grep -E '^ *(Collecting|Downloading|Building|Preparing|Installing) ' "$log" 2>/dev/null | tail -n 1) || true
+    line=${line#"${line%%[! ]*}"}
+    [[ $line != Installing\ collected* ]] || line="Installing the packages"
+    echo "${line:0:70}"
+}
+
+# Runs a command with its output in the log, and its time and pip's step on the terminal; elsewhere a line each 10 s.
 with_progress() { # TEXT COMMAND...
-    local text=$1 start=$SECONDS job status
+    local text=$1 start=$SECONDS job status line=$SECONDS
     shift
     # In a process group of its own, which a signal ends as a whole: Ctrl-C does not reach the group.
     set -m
@@ -123,16 +132,19 @@ with_progress() { # TEXT COMMAND...
     trap 'end_group "$job"' EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM
-    if [[ -t 2 ]]; then
-        while kill -0 "$job" 2>/dev/null; do
-            printf '\r%s ... %d s' "$text" $((SECONDS - start)) >&2
-            sleep 0.5
-        done
-        printf '\r%s ... %d s\n' "$text" $((SECONDS - start)) >&2
-    else
-        printf '%s ...\n' "$text" >&2
-    fi
+    printf '%s ...\n' "$text" >&2
+    while kill -0 "$job" 2>/dev/null; do
+        if [[ -t 2 ]]; then
+            printf '\r\033[K  %d s  %s' $((SECONDS - start)) "$(pip_step)" >&2
+        elif ((SECONDS >= line + 10)); then
+            line=$SECONDS
+            printf '  %d s  %s\n' $((line - start)) "$(pip_step)" >&2
+        fi
+        sleep 0.5
+    done
     wait "$job" && status=0 || status=$?
+    if [[ -t 2 ]]; then printf '\r\033[K' >&2; fi
+    ((status)) || printf '  ready after %d s\n' $((SECONDS - start)) >&2
     trap - EXIT INT TERM
     return "$status"
 }

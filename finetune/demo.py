@@ -57,39 +57,44 @@ def run(arguments: argparse.Namespace, pretrain: RunCommand, finetune: RunComman
     Returns:
         The exit code of the first stage that fails, or 0.
     """
+    pretraining.fill_in(arguments)
     started = time.monotonic()
-    more = len(TASKS) + 1
+    more = len(_tasks(arguments)) + 1
     code = pretraining.run_stages(arguments, pretrain, more_stages=more) or _finetune(arguments, finetune)
     return pretraining.finish(arguments, started, code, more_stages=more)
 
 
+def _tasks(arguments: argparse.Namespace) -> tuple[DemoTask, ...]:
+    return TASKS[:1] if arguments.quick else TASKS
+
+
 def _finetune(arguments: argparse.Namespace, run_command: RunCommand) -> int:
     folder: Path = arguments.run_dir
-    data = folder / DATA
-    total = pretraining.STAGES + len(TASKS) + 1
+    data, tasks = folder / DATA, _tasks(arguments)
+    total = pretraining.STAGES + len(tasks) + 1
     print(f"\n[{pretraining.STAGES}/{total}] extracting three labelled sets from the corpus: {data}", flush=True)
     # Written once, as the corpus is: other packages may be installed when the demo runs again.
     if not (data / _COUNTS).is_file():
         write_json(data / _COUNTS, write_sets(data))
     counts = json.loads((data / _COUNTS).read_text(encoding="utf-8"))
-    for number, task in enumerate(TASKS, pretraining.STAGES + 1):
+    for number, task in enumerate(tasks, pretraining.STAGES + 1):
         sizes = counts[task.name]
         print(f"\n[{number}/{total}] {task.title} ({sizes['train']:,} examples, {sizes['dev']:,} held out)", flush=True)
         for start in STARTS:
-            print(f"\n      {_model_title(task, start)}", flush=True)
+            print(f"\n      {_model_title(task, start, tasks)}", flush=True)
             code = _train(task, start, folder, data, run_command)
             # A report of an unfinished demo shows the scores that exist.
-            write_json(folder / FINETUNED, [_result(one, folder, counts[one.name]) for one in TASKS])
+            write_json(folder / FINETUNED, [_result(one, folder, counts[one.name]) for one in tasks])
             if code:
                 return code
         print(f"      {_line(_result(task, folder, sizes))}", flush=True)
     return 0
 
 
-def _model_title(task: DemoTask, start: str) -> str:
+def _model_title(task: DemoTask, start: str, tasks: Sequence[DemoTask]) -> str:
     """Which of the fine-tunings runs, such as "packages, from pretrained weights (1 of 6)"."""
-    number = TASKS.index(task) * len(STARTS) + list(STARTS).index(start) + 1
-    return f"{task.name}, from {start} weights ({number} of {len(TASKS) * len(STARTS)})"
+    number = tasks.index(task) * len(STARTS) + list(STARTS).index(start) + 1
+    return f"{task.name}, from {start} weights ({number} of {len(tasks) * len(STARTS)})"
 
 
 def _train(task: DemoTask, start: str, folder: Path, data: Path, run_command: RunCommand) -> int:

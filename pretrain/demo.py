@@ -9,6 +9,7 @@ import argparse
 import json
 import shlex
 import shutil
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from pretrain.common.files import MANIFEST, checkpoint_names
 PURPOSE = "prepare, pretrain, export and report on the docstrings of this Python and its packages"
 EXAMPLES = """
   ./launch.sh demo
+  ./launch.sh demo --quick
   ./launch.sh demo --minutes 20 --fresh
   ./launch.sh demo --set phases.0.steps=500 --run-dir runs/short-demo"""
 
@@ -29,35 +31,57 @@ STAGES = 4
 RunCommand = Callable[[Sequence[str]], int]  # a command line: words -> exit code
 
 _CONFIG = CONFIGS / "pretrain" / "tiny.yaml"
+_MINUTES = 6.0
+# A text that is read in seconds, and steps that take about a minute on two cores, too few to compile or to start Ray.
+_QUICK = ("phases.0.steps=160", "phases.0.warmup_steps=20", "checkpoint.every_steps=80", "evaluation.every_steps=40")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options."""
     add_local_workers(parser)
     parser.add_argument(
-        "--run-dir", type=local_path, default=Path("runs/demo"), metavar="DIR", help="run folder (default: runs/demo)"
+        "--run-dir",
+        type=local_path,
+        metavar="DIR",
+        help="run folder (default: runs/demo, with --quick runs/demo-quick)",
     )
     parser.add_argument(
         "--data-dir",
         type=local_path,
-        default=Path("data/demo"),
         metavar="DIR",
-        help="corpus folder (default: data/demo)",
+        help="corpus folder (default: data/demo, with --quick data/demo-quick)",
     )
     parser.add_argument(
         "--minutes",
         type=float,
-        default=6.0,
         metavar="M",
-        help="time for pretraining: a few steps are timed, and as many are trained as fit (default: 6); "
+        help="time for pretraining: a few steps are timed, and as many are trained as fit "
+        f"(default: {_MINUTES:g}, with --quick a fixed number of steps); "
         f"0 trains the steps of {_CONFIG.name}, as does --set phases.0.steps",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a first look in three minutes: the text of the standard library, a minute of pretraining, one task",
     )
     parser.add_argument("--fresh", action="store_true", help="delete an earlier demo run first; its corpus is kept")
     add_set(parser, f"override a setting of {_CONFIG.name}; may be repeated")
 
 
+def fill_in(arguments: argparse.Namespace) -> None:
+    """Fill in what depends on --quick and was not given."""
+    name = "demo-quick" if arguments.quick else "demo"
+    arguments.run_dir = arguments.run_dir or Path("runs", name)
+    arguments.data_dir = arguments.data_dir or Path("data", name)
+    if arguments.minutes is None:
+        arguments.minutes = 0.0 if arguments.quick else _MINUTES
+    if arguments.workers is None:
+        arguments.workers = 1 if arguments.quick else usual_workers()
+
+
 def run(arguments: argparse.Namespace, run_command: RunCommand) -> int:
     """Run the demo and write its report; returns the exit code of the first stage that fails, or 0."""
+    fill_in(arguments)
     started = time.monotonic()
     return finish(arguments, started, run_stages(arguments, run_command))
 
@@ -117,7 +141,8 @@ def _stages(arguments: argparse.Namespace, resume: bool) -> list[tuple[str, list
         "name=demo",
         f"run_dir={json.dumps(str(arguments.run_dir))}",
         f"corpus.dir={json.dumps(str(arguments.data_dir))}",
-        f"scheduling.workers={usual_workers() if arguments.workers is None else arguments.workers}",
+        f"scheduling.workers={arguments.workers}",
+        *(_quick_settings() if arguments.quick else ()),
         *arguments.set,
     ]
     settings = [word for value in values for word in ("--set", value)]
@@ -128,6 +153,11 @@ def _stages(arguments: argparse.Namespace, resume: bool) -> list[tuple[str, list
         ("training", ["pretrain", str(_CONFIG), *settings, *minutes, *(["--resume"] if resume else [])]),
         ("export", ["export", str(arguments.run_dir), str(arguments.run_dir / "export")]),
     ]
+
+
+def _quick_settings() -> list[str]:
+    library = json.dumps(sysconfig.get_path("stdlib"))
+    return [*_QUICK, f"corpus.sources.0.path={library}", "engine.compile=false"]
 
 
 def _remove_run(folder: Path) -> None:

@@ -291,6 +291,19 @@ def test_launch_sh_sets_up_what_a_command_needs(clone: Path, words: list[str], e
     assert f"--editable {package} --constraint" in (clone / "pip.txt").read_text()
 
 
+def test_launch_sh_shows_what_pip_is_doing(clone: Path) -> None:
+    steps = "Collecting torch\n  Downloading torch-2.13.0.whl (190.3 MB)"
+    (clone / ".venv/bin/python").write_text(f"#!/bin/sh\necho '{steps}'; sleep 2; exit 1\n")
+    (clone / ".venv/bin/python").chmod(0o755)
+    add_stamps(clone, "base")
+    ours, terminal = os.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as shown:
+        launched = subprocess.Popen(["./launch.sh", "bench", "step"], cwd=clone, stderr=terminal)
+        os.close(terminal)
+        assert launched.wait() == 3
+        assert re.search(rb" 1 s  Downloading torch-2.13.0.whl \(190.3 MB\)", shown.read(65536))
+
+
 @pytest.mark.parametrize("moved", [True, False])
 @pytest.mark.parametrize("shebang", ["#!{bin}/python3\n", '#!/bin/sh\n\'\'\'exec\' "{bin}/python" "$0" "$@"\n'])
 def test_launch_sh_makes_a_copied_venv_anew(clone: Path, moved: bool, shebang: str) -> None:
