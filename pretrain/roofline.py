@@ -193,18 +193,13 @@ def _product_seconds(config: PretrainConfig, vocabulary: int, batch: _Batch, gpu
     """Forward and backward passes of the matrix products of a micro-batch."""
     again = config.engine.activation_checkpointing
 
-    def seconds(rows: float, outputs: int, inputs: int, faster: int = 1) -> float:
+    def seconds(rows: float, outputs: int, inputs: int) -> float:
         numbers = rows * inputs + inputs * outputs + rows * outputs
-        rates = faster * gpu.product_share * gpu.peak_flops, _MEMORY_SHARE * gpu.memory
+        rates = gpu.product_share * gpu.peak_flops, _MEMORY_SHARE * gpu.memory
         return _KERNEL_SECONDS + max(2 * rows * outputs * inputs / rates[0], itemsize * numbers / rates[1])
 
-    # The backward pass has two products of the same size: for the gradients of the input and of the weight. With FP8,
-    # the layers' other products have twice the rate; the bytes of their casts are not counted.
-    faster = 2 if config.engine.fp8 else 1
-    layers = sum(
-        (3 if again else 2) * seconds(*product, faster) + seconds(*product)
-        for product in _layer_products(config, batch)
-    )
+    # The backward pass has two products of the same size: for the gradients of the input and of the weight.
+    layers = sum((4 if again else 3) * seconds(*product) for product in _layer_products(config, batch))
     return layers + sum(3 * seconds(*product) for product in _head_products(config, vocabulary, batch))
 
 

@@ -119,7 +119,7 @@ def test_a_student_may_name_another_initialisation_of_its_heads() -> None:
 
 def as_teacher(config: PretrainConfig, folder: str) -> Teacher:
     """What `read_teacher` finds in a run of `config`, but for the values of the weights."""
-    model, pairs = config.model.model_copy(update={"attention_init": "normal"}), config.pairs.next_sentence
+    model, pairs = config.model.model_copy(update={"attention_init": "normal"}), config.pairs.has_classifier
     with torch.device("meta"):
         state = PretrainingModel(model, config.corpus.vocabulary.size, pairs).state_dict()
     return Teacher(folder, model, pairs, state, fingerprint="")

@@ -41,7 +41,7 @@ OPTIMIZERS = ("adamw", "lamb", "stable_adamw", "muon", "normuon")
 
 def choice_of(optimizer: str) -> OptimizerConfig:
     if optimizer == "normuon":
-        return OptimizerConfig(name="muon", normalised=True, cautious_weight_decay=True)
+        return OptimizerConfig(name="muon", normalised=True)
     return OptimizerConfig(name=optimizer)  # type: ignore[arg-type]
 
 

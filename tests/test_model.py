@@ -473,26 +473,6 @@ def test_the_vocabulary_loss_equals_its_slow_twin(entries: int, count: int, monk
         torch.testing.assert_close(vocabulary_losses(hidden, word, bias, labels, False)[0], theirs)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("entries", [1 << 26, 3 * 50])
-def test_the_z_loss_comes_with_its_gradient(entries: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.model.fused_cross_entropy.LOGITS_PER_PIECE", entries)
-    torch.manual_seed(0)
-    inputs = [torch.randn(*size, requires_grad=True) for size in ((7, 8), (50, 8), (50,))]
-    hidden, word, bias = inputs
-    labels = torch.randint(50, (7,))
-    loss, correct, z_loss = vocabulary_losses(hidden, word, bias, labels, fused, 0.3)
-    logits = F.linear(hidden, word, bias)
-    z = 0.3 * logits.logsumexp(-1).square().sum()
-    expected = F.cross_entropy(logits, labels, reduction="sum") + z
-    torch.testing.assert_close((loss, z_loss), (expected, z))
-    assert correct == (logits.argmax(-1) == labels).sum()
-    assert not z_loss.requires_grad
-    torch.testing.assert_close(torch.autograd.grad(3 * loss, inputs), torch.autograd.grad(3 * expected, inputs))
-    with torch.no_grad():
-        torch.testing.assert_close(vocabulary_losses(hidden, word, bias, labels, fused, 0.3), (loss, correct, z_loss))
-
-
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()

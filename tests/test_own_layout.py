@@ -38,16 +38,13 @@ from tests.starts import Start, make_starts, pretraining, records
 SIZES = {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "intermediate": 48, "max_positions": 64}
 PARTS = {
     "qk_norm": True,
-    "norm_before_output": True,
-    "attention_gate": "value",
     "recursions": 2,
     "embedding": 16,
-    "bigram_rows": 40,
 }
 # Parts that are new, and mixtures of old ones.
 SHAPES: list[dict[str, Any]] = [
     PARTS,
-    {"family": "modernbert", "local_attention": 8, "qk_norm": True, "attention_gate": "head"},
+    {"family": "modernbert", "local_attention": 8, "qk_norm": True},
     {"positions": "sinusoidal", "pooling": "max", "tied_decoder": False, "activation": "relu"},
     {
         "positions": "relative",
@@ -86,7 +83,7 @@ def make_tokenizer(folder: Path) -> Path:
 @pytest.mark.parametrize("next_sentence", [True, False])
 @pytest.mark.parametrize("entry", SHAPES, ids=str)
 def test_there_and_back_is_exact(entry: dict[str, Any], next_sentence: bool, tmp_path: Path) -> None:
-    shape, tokenizer = make_shape(**entry, init_std=0.03, zero_output_init=True), make_tokenizer(tmp_path / "tokenizer")
+    shape, tokenizer = make_shape(**entry, init_std=0.03), make_tokenizer(tmp_path / "tokenizer")
     state = make_state(shape, next_sentence=next_sentence)
     assert layout_of(shape) is OWN
     hf.export(state, shape, tokenizer, tmp_path / "out", next_sentence=next_sentence, card="")
@@ -298,7 +295,7 @@ def test_the_export_says_what_it_is_for(place: Path, tmp_path: Path, capsys: pyt
     assert card.startswith("---\nlibrary_name: bertrain\n")
     assert "`transformers` cannot load this folder" in card
     assert "from transformers" not in card
-    assert "model.attention_gate is value" in card
+    assert "model.recursions is 2" in card
 
 
 def test_pretrainings_continue_and_learn_from_it(place: Path) -> None:

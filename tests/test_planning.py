@@ -183,8 +183,6 @@ def test_a_recipe_has_the_objectives_of_phases_and_the_vocabulary_that_is_used(t
     assert law.differing(Recipe.of(mini(phases=[own, own]))) == ["sequence length 128 and 128"]
     masked = [{**phase, "masking_probability": 0.6}]
     assert law.differing(Recipe.of(mini(phases=masked))) == ["masking 0.6"]
-    causal = Recipe.of(mini(phases=[phase, {**phase, "causal_share": 0.5}])).values
-    assert causal["masking"] == "0.3 to 0.15 and 0.3 to 0.15 with causal_share 0.5"
     assert law.differing(Recipe.of(mini(pairs={"objective": "sop"}))) == ["masking 0.3 to 0.15 with sop"]
     repeated = mini(model={**mini().model.model_dump(), "recursions": 2})
     assert law.differing(Recipe.of(repeated)) == ["family modernbert with recursions 2"]
@@ -294,9 +292,8 @@ def test_rates_follow_the_batch_that_workers_need() -> None:
 
 
 def test_a_size_that_the_config_cannot_have_is_named() -> None:
-    model = {**mini().model.model_dump(), "heads": 64, "kv_heads": 2, "attention_init": "normal"}
-    config = mini(model=model, engine={"fp8": True, "precision": "bf16"})
-    with pytest.raises(InputError, match=r"^--budget: this config has no size 2x128: engine.fp8 needs multiples of 16"):
+    config = mini(distillation={"teacher": "runs/x", "layers": (0, 1, 2, 3)})
+    with pytest.raises(InputError, match=r"^--budget: this config has no size 2x128: distillation.layers .* 4 numbers"):
         with_shape(config, 2, 128)
 
 

@@ -166,7 +166,7 @@ def config_file(folder: Path, **changes: Any) -> Path:
         "name": "tiny",
         "corpus": {"dir": "unused", "vocabulary": {"size": 64}, "processes": 1},
         "model": {"size": "custom", "layers": 1, "hidden": 16, "heads": 2, "max_positions": 32},
-        "pairs": {"next_sentence": False},
+        "pairs": {"objective": "none"},
         "phases": [
             {"sequence_length": 16, "global_sequences": 4, "steps": 300, "peak_learning_rate": 1e-3},
             {"sequence_length": 32, "global_sequences": 2, "steps": 100, "peak_learning_rate": 1e-3},

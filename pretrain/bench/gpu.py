@@ -60,10 +60,8 @@ class Case:
 
     def config(self, precision: str, *, graphs: bool = False) -> PretrainConfig:
         """A run whose steps these are, recorded as CUDA graphs or not."""
-        fp8 = precision == "fp8"
-        precision = "bf16" if fp8 else precision
         config = bench_config("none", length=self.length, sequences=self.sequences, precision=precision, **self.model)
-        engine = config.engine.model_copy(update={"fp8": fp8, "cuda_graphs": graphs})
+        engine = config.engine.model_copy(update={"cuda_graphs": graphs})
         return config.model_copy(update={"engine": engine})
 
     @property
@@ -129,7 +127,7 @@ def measure(case: Case, steps: int, precision: str, gpu: Gpu | None, *, graphs: 
     """
     config = case.config(precision, graphs=graphs)
     row: dict[str, Any] = {"model": case.name, "length": case.length, "sequences": case.sequences}
-    row["precision"] = "fp8" if config.engine.fp8 else config.engine.resolved_precision
+    row["precision"] = config.engine.resolved_precision
     if gpu is not None and row["precision"] != "fp32":
         row |= _predicted(case, config, gpu)
     with session.process_group(Worker()):
@@ -252,9 +250,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--precision",
-        choices=["auto", "bf16", "fp16", "fp32", "fp8"],
+        choices=["auto", "bf16", "fp16", "fp32"],
         default="auto",
-        help="precision (default: auto, the fastest on this GPU); fp8 for the layers' matmuls, also in the limit",
+        help="precision (default: auto, the fastest on this GPU)",
     )
     parser.add_argument(
         "--tokens", type=positive_int, help="tokens of a step (default: 32,768, or 16,384 of bert-large)"

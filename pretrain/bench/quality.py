@@ -119,9 +119,6 @@ def _check_recipe(path: str, recipe: PretrainConfig) -> None:
         ("start_from", recipe.start_from),
         ("distillation.teacher", recipe.distillation.teacher),
         ("electra.generator_width", recipe.electra.is_on),
-        ("masking.shifted_targets", recipe.masking.shifted_targets),
-        ("masking.z_loss", recipe.masking.z_loss),
-        ("phases.0.causal_share", recipe.phases[0].causal_share),
         ("averaging.share", recipe.averaging.share),
     ):
         if value:

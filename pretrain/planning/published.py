@@ -89,12 +89,8 @@ def _masking(config: PretrainConfig) -> str:
     """The share of masked tokens, that of each phase where it has its own, and what else is to be predicted."""
     masking, pairs = config.masking, config.pairs
     schedule = " to ".join(f"{share:g}" for share in (masking.probability, masking.final_probability) if share)
-    phases = [
-        (f"{phase.masking_probability:g}" if phase.masking_probability else schedule)
-        + (f" with causal_share {phase.causal_share:g}" if phase.causal_share else "")
-        for phase in config.phases
-    ]
-    return " and ".join(dict.fromkeys(phases)) + (f" with {pairs.chosen_objective}" if pairs.has_classifier else "")
+    phases = [f"{phase.masking_probability:g}" if phase.masking_probability else schedule for phase in config.phases]
+    return " and ".join(dict.fromkeys(phases)) + (f" with {pairs.objective}" if pairs.has_classifier else "")
 
 
 class PublishedLaw(_Part):

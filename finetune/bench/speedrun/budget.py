@@ -84,10 +84,7 @@ def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[
         flops, tokens, sequences = 0.0, 0, 0
         for step in _sampled_steps(maker, phase):
             tokens, sequences = tokens + step.tokens, sequences + step.sequences
-            flops += sum(
-                counted.executed(batch.real_lengths, batch.targets, batch.causal_lengths)
-                for batch in step.micro_batches
-            )
+            flops += sum(counted.executed(batch.real_lengths, batch.targets) for batch in step.micro_batches)
         costs.append(SequenceCost(flops / sequences, tokens / sequences, maker.samples_per_epoch))
     return costs
 
