@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,11 +49,7 @@ _PREDICT_FIELDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return exit_code(lambda: _dispatch(given))
-    except BrokenPipeError:  # `predict ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return exit_code(lambda: _dispatch(given))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain import demo
 from pretrain.commands import (
     add_address,
     add_command,
@@ -66,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     reports = (_add_report, _add_dashboard, _add_attention)
     return make_parser(
         "Pretrain BERT-style encoders, from raw text to a checkpoint that transformers loads.",
-        (_add_prepare, _add_pretrain, _add_export, *reports, _add_demo, _add_bench),
+        (_add_prepare, _add_pretrain, _add_export, *reports, _add_bench),
     )
 
 
@@ -262,10 +261,6 @@ def _attention(arguments: argparse.Namespace) -> None:
     print(f"{summary}\n\n{arguments.out.resolve().as_uri()}")
 
 
-def _demo(arguments: argparse.Namespace) -> int:
-    return demo.run(arguments, main)
-
-
 def _bench(arguments: argparse.Namespace) -> None:
     names = ", ".join(BENCHMARKS)
     raise InputError(f"bench: {arguments.name!r} is not a benchmark; choose from {names}.")
@@ -454,11 +449,6 @@ def _add_attention(commands: Any) -> None:
         default=Path("attention.html"),
         help="page to write (default: attention.html)",
     )
-
-
-def _add_demo(commands: Any) -> None:
-    parser = add_command(commands, "demo", _demo, demo.PURPOSE, demo.EXAMPLES)
-    demo.add_options(parser)
 
 
 def _add_bench(commands: Any) -> None:

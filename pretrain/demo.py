@@ -17,7 +17,6 @@ from pretrain.commands import add_local_workers, add_set, as_stage, local_path, 
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names
 
-PURPOSE = "prepare, pretrain, export and report on the docstrings of this Python and its packages"
 EXAMPLES = """
   ./launch.sh demo
   ./launch.sh demo --minutes 20 --fresh
@@ -54,12 +53,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fresh", action="store_true", help="delete an earlier demo run first; its corpus is kept")
     add_set(parser, f"override a setting of {_CONFIG.name}; may be repeated")
-
-
-def run(arguments: argparse.Namespace, run_command: RunCommand) -> int:
-    """Run the demo and write its report; returns the exit code of the first stage that fails, or 0."""
-    started = time.monotonic()
-    return finish(arguments, started, run_stages(arguments, run_command))
 
 
 def run_stages(arguments: argparse.Namespace, run_command: RunCommand, more_stages: int = 0) -> int:

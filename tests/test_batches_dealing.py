@@ -186,7 +186,7 @@ def test_parts_change_no_sample_and_no_count(shards: TokenShards, name: str, wor
         assert {len(batch.micro_batches) for batch in made} == {rounds}
         shares = [maker.share(first, 48, rounds=rounds) for maker in makers]
         assert [everything(share) for share in shares] == [everything(batch) for batch in made]
-        sums = np.sum([astuple(share.counts) for share in shares], axis=0)
+        sums = np.array([astuple(share.counts) for share in shares]).sum(0)
         assert tuple(sums) == (expected.tokens, expected.masked, expected.labeled)
 
 

@@ -17,7 +17,6 @@ from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain import __main__ as command_line
 from pretrain import demo
 from pretrain.checkpoint import hf
 from pretrain.common.errors import InputError
@@ -435,10 +434,14 @@ class TestDemo:
         return []
 
     def run(self, commands: list[list[str]], *words: str) -> int:
-        return demo.run(self.parsed(*words), lambda argv: commands.append(list(argv)) or 0)
+        arguments = self.parsed(*words)
+        code = demo.run_stages(arguments, lambda argv: commands.append(list(argv)) or 0)
+        return demo.finish(arguments, 0.0, code)
 
     def parsed(self, *words: str) -> argparse.Namespace:
-        return command_line.build_parser().parse_args(["demo", *words])
+        parser = argparse.ArgumentParser()
+        demo.add_options(parser)
+        return parser.parse_args(words)
 
     def test_runs_the_stages_in_order(self, commands: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
         assert self.run(commands, "--workers", "1", "--set", "phases.0.steps=5") == 0
@@ -475,7 +478,7 @@ class TestDemo:
         assert [command[0] for command in commands] == ["pretrain", "export"]
 
     def test_stops_at_the_first_stage_that_fails(self, commands: list[list[str]]) -> None:
-        assert demo.run(self.parsed(), lambda argv: 75 if argv[0] == "pretrain" else 0) == 75
+        assert demo.run_stages(self.parsed(), lambda argv: 75 if argv[0] == "pretrain" else 0) == 75
 
     def test_needs_the_configs_of_a_clone(self, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(demo, "_CONFIG", Path("nowhere/tiny.yaml"))

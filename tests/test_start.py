@@ -193,12 +193,13 @@ def assert_same_logits(start: Path, state: dict[str, torch.Tensor]) -> None:
     """The run's first weights give the logits of the released model."""
     from transformers import BertForPreTraining
 
-    from pretrain.checkpoint.hf import to_hf
+    from pretrain.checkpoint.layouts import BERT
+    from pretrain.checkpoint.released_writer import their_tensors
 
     theirs = BertForPreTraining.from_pretrained(start).eval()
     ids = torch.tensor([[2, 9, 10, 4, 12, 3]])
     expected = theirs(ids)
-    missing, unexpected = theirs.load_state_dict(to_hf(state), strict=False)
+    missing, unexpected = theirs.load_state_dict(their_tensors(state, BERT), strict=False)
     assert unexpected == []
     assert set(missing) <= {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
     found = theirs(ids)

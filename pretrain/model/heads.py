@@ -72,14 +72,6 @@ class PretrainingModel(Encoder):
         transformed_KH = self.heads.transform(self.encode(batch, batch.masked_rows), self.heads.fused)
         return F.linear(transformed_KH, self._decoder(), self.heads.decoder_bias)
 
-    def next_sentence_logits(self, batch: PretrainingBatch) -> Tensor:
-        """[S, 2] scores of (is next, is random)."""
-        if self.shape.pooling == "cls":
-            pooled_SH = self.encode(batch, batch.cu_seqlens[:-1].long())
-        else:
-            pooled_SH = pool(self.encode(batch), batch.cu_seqlens, self.shape.pooling)
-        return nsp_logits(pooled_SH, self.heads.nsp_weights())
-
     def _decoder(self) -> Tensor:
         """[V, H], the word embeddings or a table of its own."""
         return self.embeddings.word if self.shape.tied_decoder else self.heads.decoder
