@@ -31,7 +31,6 @@ from pretrain.commands import (
     target_path,
 )
 from pretrain.common.addresses import hub_hint, local
-from pretrain.common.children import unwound_when_terminated
 from pretrain.common.errors import InputError
 from pretrain.common.worker import torchrun_place
 
@@ -71,25 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _dispatch(argv: list[str]) -> int:
-    if argv[:1] == ["bench"]:  # their parsers are in modules that import torch
-        with unwound_when_terminated():
-            return _bench(argv[1:])
     return run_command(build_parser(), argv)
-
-
-def _bench(argv: list[str]) -> int:
-    if argv[:1] == ["speedrun"]:
-        from finetune.bench.speedrun import command
-        from pretrain.__main__ import main as pretrain
-
-        return command.main(argv[1:], pretrain)
-    if argv[:1] == ["law"]:
-        from finetune.bench.law import command as law
-
-        return law.main(argv[1:])
-    from finetune.bench import finetuning as bench
-
-    return bench.main(argv[argv[:1] == ["finetune"] :])
 
 
 # ---------------------------------------------------------------- what the commands do

@@ -7,7 +7,7 @@ Four things happen side by side, and the longest of them is the limit:
     network   gradients to their owners, and weights back
     loader    one thread that makes this rank's share of the next batch
 
-Every constant has its source beside it. `bench roofline` compares the model with published results.
+Every constant has its source beside it. A test compares the model with published results.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ GPUS = {
     "B200": Gpu(2250e12, 8e12, 900e9, 50e9, 0.776, 0.30, (10, 0)),
 }
 GPUS_PER_MACHINE = 8
-REACHED = 0.64  # share of the limit that public trainers reached: the median of `bench roofline`
+REACHED = 0.64  # share of the limit that public trainers reached: the median of tests/published_speeds.py
 # A product of 256 x 256 x 256 takes 5.2 us on an H100, one of 1024 x 1024 x 1024 9.1, of which 2.7 at the best rate
 # (openxla/xla, matmul_interpolator_data.h).
 _KERNEL_SECONDS = 5e-6

@@ -22,11 +22,11 @@ from pretrain.batches.batch import StepBatch
 from pretrain.batches.dealing import Dealt, balance
 from pretrain.batches.exchange import Exchange
 from pretrain.batches.loader import BatchMaker, Loader
-from pretrain.bench import scale
 from pretrain.checkpoint.pieces import packed
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.training.engine.engine import SideGroup
+from tests.bench import scale
 from tests.distributed import run_workers
 from tests.test_batches_loader import contents, global_batches, run_config
 

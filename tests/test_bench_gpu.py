@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pretrain.__main__ import main
-from pretrain.bench import gpu
-from pretrain.bench.gpu import CASES, Case, gpu_of, host_reads, measure, table
 from pretrain.roofline import GPUS
+from tests.bench import gpu
+from tests.bench.gpu import CASES, Case, gpu_of, host_reads, measure, table
 
 SHAPE = {"size": "custom", "layers": 1, "hidden": 32, "heads": 2, "max_positions": 64}
 SMALL = Case("small", 16, 64, 101, SHAPE)

@@ -10,17 +10,17 @@ import pytest
 from planned_laws import PLANTED
 
 from finetune.__main__ import main
-from finetune.bench.law.command import fit_runs
-from finetune.bench.law.points import Choice, read_runs
-from finetune.bench.speedrun import results
-from finetune.bench.speedrun.results import Results, Trial
-from finetune.bench.speedrun.scores import Scores
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, load_config
 from pretrain.planning import published
 from pretrain.planning.candidates import effective_size, shape_name, with_shape, works
 from pretrain.planning.text import PhaseText, Text
 from pretrain.work import optimizer_flops
+from tests.bench.law.command import fit_runs
+from tests.bench.law.points import Choice, read_runs
+from tests.bench.speedrun import results
+from tests.bench.speedrun.results import Results, Trial
+from tests.bench.speedrun.scores import Scores
 
 CONFIG = Path(__file__).parent.parent / "configs" / "pretrain" / "mini.yaml"
 LENGTH, UNIQUE = 100.0, 14e6

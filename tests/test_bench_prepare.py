@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pretrain.bench import prepare
-from pretrain.bench.prepare_checks import write_recombined
-from pretrain.bench.prepare_data import read_documents
 from pretrain.common.errors import InputError
+from tests.bench import prepare
+from tests.bench.prepare_checks import write_recombined
+from tests.bench.prepare_data import read_documents
 from tests.chaos import wait_for
 from tests.test_corpus_filters import prose
 

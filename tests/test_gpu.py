@@ -22,7 +22,6 @@ from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.filler import COARSE, with_filler
-from pretrain.bench.gpu import host_reads
 from pretrain.common.settings import dump
 from pretrain.common.worker import Worker
 from pretrain.config import ModelConfig, OptimizerConfig, PretrainConfig
@@ -34,6 +33,7 @@ from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
 from pretrain.training.passes import Passes
 from tests.batches_by_hand import make_batch
+from tests.bench.gpu import host_reads
 from tests.distributed import free_port
 from tests.starts import pretraining, records, with_changes
 from tests.test_batches_loader import run_config

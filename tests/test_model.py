@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch
-from pretrain.bench.baselines import pad
 from pretrain.checkpoint.layouts import BERT
 from pretrain.checkpoint.released_writer import their_tensors
 from pretrain.config import MAX_WIDTH, ModelConfig
@@ -31,6 +30,7 @@ from pretrain.model.heads import PretrainingModel
 from pretrain.model.initialisation import normal
 from pretrain.model.positions import rotate, rotations
 from tests.batches_by_hand import make_batch, next_sentence_logits, take_sequence
+from tests.bench.baselines import pad
 
 VOCABULARY = 101
 SHAPE = ModelConfig(size="custom", layers=3, hidden=48, heads=4, intermediate=96, max_positions=64)

@@ -16,19 +16,20 @@ from pretrain import estimate, pace, work
 from pretrain.__main__ import main
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
+from pretrain.common.files import write_json
 from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig, load_config
 from pretrain.continuation import Corpora
 from pretrain.planning import published, recommend, speed, table
 from pretrain.planning.budget import Budget, parse_budget
 from pretrain.planning.candidates import effective_size, plan, with_batch, with_shape, with_workers, works
-from pretrain.planning.fitting import EXPONENT, FEWEST, Points, fit, objective
 from pretrain.planning.law import MOST_REPETITIONS, Law, effective_tokens, interval, useful_size
-from pretrain.planning.published import Recipe, as_points
+from pretrain.planning.published import Recipe
 from pretrain.planning.recommend import choose, recommendation
 from pretrain.planning.speed import Here
 from pretrain.planning.text import PhaseText, Text, read_text
 from pretrain.work import optimizer_flops
+from tests.bench.law.fitting import EXPONENT, FEWEST, Points, as_points, fit, objective
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"
 ONE_SEQUENCE = {"micro_batch_tokens": 128}  # in a micro-batch
@@ -159,7 +160,7 @@ def test_too_few_points_are_refused() -> None:
 
 def test_a_law_is_written_and_read(tmp_path: Path) -> None:
     law = planted_law(0.01)
-    published.write(law, tmp_path / "law.json")
+    write_json(tmp_path / "law.json", law.model_dump(mode="json"))
     assert published.read(tmp_path / "law.json") == law
     assert law.error(law.fitted) < 0.04
     (tmp_path / "law.json").write_text('{"format": 1}')
@@ -519,7 +520,7 @@ def test_a_size_that_is_too_far_from_the_points_is_named(capsys: pytest.CaptureF
 
 @pytest.fixture
 def law_file(tmp_path: Path) -> Path:
-    published.write(planted_law(0.005), tmp_path / "law.json")
+    write_json(tmp_path / "law.json", planted_law(0.005).model_dump(mode="json"))
     return tmp_path / "law.json"
 
 

@@ -15,11 +15,6 @@ from typing import Any
 import pytest
 from corpora import make_corpus
 
-from finetune.bench.speedrun import command, ground, page, results, scores, trial
-from finetune.bench.speedrun.budget import SequenceCost, measured_costs, plan_budget
-from finetune.bench.speedrun.options import make_parser
-from finetune.bench.speedrun.results import Results, Trial
-from finetune.bench.speedrun.scores import Scores, ScoreSettings
 from finetune.scores.blimp import BlimpScore, ParadigmScore
 from finetune.scores.finetuning import FinetuningScore
 from finetune.scores.finetuning_runs import FinetuningSettings
@@ -31,6 +26,11 @@ from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.config import PretrainConfig
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
+from tests.bench.speedrun import command, ground, page, results, scores, trial
+from tests.bench.speedrun.budget import SequenceCost, measured_costs, plan_budget
+from tests.bench.speedrun.options import make_parser
+from tests.bench.speedrun.results import Results, Trial
+from tests.bench.speedrun.scores import Scores, ScoreSettings
 
 LIMITS = ground.Limits(words=3000, held_out_share=0.05, held_out_documents=3, held_out_bytes=10_000)
 WORDS = [
@@ -452,9 +452,9 @@ def test_budgets_are_short_in_names(budget: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "module"),
     [
-        (["speedrun", "run.yaml"], "finetune.bench.speedrun.command"),
-        (["finetune", "run.yaml"], "finetune.bench.finetuning"),
-        (["run.yaml"], "finetune.bench.finetuning"),
+        (["speedrun", "run.yaml"], "tests.bench.speedrun.command"),
+        (["finetune", "run.yaml"], "tests.bench.finetuning"),
+        (["run.yaml"], "tests.bench.finetuning"),
     ],
 )
 def test_benchmarks_get_their_own_arguments(monkeypatch: pytest.MonkeyPatch, words: list[str], module: str) -> None:

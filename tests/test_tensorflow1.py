@@ -14,7 +14,6 @@ from fixtures.make_tensorflow1 import HIDDEN, INTERMEDIATE, LAYERS, POSITIONS, V
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.bench.baselines import pad
 from pretrain.checkpoint import tensorflow1
 from pretrain.checkpoint.mapping import mapping_table
 from pretrain.checkpoint.released import read_released
@@ -22,6 +21,7 @@ from pretrain.checkpoint.tensorflow1 import Checkpoint, crc32c
 from pretrain.common.errors import InputError
 from pretrain.model.heads import PretrainingModel
 from tests.batches_by_hand import make_batch, next_sentence_logits
+from tests.bench.baselines import pad
 
 CONFIG = {
     "hidden_act": "gelu",

@@ -24,10 +24,9 @@ from typing import Any
 import torch
 
 from pretrain.batches.batch import StepBatch
-from pretrain.bench.baselines import bench_config
-from pretrain.bench.results import aligned
 from pretrain.commands import positive_int, program
 from pretrain.common.errors import InputError
+from pretrain.common.wording import aligned
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
 from pretrain.objectives.masked import MaskedTokens
@@ -38,6 +37,7 @@ from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
 from pretrain.training.passes import Passes
 from pretrain.work import Flops, phase_work
+from tests.bench.baselines import bench_config
 
 _WARM_UP = 5  # steps that compile the model and allocate memory
 _BLOCKS = 5  # of steps, between which the host waits for the GPU

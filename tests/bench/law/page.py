@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune.bench.law.table import HEADINGS, RIGHT_ALIGNED
 from pretrain.planning.law import FLOPS_PER_PARAMETER
 from pretrain.planning.published import Point, PublishedLaw
 from pretrain.reporting.charts import Series, line_chart
 from pretrain.reporting.pages import write_page
+from tests.bench.law.table import HEADINGS, RIGHT_ALIGNED
 
 _COLOURS = 8  # of the template
 _CURVE = 60  # points of a curve: enough that none is drawn as a dot
@@ -26,6 +26,7 @@ def write(law: PublishedLaw, rows: Sequence[Sequence[str]], summary: Sequence[st
     return write_page(
         out,
         "law.html.j2",
+        Path(__file__).parents[1] / "templates",
         chart=chart(law),
         headings=HEADINGS,
         right_aligned=RIGHT_ALIGNED,

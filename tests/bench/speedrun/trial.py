@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.bench.speedrun.budget import Plan
-from finetune.bench.speedrun.ground import HELD_OUT, TRAIN, text_files
 from pretrain.common import settings
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
 from pretrain.config import CorpusConfig, PretrainConfig, SourceConfig, load_config
+from tests.bench.speedrun.budget import Plan
+from tests.bench.speedrun.ground import HELD_OUT, TRAIN, text_files
 
 _EVALUATIONS = 10  # in a run
 # Settings of a run that do not change what it comes to. The name of the corpus folder is a hash of what does.

@@ -32,6 +32,7 @@ from pretrain.common.settings import dump
 from pretrain.model.precision import resolve_here
 from pretrain.storage.runs import fetched_model
 from pretrain.tracking.records import is_training, read_records
+from tests.bench import environment
 
 OURS, BASELINE = "ours", "trainer"
 _REPEATS = 5
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         Path(options.peer).write_text(json.dumps(_train_baseline(config)))
         return 0
     if options.features:
-        from finetune.bench import features as bench_features
+        from tests.bench import features as bench_features
 
         result = bench_features.compare(config, _REPEATS)
         print(json.dumps(result) if options.json else bench_features.summary(result))
@@ -178,7 +179,7 @@ def _run_baseline(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, 
     began = time.perf_counter()
     path = _write(config, seed, folder)
     result = folder.with_suffix(".json")
-    _call(["finetune", "bench", str(path), "--peer", str(result)])
+    _call(["tests.bench", "finetune", str(path), "--peer", str(result)])
     return {**json.loads(result.read_text()), "seconds": time.perf_counter() - began}
 
 
@@ -190,7 +191,7 @@ def _write(config: FinetuneConfig, seed: int, folder: Path) -> Path:
 
 
 def _call(arguments: list[str]) -> None:
-    done = run_program([sys.executable, "-m", *arguments])
+    done = run_program([sys.executable, "-m", *arguments], environment())
     if done.returncode:
         raise MachineError(f"bench finetune: `{' '.join(arguments)}` failed: {done.stderr.strip()[-400:]}")
 

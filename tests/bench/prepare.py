@@ -33,11 +33,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pretrain.bench.prepare_checks import check_ids, measure_memory
-from pretrain.bench.prepare_data import Vocabulary, read_documents, source_file, train_vocabulary
-from pretrain.bench.prepare_programs import DatasetsMap, EncodeBatch, OwnTokenizers, Preparation, Program, cores
 from pretrain.commands import local_path, program
 from pretrain.common.errors import InputError, MachineError
+from tests.bench.prepare_checks import check_ids, measure_memory
+from tests.bench.prepare_data import Vocabulary, read_documents, source_file, train_vocabulary
+from tests.bench.prepare_programs import DatasetsMap, EncodeBatch, OwnTokenizers, Preparation, Program, cores
 
 _READ_BYTES = 1 << 20
 

@@ -26,6 +26,7 @@ import torch
 from pydantic import ValidationError
 
 from pretrain.batches.loader import BatchMaker, Loader
+from pretrain.batches.synthetic import SPECIALS, of_shards, synthetic_corpus
 from pretrain.commands import local_path, positive_int, program
 from pretrain.common.children import run_program
 from pretrain.common.errors import InputError
@@ -33,11 +34,9 @@ from pretrain.common.setting_errors import first_problem
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import Shard, TokenShards, open_shards
 from pretrain.corpus.vocabulary import read_vocabulary
+from tests.bench import environment
 
-SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-VOCABULARY_SIZE = 30522
 RESUME_SAMPLE = 150_000_000
-_MADE_AHEAD = 8  # more batches than the loader makes ahead
 _RESUME_SHARDS, _RESUME_TOKENS = 141, 100_000_000  # over 150 million samples of 128
 
 
@@ -101,22 +100,6 @@ def compare(shards: TokenShards, length: int, sequences: int, repeats: int) -> d
     }
 
 
-def rate(seconds: float, length: int = 128, sequences: int = 256) -> float:
-    """Sequences a second that one worker's `Loader` makes of a synthetic corpus, measured for `seconds`."""
-    with tempfile.TemporaryDirectory() as scratch:
-        loader = Loader(synthetic_corpus(Path(scratch)), _config(length, sequences), 0, rank=0, world_size=1)
-        try:
-            for _ in range(_MADE_AHEAD):
-                next(loader)
-            start, made = time.perf_counter(), 0
-            while (passed := time.perf_counter() - start) < seconds:
-                next(loader)
-                made += sequences
-        finally:
-            loader.close()
-    return made / passed
-
-
 def _ours(shards: TokenShards, length: int, sequences: int) -> Callable[[], object]:
     maker = BatchMaker(shards, _config(length, sequences), 0, seed=0, rank=0, world_size=1)
     first = itertools.count(step=sequences)
@@ -160,35 +143,6 @@ def _config(length: int, sequences: int) -> PretrainConfig:
         raise InputError(f"bench: {first_problem(error)}.") from None
 
 
-def synthetic_corpus(folder: Path) -> TokenShards:
-    """Five million tokens in memory: documents of 1 to 60 sentences, sentences of 5 to 45 tokens."""
-    random = np.random.default_rng(0)
-    sentences = np.concatenate(([0], np.cumsum(random.integers(5, 46, 200_000))))
-    documents = np.concatenate(([0], np.cumsum(random.integers(1, 61, 7000))))
-    documents = documents[documents < len(sentences)]
-    tokens = random.integers(len(SPECIALS), VOCABULARY_SIZE, sentences[documents[-1]]).astype(np.uint16)
-    return _one_source(folder, tokens, sentences, documents, count=1)
-
-
-def _one_source(
-    folder: Path, tokens: np.ndarray, sentences: np.ndarray, documents: np.ndarray, *, count: int
-) -> TokenShards:
-    """`count` shards with the same given arrays, and a vocabulary, in `folder`."""
-    _write_vocabulary(folder)
-    table = np.stack((documents, sentences[documents]), axis=1).astype(np.uint64)
-    shard = Shard("train-00000", "train", 0, tokens, sentences.astype(np.uint64), table)
-    return TokenShards(folder, "synthetic", VOCABULARY_SIZE, _special_ids(), [{"weight": 1.0}], [shard] * count)
-
-
-def _write_vocabulary(folder: Path) -> None:
-    words = [f"##p{i}" if i % 4 == 0 else f"w{i}" for i in range(VOCABULARY_SIZE - len(SPECIALS))]
-    (folder / "vocab.txt").write_text("".join(f"{entry}\n" for entry in (*SPECIALS, *words)), encoding="utf-8")
-
-
-def _special_ids() -> dict[str, int]:
-    return {special[1:-1].lower(): number for number, special in enumerate(SPECIALS)}
-
-
 def _resume(scratch: Path) -> dict[str, float]:
     """Write shards for 150 million samples of 128 tokens, then resume there in a new process.
 
@@ -196,7 +150,6 @@ def _resume(scratch: Path) -> dict[str, float]:
     """
     folder = scratch / "resume"
     folder.mkdir()
-    _write_vocabulary(folder)
     ends = np.arange(0, _RESUME_TOKENS + 1, 1000, dtype=np.uint64)
     np.save(folder / "sentences.npy", np.arange(0, _RESUME_TOKENS + 1, 20, dtype=np.uint64))
     np.save(folder / "documents.npy", np.stack((ends // np.uint64(20), ends), axis=1))
@@ -206,8 +159,8 @@ def _resume(scratch: Path) -> dict[str, float]:
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
-    command = [sys.executable, "-m", "pretrain.bench.loader", "--resume-only", str(folder)]
-    done = run_program(command)
+    command = [sys.executable, "-m", "tests.bench.loader", "--resume-only", str(folder)]
+    done = run_program(command, environment())
     done.check_returncode()
     return json.loads(done.stdout)
 
@@ -219,7 +172,7 @@ def _resume_here(folder: Path) -> dict[str, float]:
     for number in range(_RESUME_SHARDS):
         arrays = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("tokens", "sentences", "documents"))
         shards.append(Shard(f"train-{number:05d}", "train", 0, *arrays))
-    corpus = TokenShards(folder, "synthetic", VOCABULARY_SIZE, _special_ids(), [{"weight": 1.0}], shards)
+    corpus = of_shards(folder, shards)
     step = RESUME_SAMPLE // 250
     loader = Loader(corpus, _config(128, 250), 0, rank=0, world_size=1, start_step=step)
     batch = next(loader)

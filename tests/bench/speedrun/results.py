@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +10,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from finetune.bench.speedrun.scores import Scores
-from finetune.bench.speedrun.trial import budget_text
-from pretrain.bench.results import short_commit
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, disk_errors, existing_parent, locked, write_json
 from pretrain.common.wording import aligned, counted
+from tests.bench.speedrun.scores import Scores
+from tests.bench.speedrun.trial import budget_text
 
 RESULTS = "speedrun.json"
 NEWER = ("common words, bits", "whole words, bits/character")  # columns that older rows of a log do not have
@@ -38,6 +38,11 @@ _OLDER = tuple(heading for heading in HEADINGS if heading not in NEWER)
 _OLD_LOG_HEADINGS = ("date", *_OLDER, "machine", "commit", "remarks")
 _LOG_HEADINGS = (*_OLD_LOG_HEADINGS, *NEWER)  # at the end: shorter rows of a Markdown table stay as they are
 _NONE = "-"
+
+
+def short_commit(commit: str | None) -> str:
+    """The commit with a short hash; keeps the suffix -dirty."""
+    return re.sub(r"([0-9a-f]{7})[0-9a-f]{33}", r"\1", commit) if commit else "unknown"
 
 
 class _Part(BaseModel):

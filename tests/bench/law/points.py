@@ -11,14 +11,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from finetune.bench.speedrun import results
-from finetune.bench.speedrun.results import Trial
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig
 from pretrain.planning.candidates import shape_name
 from pretrain.planning.law import FLOPS_PER_PARAMETER
 from pretrain.planning.published import Point
 from pretrain.work import optimizer_flops, phase_work
+from tests.bench.speedrun import results
+from tests.bench.speedrun.results import Trial
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.bench.speedrun.ground import HELD_OUT, TRAIN
-from finetune.bench.speedrun.results import HEADINGS, RIGHT_ALIGNED, Results, Trial, cells
-from finetune.bench.speedrun.scores import Scores
 from finetune.scores import blimp, finetuning
 from finetune.scores.view import part_table
-from pretrain.bench.results import short_commit
 from pretrain.reporting.charts import Series, line_chart
 from pretrain.reporting.pages import write_page
+from tests.bench.speedrun.ground import HELD_OUT, TRAIN
+from tests.bench.speedrun.results import HEADINGS, RIGHT_ALIGNED, Results, Trial, cells, short_commit
+from tests.bench.speedrun.scores import Scores
 
 _COLOURS = 8  # of the template
 
@@ -31,6 +30,7 @@ def write(results: Results, records: Sequence[Mapping[str, Any]], card: Mapping[
     return write_page(
         out,
         "speedrun.html.j2",
+        Path(__file__).parents[1] / "templates",
         words=card["words"],
         digest=card["sha256"][:16],
         charts=[chart for chart in (*_scores(trials), _during(trials)) if chart],

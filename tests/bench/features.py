@@ -1,4 +1,4 @@
-"""`finetune bench CONFIG --features`: compares the speed of feature creation for span questions with run_qa.py.
+"""`bench finetune CONFIG --features`: compares the speed of feature creation for span questions with run_qa.py.
 
 The baseline is run_qa.py of transformers (examples/pytorch/question-answering, prepare_train_features): the fast
 tokenizer on batches of questions with `only_second` truncation, stride and offsets, and a Python loop for the answer

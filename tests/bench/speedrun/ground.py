@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.bench.speedrun.options import NOVELS
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, disk_errors, sha256_file, write_json
 from pretrain.corpus.formats import PLAIN, documents_of, files_below, kind_of
 from pretrain.corpus.inputs import Problems, plain_suffix
+from tests.bench.speedrun.options import NOVELS
 
 CARD = "card.json"
 TRAIN, HELD_OUT = "train", "held-out"

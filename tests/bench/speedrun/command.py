@@ -10,14 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from finetune.bench.speedrun import results, trial
-from finetune.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_budget
-from finetune.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, drawn_novels, novels_of, text_files
-from finetune.bench.speedrun.options import DEFAULT_BUDGETS, NOVELS, make_parser
-from finetune.bench.speedrun.results import Trial
-from finetune.bench.speedrun.scores import ScoreSettings, measure, score_records
 from finetune.scores.blimp import read_blimp
 from finetune.scores.finetuning_runs import FinetuningSettings, read_configs
+from pretrain.__main__ import main as pretrain_command
 from pretrain.commands import as_stage, overrides
 from pretrain.common.errors import DivergedError, InputError, StoppedError
 from pretrain.common.files import locked
@@ -27,12 +22,18 @@ from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.preflight import ENVIRONMENT_FILE, with_resolved_precision
 from pretrain.storage.runs import fetched_model
 from pretrain.tracking.records import is_training, read_records
+from tests.bench.speedrun import results, trial
+from tests.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_budget
+from tests.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, drawn_novels, novels_of, text_files
+from tests.bench.speedrun.options import DEFAULT_BUDGETS, NOVELS, make_parser
+from tests.bench.speedrun.results import Trial
+from tests.bench.speedrun.scores import ScoreSettings, measure, score_records
 
 PAGE = "speedrun.html"
 RunCommand = Callable[[Sequence[str]], int]  # a command line: words -> exit code
 
 
-def main(argv: Sequence[str], pretrain: RunCommand) -> int:
+def main(argv: Sequence[str], pretrain: RunCommand = pretrain_command) -> int:
     """Run the trial of a config with each budget.
 
     Returns the exit code of a run that stopped or failed, or else that of a failed fine-tuning, that of a divergence if
@@ -224,7 +225,7 @@ class _Trials:
 
     def _report(self, names: Sequence[str]) -> None:
         """The table, the page, the log, and the one number: bits of common words at the largest budget."""
-        from finetune.bench.speedrun.page import write
+        from tests.bench.speedrun.page import write
 
         records = score_records(self._out, [one.run for one in self._results.trials if one.flops])
         page = write(self._results, records, self._card, self._out / PAGE)

@@ -9,17 +9,21 @@ the same objective, five unknowns, exact derivatives.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from pretrain.planning.law import Law
+from pretrain.planning.law import Law, coefficients, effective_tokens, useful_size
+from pretrain.planning.published import Point
 
 HUBER = 1e-3  # from this error of log L on, errors count in proportion, not squared (Hoffmann et al. 2022)
 FEWEST = 6  # points: one more than the law has coefficients
 _NOISE = 0.01  # errors of log L that are expected; weighs the priors against the points
 _STEPS = 300
 _SEED = 0
+_DIGITS = 6  # of a coefficient in a file
 
 
 @dataclass(frozen=True)
@@ -179,3 +183,20 @@ def _starts(points: Points) -> np.ndarray:
             for floor, share, x, y in grid
         ]
     )
+
+
+def as_points(points: Sequence[Point]) -> Points:
+    """The runs as arrays for the fit."""
+    size, tokens, unique, loss = (
+        np.array([(one.size, one.tokens, one.unique, one.loss) for one in points]).reshape(-1, 4).T
+    )
+    return Points(np.asarray(useful_size(size, tokens, unique)), np.asarray(effective_tokens(tokens, unique)), loss)
+
+
+def published_fit(points: Sequence[Point]) -> dict[str, Any]:
+    """`coefficients` and `resampled` of the law of these runs, with as many digits as the file keeps."""
+    found = fit(as_points(points))
+    law, *resampled = (
+        tuple(float(f"{value:.{_DIGITS}g}") for value in coefficients(one)) for one in (found.law, *found.resampled)
+    )
+    return {"coefficients": law, "resampled": tuple(resampled)}

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune.bench.law.options import make_parser
-from finetune.bench.law.page import write as write_page
-from finetune.bench.law.points import Choice, Run, read_runs
-from finetune.bench.law.table import HEADINGS, RIGHT_ALIGNED, cells, summary
-from pretrain.bench.results import short_commit
 from pretrain.common.errors import InputError
-from pretrain.common.files import disk_errors
+from pretrain.common.files import disk_errors, write_json
 from pretrain.common.wording import aligned, counted
 from pretrain.planning import published
-from pretrain.planning.fitting import FEWEST, fit
-from pretrain.planning.published import PublishedLaw, Recipe, as_points
+from pretrain.planning.published import PublishedLaw, Recipe
+from tests.bench.law.fitting import FEWEST, published_fit
+from tests.bench.law.options import make_parser
+from tests.bench.law.page import write as write_page
+from tests.bench.law.points import Choice, Run, read_runs
+from tests.bench.law.table import HEADINGS, RIGHT_ALIGNED, cells, summary
+from tests.bench.speedrun.results import short_commit
 
 FILE, PAGE = "law.json", "law.html"
 _SIZES = 3  # sizes and budgets, below which a law says nothing
@@ -35,14 +35,14 @@ def main(argv: Sequence[str]) -> int:
     below = float("inf") if arguments.below is None else arguments.below
     runs, left_out = read_runs(arguments.runs, Choice(tuple(arguments.only or ()), tuple(arguments.holdout), below))
     law = fit_runs(runs)
-    likely = law.likely()
+    likely = law.likely
     rows = cells(law, likely)
     print("\n".join([*aligned([HEADINGS, *rows], RIGHT_ALIGNED), *left_out, "", *summary(law, likely)]))
     out: Path = arguments.out or arguments.runs[0]
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     for path in (out / FILE, *([published.PUBLISHED] if arguments.write else [])):
-        published.write(law, path)
+        write_json(path, law.model_dump(mode="json"))
         print(path)
     print(write_page(law, rows, [*summary(law, likely), *left_out], out / PAGE).resolve().as_uri())
     return 0
@@ -61,7 +61,7 @@ def fit_runs(runs: Sequence[Run]) -> PublishedLaw:
     machine = newest.trial.machine
     gpus = ", ".join(filter(None, machine.get("gpus", [])))
     return PublishedLaw(
-        coefficients=published.rounded(fit(as_points([run.point for run in fitted]), resamples=0).law),
+        **published_fit([run.point for run in fitted]),
         points=tuple(run.point for run in runs),
         recipe=Recipe.of(*(run.config for run in fitted)),
         machine=gpus or f"{machine.get('cpu_cores')} cores of {machine.get('cpu')}",

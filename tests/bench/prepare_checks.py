@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from pretrain.bench.prepare_data import Vocabulary, read_documents, settings_for
-from pretrain.bench.prepare_programs import token_batches
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import MANIFEST
+from tests.bench.prepare_data import Vocabulary, read_documents, settings_for
+from tests.bench.prepare_programs import token_batches
 
 # Of `--filters`; those of language and contamination keep nothing of a document.
 _FILTERS = {"repair_mojibake": True, "quality": {"enabled": True}, "near_duplicates": {"enabled": True}}

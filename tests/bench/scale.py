@@ -22,8 +22,7 @@ from torch import Tensor
 
 from pretrain.batches import dealing
 from pretrain.batches.loader import BatchMaker
-from pretrain.bench.baselines import validated
-from pretrain.bench.loader import VOCABULARY_SIZE, synthetic_corpus
+from pretrain.batches.synthetic import VOCABULARY_SIZE, synthetic_corpus
 from pretrain.checkpoint import store
 from pretrain.checkpoint.pieces import packed
 from pretrain.commands import positive_int, program
@@ -33,6 +32,7 @@ from pretrain.corpus.shards import TokenShards
 from pretrain.model import parameters
 from pretrain.training.engine import buckets
 from pretrain.training.optim import parameter_groups
+from tests.bench.baselines import validated
 
 RANKS = (8, 64, 256, 1024, 4096)
 

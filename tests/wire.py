@@ -1,6 +1,6 @@
-"""`bench wire`: the collectives of one optimizer step, by ZeRO stage and number of ranks, beside ZeRO's own arithmetic.
+"""The collectives of one optimizer step, by ZeRO stage and number of ranks, beside ZeRO's own arithmetic.
 
-Also what a rank reads of a checkpoint to resume, and with --json the collectives of a start and of a resume.
+Also what a rank reads of a checkpoint to resume, and the collectives of a start and of a resume.
 
 One process takes the part of rank 0 among ranks that do not exist: torch's fake process group returns at once and moves
 nothing. Counted is what any library hands to torch's process group, the last station before NCCL or gloo.
@@ -8,7 +8,6 @@ nothing. Counted is what any library hands to torch's process group, the last st
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -21,12 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch
-from pretrain.commands import positive_int, program
 from pretrain.common.children import run_program
-from pretrain.common.errors import InputError, MachineError
-from pretrain.common.wording import aligned
+from pretrain.common.errors import MachineError
 from pretrain.config import EngineConfig, ModelConfig, OptimizerConfig
-from pretrain.config.families import SIZES
 
 RANKS = (8, 64, 256, 1024)
 _VOCABULARY = 30_522
@@ -40,31 +36,6 @@ class Call(NamedTuple):
     name: str
     dtype: torch.dtype
     sent: float
-
-
-def main(argv: list[str]) -> int:
-    """Count and print a table, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog=f"{program()} bench wire", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--size",
-        choices=SIZES["bert"],
-        default="mini",
-        help="size of the model; default: mini. base needs 4 GB, large 12 GB",
-    )
-    parser.add_argument("--ranks", type=positive_int, nargs="+", default=RANKS, help="numbers of simulated ranks")
-    parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=range(4), help="ZeRO stages")
-    parser.add_argument("--micro-batches", type=positive_int, default=2, help="micro-batches of a step; default: 2")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    options = parser.parse_args(argv)
-    if min(options.ranks) < 2:
-        raise InputError("--ranks: 1, which sends nothing; expected numbers from 2.")
-    rows = [
-        _in_a_process(options.size, stage, ranks, options.micro_batches)
-        for stage in options.stages
-        for ranks in options.ranks
-    ]
-    print(json.dumps({"wire": rows}) if options.json else _table(rows))
-    return 0
 
 
 def formula_bytes(stage: int, parameters: int, width: int, workers: int, micro_batches: int) -> float:
@@ -109,14 +80,14 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return [t for part in value for t in _tensors_in(part)] if isinstance(value, list | tuple) else []
 
 
-def _in_a_process(size: str, stage: int, ranks: int, micro_batches: int) -> dict[str, Any]:
+def counted(size: str, stage: int, ranks: int, micro_batches: int) -> dict[str, Any]:
     """`count` in a process of its own: a process group is global, and so is what `listen` replaces."""
-    code = f"from pretrain.bench.wire import print_count; print_count({size!r}, {stage}, {ranks}, {micro_batches})"
+    code = f"from tests.wire import print_count; print_count({size!r}, {stage}, {ranks}, {micro_batches})"
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     done = run_program([sys.executable, "-c", code], environment)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise MachineError(f"bench wire: {said[-1]}")
+        raise MachineError(f"{said[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -206,15 +177,3 @@ def _micro_batch() -> MicroBatch:
         token_keys=ids.int(),
         lengths=_LENGTHS,
     )
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    head = ["ZeRO", "ranks", "micro-batches", "MB sent", "formula", "collectives with weights or gradients", "other"]
-    lines = [[*head, "MB read to resume", "of the state"]]
-    for row in rows:
-        names = ", ".join(f"{count} {name}" for name, count in sorted(row["collectives"].items()))
-        sent = f"{row['bytes'] / 1e6:,.1f}", f"{row['bytes'] / row['formula']:.4f}"
-        cells = str(row["stage"]), f"{row['ranks']:,}", str(row["micro_batches"]), *sent
-        read = f"{row['resume_bytes'] / 1e6:,.2f}", f"{row['resume_bytes'] / row['state_bytes']:.2%}"
-        lines.append([*cells, names, str(row["scalars"]), *read])
-    return "\n".join(aligned(lines, (0, 1, 2, 3, 4, 6, 7, 8)))

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from pretrain.bench.prepare_data import SEQUENCE_LENGTH, Vocabulary, settings_for
 from pretrain.common.files import read_manifest
 from pretrain.config import PretrainConfig
 from pretrain.corpus import prepare
@@ -24,6 +23,7 @@ from pretrain.corpus.shards import token_dtype
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stages import chunks
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, WordPieces, WordTable, columns
+from tests.bench.prepare_data import SEQUENCE_LENGTH, Vocabulary, settings_for
 
 _BATCH_SENTENCES = 10_000  # for encode_batch_fast
 

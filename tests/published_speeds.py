@@ -1,18 +1,13 @@
-"""`bench roofline`: published training speeds beside the limit that `pretrain --dry-run --on` computes, without a GPU.
+"""Published training speeds beside the limit that `pretrain --dry-run --on` computes, without a GPU.
 
 A result above the limit would refute the model. The share that public trainers reach is what the dry run assumes.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from pretrain.commands import program
-from pretrain.common.wording import aligned
 from pretrain.config import PretrainConfig
 from pretrain.roofline import GPUS, step_times
 from pretrain.work import Flops, phase_work
@@ -79,16 +74,6 @@ RECORDS = (
 )
 
 
-def main(argv: list[str]) -> int:
-    """Print the records beside the limits, as a table or as JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog=f"{program()} bench roofline", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    options = parser.parse_args(argv)
-    rows = [compare(record) for record in RECORDS]
-    print(json.dumps({"roofline": rows}) if options.json else _table(rows))
-    return 0
-
-
 def compare(record: Record) -> dict[str, Any]:
     """The record, and the limit of the same step in bf16, also for the records in FP8."""
     config = _config(record)
@@ -119,20 +104,9 @@ def _config(record: Record) -> PretrainConfig:
             "name": "record",
             "corpus": {"dir": "corpus"},
             "model": record.model,
-            "pairs": {"next_sentence": not modern},
+            "pairs": {"objective": "none" if modern else "nsp"},
             "masking": {"probability": 0.3 if modern else 0.15},
             "engine": {"precision": "bf16", "micro_batch_tokens": record.micro_batch_tokens},
             "phases": [{**phase, "steps": 1, "peak_learning_rate": 1e-4}],
         }
     )
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    lines = [["published", "GPUs", "per GPU", "limit", "share", "MFU of the limit", "limited by", "source"]]
-    for row in rows:
-        values = f"{row['published']:,.0f} {row['unit']}", f"{row['limit']:,.0f}", f"{row['share']:.2f}"
-        mfu = f"{row['mfu_of_limit']:.2f}"
-        lines.append([row["name"], row["gpus"], *values, mfu, row["limited_by"], row["source"]])
-    shares = [row["share"] for row in rows]
-    median = f"share of the limit: median {statistics.median(shares):.2f}, {min(shares):.2f} to {max(shares):.2f}"
-    return "\n".join([*aligned(lines, (2, 3, 4, 5)), median])
