@@ -407,7 +407,7 @@ def _metrics(metrics: dict[str, Metric]) -> list[str]:
 # Codes that are not the end of a `RunError`.
 _OTHER_CODES = {
     0: "Done.",
-    1: "A check found something: `bench compare` a slow-down, `bench prepare --check-ids` a difference. Or a bug, with "
+    1: "A check of a measurement found something, such as `bench prepare --check-ids` a difference. Or a bug, with "
     "its traceback.",
     130: "Interrupted before there was anything to save.",
 }

@@ -29,7 +29,7 @@ from pretrain.planning.recommend import choose, recommendation
 from pretrain.planning.speed import Here
 from pretrain.planning.text import PhaseText, Text, read_text
 from pretrain.work import optimizer_flops
-from tests.bench.law.fitting import EXPONENT, FEWEST, Points, as_points, fit, objective
+from tests.bench.law.fitting import EXPONENT, FEWEST, Points, as_points, best_size, fit, objective
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"
 ONE_SEQUENCE = {"micro_batch_tokens": 128}  # in a micro-batch
@@ -96,7 +96,7 @@ def test_predictions_without_repetition_know_no_excess() -> None:
 def test_the_best_size_is_the_minimum(flops: float) -> None:
     sizes = np.geomspace(1e4, 1e10, 20001)
     losses = np.asarray(PLANTED.loss(sizes, flops / 6 / sizes))
-    assert PLANTED.best_size(flops) == pytest.approx(sizes[losses.argmin()], rel=2e-3)
+    assert best_size(PLANTED, flops) == pytest.approx(sizes[losses.argmin()], rel=2e-3)
 
 
 def test_a_planted_law_is_found_again() -> None:
@@ -112,7 +112,7 @@ def test_a_planted_law_is_found_again() -> None:
 def test_a_noisy_law_predicts_and_says_how_well() -> None:
     """1 % of noise: ten times the largest budget is predicted within 3 %, and the interval holds the truth."""
     found = fit(as_points(planted_points(0.01)))
-    size = PLANTED.best_size(2e15)
+    size = best_size(PLANTED, 2e15)
     truth = float(PLANTED.loss(size, 2e15 / 6 / size))
     assert float(found.law.loss(size, 2e15 / 6 / size)) == pytest.approx(truth, rel=0.03)
     low, high = interval(found.resampled, size, 2e15 / 6 / size)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.planning.law import Law, coefficients, effective_tokens, useful_size
+from pretrain.planning.law import FLOPS_PER_PARAMETER, Law, coefficients, effective_tokens, useful_size
 from pretrain.planning.published import Point
 
 HUBER = 1e-3  # from this error of log L on, errors count in proportion, not squared (Hoffmann et al. 2022)
@@ -84,6 +84,16 @@ def fit(points: Points, resamples: int = 100) -> Fit:
     centres = random.normal(_MEANS, _DEVIATIONS, (resamples, len(_MEANS)))
     found = problem.minimise(np.repeat(best, resamples, axis=0), counts, centres)[0]
     return Fit(problem.law(best[0]), tuple(map(problem.law, found)))
+
+
+def best_size(law: Law, flops: float) -> float:
+    """The size with the lowest loss after `flops` FLOPs on text that does not repeat.
+
+    Hoffmann et al. 2022, equation 4. The optimizer's FLOPs are not counted.
+    """
+    alpha, beta = law.size_exponent, law.data_exponent
+    ratio = alpha * law.size_scale / (beta * law.data_scale)
+    return float((ratio * (flops / FLOPS_PER_PARAMETER) ** beta) ** (1 / (alpha + beta)))
 
 
 def objective(law: Law, points: Points) -> float:

@@ -12,6 +12,7 @@ from pretrain.planning.law import FLOPS_PER_PARAMETER
 from pretrain.planning.published import Point, PublishedLaw
 from pretrain.reporting.charts import Series, line_chart
 from pretrain.reporting.pages import write_page
+from tests.bench.law.fitting import best_size
 from tests.bench.law.table import HEADINGS, RIGHT_ALIGNED
 
 _COLOURS = 8  # of the template
@@ -87,5 +88,5 @@ def _best(law: PublishedLaw) -> list[tuple[float, float]]:
     return [
         (float(x), float(law.law.loss(size, 10**x / FLOPS_PER_PARAMETER / size)))
         for x in _range(law)
-        for size in (law.law.best_size(10**x),)
+        for size in (best_size(law.law, 10**x),)
     ]

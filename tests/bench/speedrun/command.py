@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from pretrain.commands import as_stage, overrides
 from pretrain.common.errors import DivergedError, InputError, StoppedError
 from pretrain.common.files import locked
 from pretrain.common.thread_waits import sleeping_when_crowded
-from pretrain.common.worker import handlers_kept
+from pretrain.common.worker import stop_signals
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.preflight import ENVIRONMENT_FILE, with_resolved_precision
 from pretrain.storage.runs import fetched_model
@@ -165,7 +167,7 @@ class _Trials:
             flush=True,
         )
         alone = ["--no-ray"] if config.scheduling.workers == 1 else []
-        with as_stage(), handlers_kept():
+        with as_stage(), _handlers_kept():
             code = self._pretrain(["pretrain", str(path), *alone, "--resume"])
         if code == DivergedError.exit_code:
             self._keep(self._trial(budget, remarks="the training diverged"))
@@ -260,3 +262,14 @@ def _curve(records: Sequence[dict[str, Any]], plan: Plan) -> tuple[tuple[float, 
         for record in records
         if record.get("split") == "validation" and "mlm_loss" in record
     )
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Restore the handlers of the `stop_signals` afterwards, which a `Worker` in this process replaces for good."""
+    before = {number: signal.getsignal(number) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

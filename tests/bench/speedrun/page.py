@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.scores import blimp, finetuning
-from finetune.scores.view import part_table
+from finetune.scores.record import MODEL
+from finetune.scores.view import score_notes, score_rows
 from pretrain.reporting.charts import Series, line_chart
 from pretrain.reporting.pages import write_page
 from tests.bench.speedrun.ground import HELD_OUT, TRAIN
@@ -37,8 +38,8 @@ def write(results: Results, records: Sequence[Mapping[str, Any]], card: Mapping[
         headings=HEADINGS,
         right_aligned=RIGHT_ALIGNED,
         cells=[cells(one) for one in trials],
-        blimp=part_table(records, blimp.PART),
-        finetuning=part_table(records, finetuning.PART),
+        blimp=_part_table(records, blimp.PART),
+        finetuning=_part_table(records, finetuning.PART),
         remarks=[(one.run, one.remarks) for one in trials if one.remarks],
         notes=[("Text", _text(card)), ("Machines", _machines(trials))],
         colours=_COLOURS,
@@ -109,3 +110,10 @@ def _machines(trials: Sequence[Trial]) -> list[tuple[str, str]]:
             commit = short_commit(one.machine.get("git_commit"))
             rows.append((one.run, f"{one.date}, commit {commit}, {cores}; {packages}"))
     return rows
+
+
+def _part_table(models: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
+    """One part of the models that have it, for the template's `scores_table`; its rows are [] if none has it."""
+    having = [model for model in models if model.get(part, {}).get("scores")]
+    names = [model[MODEL]["name"] for model in having]
+    return {"names": names, "rows": score_rows(having, [part]), "marks": score_notes(having, [part])}
