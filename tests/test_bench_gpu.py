@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.__main__ import main
 from pretrain.roofline import GPUS
 from tests.bench import gpu
+from tests.bench.__main__ import main
 from tests.bench.gpu import CASES, Case, gpu_of, host_reads, measure, table
 
 SHAPE = {"size": "custom", "layers": 1, "hidden": 32, "heads": 2, "max_positions": 64}
@@ -19,7 +19,7 @@ SMALL = Case("small", 16, 64, 101, SHAPE)
 
 def test_without_a_gpu_it_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "gpu"]) == 2
+    assert main(["gpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: bench gpu: torch ")
     assert "finds no GPU" in line
@@ -52,7 +52,7 @@ def test_models_are_those_of_the_table(capsys: pytest.CaptureFixture[str]) -> No
         (name, length) for name in ("bert-base", "bert-large", "modernbert-base") for length in (128, 512)
     ]
     with pytest.raises(SystemExit):
-        main(["bench", "gpu", "--models", "gpt"])
+        main(["gpu", "--models", "gpt"])
     assert "bert-large" in capsys.readouterr().err
 
 

@@ -50,7 +50,7 @@ def test_a_terminated_measurement_leaves_neither_its_process_nor_its_text(tmp_pa
     file = write_recombined(DOCUMENTS, tmp_path / "file.txt", 100_000)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    command = [sys.executable, "-m", "pretrain", "bench", "prepare", "--file", str(file), "--memory", "50"]
+    command = [sys.executable, "-m", "tests.bench", "prepare", "--file", str(file), "--memory", "50"]
     with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(scratch)}) as measuring:
         wait_for(lambda: psutil.Process(measuring.pid).children())
         started = psutil.Process(measuring.pid).children(recursive=True)

@@ -81,7 +81,6 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.__main__": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.preflight "
         "pretrain.estimate pretrain.pace pretrain.planning pretrain.commands pretrain.launch pretrain.reporting "
-        "pretrain.demo "
         "pretrain.storage"
     ),
     "cluster.__main__": "pretrain.common cluster.local pretrain.commands cluster.jobs cluster.manifests cluster.doctor",

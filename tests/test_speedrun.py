@@ -446,26 +446,6 @@ def test_budgets_are_short_in_names(budget: float, text: str) -> None:
     assert trial.budget_text(budget) == text
 
 
-# ---- the command line
-
-
-@pytest.mark.parametrize(
-    ("words", "module"),
-    [
-        (["speedrun", "run.yaml"], "tests.bench.speedrun.command"),
-        (["finetune", "run.yaml"], "tests.bench.finetuning"),
-        (["run.yaml"], "tests.bench.finetuning"),
-    ],
-)
-def test_benchmarks_get_their_own_arguments(monkeypatch: pytest.MonkeyPatch, words: list[str], module: str) -> None:
-    from finetune.__main__ import main
-
-    seen: list[list[str]] = []
-    monkeypatch.setattr(f"{module}.main", lambda argv, *_: seen.append(argv) or 0)
-    assert main(["bench", *words]) == 0
-    assert seen == [["run.yaml"]]
-
-
 # ---- scores
 
 
