@@ -13,6 +13,7 @@ usage() {
     cat <<'TEXT'
 
 Develop:
+  bench NAME                measure speed and quality beside other software; --help lists the names
   docs                      serve the documentation as a site on 127.0.0.1; --build DIR writes its files
   test [pytest arguments]   run lint, type checks and tests; with arguments, only pytest with them
 
@@ -234,7 +235,8 @@ case $command in
         run_tests "$@"
         ;;
     bench)
-        hand_over bench bench "$@"
+        set_up bench
+        PYTHONPATH=$root PYTHONSAFEPATH=1 BERTRAIN_PROGRAM=./launch.sh exec "$venv/bin/python" -m tests.bench "$@"
         ;;
     export)
         extra=base

@@ -12,7 +12,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -136,17 +136,11 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     yield from ((name, pretrain[name]) for name in ("prepare", "pretrain"))
     yield "adapt", finetune["adapt"]
     yield "export: a pretraining run", pretrain["export"]
-    yield from ((name, parser) for name, parser in finetune.items() if name not in ("demo", "adapt", "export", "bench"))
+    yield from ((name, parser) for name, parser in finetune.items() if name not in ("demo", "adapt", "export"))
     yield "export: a fine-tuned model", finetune["export"]
-    placed = {"prepare", "pretrain", "bench", *finetune}
+    placed = {"prepare", "pretrain", *finetune}
     yield from ((name, parser) for name, parser in pretrain.items() if name not in placed)
     yield from cluster.items()
-    yield "bench", pretrain["bench"]
-    for name in importlib.import_module("pretrain.__main__").BENCHMARKS:
-        yield f"bench {name}", _parser_inside(importlib.import_module(f"pretrain.bench.{name}").main)
-    yield "bench finetune", _parser_inside(importlib.import_module("finetune.bench.finetuning").main)
-    yield "bench speedrun", importlib.import_module("finetune.bench.speedrun.options").make_parser()
-    yield "bench law", importlib.import_module("finetune.bench.law.options").make_parser()
 
 
 def _subcommands(package: str) -> dict[str, argparse.ArgumentParser]:
@@ -157,26 +151,6 @@ def _subcommands(package: str) -> dict[str, argparse.ArgumentParser]:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
     raise LookupError(f"{package}: its parser has no commands")
-
-
-class _Caught(Exception):
-    pass
-
-
-def _parser_inside(main: Callable[[list[str]], int]) -> argparse.ArgumentParser:
-    """The parser that a benchmark's `main` makes for itself."""
-    caught = []
-
-    def catch(parser: argparse.ArgumentParser, *_: Any) -> None:
-        caught.append(parser)
-        raise _Caught
-
-    with patch.object(argparse.ArgumentParser, "parse_args", catch):
-        try:
-            main([])
-        except _Caught:
-            return caught[0]
-    raise LookupError(f"{main.__module__}: main parses no arguments")
 
 
 def _command(parser: argparse.ArgumentParser) -> list[str]:
@@ -433,7 +407,7 @@ def _metrics(metrics: dict[str, Metric]) -> list[str]:
 # Codes that are not the end of a `RunError`.
 _OTHER_CODES = {
     0: "Done.",
-    1: "A check found something: `bench compare` a slow-down, `bench prepare --check-ids` a difference. Or a bug, with "
+    1: "A check of a measurement found something, such as `bench prepare --check-ids` a difference. Or a bug, with "
     "its traceback.",
     130: "Interrupted before there was anything to save.",
 }

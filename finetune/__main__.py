@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +31,6 @@ from pretrain.commands import (
     target_path,
 )
 from pretrain.common.addresses import hub_hint, local
-from pretrain.common.children import unwound_when_terminated
 from pretrain.common.errors import InputError
 from pretrain.common.worker import torchrun_place
 
@@ -50,11 +48,7 @@ _PREDICT_FIELDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return exit_code(lambda: _dispatch(given))
-    except BrokenPipeError:  # `predict ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return exit_code(lambda: _dispatch(given))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -76,25 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _dispatch(argv: list[str]) -> int:
-    if argv[:1] == ["bench"]:  # their parsers are in modules that import torch
-        with unwound_when_terminated():
-            return _bench(argv[1:])
     return run_command(build_parser(), argv)
-
-
-def _bench(argv: list[str]) -> int:
-    if argv[:1] == ["speedrun"]:
-        from finetune.bench.speedrun import command
-        from pretrain.__main__ import main as pretrain
-
-        return command.main(argv[1:], pretrain)
-    if argv[:1] == ["law"]:
-        from finetune.bench.law import command as law
-
-        return law.main(argv[1:])
-    from finetune.bench import finetuning as bench
-
-    return bench.main(argv[argv[:1] == ["finetune"] :])
 
 
 # ---------------------------------------------------------------- what the commands do

@@ -57,8 +57,6 @@ def package_of(words: Sequence[str]) -> str:
     command, *rest = words
     if command == "export":
         return "finetune" if _exports_finetuned(rest) else "pretrain"
-    if command == "bench":
-        return "finetune" if rest[:1] in (["finetune"], ["speedrun"], ["law"]) else "pretrain"
     packages = {"pretrain": _PRETRAIN, "finetune": _FINETUNE, "cluster": _CLUSTER}
     return next((package for package, members in packages.items() if command in members), "")
 

@@ -224,9 +224,7 @@ class FinetuneConfig(_WithTask):
                 f"{given[1] if given else 'name'} - exactly one task is needed, one of {', '.join(TASKS)}; found "
                 f"{present}"
             )
-        if self.engine.flash_attention != "torch":
-            raise ValueError("engine.flash_attention is for pretraining. Set it to torch")
-        for name in ("cuda_graphs", "static_shapes", "fp8"):
+        for name in ("cuda_graphs", "static_shapes"):
             if getattr(self.engine, name):
                 raise ValueError(f"engine.{name} is for pretraining. Set it to false")
         if self.max_length > self.engine.micro_batch_tokens:

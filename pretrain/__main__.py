@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import shlex
 import sys
@@ -13,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain import demo
 from pretrain.commands import (
     add_address,
     add_command,
@@ -33,26 +31,10 @@ from pretrain.commands import (
     store_target,
     target_path,
 )
-from pretrain.common.children import unwound_when_terminated
 from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
     from pretrain.config import PretrainConfig
-
-BENCHMARKS = {
-    "step": "useful tokens/s of a training step against transformers",
-    "prepare": "MB/s from raw text to token shards against tokenizers and datasets",
-    "loader": "sequences/s of the data loader against a Hugging Face collator",
-    "scale": "work of one rank for a step, by the number of ranks, simulated",
-    "roofline": "published training speeds beside the limit that --dry-run --on computes for GPUs",
-    "wire": "collectives of a step by ZeRO stage and number of ranks, simulated, beside ZeRO's arithmetic",
-    "gpu": "training steps on this machine's GPU beside that limit, and where the host waits for it",
-    "workers": "cost of Ray, DeepSpeed, tracking and a second worker",
-    "quality": "held-out loss after equal training time against transformers",
-    "checkpoint": "training time lost to a synchronous and to a background checkpoint",
-    "all": "step, loader and prepare, one after another: one table, bench.json and bench.html",
-    "compare": "changes between two bench.json files written by `bench all`",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,15 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
     reports = (_add_report, _add_dashboard, _add_attention)
     return make_parser(
         "Pretrain BERT-style encoders, from raw text to a checkpoint that transformers loads.",
-        (_add_prepare, _add_pretrain, _add_export, *reports, _add_demo, _add_bench),
+        (_add_prepare, _add_pretrain, _add_export, *reports),
     )
 
 
 def _dispatch(argv: list[str]) -> int:
-    # Each benchmark has its own parser, in a module that imports torch.
-    if argv[:1] == ["bench"] and argv[1:2] and argv[1] in BENCHMARKS:
-        with unwound_when_terminated():
-            return importlib.import_module(f"pretrain.bench.{argv[1]}").main(argv[2:]) or 0
     return run_command(build_parser(), argv)
 
 
@@ -263,15 +241,6 @@ def _attention(arguments: argparse.Namespace) -> None:
     print(f"{summary}\n\n{arguments.out.resolve().as_uri()}")
 
 
-def _demo(arguments: argparse.Namespace) -> int:
-    return demo.run(arguments, main)
-
-
-def _bench(arguments: argparse.Namespace) -> None:
-    names = ", ".join(BENCHMARKS)
-    raise InputError(f"bench: {arguments.name!r} is not a benchmark; choose from {names}.")
-
-
 def _config(arguments: argparse.Namespace) -> PretrainConfig:
     from pretrain import launch
     from pretrain.common import settings
@@ -455,32 +424,6 @@ def _add_attention(commands: Any) -> None:
         default=Path("attention.html"),
         help="page to write (default: attention.html)",
     )
-
-
-def _add_demo(commands: Any) -> None:
-    parser = add_command(commands, "demo", _demo, demo.PURPOSE, demo.EXAMPLES)
-    demo.add_options(parser)
-
-
-def _add_bench(commands: Any) -> None:
-    names = "\n".join(f"  {name:10}  {purpose}" for name, purpose in BENCHMARKS.items())
-    parser = add_command(
-        commands,
-        "bench",
-        _bench,
-        "measure speed and quality against other software",
-        f"""
-  ./launch.sh bench step --help
-  ./launch.sh bench all --corpus corpora/wiki --text wiki.txt --quick
-  ./launch.sh bench compare before/bench.json after/bench.json
-
-benchmarks:
-{names}
-  finetune    fine-tuning against transformers (./launch.sh bench finetune --help)
-  speedrun    what a config learns per FLOP on a fixed text (./launch.sh bench speedrun --help)
-  law         the scaling law of speedrun's runs, for --dry-run --budget (./launch.sh bench law --help)""",
-    )
-    parser.add_argument("name", metavar="NAME", help="one of the benchmarks below; each takes --help")
 
 
 def _add_from(parser: argparse.ArgumentParser, purpose: str) -> None:

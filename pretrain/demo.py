@@ -18,7 +18,6 @@ from pretrain.commands import add_local_workers, add_set, as_stage, local_path, 
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names
 
-PURPOSE = "prepare, pretrain, export and report on the docstrings of this Python and its packages"
 EXAMPLES = """
   ./launch.sh demo
   ./launch.sh demo --quick
@@ -77,13 +76,6 @@ def fill_in(arguments: argparse.Namespace) -> None:
         arguments.minutes = 0.0 if arguments.quick else _MINUTES
     if arguments.workers is None:
         arguments.workers = 1 if arguments.quick else usual_workers()
-
-
-def run(arguments: argparse.Namespace, run_command: RunCommand) -> int:
-    """Run the demo and write its report; returns the exit code of the first stage that fails, or 0."""
-    fill_in(arguments)
-    started = time.monotonic()
-    return finish(arguments, started, run_stages(arguments, run_command))
 
 
 def run_stages(arguments: argparse.Namespace, run_command: RunCommand, more_stages: int = 0) -> int:

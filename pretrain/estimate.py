@@ -370,8 +370,7 @@ def _parameter_lines(config: PretrainConfig, size: int) -> str:
 
 def _embedding_note(model: ModelConfig, size: int) -> str:
     positions = f", {model.max_positions} positions" if model.positions == "learned" else ""
-    bigrams = f", {model.bigram_rows:,} bigrams" if model.bigram_rows else ""
-    return f"{size:,} words{positions}{', 2 segments' if model.token_types else ''}{bigrams}"
+    return f"{size:,} words{positions}{', 2 segments' if model.token_types else ''}"
 
 
 def _head_note(config: PretrainConfig) -> str:
@@ -380,7 +379,7 @@ def _head_note(config: PretrainConfig) -> str:
         "MLM transform": model.mlm_transform,
         "decoder": not model.tied_decoder,
         "bias": model.decoder_bias,
-        f"pooler, {pairs.chosen_objective.upper()}": pairs.has_classifier,
+        f"pooler, {pairs.objective.upper()}": pairs.has_classifier,
     }
     return ", ".join(name for name, has in parts.items() if has) or "none"
 

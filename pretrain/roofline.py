@@ -7,7 +7,7 @@ Four things happen side by side, and the longest of them is the limit:
     network   gradients to their owners, and weights back
     loader    one thread that makes this rank's share of the next batch
 
-Every constant has its source beside it. `bench roofline` compares the model with published results.
+Every constant has its source beside it. A test compares the model with published results.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ GPUS = {
     "B200": Gpu(2250e12, 8e12, 900e9, 50e9, 0.776, 0.30, (10, 0)),
 }
 GPUS_PER_MACHINE = 8
-REACHED = 0.64  # share of the limit that public trainers reached: the median of `bench roofline`
+REACHED = 0.64  # share of the limit that public trainers reached: the median of tests/published_speeds.py
 # A product of 256 x 256 x 256 takes 5.2 us on an H100, one of 1024 x 1024 x 1024 9.1, of which 2.7 at the best rate
 # (openxla/xla, matmul_interpolator_data.h).
 _KERNEL_SECONDS = 5e-6
@@ -193,18 +193,13 @@ def _product_seconds(config: PretrainConfig, vocabulary: int, batch: _Batch, gpu
     """Forward and backward passes of the matrix products of a micro-batch."""
     again = config.engine.activation_checkpointing
 
-    def seconds(rows: float, outputs: int, inputs: int, faster: int = 1) -> float:
+    def seconds(rows: float, outputs: int, inputs: int) -> float:
         numbers = rows * inputs + inputs * outputs + rows * outputs
-        rates = faster * gpu.product_share * gpu.peak_flops, _MEMORY_SHARE * gpu.memory
+        rates = gpu.product_share * gpu.peak_flops, _MEMORY_SHARE * gpu.memory
         return _KERNEL_SECONDS + max(2 * rows * outputs * inputs / rates[0], itemsize * numbers / rates[1])
 
-    # The backward pass has two products of the same size: for the gradients of the input and of the weight. With FP8,
-    # the layers' other products have twice the rate; the bytes of their casts are not counted.
-    faster = 2 if config.engine.fp8 else 1
-    layers = sum(
-        (3 if again else 2) * seconds(*product, faster) + seconds(*product)
-        for product in _layer_products(config, batch)
-    )
+    # The backward pass has two products of the same size: for the gradients of the input and of the weight.
+    layers = sum((4 if again else 3) * seconds(*product) for product in _layer_products(config, batch))
     return layers + sum(3 * seconds(*product) for product in _head_products(config, vocabulary, batch))
 
 

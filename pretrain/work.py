@@ -8,7 +8,7 @@ local layer counts the keys within its windows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
@@ -32,57 +32,52 @@ def expected_length(phase: PhaseConfig) -> float:
 class Flops:
     """FLOPs of one forward and backward pass over sequences, counted in three ways.
 
-    Args of each: `lengths`, the tokens of each sequence; `masked`, the tokens to predict; `causal`, the lengths of the
-    causal sequences among all. Both models of ELECTRA count, and the forward pass of a distillation's teacher, if its
-    shape is given.
+    Args of each: `lengths`, the tokens of each sequence; `masked`, the tokens to predict. Both models of ELECTRA count,
+    and the forward pass of a distillation's teacher, if its shape is given.
     """
 
     config: PretrainConfig
     vocabulary: int  # rows of the word embeddings
     teacher: ModelConfig | None = None
 
-    def useful(self, lengths: Sequence[float], masked: float, causal: Sequence[float] = ()) -> float:
+    def useful(self, lengths: Sequence[float], masked: float) -> float:
         """As `cost.flops`: no padding, no recomputation, and the last layer whole."""
         config = self.config
         if config.electra.is_on:
             return cost.electra_flops(config.model, config.electra, self.vocabulary, lengths, masked)
         own = cost.flops(config.model, self.vocabulary, lengths, masked, config.pairs.has_classifier)
-        return own + self._of_teacher(lengths, masked) - cost.unseen_flops(config.model, causal)
+        return own + self._of_teacher(lengths, masked)
 
-    def of_models(self, lengths: Sequence[float], masked: float, causal: Sequence[float] = ()) -> float:
+    def of_models(self, lengths: Sequence[float], masked: float) -> float:
         """What MFU counts: as `useful`, without the rows that the last layers skip."""
         config = self.config
         if config.electra.is_on:
             return self.useful(lengths, masked)
         if not config.distillation.teacher:
-            every = cost.executed_flops(config.model, self.vocabulary, lengths, masked, config.pairs.has_classifier)
-            return every - cost.unseen_flops(config.model, causal)
+            return cost.executed_flops(config.model, self.vocabulary, lengths, masked, config.pairs.has_classifier)
         own = cost.encoder_flops(config.model, lengths, self._rows(lengths, masked))
         pairs = len(lengths) if config.pairs.has_classifier else 0
         return own + cost.head_flops(config.model, self.vocabulary, masked, pairs) + self._of_teacher(lengths, masked)
 
-    def executed(self, lengths: Sequence[float], masked: float, causal: Sequence[float] = ()) -> float:
+    def executed(self, lengths: Sequence[float], masked: float) -> float:
         """What is executed: `of_models`, and what the backward pass computes again.
 
         What an optimizer step adds is in `optimizer_flops`.
         """
         checkpointing = self.config.engine.activation_checkpointing
-        again = self._again(lengths, masked, causal, checkpointing=checkpointing)
-        return self.of_models(lengths, masked, causal) + again
+        return self.of_models(lengths, masked) + self._again(lengths, masked, checkpointing=checkpointing)
 
-    def repeated(self, lengths: Sequence[float], masked: float, causal: Sequence[float] = ()) -> float:
+    def repeated(self, lengths: Sequence[float], masked: float) -> float:
         """What activation checkpointing adds to `executed`; 0 without it."""
         if not self.config.engine.activation_checkpointing:
             return 0.0
-        with_it, without = (self._again(lengths, masked, causal, checkpointing=one) for one in (True, False))
+        with_it, without = (self._again(lengths, masked, checkpointing=one) for one in (True, False))
         return with_it - without
 
-    def _again(self, lengths: Sequence[float], masked: float, causal: Sequence[float], *, checkpointing: bool) -> float:
+    def _again(self, lengths: Sequence[float], masked: float, *, checkpointing: bool) -> float:
         """What the backward pass computes again."""
         config, rows = self.config, self._rows(lengths, masked)
         again = cost.recomputed_flops(config.model, lengths, rows, checkpointing=checkpointing)
-        # Of the six products of a pair, the scores, and with checkpointing both of the forward pass.
-        again -= cost.unseen_flops(config.model, causal) * (3 if checkpointing else 1) / 6
         if config.electra.is_on:
             generator = config.electra.generator(config.model)
             again += cost.recomputed_flops(generator, lengths, masked, checkpointing=checkpointing)
@@ -137,16 +132,9 @@ def phase_work(
     number = next(n for n, one in enumerate(config.phases) if one is phase)
     share = sum(config.masking_shares(number)) / 2
     most = phase.max_predictions or round(share * phase.sequence_length)
-    masked = min(share * mean, most) * (1 - phase.causal_share) + mean * phase.causal_share
+    masked = min(share * mean, most)
     sequences = phase.sequences
     flops = Flops(config, vocabulary, teacher)
-
-    def mixed(count: Callable[..., float]) -> float:
-        """The mean of sequences without causal attention and with it."""
-        share, plain = phase.causal_share, count([mean], masked)
-        return plain if not share else (1 - share) * plain + share * count([mean], masked, [mean])
-
-    useful, executed = mixed(flops.useful), sequences * mixed(flops.executed)
-    executed += phase.steps * optimizer_flops(config)
-    repeated = sequences * mixed(flops.repeated)
-    return Work(phase.steps, sequences, sequences * mean, mean, masked, sequences * useful, executed, repeated)
+    useful, repeated = (sequences * count([mean], masked) for count in (flops.useful, flops.repeated))
+    executed = sequences * flops.executed([mean], masked) + phase.steps * optimizer_flops(config)
+    return Work(phase.steps, sequences, sequences * mean, mean, masked, useful, executed, repeated)

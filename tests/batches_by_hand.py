@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch
+from pretrain.model.heads import PretrainingModel, nsp_logits, pool
 
 
 def make_batch(
@@ -44,3 +46,9 @@ def take_sequence(batch: MicroBatch, number: int) -> MicroBatch:
         token_keys=batch.token_keys[first:last],
         lengths=(last - first,),
     )
+
+
+def next_sentence_logits(model: PretrainingModel, batch: MicroBatch) -> Tensor:
+    """[S, 2] scores of (is next, is random)."""
+    pooled_SH = pool(model.encode(batch), batch.cu_seqlens, model.shape.pooling)
+    return nsp_logits(pooled_SH, model.heads.nsp_weights())

@@ -129,7 +129,7 @@ if __name__ == "__main__":
         {"name": "lamb"},
         {"name": "stable_adamw"},
         {"name": "muon"},
-        {"name": "muon", "normalised": True, "cautious_weight_decay": True},
+        {"name": "muon", "normalised": True},
     ):
         for flat in (True, False):
             found = of_step(OptimizerConfig.model_validate(values), flat=flat)

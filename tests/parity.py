@@ -23,12 +23,12 @@ from finetune.model.batches import LabelledBatch
 from finetune.model.task_model import TaskModel, head_parameters
 from finetune.tasks.base import Head, Objective
 from pretrain.batches.batch import MicroBatch
-from pretrain.bench.baselines import pad
 from pretrain.checkpoint.layouts import read_config
 from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.released_writer import released_tensors
 from pretrain.model.heads import PretrainingModel
 from tests.batches_by_hand import make_batch
+from tests.bench.baselines import pad
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "parity.md"
 LIMIT = 1e-4

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from pretrain.planning.fitting import fit
 from pretrain.planning.law import Law
-from pretrain.planning.published import Point, PublishedLaw, Recipe, as_points, rounded
+from pretrain.planning.published import Point, PublishedLaw, Recipe
+from tests.bench.law.fitting import published_fit
 
 PLANTED = Law(floor=0.4, size_scale=60, size_exponent=0.33, data_scale=60, data_exponent=0.30)
 SIZES = {"2x128": 0.75e6, "4x192": 2e6, "4x256": 3.3e6, "6x384": 10e6}
@@ -29,7 +29,7 @@ def planted_law(noise: float = 0.0, **values: object) -> PublishedLaw:
     """The law fitted to `planted_points`, as `bench law` publishes it."""
     points = planted_points(noise)
     common = {
-        "coefficients": rounded(fit(as_points(points), resamples=0).law),
+        **published_fit(points),
         "points": points,
         "recipe": Recipe(values={"family": "modernbert", "optimizer": "muon", "vocabulary": "16000"}),
         "machine": "2 cores",

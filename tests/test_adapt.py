@@ -388,7 +388,6 @@ def test_gains_compare_the_first_evaluation_with_the_last(tmp_path: Path) -> Non
         "general text: held-out MLM loss, nats  2.000 -> 2.100  +0.100 (+5.0%)",
         "fine-tuning task, dev, f1              0.600 ± 0.141 -> 0.800 ± 0.000  +0.200 (+33.3%)",
     ]
-    assert [gain.is_better for gain in gains(tmp_path)] == [True, False, True]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
     assert len(gains(tmp_path)) == 1
 

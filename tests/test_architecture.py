@@ -13,6 +13,7 @@ from torch import Tensor
 from pretrain.checkpoint import hf
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, ReleasedFacts, read_config, write_config
+from pretrain.checkpoint.released_writer import their_tensors
 from pretrain.common.errors import InputError
 from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig, changed_for_resume
 from pretrain.model import activations, norms
@@ -21,7 +22,7 @@ from pretrain.model.encoder import Encoder
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.padded import PaddedEncoder
 from pretrain.model.parameters import has_weight_decay, layer_of, stacked_parts
-from tests.batches_by_hand import make_batch, take_sequence
+from tests.batches_by_hand import make_batch, next_sentence_logits, take_sequence
 from tests.corpora import SPECIALS, write_tokenizer
 
 VOCABULARY, LENGTHS = 101, (7, 20, 21, 40)
@@ -55,15 +56,10 @@ PARTS: list[dict[str, Any]] = [
     {"pooling": "mean"},
     {"pooling": "max"},
     {"qk_norm": True},
-    {"norm_before_output": True},
-    {"norm_before_output": True, "norm": "rms_norm", "norm_placement": "pre", "gated": True},
-    {"attention_gate": "head"},
-    {"attention_gate": "head", "norm_placement": "pre", "attention_bias": False},
-    {"attention_gate": "value"},
+    {"norm": "rms_norm", "norm_placement": "pre", "gated": True},
     {"qk_norm": True, "positions": "rotary", "rotary_base": 1e4, "kv_heads": 2, "attention_bias": False},
     {"embedding": 16},
     {"recursions": 2},
-    {"bigram_rows": 40, "embedding": 16},
     {
         "recursions": 3,
         "norm_placement": "pre",
@@ -72,7 +68,7 @@ PARTS: list[dict[str, Any]] = [
         "global_every": 2,
         "layers": 2,
     },
-    {"attention_gate": "value", "norm_placement": "pre", "norm_before_output": True, "qk_norm": True},
+    {"norm_placement": "pre", "qk_norm": True},
     # Buckets of one distance up to 3, and more distances than there are buckets.
     {"family": "deberta", "relative_buckets": 6, "relative_max_distance": 20},
     {"family": "deberta", "relative_buckets": 0, "relative_max_distance": 9, "relative_projections": True},
@@ -224,7 +220,7 @@ def test_pooling_reads_all_tokens(pooling: str) -> None:
         heads = model.heads
         dense = F.linear(pooled, heads.pooler_weight, heads.pooler_bias).tanh()
         logits = F.linear(dense, heads.nsp_weight, heads.nsp_bias)
-        torch.testing.assert_close(model.next_sentence_logits(batch), logits)
+        torch.testing.assert_close(next_sentence_logits(model, batch), logits)
         expected = F.cross_entropy(logits, batch.nsp_labels, reduction="sum")
         torch.testing.assert_close(model(batch).nsp_loss, expected)
         scores = model.masked_logits(batch)
@@ -371,14 +367,14 @@ def test_relu_follows_into_the_released_layout_and_back() -> None:
     assert values["hidden_act"] == "relu"
     state = {name: p.detach() for name, p in model.named_parameters()}
     theirs = transformers.BertForPreTraining(transformers.BertConfig(**values)).eval()
-    assert not theirs.load_state_dict(hf.to_hf(state), strict=False).unexpected_keys
+    assert not theirs.load_state_dict(their_tensors(state, BERT), strict=False).unexpected_keys
     theirs.tie_weights()
     with torch.no_grad():
         output = theirs(batch.input_ids[None], token_type_ids=batch.token_types[None])
         torch.testing.assert_close(
             model.masked_logits(batch), output.prediction_logits[0][batch.masked_rows], rtol=0, atol=1e-4
         )
-    back = assemble(hf.to_hf(state), read_config(values), values)
+    back = assemble(their_tensors(state, BERT), read_config(values), values)
     assert back.model.activation == "relu"
     assert {**back.backbone, **back.pretraining}.keys() == state.keys()
 

@@ -22,18 +22,18 @@ from pretrain.batches.batch import StepBatch
 from pretrain.batches.dealing import Dealt, balance
 from pretrain.batches.exchange import Exchange
 from pretrain.batches.loader import BatchMaker, Loader
-from pretrain.bench import scale
 from pretrain.checkpoint.pieces import packed
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.training.engine.engine import SideGroup
+from tests.bench import scale
 from tests.distributed import run_workers
 from tests.test_batches_loader import contents, global_batches, run_config
 
 SECTIONS = {
     "tokens": {},
-    "whole words": {"masking": {"whole_word": True}},
-    "causal": {"pairs": {"objective": "none"}, "causal_share": 0.4},
+    "whole words": {"masking": {"scheme": "whole_words"}},
+    "one segment": {"pairs": {"objective": "none"}},
 }
 
 
@@ -54,11 +54,7 @@ def micro_batches(dealt: Dealt, ranks: int) -> list[np.ndarray]:
 
 
 def config(name: str, **more) -> PretrainConfig:
-    sections = dict(SECTIONS[name])
-    share = sections.pop("causal_share", 0.0)
-    made = run_config(sequences=48, **sections, **more)
-    phases = (made.phases[0].model_copy(update={"causal_share": share}),)
-    return made.model_copy(update={"phases": phases})
+    return run_config(sequences=48, **SECTIONS[name], **more)
 
 
 # ---- within a part
@@ -190,18 +186,12 @@ def test_parts_change_no_sample_and_no_count(shards: TokenShards, name: str, wor
         assert {len(batch.micro_batches) for batch in made} == {rounds}
         shares = [maker.share(first, 48, rounds=rounds) for maker in makers]
         assert [everything(share) for share in shares] == [everything(batch) for batch in made]
-        sums = np.sum([astuple(share.counts) for share in shares], axis=0)
-        assert tuple(sums) == (
-            expected.tokens,
-            expected.masked,
-            expected.labeled,
-            expected.causal,
-            expected.causal_targets,
-        )
+        sums = np.array([astuple(share.counts) for share in shares]).sum(0)
+        assert tuple(sums) == (expected.tokens, expected.masked, expected.labeled)
 
 
 def counted(batch: StepBatch) -> tuple[int, ...]:
-    return (batch.sequences, batch.tokens, batch.masked, batch.labeled, batch.causal, batch.causal_targets, batch.epoch)
+    return (batch.sequences, batch.tokens, batch.masked, batch.labeled, batch.epoch)
 
 
 def everything(made) -> list[Counter]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ VOCABULARY = 101
 MODELS: dict[str, dict[str, Any]] = {
     "bert": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
     "means": {"pooling": "mean"},
-    "modernbert": {"family": "modernbert", "local_attention": 16, "global_every": 2, "bigram_rows": 64},
+    "modernbert": {"family": "modernbert", "local_attention": 16, "global_every": 2},
 }
 
 
@@ -50,7 +49,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
 def make_model(**options: Any) -> PretrainingModel:
     shape = {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "max_positions": LONGEST, **options}
     torch.manual_seed(0)
-    return PretrainingModel(ModelConfig.model_validate(shape), VOCABULARY, z_loss=0.01)
+    return PretrainingModel(ModelConfig.model_validate(shape), VOCABULARY)
 
 
 @given(st.lists(st.integers(5, LONGEST), min_size=1, max_size=300))
@@ -128,15 +127,14 @@ def test_losses_and_gradients_are_those_of_the_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("z_weight", [0.0, 0.1])
-def test_negative_labels_are_left_out(z_weight: float, fused: bool) -> None:
+def test_negative_labels_are_left_out(fused: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, word, bias = (torch.randn(shape, generator=generator) for shape in ((6, 8), (20, 8), (20,)))
     labels = torch.tensor([3, IGNORED, 0, 19, -1, 7])
     results = []
     for rows in (labels >= 0, torch.ones(6, dtype=torch.bool)):
         inputs = [x.clone().requires_grad_() for x in (hidden[rows], word, bias)]
-        losses = vocabulary_losses(inputs[0], inputs[1], inputs[2], labels[rows], fused, z_weight)
+        losses = vocabulary_losses(inputs[0], inputs[1], inputs[2], labels[rows], fused)
         losses[0].backward()
         results.append(([loss.detach() for loss in losses], [x.grad for x in inputs]))
     (expected, of_kept), (found, of_all) = results
@@ -213,8 +211,6 @@ def test_where_filler_would_reach_a_loss_it_is_refused() -> None:
     values = yaml.safe_load(Path("configs/pretrain/bert-mini.yaml").read_text(encoding="utf-8"))
     values["engine"] = {**values.get("engine", {}), "static_shapes": True}
     PretrainConfig.model_validate(values)
-    phases: Sequence[dict[str, Any]] = [{**phase, "causal_share": 0.5} for phase in values["phases"]]
-    assert "causal_share" in refused(PretrainConfig, {**values, "pairs": {"objective": "none"}, "phases": phases})
     pairs = {"objective": "none"}
     assert "electra" in refused(PretrainConfig, {**values, "pairs": pairs, "electra": {"generator_width": 0.25}})
     task = yaml.safe_load(next(Path("configs/finetune").glob("*.yaml")).read_text(encoding="utf-8"))

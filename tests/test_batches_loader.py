@@ -105,13 +105,13 @@ def test_micro_batches_keep_their_contract(shards):
             )
             assert {field.dtype for field in (*wide, micro.nsp_labels)} == {torch.int64}
             assert (micro.input_ids[micro.cu_seqlens[:-1].long()] == 2).all()
-    without = load(shards, run_config(pairs={"next_sentence": False}))[0]
+    without = load(shards, run_config(pairs={"objective": "none"}))[0]
     assert all(len(micro.nsp_labels) == 0 for batch in without for micro in batch.micro_batches)
 
 
-@pytest.mark.parametrize("whole_word", [False, True])
-def test_the_global_batch_is_the_same_for_any_world_micro_batch_and_restart(shards, whole_word):
-    masking = {"whole_word": whole_word}
+@pytest.mark.parametrize("scheme", ["tokens", "whole_words"])
+def test_the_global_batch_is_the_same_for_any_world_micro_batch_and_restart(shards, scheme):
+    masking = {"scheme": scheme}
     reference = load(shards, run_config(masking=masking))
     expected = global_batches(reference)
     assert [sum(step.values()) for step in expected] == [24] * 6
@@ -126,9 +126,9 @@ def test_the_global_batch_is_the_same_for_any_world_micro_batch_and_restart(shar
                 assert (batch.epoch, batch.first_sample) == (alone.epoch, alone.first_sample)
 
 
-@pytest.mark.parametrize("whole_word", [False, True])
-def test_global_counts_are_sums_over_all_ranks(shards, whole_word):
-    ranks = load(shards, run_config(masking={"whole_word": whole_word}, budget=128), world_size=3)
+@pytest.mark.parametrize("scheme", ["tokens", "whole_words"])
+def test_global_counts_are_sums_over_all_ranks(shards, scheme):
+    ranks = load(shards, run_config(masking={"scheme": scheme}, budget=128), world_size=3)
     for batches in zip(*ranks, strict=True):
         micros = [micro for batch in batches for micro in batch.micro_batches]
         for batch in batches:

@@ -20,6 +20,8 @@ from pretrain.corpus.shards import TokenShards, open_shards
 
 DEFAULT = MaskingConfig.model_validate({})
 
+SCHEMES = ["tokens", "whole_words"]
+
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> TokenShards:
@@ -30,7 +32,7 @@ def mask(shards, samples, *, length=64, max_predictions=0, next_sentence=True, *
     """(plan, rows, masked) of some samples."""
     made = Sampler(
         shards,
-        PairsConfig.model_validate({"next_sentence": next_sentence}),
+        PairsConfig(objective="nsp" if next_sentence else "none"),
         sequence_length=length,
         seed=0,
     )
@@ -127,7 +129,7 @@ def words(shards, rows):
 
 @pytest.mark.parametrize("next_sentence", [True, False])
 def test_whole_words_stay_together(shards, next_sentence):
-    plan, rows, masked = mask(shards, np.arange(600), whole_word=True, next_sentence=next_sentence)
+    plan, rows, masked = mask(shards, np.arange(600), scheme="whole_words", next_sentence=next_sentence)
     chosen = set(masked.rows.tolist())
     sizes, exact = [], 0
     for number, found in enumerate(words(shards, rows)):
@@ -145,7 +147,7 @@ def test_whole_words_stay_together(shards, next_sentence):
 
 def test_whole_words_all_get_their_turn(shards):
     """Words of one piece are masked as often as single tokens are, long ones, which may not fit, less."""
-    _, rows, masked = mask(shards, np.arange(1500), length=128, whole_word=True)
+    _, rows, masked = mask(shards, np.arange(1500), length=128, scheme="whole_words")
     chosen = np.isin(np.arange(len(rows.input_ids)), masked.rows)
     found = [word for sequence in words(shards, rows) for word in sequence]
     shares = [np.mean([chosen[w[0]] for w in found if len(w) == size]) for size in (1, 2)]
@@ -154,11 +156,13 @@ def test_whole_words_all_get_their_turn(shards):
 
 
 @settings(max_examples=25, deadline=None)
-@given(samples=st.lists(st.integers(0, 10**9), min_size=1, max_size=12), whole_word=st.booleans())
-def test_masks_depend_on_the_sample_alone(shards, samples, whole_word):
-    _, rows, together = mask(shards, samples, whole_word=whole_word)
+@given(
+    samples=st.lists(st.integers(0, 10**9), min_size=1, max_size=12), scheme=st.sampled_from(["tokens", "whole_words"])
+)
+def test_masks_depend_on_the_sample_alone(shards, samples, scheme):
+    _, rows, together = mask(shards, samples, scheme=scheme)
     for number, sample in enumerate(samples):
-        _, _, alone = mask(shards, [sample], whole_word=whole_word)
+        _, _, alone = mask(shards, [sample], scheme=scheme)
         begin, end = rows.starts[number : number + 2]
         own = (together.rows >= begin) & (together.rows < end)
         assert np.array_equal(together.input_ids[begin:end], alone.input_ids)

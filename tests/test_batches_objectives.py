@@ -12,13 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import SPECIAL, Text, numbered, random_documents, sampler
 from test_batches_loader import global_batches, load
-from test_batches_masking import mask, words
 
 from pretrain.batches.loader import BatchMaker, validation_batches
-from pretrain.batches.masking import spans
-from pretrain.batches.order import draw
-from pretrain.batches.scheme import MaskingVocabulary
-from pretrain.config import MaskingConfig, PretrainConfig
+from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 
 
@@ -112,17 +108,9 @@ def test_data_past_the_end_of_a_phase_has_the_last_share(shards: TokenShards) ->
 
 OBJECTIVES = {
     "linear": {"masking": {"probability": 0.3, "final_probability": 0.15}},
-    "linear-words": {"masking": {"probability": 0.3, "final_probability": 0.15, "whole_word": True}},
-    "spans": {"masking": {"scheme": "spans"}},
-    "word-spans": {"masking": {"scheme": "spans", "whole_word": True, "final_probability": 0.3}},
+    "linear-words": {"masking": {"probability": 0.3, "final_probability": 0.15, "scheme": "whole_words"}},
     "sop": {"pairs": {"objective": "sop"}},
     "full": {"pairs": {"objective": "none", "input_format": "full_sentences"}, "masking": {"probability": 0.99}},
-    "causal": {"pairs": {"objective": "none"}, "phases": [{"causal_share": 0.3}], "masking": {"shifted_targets": True}},
-    "causal-words": {
-        "pairs": {"objective": "none"},
-        "phases": [{"causal_share": 0.3}],
-        "masking": {"whole_word": True},
-    },
 }
 
 
@@ -138,125 +126,8 @@ def test_the_global_batch_is_the_same_for_any_world_micro_batch_and_restart(shar
             micros = [micro for batch in batches for micro in batch.micro_batches]
             for batch in batches:
                 assert batch.masked == reference[0][step].masked
-                assert batch.masked + batch.causal_targets == sum(len(micro.masked_rows) for micro in micros)
-                assert batch.causal_targets == sum(micro.causal_targets for micro in micros)
-                assert batch.causal == sum(micro.causal for micro in micros)
+                assert batch.masked == sum(len(micro.masked_rows) for micro in micros)
                 assert batch.tokens == sum(len(micro.input_ids) for micro in micros)
-
-
-# ---- spans
-
-
-def chosen_runs(rows, masked, units) -> list[int]:
-    """Lengths, in units, of the runs of chosen tokens; `units` names the unit of each row."""
-    starts = np.flatnonzero(np.diff(masked.rows, prepend=-2) > 1)
-    return [len(set(units[run].tolist())) for run in np.split(masked.rows, starts[1:])]
-
-
-def test_span_lengths_are_spanberts() -> None:
-    """Joshi et al., section 3.1 and figure 2: p = 0.2 up to 10 gives a mean of 3.8."""
-    lengths, remainders = spans.span_lengths(0.2, 10)
-    shares = np.diff(lengths, prepend=0)
-    assert shares @ np.arange(1, 11) == pytest.approx(3.8, abs=0.01)
-    assert shares[1:] / shares[:-1] == pytest.approx(0.8)
-    longer = [shares[n:].sum() for n in range(10)]
-    assert np.diff(remainders, prepend=0) == pytest.approx(longer / np.sum(longer))
-
-
-@pytest.mark.parametrize("next_sentence", [True, False])
-def test_spans_have_exact_counts_and_never_a_special_token(shards: TokenShards, next_sentence: bool) -> None:
-    for whole_word in (False, True):
-        plan, rows, masked = mask(
-            shards, np.arange(600), scheme="spans", whole_word=whole_word, next_sentence=next_sentence
-        )
-        counts = np.bincount(rows.sequence[masked.rows], minlength=600)
-        assert counts.tolist() == [min(10, max(1, round(0.15 * n))) for n in plan.lengths.tolist()]
-        assert (np.diff(masked.rows) > 0).all()
-        assert rows.ordinary[masked.rows].all()
-    assert len(mask(shards, np.arange(20), probability=0.99, scheme="spans")[2].rows) == rows_of(shards, 20)
-
-
-def rows_of(shards: TokenShards, samples: int) -> int:
-    """Ordinary tokens of the first samples."""
-    return int(mask(shards, np.arange(samples))[1].ordinary.sum())
-
-
-def test_spans_are_as_long_as_configured() -> None:
-    """With few spans in long sequences, runs of chosen tokens are spans, but for those that touch or were shortened."""
-    made = []
-    for probability, longest in ((0.2, 10), (1 / 3, 10), (0.2, 1)):
-        lengths, _ = spans.span_lengths(probability, longest)
-        expected = np.diff(lengths, prepend=0)
-        counts = np.bincount(divided(probability, longest, 200_000), minlength=longest + 1)[1:]
-        assert counts / counts.sum() == pytest.approx(expected, abs=0.006)
-        made.append(counts @ np.arange(1, longest + 1) / counts.sum())
-    assert made == pytest.approx([3.8, 2.83, 1.0], abs=0.03)
-
-
-def test_every_place_is_as_likely_to_begin_a_span() -> None:
-    """Not so without the shorter first span: one would begin at the second place in 22 % of the runs."""
-    heads = scheme(0.2, 10)._divide(np.arange(200_000) % 20 == 0, draw(np.uint64(7), np.arange(200_000)))
-    share = np.bincount(heads % 20, minlength=20)[1:] / 10_000
-    assert share == pytest.approx(1 / 3.8, abs=0.02)
-
-
-def divided(probability: float, longest: int, units: int) -> np.ndarray:
-    """Lengths of the spans that one run of units is divided into, without its first and last."""
-    return np.diff(scheme(probability, longest)._divide(np.arange(units) == 0, draw(np.uint64(7), np.arange(units))))
-
-
-def scheme(probability: float, longest: int) -> spans.Scheme:
-    masking = MaskingConfig.model_validate(
-        {"scheme": "spans", "span_probability": probability, "span_longest": longest}
-    )
-    return spans.Scheme(masking, MaskingVocabulary(4, np.arange(5, 9), np.zeros(9, bool)))
-
-
-def test_spans_of_words_begin_with_words_and_lose_at_most_one_word_in_part(shards: TokenShards) -> None:
-    _, rows, masked = mask(shards, np.arange(400), length=128, scheme="spans", whole_word=True)
-    chosen = set(masked.rows.tolist())
-    unit = np.full(len(rows.input_ids), -1)
-    for number, word in enumerate(itertools.chain.from_iterable(words(shards, rows))):
-        unit[word] = number
-    for begin, found in zip(rows.starts, words(shards, rows), strict=False):
-        split = [word for word in found if 0 < len(chosen & set(word)) < len(word)]
-        assert len(split) <= 1, begin
-    runs = chosen_runs(rows, masked, unit)
-    assert np.mean(runs) > 2.5
-    assert np.mean(chosen_runs(*mask(shards, np.arange(400), length=128, whole_word=True)[1:], unit)) < 1.5
-
-
-def test_every_place_is_as_likely_in_a_span(shards: TokenShards) -> None:
-    _, rows, masked = mask(shards, np.arange(60_000), length=32, scheme="spans", probability=0.3, next_sentence=False)
-    full = np.flatnonzero(np.diff(rows.starts) == 32)
-    chosen = np.isin(np.arange(len(rows.input_ids)), masked.rows)
-    share = np.mean([chosen[rows.starts[s] + 1 : rows.starts[s + 1] - 1] for s in full], axis=0)
-    # Spans at the edges are cut by them, so they are a little shorter.
-    assert np.abs(share / share.mean() - 1).max() < 0.12
-    assert abs(share[:5].mean() / share[12:18].mean() - 1) < 0.06
-
-
-def test_a_span_is_replaced_as_one(shards: TokenShards) -> None:
-    _, _, masked = mask(shards, np.arange(6000), scheme="spans")
-    starts = np.flatnonzero(np.diff(masked.rows, prepend=-2) > 1)[1:]
-    made, labels = (np.split(values, starts) for values in (masked.input_ids[masked.rows], masked.labels))
-    as_mask = [bool((span == 4).all()) for span in made]
-    assert as_mask == [bool((span == 4).any()) for span in made]
-    assert np.mean(as_mask) == pytest.approx(0.8, abs=0.02)
-    kept = [np.array_equal(span, before) for span, before in zip(made, labels, strict=True)]
-    assert np.mean(kept) == pytest.approx(0.1, abs=0.015)
-
-
-@settings(max_examples=15, deadline=None)
-@given(samples=st.lists(st.integers(0, 10**9), min_size=1, max_size=8), whole_word=st.booleans())
-def test_spans_depend_on_the_sample_alone(shards: TokenShards, samples: list[int], whole_word: bool) -> None:
-    _, rows, together = mask(shards, samples, scheme="spans", whole_word=whole_word)
-    for number, sample in enumerate(samples):
-        _, _, alone = mask(shards, [sample], scheme="spans", whole_word=whole_word)
-        begin, end = rows.starts[number : number + 2]
-        own = (together.rows >= begin) & (together.rows < end)
-        assert np.array_equal(together.input_ids[begin:end], alone.input_ids)
-        assert np.array_equal(together.rows[own] - begin, alone.rows)
 
 
 # ---- sentence order
@@ -285,7 +156,7 @@ def test_sentence_order_swaps_the_segments_of_one_document() -> None:
 
 
 def test_one_document_is_enough_for_sentence_order() -> None:
-    assert sampler(numbered([[[5, 5]]]), objective="sop", next_sentence=False).samples_per_epoch == 1
+    assert sampler(numbered([[[5, 5]]]), objective="sop").samples_per_epoch == 1
 
 
 # ---- full sentences

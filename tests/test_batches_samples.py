@@ -49,7 +49,7 @@ def sequences(made: Sampler, samples: np.ndarray):
         separators = np.flatnonzero(ids == SPECIAL["sep"])
         assert ids[0] == SPECIAL["cls"]
         assert separators[-1] == len(ids) - 1
-        assert len(separators) == (2 if made.pairs.next_sentence else 1)
+        assert len(separators) == (2 if made.pairs.has_classifier else 1)
         specials = np.isin(np.arange(len(ids)), np.append(separators, 0))
         assert np.array_equal(specials, ids < 5)
         assert np.array_equal(specials, ~rows.ordinary[begin:end])

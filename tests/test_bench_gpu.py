@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.__main__ import main
-from pretrain.bench import gpu
-from pretrain.bench.gpu import CASES, Case, gpu_of, host_reads, measure, table
 from pretrain.roofline import GPUS
-from tests.fp8_products import needs_fp8
+from tests.bench import gpu
+from tests.bench.__main__ import main
+from tests.bench.gpu import CASES, Case, gpu_of, host_reads, measure, table
 
 SHAPE = {"size": "custom", "layers": 1, "hidden": 32, "heads": 2, "max_positions": 64}
 SMALL = Case("small", 16, 64, 101, SHAPE)
@@ -20,7 +19,7 @@ SMALL = Case("small", 16, 64, 101, SHAPE)
 
 def test_without_a_gpu_it_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "gpu"]) == 2
+    assert main(["gpu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: bench gpu: torch ")
     assert "finds no GPU" in line
@@ -53,14 +52,13 @@ def test_models_are_those_of_the_table(capsys: pytest.CaptureFixture[str]) -> No
         (name, length) for name in ("bert-base", "bert-large", "modernbert-base") for length in (128, 512)
     ]
     with pytest.raises(SystemExit):
-        main(["bench", "gpu", "--models", "gpt"])
+        main(["gpu", "--models", "gpt"])
     assert "bert-large" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp8", marks=needs_fp8)])
-def test_a_small_model_is_trained_and_stands_in_the_table(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+def test_a_small_model_is_trained_and_stands_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_BLOCKS", 2)
-    row = measure(SMALL, 1, precision, GPUS["H100"])
+    row = measure(SMALL, 1, "bf16", GPUS["H100"])
     assert row["seconds"] > 0
     assert row["spread_seconds"][0] <= row["seconds"] <= row["spread_seconds"][1]
     assert row["share"] == row["limit_seconds"] / row["seconds"]
@@ -68,7 +66,7 @@ def test_a_small_model_is_trained_and_stands_in_the_table(monkeypatch: pytest.Mo
     assert row["parts"]["launches"] == row["limit_seconds"]
     header, line = table([row]).splitlines()
     assert header.split("  ")[0] == "model"
-    assert line.startswith(f"small  4 x 16 {precision}  ")
+    assert line.startswith("small  4 x 16 bf16  ")
     assert "launches" in line
 
 

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from planned_laws import PLANTED
 
-from finetune.__main__ import main
-from finetune.bench.law.command import fit_runs
-from finetune.bench.law.points import Choice, read_runs
-from finetune.bench.speedrun import results
-from finetune.bench.speedrun.results import Results, Trial
-from finetune.bench.speedrun.scores import Scores
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, load_config
 from pretrain.planning import published
 from pretrain.planning.candidates import effective_size, shape_name, with_shape, works
 from pretrain.planning.text import PhaseText, Text
 from pretrain.work import optimizer_flops
+from tests.bench.__main__ import main
+from tests.bench.law.command import fit_runs
+from tests.bench.law.points import Choice, read_runs
+from tests.bench.speedrun import results
+from tests.bench.speedrun.results import Results, Trial
+from tests.bench.speedrun.scores import Scores
 
 CONFIG = Path(__file__).parent.parent / "configs" / "pretrain" / "mini.yaml"
 LENGTH, UNIQUE = 100.0, 14e6
@@ -109,7 +109,7 @@ def test_a_law_is_fitted_predicts_and_is_written(
 ) -> None:
     monkeypatch.setattr(published, "PUBLISHED", tmp_path / "published.json")
     folder = write_trials(tmp_path / "out")
-    words = ["bench", "law", str(folder), "--holdout", "4x256-1e+14-s0", "--holdout", "6x384"]
+    words = ["law", str(folder), "--holdout", "4x256-1e+14-s0", "--holdout", "6x384"]
     assert main([*words, "--write"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("held out\n") == 4
@@ -129,7 +129,7 @@ def test_a_law_is_fitted_predicts_and_is_written(
     assert "src=" not in page
     # Held-out runs do not move the law.
     moved = write_trials(tmp_path / "moved", make_trial(load_config(CONFIG), 3e13, worse=1.3, trial="odd"))
-    assert main([*words[:2], str(moved), *words[3:], "--holdout", "odd", "--out", str(tmp_path / "other")]) == 0
+    assert main([*words[:1], str(moved), *words[2:], "--holdout", "odd", "--out", str(tmp_path / "other")]) == 0
     assert published.read(tmp_path / "other" / "law.json").coefficients == law.coefficients
     assert published.read() == law, "published only with --write"
 
@@ -163,5 +163,5 @@ def test_what_is_no_ground_for_a_law_is_refused(
     monkeypatch.chdir(tmp_path)
     write_trials(tmp_path / "out")
     write_trials(tmp_path / "other", make_trial(load_config(CONFIG), 1e13, ground="y"))
-    assert main(["bench", "law", *words]) == 2
+    assert main(["law", *words]) == 2
     assert message in capsys.readouterr().err

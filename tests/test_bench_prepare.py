@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pretrain.bench import prepare
-from pretrain.bench.prepare_checks import write_recombined
-from pretrain.bench.prepare_data import read_documents
 from pretrain.common.errors import InputError
+from tests.bench import prepare
+from tests.bench.prepare_checks import write_recombined
+from tests.bench.prepare_data import read_documents
 from tests.chaos import wait_for
 from tests.test_corpus_filters import prose
 
@@ -50,7 +50,7 @@ def test_a_terminated_measurement_leaves_neither_its_process_nor_its_text(tmp_pa
     file = write_recombined(DOCUMENTS, tmp_path / "file.txt", 100_000)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    command = [sys.executable, "-m", "pretrain", "bench", "prepare", "--file", str(file), "--memory", "50"]
+    command = [sys.executable, "-m", "tests.bench", "prepare", "--file", str(file), "--memory", "50"]
     with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(scratch)}) as measuring:
         wait_for(lambda: psutil.Process(measuring.pid).children())
         started = psutil.Process(measuring.pid).children(recursive=True)

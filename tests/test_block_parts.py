@@ -14,20 +14,15 @@ from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig
 from pretrain.model.cost import encoder_flops, executed_flops, flops, parameter_count
 from pretrain.model.encoder import Encoder
-from pretrain.model.heads import PretrainingModel
 from pretrain.model.positions import rotate, rotation
 from tests.batches_by_hand import make_batch
 
 VOCABULARY, LENGTHS = 101, (7, 20, 13)
 PARTS: list[dict[str, Any]] = [
     {"qk_norm": True},
-    {"norm_before_output": True},
-    {"attention_gate": "head"},
-    {"attention_gate": "value"},
     {"recursions": 3},
-    {"bigram_rows": 60},
 ]
-ALL = {"qk_norm": True, "norm_before_output": True, "attention_gate": "value", "gated": True}
+ALL = {"qk_norm": True, "gated": True}
 ROTARY = {"positions": "rotary", "rotary_base": 100.0}
 
 
@@ -66,8 +61,6 @@ class Reference:
         x = state["embeddings.word"][batch.input_ids[part]] + state["embeddings.token_type"][batch.token_types[part]]
         if shape.positions == "learned":
             x = x + state["embeddings.position"][batch.positions[part]]
-        if shape.bigram_rows:
-            x = x + self._bigrams(batch.input_ids[part].tolist())
         x = self._norm(x, "embeddings.norm")
         if shape.embedding:
             x = self._dense(x, "embeddings.project")
@@ -75,15 +68,6 @@ class Reference:
             for number in range(shape.layers):
                 x = self._layer(x, f"layers.{number}.")
         return self._norm(x, "final.norm") if shape.norm_placement == "pre" else x
-
-    def _bigrams(self, ids: list[int]) -> Tensor:
-        numbers = [0, *(token + 1 for token in ids), 0]
-        table, sums = self.state["embeddings.bigram"], []
-        for before, own, after in zip(numbers, numbers[1:], numbers[2:], strict=False):
-            pairs = ((before, own, 0x165667B1), (own, after, 0x3C6EF372), (before, after, 0x2545F491))
-            rows = [(x * 0x5BD1E995 + y * 0x27D4EB2F + c) % (2**31 - 1) % len(table) for x, y, c in pairs]
-            sums.append(0.2 * table[rows].sum(0))
-        return torch.stack(sums)
 
     def _layer(self, x: Tensor, at: str) -> Tensor:
         before = self.shape.norm_placement == "pre"
@@ -106,21 +90,13 @@ class Reference:
             by = rotation(torch.arange(len(normed)), shape.head_width, shape.rotary_base)
             q, k = rotate(q, by), rotate(k, by)
         q, k, v = (y.transpose(0, 1) for y in (q, k, v))
-        context = F.scaled_dot_product_attention(q, k, v).transpose(0, 1)
-        if shape.attention_gate == "head":
-            context = context * torch.sigmoid(self._dense(normed, f"{at}attention_gate"))[:, :, None]
-        context = context.flatten(1)
-        if shape.attention_gate == "value":
-            context = context * F.gelu(self._dense(normed, f"{at}attention_gate"))
-        return self._norm(context, f"{at}context_norm") if shape.norm_before_output else context
+        return F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
 
     def _feed_forward(self, x: Tensor, at: str) -> Tensor:
         if self.shape.gated:
             activated, gate = self._dense(x, f"{at}gated_in").chunk(2, -1)
-            inner = F.gelu(activated) * gate
-        else:
-            inner = F.gelu(self._dense(x, f"{at}ffn_in"))
-        return self._norm(inner, f"{at}inner_norm") if self.shape.norm_before_output else inner
+            return F.gelu(activated) * gate
+        return F.gelu(self._dense(x, f"{at}ffn_in"))
 
     def _dense(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self.state[f"{name}_weight"], self.state.get(f"{name}_bias"))
@@ -131,9 +107,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("placement", ["post", "pre"])
-@pytest.mark.parametrize(
-    "entry", [*PARTS, {"embedding": 16, "recursions": 2}, ALL, {**ALL, "attention_gate": "head", **ROTARY}], ids=str
-)
+@pytest.mark.parametrize("entry", [*PARTS, {"embedding": 16, "recursions": 2}, ALL, {**ALL, **ROTARY}], ids=str)
 def test_states_and_gradients_are_those_of_plain_torch(entry: dict[str, Any], placement: str) -> None:
     shape = make_shape(**entry, norm_placement=placement)
     encoder, batch = make_encoder(shape), make_batch(LENGTHS)
@@ -163,52 +137,6 @@ def test_scores_do_not_grow_with_the_weights_of_queries_and_keys() -> None:
         torch.testing.assert_close(encoder.encode(batch), before, rtol=1e-4, atol=1e-5)
         layers_of(encoder)[0].q_norm_weight.mul_(2.0)
         assert (encoder.encode(batch) - before).abs().max() > 1e-3
-
-
-def test_what_enters_an_output_projection_is_normalised() -> None:
-    """A larger context or inner activation changes nothing."""
-    shape, batch = make_shape(norm_before_output=True, activation="relu"), make_batch(LENGTHS)
-    encoder = make_encoder(shape)
-    with torch.no_grad():
-        before = encoder.encode(batch)
-        for layer in layers_of(encoder):
-            for weights in (layer.qkv_weight[2 * shape.hidden :], layer.qkv_bias[2 * shape.hidden :]):
-                weights *= 7.0
-            layer.ffn_in_weight *= 5.0
-            layer.ffn_in_bias *= 5.0
-        torch.testing.assert_close(encoder.encode(batch), before, rtol=1e-4, atol=1e-5)
-
-
-def test_a_closed_gate_lets_nothing_through() -> None:
-    """Without its context the attention's output is its bias."""
-    shape, batch = make_shape(attention_gate="head", layers=1, norm_placement="pre"), make_batch(LENGTHS)
-    encoder = make_encoder(shape)
-    with torch.no_grad():
-        for layer in layers_of(encoder):
-            layer.attention_gate_bias.fill_(-1e4)
-        gated = encoder.encode(batch)
-        for layer in layers_of(encoder):
-            layer.attention_gate_bias.fill_(1e4)
-            layer.attention_out_weight.zero_()
-        torch.testing.assert_close(gated, encoder.encode(batch))
-
-
-@pytest.mark.parametrize("placement", ["post", "pre"])
-def test_layers_begin_as_the_identity(placement: str) -> None:
-    """Up to their norms; the first step moves their output projections away from 0."""
-    shape = make_shape(zero_output_init=True, norm_placement=placement, scaled_output_init=True)
-    torch.manual_seed(0)
-    encoder, batch = PretrainingModel(shape, VOCABULARY), make_batch(LENGTHS)
-    embedded = encoder.embeddings(batch.input_ids, batch.token_types, batch.positions, batch.token_keys)
-    found = encoder.encode(batch)
-    # LayerNorm of what is normalised changes nothing.
-    torch.testing.assert_close(found, embedded, rtol=1e-4, atol=1e-4)
-    encoder(batch).mlm_loss.backward()
-    for layer in layers_of(encoder):
-        for projection in (layer.attention_out_weight, layer.ffn_out_weight):
-            assert not projection.any()
-            assert projection.grad.abs().max() > 0
-    assert 0.005 < encoder.heads.mlm_transform_weight.std() < 0.015, "the head is scaled by sqrt(2 x layers)"
 
 
 def test_recursions_cost_flops_and_no_parameters() -> None:
@@ -254,5 +182,5 @@ def test_released_layouts_refuse_them_by_name(family: str, entry: dict[str, Any]
     layout = LAYOUTS[family]
     shape = make_shape(family=layout.parts, **entry)
     ((name, value),) = entry.items()
-    with pytest.raises(InputError, match=f"model.{name} is {value}, and {family} supports only (False|none|0|1)"):
+    with pytest.raises(InputError, match=f"model.{name} is {value}, and {family} supports only (False|1)"):
         write_config({}, ReleasedFacts(layout, shape), "", VOCABULARY, 0)

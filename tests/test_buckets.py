@@ -171,7 +171,7 @@ def train_where_one_rank_lacks(rank: int) -> Any:
                     )
                     pairs = losses.nsp_loss / 40 if engine.rank != rank else 0.0
                     engine.backward(losses.mlm_loss / 30 + pairs, last=number == 1)
-                norms.append(engine.step(RATE).gradient_norm)
+                norms.append(float(engine.step(RATE).norm))
             state = whole_state(engine)
             moments.append({name: value for name, value in state.items() if "exp_avg|" in name})
             engine.close()

@@ -276,7 +276,7 @@ def test_words_begin_at_blanks_and_between_letters_numbers_and_marks() -> None:
 def test_whole_words_are_masked_together(corpus: Path) -> None:
     shards = open_shards(corpus / "corpus", "train")
     masking = MaskingConfig.model_validate({"scheme": "whole_words", "mask_share": 1.0, "random_share": 0.0})
-    sampler = Sampler(shards, PairsConfig.model_validate({"next_sentence": False}), sequence_length=64, seed=0)
+    sampler = Sampler(shards, PairsConfig(objective="none"), sequence_length=64, seed=0)
     plan = sampler.plan(np.arange(40))
     rows = sampler.gather(plan)
     masked = Masker(shards, masking, sequence_length=64, max_predictions=0).apply(rows, plan.key)

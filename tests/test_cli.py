@@ -16,8 +16,7 @@ import pytest
 import yaml
 from corpora import make_corpus
 
-from finetune.cli import package_of
-from pretrain.__main__ import BENCHMARKS, main
+from pretrain.__main__ import main
 from pretrain.commands import as_stage, exit_code, usual_workers
 from pretrain.common.errors import DivergedError, MachineError, StoppedError
 from pretrain.common.worker import Worker
@@ -443,32 +442,6 @@ def test_a_run_may_be_given_by_its_name(tmp_path: Path, monkeypatch: pytest.Monk
     assert seen[-1] == Path("a"), "a folder comes before a name"
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_benchmark_names_the_program_as_it_was_started(name: str, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setenv("BERTRAIN_PROGRAM", "bertrain")
-    with pytest.raises(SystemExit):
-        cli("bench", name, "--help")
-    assert capsys.readouterr().out.startswith(f"usage: bertrain bench {name} ")
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_benchmark_gets_its_own_options(monkeypatch: pytest.MonkeyPatch, name: str):
-    module = ModuleType("stand-in")
-    seen: list[list[str]] = []
-    module.main = lambda argv: seen.append(argv)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, f"pretrain.bench.{name}", module)
-    assert cli("bench", name, "--json", "--help") == 0
-    assert seen == [["--json", "--help"]]
-
-
-def test_unknown_benchmarks_are_refused(capsys):
-    assert cli("bench", "speed") == 2
-    assert error_of(capsys) == (
-        "error: bench: 'speed' is not a benchmark; choose from step, prepare, loader, scale, roofline, wire, "
-        "gpu, workers, quality, checkpoint, all, compare."
-    )
-
-
 @pytest.mark.parametrize(
     "arguments",
     [[], ["--help"], ["prepare", "--help"], ["pretrain", "--help"], ["export", "--help"]],
@@ -508,7 +481,6 @@ def test_the_driver_loads_no_torch_before_workers_start(config_file: Path):
         ["dashboard", "runs/a", "--out", "s3://bucket/page.html"],
         ["prepare", "s3://bucket/run.yaml"],
         ["demo", "--run-dir", "s3://bucket/run"],
-        ["bench", "all", "--corpus", "s3://bucket/a", "--text", "b"],
     ],
 )
 def test_remote_addresses_are_refused(arguments: list[str], capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -591,13 +563,3 @@ def test_every_gpu_has_a_worker(gpus: int, cores: int, expected: int, monkeypatc
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     assert usual_workers() == expected
-
-
-def test_every_benchmark_of_the_help_is_run_by_its_package(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        raise SystemExit(main(["bench", "--help"]))
-    listed = capsys.readouterr().out.partition("benchmarks:\n")[2].splitlines()
-    names = [line.split()[0] for line in listed if line.startswith("  ")]
-    assert len(names) > 10
-    for name in names:
-        assert package_of(["bench", name]) == ("pretrain" if name in BENCHMARKS else "finetune"), name

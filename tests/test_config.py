@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import typing
 from pathlib import Path
 
 import pytest
 
 from pretrain import preflight
+from pretrain.common.earlier import LEFT
 from pretrain.common.errors import InputError
 from pretrain.common.sections import Section, is_section
 from pretrain.common.settings import dump
@@ -323,7 +325,6 @@ def test_mistaken_overrides_are_named(write, override: str, expected: str):
         ("model.intermediate", 131072),
         ("model.recursions", 1024),
         ("model.vocabulary_rows", 16777216),
-        ("model.bigram_rows", 16777216),
         ("corpus.vocabulary.size", 16777216),
         ("phases.0.global_sequences", 1048576),
         ("phases.0.steps", 1000000000),
@@ -440,10 +441,8 @@ def test_a_phase_more_or_less_is_a_change(write):
         ("masking.random_share=0.9", "add up to more than 1"),
         (
             "masking.scheme=whole_word",
-            "'whole_word' is not one of spans, tokens, whole_words; did you mean",
+            "'whole_word' is not one of tokens, whole_words; did you mean",
         ),
-        ("masking={scheme: tokens, whole_word: true}", "whole_word: true contradicts scheme: tokens"),
-        ("masking.span_longest=5", "span_longest has no effect with scheme: tokens. Set scheme: spans"),
         ("optimizer.muon_rate=2", "muon_rate has no effect with name: adamw. Remove it, or set name: muon"),
         (
             "model={size: mini, attention_init: neighbours, kv_heads: 2}",
@@ -455,13 +454,6 @@ def test_a_phase_more_or_less_is_a_change(write):
         ),
         ("model={size: mini, embedding: 64, mlm_transform: false}", r"embedding \(64\) needs mlm_transform: true"),
         ("optimizer.normalised=true", "normalised has no effect with name: adamw. Remove it, or set name: muon"),
-        (
-            "optimizer={name: muon, weight_decay: 0, cautious_weight_decay: true}",
-            "cautious_weight_decay has no effect with weight_decay: 0",
-        ),
-        ("pairs={next_sentence: false, objective: nsp}", "next_sentence: false contradicts objective: nsp"),
-        ("pairs={next_sentence: true, objective: none}", "next_sentence: true contradicts objective: none"),
-        ("pairs={next_sentence: true, objective: sop}", "next_sentence: true contradicts objective: sop"),
         ("pairs={input_format: full_sentences}", "full_sentences does not fit the objective nsp; use segment_pairs"),
         (
             "pairs={objective: none, input_format: segment_pairs}",
@@ -482,37 +474,82 @@ def test_dumped_text_stays_text(text: str, write):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [("", "nsp"), ("objective: nsp", "nsp"), ("objective: sop", "sop"), ("objective: none", "none")],
+    ("given", "now"),
+    [
+        ("pairs.next_sentence=false", "pairs.objective=none"),
+        ("pairs.next_sentence=true", "pairs.objective=nsp"),
+        ("masking.whole_word=true", "masking.scheme=whole_words"),
+        ("masking.whole_word=false", "masking.scheme=tokens"),
+    ],
 )
-def test_the_objective_decides_a_next_sentence_that_is_not_given(given: str, expected: str, write):
-    config = load_config(write(GOOD), ["pairs={" + given + "}"])
-    assert config.pairs.chosen_objective == expected
-    assert config.pairs.next_sentence == (expected == "nsp")
-    assert load_config(write(dump(config))) == config
+def test_an_old_name_is_read_with_a_remark(given: str, now: str, write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(GOOD)
+    assert load_config(path, [given]) == load_config(path, [now])
+    assert load_config(path, [given]) == load_config(path, [now])
+    new, old = now.replace("=", ": "), given.replace("=", ": ")
+    assert capsys.readouterr().err == f"--set {given}: {old} is now {new}; the old name is read until 0.3\n", "once"
+    # As earlier versions recorded it, with the new name beside it.
+    assert load_config(path, ["pairs={next_sentence: false, objective: sop}"]).pairs.objective == "sop"
+    assert load_config(path, ["pairs={next_sentence: false, objective: ''}"]).pairs.objective == "none"
 
 
-def bomb(level: str) -> str:
-    """Eleven levels, each of nine aliases of the one before: 9^12 values where they are written out."""
-    return "a0: &a0 {k: x}\n" + "".join(f"a{n}: &a{n} {level % ','.join([f'*a{n - 1}'] * 9)}\n" for n in range(1, 12))
+LEFT_WITH_AN_EFFECT = {
+    "model.attention_gate": "head",
+    "model.bigram_rows": "64",
+    "model.norm_before_output": "true",
+    "model.zero_output_init": "true",
+    "masking.shifted_targets": "true",
+    "masking.span_longest": "5",
+    "masking.span_probability": "0.3",
+    "masking.z_loss": "1e-4",
+    "phases.0.causal_share": "0.1",
+    "optimizer.cautious_weight_decay": "true",
+    "engine.flash_attention": "fa3",
+    "engine.fp8": "true",
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [*LEFT_WITH_AN_EFFECT.items(), ("masking.scheme", "spans")])
+def test_a_setting_that_left_is_named_with_what_to_do(name: str, value: str, write) -> None:
+    message = "left in 0.2; the last commit that had it is 02149e8; remove the line"
+    shown = f"{name}: {value}" if name == "masking.scheme" else name
+    with pytest.raises(InputError, match=rf"^--set {name}={value}: {re.escape(shown)} {message}$"):
+        load_config(write(GOOD), [f"{name}={value}"])
+    section, key = name.split(".", 1)
+    if section not in ("phases", "engine"):
+        path = write(f"{GOOD}\n{section}:\n  {key}: {value}\n")
+        with pytest.raises(InputError, match=rf"^{re.escape(str(path))}:\d+: {re.escape(shown)} {message}$") as error:
+            load_config(path)
+        line = int(str(error.value).removeprefix(f"{path}:").split(":")[0])
+        assert key in path.read_text().splitlines()[line - 1]
+
+
+def test_recorded_configs_of_earlier_versions_are_read(write) -> None:
+    """They name all settings; those that left are there without effect."""
+    path = write(GOOD)
+    without = [
+        f"{section.replace('phases', 'phases.0')}.{name}={json.dumps(value)}"
+        for section, of_section in LEFT.items()
+        for name, value in of_section.items()
+    ]
+    assert len(without) == len(LEFT_WITH_AN_EFFECT)
+    assert load_config(path, without) == load_config(path)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (bomb("[%s]"), "run.yaml:6: not valid YAML: more than 50,000 values, with all aliases expanded."),
-        (bomb("{<<: [%s]}"), "run.yaml:6: not valid YAML: more than 50,000 values, with all aliases expanded."),
         (
             GOOD + "  deepspeed: &a {b: {c: *a}}\n",
-            "run.yaml:18: not valid YAML: an alias inside the value that it refers to.",
+            "run.yaml: not valid YAML: more than 50 levels of sections and lists.",
         ),
         (
             GOOD + "  deepspeed: {a: " + "[" * 3000 + "]" * 3000 + "}\n",
-            "run.yaml:18: not valid YAML: more than 50 levels of sections and lists.",
+            "run.yaml: not valid YAML: more than 50 levels of sections and lists.",
         ),
         (
             "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 3000)),
-            "run.yaml:50: not valid YAML: more than 50 levels of sections and lists.",
+            "run.yaml: not valid YAML: more than 50 levels of sections and lists.",
         ),
         (
             GOOD + "seed: " + "1" * 5000 + "\n",
@@ -534,15 +571,6 @@ def bomb(level: str) -> str:
 )
 def test_hostile_yaml_is_a_line(write, text: str, expected: str):
     assert problems(write(text)) == [expected]
-
-
-def test_values_are_bounded_before_all_are_read(write, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pretrain.common.yaml_text._MOST_VALUES", 1000)
-    read: list[int] = []
-    monkeypatch.setattr("pretrain.common.yaml_text._Loader._extent", lambda loader, node: read.append(1) or (1, 1))
-    [line] = problems(write(GOOD + f"  deepspeed: {{a: [{'1,' * 2000}]}}\n"))
-    assert line == "run.yaml:18: not valid YAML: more than 1,000 values, with all aliases expanded."
-    assert len(read) == 1001
 
 
 def test_aliases_and_merged_sections_are_read(write):

@@ -65,7 +65,7 @@ def test_help_lists_every_command_on_one_line(capsys: pytest.CaptureFixture[str]
     assert cli.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
-    expected = {"bench", *commands_of("pretrain"), *commands_of("finetune"), *commands_of("cluster")}
+    expected = {*commands_of("pretrain"), *commands_of("finetune"), *commands_of("cluster")}
     assert set(cli.commands()) == expected
     assert len(cli.commands()) == len(expected)
     for name in expected:
@@ -98,9 +98,6 @@ def test_an_unknown_command_names_the_nearest(word: str, advice: str, capsys: py
         ("pretrain", ["prepare", "run.yaml"]),
         ("finetune", ["predict", "runs/sst2"]),
         ("cluster", ["logs", "-f", "bert-mini"]),
-        ("pretrain", ["bench", "step", "--json"]),
-        ("finetune", ["bench", "finetune", "task.yaml"]),
-        ("finetune", ["bench", "speedrun", "run.yaml"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
@@ -263,7 +260,7 @@ def test_launch_sh_and_the_docs_program_have_the_same_options(clone: Path) -> No
 
 
 def test_launch_sh_hands_every_command_over(clone: Path) -> None:
-    add_stamps(clone, "base", "bench")
+    add_stamps(clone, "base")
     for name in cli.commands():
         result = launch(clone, name, "a b", "--set", "x=1")
         assert result.stdout.splitlines() == [f"{name} a b --set x=1", "1 ./launch.sh"], result.stderr

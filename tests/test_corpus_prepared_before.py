@@ -27,7 +27,7 @@ FINGERPRINT = "f8288e00d9915f2bb1574546c0034b92e2e432d3443efe3086aadba94b2083af"
 # SHA-256 of all batches of four epochs for two workers.
 BATCHES = [
     ({}, "4d46eab3bd8633d16900da2f9af7666a3820afefbd2a60a3020469666ee07c5d"),
-    ({"whole_word": True}, "e2978c10fa1df4ad3593ad6ebb983d576e3e6a8e6e72100f4b5e913ca9056b7b"),
+    ({"scheme": "whole_words"}, "e2978c10fa1df4ad3593ad6ebb983d576e3e6a8e6e72100f4b5e913ca9056b7b"),
     (
         {"probability": 0.3, "mask_share": 0.5, "random_share": 0.4},
         "a15de9990ebefa3f13d0f0e253197cb1a9dbeb901b7d4c882a24129ea0e63a45",

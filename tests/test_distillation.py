@@ -18,7 +18,7 @@ from pretrain.config import DistillationConfig, ModelConfig, PretrainConfig, loa
 from pretrain.model import fused_cross_entropy
 from pretrain.model.distillation import DistillingModel, evenly_spread
 from pretrain.model.heads import PretrainingModel
-from tests.batches_by_hand import make_batch
+from tests.batches_by_hand import make_batch, next_sentence_logits
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
 
@@ -55,7 +55,7 @@ def test_the_losses_are_those_of_the_plain_formulas(monkeypatch: pytest.MonkeyPa
     soft = F.kl_div((scores / 3).log_softmax(-1), (given / 3).softmax(-1), reduction="sum") * 9
     ones = torch.ones(len(hidden))
     cosine = torch.nn.CosineEmbeddingLoss(reduction="sum")(hidden, theirs, ones)
-    pairs = F.cross_entropy(model.next_sentence_logits(batch), batch.nsp_labels, reduction="sum")
+    pairs = F.cross_entropy(next_sentence_logits(model, batch), batch.nsp_labels, reduction="sum")
     expected = {"mlm_loss": mlm, "soft_loss": soft, "cosine_loss": cosine, "nsp_loss": pairs}
     for name, value in expected.items():
         torch.testing.assert_close(getattr(output, name), value, msg=name)
@@ -119,7 +119,7 @@ def test_a_student_may_name_another_initialisation_of_its_heads() -> None:
 
 def as_teacher(config: PretrainConfig, folder: str) -> Teacher:
     """What `read_teacher` finds in a run of `config`, but for the values of the weights."""
-    model, pairs = config.model.model_copy(update={"attention_init": "normal"}), config.pairs.next_sentence
+    model, pairs = config.model.model_copy(update={"attention_init": "normal"}), config.pairs.has_classifier
     with torch.device("meta"):
         state = PretrainingModel(model, config.corpus.vocabulary.size, pairs).state_dict()
     return Teacher(folder, model, pairs, state, fingerprint="")

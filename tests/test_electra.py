@@ -269,17 +269,12 @@ def test_a_run_is_exported_as_two_models_and_read_as_the_discriminator(runs, cor
     ("changes", "message"),
     [
         ({"electra__generator_width": 0, "electra__rtd_weight": 10}, "needs electra.generator_width"),
-        ({"pairs__next_sentence": True}, "does not fit the objective nsp. Set pairs.next_sentence: false"),
         ({"pairs__objective": "sop"}, "does not fit the objective sop. Set pairs.objective: none"),
         ({"start_from": "x"}, r"electra and start_from \(x\) do not fit"),
-        ({"phases__0__causal_share": 0.1}, "does not fit phases"),
-        ({"masking": {"z_loss": 1e-4}}, r"masking.z_loss \(0.0001\) has no effect with electra"),
     ],
 )
 def test_settings_that_contradict(corpus: Path, changes: dict[str, Any], message: str) -> None:
     values = settings(corpus, Path("run"))
-    if changes.pop("phases__0__causal_share", None):
-        values["phases"][0]["causal_share"] = 0.1
     for key, value in changes.items():
         section, _, name = key.partition("__")
         if name:

@@ -43,7 +43,7 @@ OPTIMIZERS = ("adamw", "lamb", "stable_adamw", "muon", "normuon")
 
 def choice_of(optimizer: str) -> OptimizerConfig:
     if optimizer == "normuon":
-        return OptimizerConfig(name="muon", normalised=True, cautious_weight_decay=True)
+        return OptimizerConfig(name="muon", normalised=True)
     return OptimizerConfig(name=optimizer)  # type: ignore[arg-type]
 
 
@@ -113,7 +113,7 @@ def take_steps(engine: Engine, steps: range, poison: Poison = (-1, 0, math.nan))
             engine.backward(loss, last=number == len(mine) - 1)
             total += loss.detach()
         result = engine.step(RATE)
-        results.append((engine.sum_over_workers(total).item(), result.gradient_norm, result.applied))
+        results.append((engine.sum_over_workers(total).item(), float(result.norm), result.applied))
     return results
 
 
@@ -258,7 +258,7 @@ def run_with_a_head_at_rest(alone: bool, on_the_way: bool = False, clip: float =
             losses = engine.forward(step_batches(2)[0])
             engine.backward(losses.mlm_loss / 10 / engine.world_size, last=True)  # NSP's own parameters get no gradient
             result = engine.step(RATE)
-            results.append((0.0, result.gradient_norm, result.applied))
+            results.append((0.0, float(result.norm), result.applied))
             results += take_steps(engine, range(3, 4), (3, 0, math.nan)) + take_steps(engine, range(4, 5))
             found[stage] = (results, whole_state(engine))
             engine.close()

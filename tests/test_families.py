@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.bench.baselines import pad
 from pretrain.config import ModelConfig
 from pretrain.model.heads import PretrainingModel
 from tests.batches_by_hand import make_batch
+from tests.bench.baselines import pad
 
 transformers = pytest.importorskip("transformers")
 

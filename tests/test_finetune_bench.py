@@ -15,10 +15,10 @@ import yaml
 from chaos import ROOT
 from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_reviews
 
-from finetune.bench import features as bench_features
-from finetune.bench import finetuning
 from finetune.config import load_config
 from pretrain.common.errors import InputError, MachineError
+from tests.bench import features as bench_features
+from tests.bench import finetuning
 
 # Earlier trainings in this process leave them set (pretrain/training/session.py). accelerate would then wait for ranks.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -72,7 +72,7 @@ def test_the_trainer_learns_from_every_family(tmp_path: Path, family: str) -> No
         training={"examples_per_step": 16, "learning_rate": 3e-3, "epochs": 12.0},
     )
     output = tmp_path / "result.json"
-    command = [sys.executable, "-m", "finetune", "bench", str(path), "--peer", str(output)]
+    command = [sys.executable, "-m", "tests.bench", "finetune", str(path), "--peer", str(output)]
     alone = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

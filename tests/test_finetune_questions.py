@@ -353,7 +353,7 @@ def test_settings_from_yaml(tmp_path):
     assert load(path, QuestionsSettings).unanswerable is True
     assert Questions(load(path, QuestionsSettings), {"threshold": 2.0}).threshold == -1.5
     path.write_text("unanswerable: maybe\n")
-    with pytest.raises(InputError, match=r"a.yaml:1: unanswerable is 'maybe'; expected one of 'auto', True or False"):
+    with pytest.raises(InputError, match=r"a.yaml:1: unanswerable is 'maybe'; expected one of 'auto', true or false"):
         load(path, QuestionsSettings)
     assert all(field.description for field in QuestionsSettings.model_fields.values())
 

@@ -73,20 +73,14 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.checkpoint pretrain.estimate pretrain.training pretrain.continuation pretrain.objectives "
         "pretrain.reporting"
     ),
-    "pretrain.bench": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.preflight pretrain.work pretrain.roofline pretrain.commands pretrain.training "
-        "pretrain.reporting pretrain.objectives pretrain.train"
-    ),
     "cluster.doctor": (
         "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.work pretrain.commands "
-        "pretrain.training cluster.jobs pretrain.bench"
+        "pretrain.training cluster.jobs pretrain.batches"
     ),
     "pretrain.demo": "pretrain.common pretrain.commands pretrain.reporting",
     "pretrain.__main__": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.preflight "
         "pretrain.estimate pretrain.pace pretrain.planning pretrain.commands pretrain.launch pretrain.reporting "
-        "pretrain.demo "
         "pretrain.storage"
     ),
     "cluster.__main__": "pretrain.common cluster.local pretrain.commands cluster.jobs cluster.manifests cluster.doctor",
@@ -117,12 +111,6 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.commands pretrain.reporting pretrain.preflight finetune.tasks finetune.artifacts finetune.config "
         "finetune.runs finetune.experiments"
     ),
-    "finetune.bench": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.preflight pretrain.work pretrain.planning pretrain.commands pretrain.reporting "
-        "pretrain.bench pretrain.storage finetune.datasets finetune.tasks finetune.config finetune.artifacts "
-        "finetune.scores"
-    ),
     "finetune.adaptation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.continuation "
         "pretrain.pace pretrain.planning pretrain.commands pretrain.reporting finetune.artifacts finetune.config "
@@ -134,7 +122,7 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "finetune.__main__": (
         "pretrain.common pretrain.preflight pretrain.commands pretrain.launch finetune.config pretrain.demo "
-        "pretrain.__main__ finetune.artifacts finetune.runs finetune.bench finetune.experiments finetune.demo "
+        "pretrain.__main__ finetune.artifacts finetune.runs finetune.experiments finetune.demo "
         "finetune.adaptation finetune.scores"
     ),
     "finetune.cli": "pretrain.common pretrain.commands",

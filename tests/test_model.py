@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch
-from pretrain.bench.baselines import pad
-from pretrain.checkpoint.hf import to_hf
+from pretrain.checkpoint.layouts import BERT
+from pretrain.checkpoint.released_writer import their_tensors
 from pretrain.config import MAX_WIDTH, ModelConfig
 from pretrain.model.attention import AttentionOptions, ProjectionWeights, TokenLayout, grouped_op, self_attention
 from pretrain.model.attention.grouped_op import _keys_to_heads, grouped_attention
@@ -29,7 +29,8 @@ from pretrain.model.hash_rng import ALONG, BETWEEN, hash_dropout, keep_mask
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.initialisation import normal
 from pretrain.model.positions import rotate, rotations
-from tests.batches_by_hand import make_batch, take_sequence
+from tests.batches_by_hand import make_batch, next_sentence_logits, take_sequence
+from tests.bench.baselines import pad
 
 VOCABULARY = 101
 SHAPE = ModelConfig(size="custom", layers=3, hidden=48, heads=4, intermediate=96, max_positions=64)
@@ -72,7 +73,7 @@ def baseline():
         max_position_embeddings=SHAPE.max_positions,
     )
     theirs = transformers.BertForPreTraining(config).eval()
-    state = to_hf({name: p.detach() for name, p in model.named_parameters()})
+    state = their_tensors({name: p.detach() for name, p in model.named_parameters()}, BERT)
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert set(missing) <= {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
     assert not unexpected
@@ -88,7 +89,7 @@ def test_logits_and_losses_equal_transformers(baseline) -> None:
         rows = theirs.prediction_logits[inputs["attention_mask"].bool()][batch.masked_rows]
         torch.testing.assert_close(model.masked_logits(batch), rows, atol=1e-4, rtol=0)
         nsp = theirs.seq_relationship_logits
-        torch.testing.assert_close(model.next_sentence_logits(batch), nsp, atol=1e-4, rtol=0)
+        torch.testing.assert_close(next_sentence_logits(model, batch), nsp, atol=1e-4, rtol=0)
         torch.testing.assert_close(total(model, batch), theirs.loss, atol=1e-5, rtol=0)
         losses = model(batch)
     assert losses.mlm_correct == (rows.argmax(-1) == batch.masked_labels).sum()
@@ -102,7 +103,7 @@ def test_gradients_equal_transformers_and_reach_every_parameter(baseline) -> Non
     baseline.zero_grad()
     baseline(**pad(batch)).loss.backward()
     theirs = {name: p.grad for name, p in baseline.named_parameters()}
-    expected = to_hf(ours)
+    expected = their_tensors(ours, BERT)
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0, name
         torch.testing.assert_close(gradient, theirs[name], atol=1e-5, rtol=1e-4)
@@ -471,26 +472,6 @@ def test_the_vocabulary_loss_equals_its_slow_twin(entries: int, count: int, monk
     torch.testing.assert_close(torch.autograd.grad(3 * ours, inputs), torch.autograd.grad(3 * theirs, inputs))
     with torch.no_grad():
         torch.testing.assert_close(vocabulary_losses(hidden, word, bias, labels, False)[0], theirs)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("entries", [1 << 26, 3 * 50])
-def test_the_z_loss_comes_with_its_gradient(entries: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.model.fused_cross_entropy.LOGITS_PER_PIECE", entries)
-    torch.manual_seed(0)
-    inputs = [torch.randn(*size, requires_grad=True) for size in ((7, 8), (50, 8), (50,))]
-    hidden, word, bias = inputs
-    labels = torch.randint(50, (7,))
-    loss, correct, z_loss = vocabulary_losses(hidden, word, bias, labels, fused, 0.3)
-    logits = F.linear(hidden, word, bias)
-    z = 0.3 * logits.logsumexp(-1).square().sum()
-    expected = F.cross_entropy(logits, labels, reduction="sum") + z
-    torch.testing.assert_close((loss, z_loss), (expected, z))
-    assert correct == (logits.argmax(-1) == labels).sum()
-    assert not z_loss.requires_grad
-    torch.testing.assert_close(torch.autograd.grad(3 * loss, inputs), torch.autograd.grad(3 * expected, inputs))
-    with torch.no_grad():
-        torch.testing.assert_close(vocabulary_losses(hidden, word, bias, labels, fused, 0.3), (loss, correct, z_loss))
 
 
 @pytest.fixture(params=[1, 2])

@@ -32,23 +32,21 @@ from pretrain.config import ElectraConfig, ModelConfig, PretrainConfig
 from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
 from pretrain.reporting.attention.weights import AttentionModel
+from tests.batches_by_hand import make_batch as make_unlabelled_batch
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
 
 SIZES = {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "intermediate": 48, "max_positions": 64}
 PARTS = {
     "qk_norm": True,
-    "norm_before_output": True,
-    "attention_gate": "value",
     "recursions": 2,
     "embedding": 16,
-    "bigram_rows": 40,
 }
 # Parts that are new, and mixtures of old ones.
 SHAPES: list[dict[str, Any]] = [
     PARTS,
-    {"family": "modernbert", "local_attention": 8, "qk_norm": True, "attention_gate": "head"},
-    {"positions": "sinusoidal", "pooling": "max", "tied_decoder": False, "activation": "relu"},
+    {"family": "modernbert", "local_attention": 8, "qk_norm": True},
+    {"pooling": "max", "tied_decoder": False, "activation": "relu"},
     {
         "positions": "relative",
         "relative_buckets": 8,
@@ -86,7 +84,7 @@ def make_tokenizer(folder: Path) -> Path:
 @pytest.mark.parametrize("next_sentence", [True, False])
 @pytest.mark.parametrize("entry", SHAPES, ids=str)
 def test_there_and_back_is_exact(entry: dict[str, Any], next_sentence: bool, tmp_path: Path) -> None:
-    shape, tokenizer = make_shape(**entry, init_std=0.03, zero_output_init=True), make_tokenizer(tmp_path / "tokenizer")
+    shape, tokenizer = make_shape(**entry, init_std=0.03), make_tokenizer(tmp_path / "tokenizer")
     state = make_state(shape, next_sentence=next_sentence)
     assert layout_of(shape) is OWN
     hf.export(state, shape, tokenizer, tmp_path / "out", next_sentence=next_sentence, card="")
@@ -116,6 +114,29 @@ def test_models_that_their_family_holds_stay_there() -> None:
     assert layout_of(make_shape(embedding=16), "electra") is LAYOUTS["electra"]
     assert layout_of(make_shape(embedding=16)) is OWN
     assert layout_of(make_shape(qk_norm=True), "electra") is OWN
+
+
+@pytest.mark.parametrize("family", ["bert", "electra"])
+def test_sinusoidal_positions_are_a_table_in_berts_layout(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForMaskedLM
+
+    shape = make_shape(positions="sinusoidal", **({"embedding": 16} if family == "electra" else {}))
+    state, tokenizer = make_state(shape, next_sentence=False), make_tokenizer(tmp_path / "tokenizer")
+    name = "" if family == "bert" else family
+    hf.export(state, shape, tokenizer, tmp_path / "out", next_sentence=False, card="", family=name)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == family
+    model, batch = PretrainingModel(shape, ROWS, next_sentence=False).eval(), make_unlabelled_batch([9, 14], ROWS)
+    model.load_state_dict(state)
+    theirs = AutoModelForMaskedLM.from_pretrained(tmp_path / "out").eval()
+    back, read, _ = hf.load(tmp_path / "out")
+    again = PretrainingModel(back, ROWS, next_sentence=False).eval()
+    again.load_state_dict(read)
+    with torch.no_grad():
+        parts = zip(batch.input_ids.split(batch.lengths), batch.token_types.split(batch.lengths), strict=True)
+        logits = [theirs(input_ids=ids[None], token_type_ids=types[None]).logits[0] for ids, types in parts]
+        expected = torch.cat(logits)[batch.masked_rows]
+        torch.testing.assert_close(model.masked_logits(batch), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(again.masked_logits(batch), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_another_family_that_is_asked_for_is_refused(tmp_path: Path) -> None:
@@ -298,7 +319,7 @@ def test_the_export_says_what_it_is_for(place: Path, tmp_path: Path, capsys: pyt
     assert card.startswith("---\nlibrary_name: bertrain\n")
     assert "`transformers` cannot load this folder" in card
     assert "from transformers" not in card
-    assert "model.attention_gate is value" in card
+    assert "model.recursions is 2" in card
 
 
 def test_pretrainings_continue_and_learn_from_it(place: Path) -> None:

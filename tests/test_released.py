@@ -19,7 +19,6 @@ from torch import Tensor
 
 from finetune.datasets.tables import read_table
 from pretrain.batches.batch import MicroBatch
-from pretrain.bench.baselines import pad
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, read_config
 from pretrain.checkpoint.mapping import MappedTensor, mapping_table
@@ -32,6 +31,7 @@ from pretrain.config import ModelConfig
 from pretrain.model.encoder import Encoder
 from pretrain.model.heads import PretrainingModel
 from tests.batches_by_hand import make_batch
+from tests.bench.baselines import pad
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -161,7 +161,7 @@ def test_a_released_checkpoint_is_continued_and_exported(kind: Kind, tmp_path: P
 
     tokenizer = make_released(tmp_path / "start", kind)
     text = write_documents(tmp_path / "text.jsonl")
-    changes = {"pairs__objective": "none", "masking__whole_word": True, "corpus__sources": jsonl(text)}
+    changes = {"pairs__objective": "none", "masking__scheme": "whole_words", "corpus__sources": jsonl(text)}
     path = write_config(tmp_path / "trial.yaml", tmp_path / "corpus", text, tmp_path / "start", **changes)
     assert main(["prepare", str(path)]) == 0
     assert main(["pretrain", str(path), "--no-ray"]) == 0
@@ -250,7 +250,7 @@ def test_masking_takes_words_and_draws_no_special_or_reserved_token(
     assert main(["prepare", str(tmp_path / "trial.yaml")]) == 0
     shards = open_shards(tmp_path / "corpus", "train")
     assert shards.special_ids == special_ids(make_tokenizer(kind))
-    masker = Masker(shards, MaskingConfig(whole_word=True), sequence_length=32, max_predictions=0)
+    masker = Masker(shards, MaskingConfig(scheme="whole_words"), sequence_length=32, max_predictions=0)
     entries = entries_of(make_tokenizer(kind))
     assert {entry for number, entry in enumerate(entries) if number not in masker.ordinary} == left_out
     vocabulary = masker._scheme.vocabulary

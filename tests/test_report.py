@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import math
 import re
@@ -17,7 +18,6 @@ from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain import __main__ as command_line
 from pretrain import demo
 from pretrain.checkpoint import hf
 from pretrain.common.errors import InputError
@@ -278,17 +278,16 @@ class TestPage:
 
 
 class TestFillings:
-    @pytest.mark.parametrize("shifted", [False, True])
-    def test_probabilities_are_those_of_transformers(self, corpus: Path, exported: Path, shifted: bool) -> None:
+    def test_probabilities_are_those_of_transformers(self, corpus: Path, exported: Path) -> None:
         from transformers import BertForMaskedLM
 
         chosen = held_out_sentences(open_shards(corpus, "validation"), VOCABULARY, 10)
         theirs: Any = BertForMaskedLM.from_pretrained(exported)
-        for one, filling in zip(chosen, fill(exported, chosen, shifted=shifted), strict=True):
+        for one, filling in zip(chosen, fill(exported, chosen), strict=True):
             ids = [VOCABULARY.index("[CLS]"), *one.tokens, VOCABULARY.index("[SEP]")]
             ids[one.masked + 1] = VOCABULARY.index("[MASK]")
             with torch.no_grad():
-                expected = theirs.eval()(torch.tensor([ids])).logits[0, one.masked + 1 - shifted].softmax(-1)
+                expected = theirs.eval()(torch.tensor([ids])).logits[0, one.masked + 1].softmax(-1)
             top = expected.topk(5)
             assert [word for word, _ in filling.guesses] == [VOCABULARY[token] for token in top.indices]
             assert [p for _, p in filling.guesses] == pytest.approx(top.values.tolist(), abs=1e-5)
@@ -426,6 +425,44 @@ class TestCharts:
         assert charts.line_chart("t", [charts.Series("a", [])], form=str, form_x=str) == ""
 
 
+class TestBarChart:
+    bars = (charts.Bar("ours", 50, 40, 80), charts.Bar("a<b>", 20, 10, 25, "baseline"))
+
+    def chart(self, limit: tuple[str, float] | None) -> str:
+        chart = charts.bar_chart("t & u", "things/s", self.bars, form=str, limit=limit)
+        assert not Page(chart).open
+        return chart
+
+    def widths(self, chart: str) -> list[float]:
+        return [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', chart)]
+
+    def test_bars_are_as_long_as_their_values_and_the_range_fits(self) -> None:
+        chart = self.chart(None)
+        assert self.widths(chart) == [
+            pytest.approx(388 * 50 / 80, abs=0.1),
+            pytest.approx(388 * 20 / 80, abs=0.1),
+        ]
+        ends = [float(x) for x in re.findall(r'x2="([\d.]+)"', chart)]
+        assert max(ends) == 394
+        assert html.escape("a<b>") in chart
+        assert "class=limit" not in chart
+
+    def test_a_near_limit_is_a_mark_on_each_bar(self) -> None:
+        chart = self.chart(("peak", 160))
+        assert self.widths(chart) == [
+            pytest.approx(388 * 50 / 160, abs=0.1),
+            pytest.approx(388 * 20 / 160, abs=0.1),
+        ]
+        assert re.findall(r'<line class=limit x1="([\d.]+)"', chart) == ["394.0", "394.0"]
+        assert "peak: 160" in chart
+
+    def test_a_far_limit_is_written_as_text(self) -> None:
+        chart = self.chart(("reading", 100_000))
+        assert self.widths(chart) == self.widths(self.chart(None))
+        assert "class=limit" not in chart
+        assert "reading: 100000, out of range" in chart
+
+
 class TestDemo:
     @pytest.fixture
     def commands(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
@@ -436,10 +473,14 @@ class TestDemo:
         return []
 
     def run(self, commands: list[list[str]], *words: str) -> int:
-        return demo.run(self.parsed(*words), lambda argv: commands.append(list(argv)) or 0)
+        arguments = self.parsed(*words)
+        code = demo.run_stages(arguments, lambda argv: commands.append(list(argv)) or 0)
+        return demo.finish(arguments, 0.0, code)
 
     def parsed(self, *words: str) -> argparse.Namespace:
-        return command_line.build_parser().parse_args(["demo", *words])
+        parser = argparse.ArgumentParser()
+        demo.add_options(parser)
+        return parser.parse_args(words)
 
     def test_runs_the_stages_in_order(self, commands: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
         assert self.run(commands, "--workers", "1", "--set", "phases.0.steps=5") == 0
@@ -476,7 +517,7 @@ class TestDemo:
         assert [command[0] for command in commands] == ["pretrain", "export"]
 
     def test_stops_at_the_first_stage_that_fails(self, commands: list[list[str]]) -> None:
-        assert demo.run(self.parsed(), lambda argv: 75 if argv[0] == "pretrain" else 0) == 75
+        assert demo.run_stages(self.parsed(), lambda argv: 75 if argv[0] == "pretrain" else 0) == 75
 
     def test_needs_the_configs_of_a_clone(self, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(demo, "_CONFIG", Path("nowhere/tiny.yaml"))

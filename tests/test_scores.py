@@ -253,7 +253,7 @@ def test_records_of_eager_layers_are_those_of_compiled_ones_in_fp32_only(
         return [list(Record(path, model).content[part]["how"]) for part in ("held_out", "blimp")]
 
     eager = scores()
-    as_ever = [["texts", "length", "share", "seed", "precision", "shifted"], ["data", "limit", "precision", "shifted"]]
+    as_ever = [["texts", "length", "share", "seed", "precision"], ["data", "limit", "precision"]]
     assert how() == as_ever, "else all earlier records would be measured again"
     assert scores(compile=True) == eager
     assert len(computed) == 2, "no model was needed"
@@ -310,39 +310,6 @@ def test_a_model_that_changes_meanwhile_is_refused(tmp_path: Path, bert: Path) -
     with pytest.raises(InputError, match="its weights have changed since the evaluation began"):
         blimp_score(folder, write_blimp(tmp_path / "blimp"), record=record)
     assert not record.path.exists()
-
-
-def test_shifted_models_are_read_a_position_earlier(bert: Path) -> None:
-    """The logits at a position are those of the following token."""
-    from transformers import AutoModelForMaskedLM
-
-    model, ours = AutoModelForMaskedLM.from_pretrained(bert).eval(), MaskedModel(bert, ModelSettings(shifted=True))
-    ids, _ = ours.encode("the film")
-    expected = 0.0
-    for place in (1, 2):
-        masked = torch.tensor([ids.tolist()])
-        masked[0, place] = ours.mask_id
-        with torch.no_grad():
-            expected += float(model(masked).logits[0, place - 1].log_softmax(-1)[ids[place]])
-    assert pseudo_log_likelihoods(ours, ["the film"])[0] == pytest.approx(expected, abs=1e-4)
-
-
-def test_a_run_says_itself_that_its_targets_are_shifted(tmp_path: Path, bert: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    config = {
-        "name": "shifted",
-        "corpus": {"dir": "corpus", "sources": [{"kind": "docstrings"}]},
-        "pairs": {"next_sentence": False},
-        "masking": {"shifted_targets": True},
-        "phases": [
-            {"sequence_length": 64, "global_sequences": 8, "steps": 1, "peak_learning_rate": 1e-4, "warmup_steps": 0}
-        ],
-    }
-    (tmp_path / "config.yaml").write_text(json.dumps(config))
-    assert masked_model._is_shifted(tmp_path)
-    (tmp_path / "config.yaml").write_text(json.dumps({**config, "masking": {}}))
-    assert not masked_model._is_shifted(tmp_path)
-    assert not masked_model._is_shifted(bert)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lamb": {"name": "lamb"},
     "stable_adamw": {"name": "stable_adamw"},
     "muon": {"name": "muon"},
-    "normuon": {"name": "muon", "normalised": True, "cautious_weight_decay": True},
+    "normuon": {"name": "muon", "normalised": True},
 }
 
 

@@ -19,7 +19,6 @@ CASES: dict[str, dict[str, Any]] = {
     "bert-large": {"model": LARGE, "precision": "bf16"},
     "modernbert-base": {"model": MODERN, "precision": "bf16"},
     "fp32": {"model": {"size": "mini", "max_positions": 128}, "precision": "fp32"},
-    "fp8": {"model": MODERN, "precision": "bf16", "fp8": True},
 }
 LAYER = {"pretrain.model.block.after_attention", "pretrain.model.block.embed", "pretrain.model.heads.mlm_transform"}
 ATTENTION = {f"pretrain.model.attention.kernels.{name}" for name in ("_to_heads", "_softmax", "_softmax_backward")}

@@ -15,11 +15,6 @@ from typing import Any
 import pytest
 from corpora import make_corpus
 
-from finetune.bench.speedrun import command, ground, page, results, scores, trial
-from finetune.bench.speedrun.budget import SequenceCost, measured_costs, plan_budget
-from finetune.bench.speedrun.options import make_parser
-from finetune.bench.speedrun.results import Results, Trial
-from finetune.bench.speedrun.scores import Scores, ScoreSettings
 from finetune.scores.blimp import BlimpScore, ParadigmScore
 from finetune.scores.finetuning import FinetuningScore
 from finetune.scores.finetuning_runs import FinetuningSettings
@@ -31,6 +26,11 @@ from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.config import PretrainConfig
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
+from tests.bench.speedrun import command, ground, page, results, scores, trial
+from tests.bench.speedrun.budget import SequenceCost, measured_costs, plan_budget
+from tests.bench.speedrun.options import make_parser
+from tests.bench.speedrun.results import Results, Trial
+from tests.bench.speedrun.scores import Scores, ScoreSettings
 
 LIMITS = ground.Limits(words=3000, held_out_share=0.05, held_out_documents=3, held_out_bytes=10_000)
 WORDS = [
@@ -166,7 +166,7 @@ def config_file(folder: Path, **changes: Any) -> Path:
         "name": "tiny",
         "corpus": {"dir": "unused", "vocabulary": {"size": 64}, "processes": 1},
         "model": {"size": "custom", "layers": 1, "hidden": 16, "heads": 2, "max_positions": 32},
-        "pairs": {"next_sentence": False},
+        "pairs": {"objective": "none"},
         "phases": [
             {"sequence_length": 16, "global_sequences": 4, "steps": 300, "peak_learning_rate": 1e-3},
             {"sequence_length": 32, "global_sequences": 2, "steps": 100, "peak_learning_rate": 1e-3},
@@ -444,26 +444,6 @@ def test_runs_are_ranked_by_what_compares_vocabularies() -> None:
 @pytest.mark.parametrize(("budget", "text"), [(0.5e15, "5e14"), (2.5e15, "2.5e15"), (1e12, "1e12"), (123, "1.23e2")])
 def test_budgets_are_short_in_names(budget: float, text: str) -> None:
     assert trial.budget_text(budget) == text
-
-
-# ---- the command line
-
-
-@pytest.mark.parametrize(
-    ("words", "module"),
-    [
-        (["speedrun", "run.yaml"], "finetune.bench.speedrun.command"),
-        (["finetune", "run.yaml"], "finetune.bench.finetuning"),
-        (["run.yaml"], "finetune.bench.finetuning"),
-    ],
-)
-def test_benchmarks_get_their_own_arguments(monkeypatch: pytest.MonkeyPatch, words: list[str], module: str) -> None:
-    from finetune.__main__ import main
-
-    seen: list[list[str]] = []
-    monkeypatch.setattr(f"{module}.main", lambda argv, *_: seen.append(argv) or 0)
-    assert main(["bench", *words]) == 0
-    assert seen == [["run.yaml"]]
 
 
 # ---- scores

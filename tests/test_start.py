@@ -193,12 +193,13 @@ def assert_same_logits(start: Path, state: dict[str, torch.Tensor]) -> None:
     """The run's first weights give the logits of the released model."""
     from transformers import BertForPreTraining
 
-    from pretrain.checkpoint.hf import to_hf
+    from pretrain.checkpoint.layouts import BERT
+    from pretrain.checkpoint.released_writer import their_tensors
 
     theirs = BertForPreTraining.from_pretrained(start).eval()
     ids = torch.tensor([[2, 9, 10, 4, 12, 3]])
     expected = theirs(ids)
-    missing, unexpected = theirs.load_state_dict(to_hf(state), strict=False)
+    missing, unexpected = theirs.load_state_dict(their_tensors(state, BERT), strict=False)
     assert unexpected == []
     assert set(missing) <= {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
     found = theirs(ids)
@@ -343,8 +344,8 @@ def test_replayed_text_has_its_share_of_every_epoch(tmp_path: Path) -> None:
     mixed = with_replay(own, general, 0.25)
     assert mixed.fingerprint not in (own.fingerprint, general.fingerprint)
     assert with_replay(own, general, 0.3).fingerprint != mixed.fingerprint
-    sampler = Sampler(mixed, PairsConfig(next_sentence=False), sequence_length=64, seed=0)
-    alone = Sampler(own, PairsConfig(next_sentence=False), sequence_length=64, seed=0)
+    sampler = Sampler(mixed, PairsConfig(objective="none"), sequence_length=64, seed=0)
+    alone = Sampler(own, PairsConfig(objective="none"), sequence_length=64, seed=0)
     whole = np.arange(sampler.samples_per_epoch)
     source = np.array([shard.source for shard in mixed.shards])[sampler.plan(whole).shard_a]
     assert (source > 0).mean() == pytest.approx(0.25, abs=0.002)
@@ -365,7 +366,7 @@ def test_weights_of_a_phase_leave_replayed_sources_of_the_same_name_alone(
     mixed = with_replay(open_shards(own, "train"), open_shards(general, "train"), 0.2)
 
     def shares(weights: dict[str, float]) -> tuple[int, ...]:
-        pairs = PairsConfig(next_sentence=False)
+        pairs = PairsConfig(objective="none")
         return Sampler(mixed, pairs, sequence_length=64, seed=0, weights=weights).shares
 
     first, second, _ = shares({})
@@ -442,7 +443,7 @@ def test_a_checkpoint_with_narrow_embeddings_can_be_continued(place: Place, tmp_
     sizes = {"embedding_size": 16, "vocab_size": known["vocab_size"], "max_position_embeddings": 64}
     theirs = ElectraForMaskedLM(ElectraConfig(**shape, **sizes)).eval()
     theirs.save_pretrained(tmp_path / "start")
-    path = write_config(tmp_path / "run.yaml", place.corpus, place.text, tmp_path / "start", pairs__next_sentence=False)
+    path = write_config(tmp_path / "run.yaml", place.corpus, place.text, tmp_path / "start", pairs__objective="none")
     config = resolved(path)
     assert (config.model.embedding, config.model.hidden) == (16, 32)
     model = PretrainingModel(config.model, known["vocab_size"], False).eval()

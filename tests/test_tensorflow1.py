@@ -14,14 +14,14 @@ from fixtures.make_tensorflow1 import HIDDEN, INTERMEDIATE, LAYERS, POSITIONS, V
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.bench.baselines import pad
 from pretrain.checkpoint import tensorflow1
 from pretrain.checkpoint.mapping import mapping_table
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tensorflow1 import Checkpoint, crc32c
 from pretrain.common.errors import InputError
 from pretrain.model.heads import PretrainingModel
-from tests.batches_by_hand import make_batch
+from tests.batches_by_hand import make_batch, next_sentence_logits
+from tests.bench.baselines import pad
 
 CONFIG = {
     "hidden_act": "gelu",
@@ -96,7 +96,9 @@ def test_googles_bert_computes_what_transformers_does_with_its_values(folder: Pa
         logits = output.prediction_logits[inputs["attention_mask"].bool()][batch.masked_rows]
         assert logits.std() > 0.1
         torch.testing.assert_close(model.masked_logits(batch), logits, atol=1e-5, rtol=0)
-        torch.testing.assert_close(model.next_sentence_logits(batch), output.seq_relationship_logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            next_sentence_logits(model, batch), output.seq_relationship_logits, atol=1e-5, rtol=0
+        )
     assert (released.config, released.family, released.token_types) == ({}, "bert", 2)
 
 

@@ -66,7 +66,7 @@ def test_batches_without_a_masked_token_train(tmp_path: Path) -> None:
         "masked": {},
         "electra": {"electra__generator_width": 0.5},
     }
-    changes: dict[str, Any] = {"pairs__objective": "none", "pairs__short_share": 0.0, "masking__whole_word": True}
+    changes: dict[str, Any] = {"pairs__objective": "none", "pairs__short_share": 0.0, "masking__scheme": "whole_words"}
     changes["engine__zero_stage"] = 3
     plan = [
         Start(pretraining(corpus, tmp_path / name, [(9, 2, 3)], **changes, **own)) for name, own in objectives.items()

@@ -44,7 +44,6 @@ def soft(hidden: Tensor, word: Tensor, bias: Tensor) -> SoftTargets:
 
 LOSSES = {
     "labels": lambda h, w, b, labels, fused: vocabulary_losses(h, w, b, labels, fused),
-    "z-loss": lambda h, w, b, labels, fused: vocabulary_losses(h, w, b, labels, fused, 0.1),
     "teacher": lambda h, w, b, labels, fused: soft_target_losses(h, w, b, labels, soft(h, w, b), fused),
 }
 

@@ -5,7 +5,6 @@ Counted is what any library hands to torch's process group, Python's last statio
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Any
 
@@ -13,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.bench import wire
-from pretrain.bench.wire import Call, formula_bytes, listen
 from pretrain.config import EngineConfig as EngineSettings
 from pretrain.config import ModelConfig, OptimizerConfig
 from pretrain.model.heads import PretrainingModel
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
+from tests import wire
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_simulated, run_workers
+from tests.wire import Call, formula_bytes, listen
 
 SHAPE = ModelConfig(size="custom", layers=2, hidden=64, heads=2, max_positions=64)
 VOCABULARY = 101
@@ -155,9 +154,8 @@ def test_all_ranks_call_the_same_collectives_in_the_same_order(simulated, ranks:
         assert run_simulated(ranks, count_steps_apart, cases, rank=rank) == simulated[ranks]
 
 
-def test_the_table_has_a_row_for_each_stage_and_number_of_ranks(capsys) -> None:
-    wire.main(["--size", "mini", "--ranks", "4", "64", "--stages", "1", "--micro-batches", "1", "--json"])
-    row, of_many = json.loads(capsys.readouterr().out)["wire"]
+def test_a_step_a_start_and_a_resume_of_a_real_size() -> None:
+    row, of_many = (wire.counted("mini", 1, ranks, 1) for ranks in (4, 64))
     assert row["bytes"] == pytest.approx(row["formula"], rel=1e-3)
     assert sum(row["collectives"].values()) == 2 * 3, "11.3 M entries with weight decay are 2 buckets"
     assert row["resume_bytes"] == pytest.approx(row["state_bytes"] / 4, rel=1e-3)

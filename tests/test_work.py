@@ -71,17 +71,17 @@ def counted(config: PretrainConfig, batch: MicroBatch) -> int:
 
 CASES: dict[str, dict[str, Any]] = {
     "bert": {},
-    "without pairs": {"pairs": {"next_sentence": False}},
+    "without pairs": {"pairs": {"objective": "none"}},
     "mean pooling": {"model": {**SHAPE, "pooling": "mean"}},
-    "modernbert": {"model": {**SHAPE, "family": "modernbert"}, "pairs": {"next_sentence": False}},
+    "modernbert": {"model": {**SHAPE, "family": "modernbert"}, "pairs": {"objective": "none"}},
     "checkpointing": {"engine": {"activation_checkpointing": True}},
-    "electra": {"electra": {"generator_width": 0.5}, "pairs": {"next_sentence": False}},
+    "electra": {"electra": {"generator_width": 0.5}, "pairs": {"objective": "none"}},
     "narrow electra": {
         "model": {**SHAPE, "embedding": 16},
         "electra": {"generator_width": 0.5},
-        "pairs": {"next_sentence": False},
+        "pairs": {"objective": "none"},
     },
-    "distillation": {"distillation": {"teacher": "x", "cosine_weight": 0}, "pairs": {"next_sentence": False}},
+    "distillation": {"distillation": {"teacher": "x", "cosine_weight": 0}, "pairs": {"objective": "none"}},
     "distillation of pairs": {"distillation": {"teacher": "x", "cosine_weight": 0}},
 }
 
@@ -166,7 +166,7 @@ def test_the_dry_run_counts_a_teacher(tmp_path: Path) -> None:
 
 
 def test_muon_orthogonalises_the_matrices_of_a_generator_too() -> None:
-    config = make_config(optimizer={"name": "muon"}, electra={"generator_width": 0.5}, pairs={"next_sentence": False})
+    config = make_config(optimizer={"name": "muon"}, electra={"generator_width": 0.5}, pairs={"objective": "none"})
     expected = 0
     for name, parameter in model_of(config).named_parameters():
         if is_hidden_matrix(name):

@@ -85,7 +85,7 @@ def inspect(folder: Path, threads: int = 0, measure: bool = True) -> MachineFact
     """
     import torch
 
-    from pretrain.bench import loader
+    from pretrain.batches.synthetic import loader_rate
 
     busy, (memory, free) = psutil.cpu_percent(_BUSY_SECONDS) / 100, machine_memory()
     if threads:
@@ -110,7 +110,7 @@ def inspect(folder: Path, threads: int = 0, measure: bool = True) -> MachineFact
         gpus=torch.cuda.device_count(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         devices=_devices() if measure else (),
-        sequences_per_second=loader.rate(_LOADER_SECONDS) if measure else 0.0,
+        sequences_per_second=loader_rate(_LOADER_SECONDS) if measure else 0.0,
     )
 
 

@@ -138,7 +138,7 @@ def judge_loader(rate: float, devices: tuple[Device, ...]) -> Finding:
 
 
 def _flops_per_sequence() -> float:
-    from pretrain.bench.loader import VOCABULARY_SIZE
+    from pretrain.batches.synthetic import VOCABULARY_SIZE
     from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig
     from pretrain.work import Flops
 

@@ -67,7 +67,7 @@ def run_values(
         "run_dir": str(out / "run"),
         "start_from": str(arguments.start_from),
         "corpus": corpus,
-        "pairs": {"next_sentence": False},
+        "pairs": {"objective": "none"},
         "phases": [_phase(steps, rate_of(model.hidden), min(_LENGTH, model.max_positions), sequences)],
         "engine": {"micro_batch_tokens": 4096},
         "evaluation": {"every_steps": every, "sequences": 512},

@@ -23,7 +23,6 @@ from finetune.scores.masked_model import (
     MaskedSequence,
     ModelSettings,
     progress_bar,
-    resolved,
     text_digest,
 )
 from finetune.scores.record import Record
@@ -111,7 +110,7 @@ def blimp_score(
             too few positions for a sentence.
         MachineError: layers are to be compiled, and there is no C++ compiler that works.
     """
-    settings, paradigms = resolved(folder, settings), read_blimp(data, limit)
+    paradigms = read_blimp(data, limit)
     done: dict[str, ParadigmScore] = {}
     how = {"data": _data_digest(paradigms), "limit": limit, **settings.how()}
     if record is not None:

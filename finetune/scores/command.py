@@ -67,7 +67,6 @@ def _check(arguments: argparse.Namespace) -> None:
     needs = {
         "--length": (arguments.length != 128, bool(arguments.text), "--text"),
         "--blimp-limit": (arguments.blimp_limit, bool(arguments.blimp), "--blimp"),
-        "--shifted-targets": (arguments.shifted_targets, predicts, "--text or --blimp"),
         "--seeds": (arguments.seeds != 3, bool(arguments.finetune), "--finetune"),
         "--precision": (arguments.precision != "fp32", predicts, "--text or --blimp"),
         "--compile": (arguments.compile, predicts, "--text or --blimp"),
@@ -117,7 +116,7 @@ def _predictions(arguments: argparse.Namespace, record: Record) -> list[str]:
     if missing and arguments.finetune:
         parts = [name for name, given in (("--text", arguments.text), ("--blimp", arguments.blimp)) if given]
         return [f"{' and '.join(parts)}: {arguments.model} has no head for masked language modelling ({missing})."]
-    settings = ModelSettings(arguments.precision, True if arguments.shifted_targets else None, arguments.compile)
+    settings = ModelSettings(arguments.precision, arguments.compile)
     skipped: list[str] = []
     if arguments.text:
         how = HeldOutSettings(arguments.length)

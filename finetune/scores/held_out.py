@@ -30,7 +30,6 @@ from finetune.scores.masked_model import (
     ModelSettings,
     frame,
     progress_bar,
-    resolved,
     text_digest,
 )
 from finetune.scores.record import Record
@@ -121,7 +120,7 @@ def held_out_score(
         InputError: a text or the checkpoint cannot be read, the model has no head for masked language modelling, or
             fewer positions than `how.length`.
     """
-    settings, documents = resolved(folder, settings), read_documents(texts)
+    documents = read_documents(texts)
     given = {"texts": text_digest(*documents), **asdict(how), **settings.how()}
     earlier = record.read(PART, given) if record is not None else {}
     if earlier.keys() == {field.name for field in fields(HeldOutScore)}:  # else it is one of another version

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,11 +20,10 @@ from pretrain.batches.batch import MicroBatch
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_ids
 from pretrain.checkpoint.start import digest
-from pretrain.checkpoint.tokenizer import is_run, read_tokenizer, released_folder
+from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory
 from pretrain.common.transfers import OnItsWay, arrivals, to_host
-from pretrain.config import load_config
 from pretrain.model.compile import compiling
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import torch_dtype
@@ -41,13 +40,10 @@ class ModelSettings:
 
     Attributes:
         precision: of weights and activations; fp32 gives the same scores on every machine, to rounding.
-        shifted: the token at a position is predicted at the position before it (`masking.shifted_targets` of the run);
-            None: as the config of a run says, and False for other checkpoints, which do not record it.
         compile: fuse the layers with torch.compile.
     """
 
     precision: Literal["fp32", "bf16"] = "fp32"
-    shifted: bool | None = None
     compile: bool = False
 
     def how(self) -> dict[str, Any]:
@@ -150,7 +146,6 @@ class MaskedModel:
             raise InputError(f"{folder}: its tokenizer has no mask token. Give a model for masked language modelling.")
         self.unknown_id = _unknown_id(self.tokenizer)
         self.mask_id, self.max_positions = self.special_ids["mask"], released.model.max_positions
-        self._shift = int(bool(resolved(folder, settings).shifted))
         with torch.device("meta"):
             model = PretrainingModel(
                 released.model, released.vocabulary_size, next_sentence=False, compile=settings.compile
@@ -212,7 +207,7 @@ class MaskedModel:
 
     def _forward(self, sequences: Sequence[MaskedSequence], among: TokenGroups | None) -> OnItsWay:
         """fp64 [2, K]: what `Predictions` has of these sequences, in their order."""
-        batch = _as_batch(sequences, self._shift).to(self._device)
+        batch = _as_batch(sequences).to(self._device)
         with torch.inference_mode(), compiling("leave out --compile"):
             logits_KV = self._model.masked_logits(batch).float()
             if among is not None:
@@ -227,11 +222,6 @@ def frame(special_ids: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
     """int64 ids of the special tokens before a text and after it, by their roles, as in pretraining."""
     before, after = ([special_ids[role]] if role in special_ids else [] for role in ("cls", "sep"))
     return np.array(before, np.int64), np.array(after, np.int64)
-
-
-def resolved(folder: Path, settings: ModelSettings) -> ModelSettings:
-    """The settings with `shifted` as it is for this checkpoint."""
-    return settings if settings.shifted is not None else replace(settings, shifted=_is_shifted(folder))
 
 
 def fingerprint(folder: Path) -> str:
@@ -275,16 +265,11 @@ def _unknown_id(tokenizer: Tokenizer) -> int:
     return -1 if found is None else found
 
 
-def _is_shifted(folder: Path) -> bool:
-    folder = released_folder(folder)
-    return is_run(folder) and load_config(folder / "config.yaml").masking.shifted_targets
-
-
-def _as_batch(sequences: Sequence[MaskedSequence], shift: int) -> MicroBatch:
-    """The sequences, in ascending order of length, as one unpadded micro-batch; labels `shift` positions early."""
+def _as_batch(sequences: Sequence[MaskedSequence]) -> MicroBatch:
+    """The sequences, in ascending order of length, as one unpadded micro-batch."""
     lengths = np.array([len(one.ids) for one in sequences], np.int64)
     starts = np.concatenate([[0], lengths.cumsum()])
-    rows = np.concatenate([one.places + start for one, start in zip(sequences, starts, strict=False)]) - shift
+    rows = np.concatenate([one.places + start for one, start in zip(sequences, starts, strict=False)])
     tokens = int(starts[-1])
     return MicroBatch(
         input_ids=torch.from_numpy(np.concatenate([one.ids for one in sequences])),

@@ -70,11 +70,6 @@ def _add_predictions(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="--text, --blimp: compile the layers with torch.compile; faster for a whole BLiMP, but it starts later",
     )
-    parser.add_argument(
-        "--shifted-targets",
-        action="store_true",
-        help="--text, --blimp: the model predicts a token at the position before it; a run folder says so itself",
-    )
 
 
 def add_blimp(parser: argparse.ArgumentParser) -> None:

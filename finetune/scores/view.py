@@ -55,13 +55,6 @@ def score_notes(models: Sequence[Mapping[str, Any]], parts: Sequence[str] = _PAR
     return [f"{title} {line}" for title, ways in hows for line in _explained(ways)] + missing
 
 
-def part_table(models: Sequence[Mapping[str, Any]], part: str) -> dict[str, Any]:
-    """One part of the models that have it, for the template's `scores_table`; its rows are [] if none has it."""
-    having = [model for model in models if _scores(model, part)]
-    names = [model[MODEL]["name"] for model in having]
-    return {"names": names, "rows": score_rows(having, [part]), "marks": score_notes(having, [part])}
-
-
 def score_table(models: Sequence[Mapping[str, Any]]) -> Table:
     """The rows as a table, a column for each model."""
     from rich import box

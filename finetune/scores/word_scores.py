@@ -10,7 +10,7 @@ from typing import Any
 from finetune.scores import common_words, whole_words
 from finetune.scores.common_words import CommonWordScore, score_common_words
 from finetune.scores.held_out import read_documents
-from finetune.scores.masked_model import DEFAULT_MODEL, MaskedModel, ModelSettings, resolved, text_digest
+from finetune.scores.masked_model import DEFAULT_MODEL, MaskedModel, ModelSettings, text_digest
 from finetune.scores.passages import NoScoreError, PassageSettings
 from finetune.scores.record import Record
 from finetune.scores.whole_words import WholeWordScore, score_whole_words
@@ -36,7 +36,7 @@ def word_scores(
 
     Args and errors are those of `held_out_score`; texts are cut by characters, so its `--length` has no effect here.
     """
-    settings, documents, how = resolved(folder, settings), read_documents(texts), how or PassageSettings()
+    documents, how = read_documents(texts), how or PassageSettings()
     common = {"texts": text_digest(*documents), **asdict(how), **settings.how()}
     hows = dict.fromkeys(PARTS, common)
     hows[common_words.PART] = {**common, "list": text_digest(*common_words.common_words())}

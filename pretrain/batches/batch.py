@@ -31,7 +31,7 @@ NO_FILLER = Filler()
 class MicroBatch:
     """The input of one forward pass of one rank: S sequences end to end in T tokens, K of them to predict.
 
-    Sequences lie in ascending length order, without padding (invariant 2). Causal ones follow the others, or filler.
+    Sequences lie in ascending length order, without padding (invariant 2). Filler follows the others.
     """
 
     input_ids: Tensor  # int64 [T], after masking
@@ -42,20 +42,13 @@ class MicroBatch:
     masked_labels: Tensor  # int64 [K], the tokens before masking
     nsp_labels: Tensor  # int64 [S], 0 next / 1 random, or 0 in order / 1 swapped, or -100; [0] without pairs
     token_keys: Tensor  # int32 [T], 32 pseudo-random bits of (sample, position): the seed of dropout
-    lengths: tuple[int, ...]  # tokens of each sequence, ascending among masked and among causal ones
-    causal: int = 0  # sequences with causal attention, the last ones
-    causal_targets: int = 0  # how many of the masked rows are theirs, the last ones
+    lengths: tuple[int, ...]  # tokens of each sequence, ascending but for filler
     filler: Filler = NO_FILLER
 
     @property
     def real_lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence of the text."""
         return self.lengths[: len(self.lengths) - self.filler.sequences]
-
-    @property
-    def causal_lengths(self) -> tuple[int, ...]:
-        """Tokens of each causal sequence."""
-        return self.lengths[len(self.lengths) - self.causal :]
 
     @property
     def targets(self) -> int:
@@ -78,8 +71,6 @@ class StepBatch:
     epoch: int  # of the first sample
     first_sample: int  # its number in the phase, counted across epochs
     labeled: int = 0  # sequences of two segments whose relation is predicted, over all ranks
-    causal: int = 0  # sequences over all ranks
-    causal_targets: int = 0  # over all ranks
 
     def to(self, device: torch.device) -> StepBatch:
         """The same batch with its micro-batches on `device`."""

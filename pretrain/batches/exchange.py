@@ -20,10 +20,8 @@ class Counts:
     """Counts of the sequences of a step, of one rank or of all."""
 
     tokens: int
-    masked: int  # tokens to predict in masked sequences
+    masked: int  # tokens to predict
     labeled: int  # sequences of two segments whose relation is predicted
-    causal: int  # sequences
-    causal_targets: int
 
 
 class Ranks(Protocol):

@@ -47,7 +47,7 @@ def with_filler(batch: MicroBatch, sequence_length: int, rounding: Rounding = FI
     or more in sequences of 32 on average.
 
     Args:
-        batch: without causal sequences, which must come last.
+        batch: of the text alone.
         sequence_length: the longest sequence that the phase allows, at least 2.
     """
     tokens, sequences, rows = len(batch.input_ids), len(batch.lengths), len(batch.masked_rows)

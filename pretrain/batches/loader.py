@@ -24,7 +24,6 @@ import torch
 
 from pretrain.batches import dealing
 from pretrain.batches.batch import MicroBatch, StepBatch, pinned
-from pretrain.batches.causal import is_causal, with_causal_targets
 from pretrain.batches.exchange import Counts, Exchange
 from pretrain.batches.filler import rounding_of, with_filler
 from pretrain.batches.masking import Masker
@@ -54,13 +53,10 @@ class Share:
     @property
     def counts(self) -> Counts:
         """Counts of its own sequences."""
-        targets = sum(batch.causal_targets for batch in self.micro_batches)
         return Counts(
             tokens=sum(sum(batch.real_lengths) for batch in self.micro_batches),
-            masked=sum(batch.targets for batch in self.micro_batches) - targets,
+            masked=sum(batch.targets for batch in self.micro_batches),
             labeled=sum(int((batch.nsp_labels >= 0).sum()) for batch in self.micro_batches),
-            causal=sum(batch.causal for batch in self.micro_batches),
-            causal_targets=targets,
         )
 
     def pinned(self) -> Share:
@@ -242,7 +238,7 @@ def validation_batches(
 
 def _on_all_ranks(batch: StepBatch, world_size: int) -> StepBatch:
     """The batch of one rank as that of each of `world_size` ranks: the sums over them grow as the counts do."""
-    names = ("sequences", "tokens", "masked", "labeled", "causal", "causal_targets")
+    names = ("sequences", "tokens", "masked", "labeled")
     return dataclasses.replace(batch, **{name: world_size * getattr(batch, name) for name in names})
 
 
@@ -276,8 +272,6 @@ class BatchMaker:
         self._paired = config.pairs.has_classifier
         last = config.held_out_masking_share
         self._shares = (last, last) if held_out else config.masking_shares(phase)
-        self._causal_share = 0.0 if held_out else settings.causal_share
-        self._shift = config.masking.shifted_targets
         self._rounding = None if held_out else rounding_of(config.engine)
         self._phase_sequences = settings.sequences
         self.sampler = (
@@ -347,8 +341,6 @@ class BatchMaker:
             labeled=counts.labeled,
             epoch=share.first_sample // self.samples_per_epoch,
             first_sample=share.first_sample,
-            causal=counts.causal,
-            causal_targets=counts.causal_targets,
         )
 
     def deal(self, first_sample: int, part: dealing.Part, rounds: int = 1) -> tuple[SamplePlan, dealing.Dealt]:
@@ -363,24 +355,15 @@ class BatchMaker:
 
     def _counts(self, plan: SamplePlan) -> Counts:
         """Counts of planned samples."""
-        causal = is_causal(plan.key, self._causal_share)
         return Counts(
             tokens=int(plan.lengths.sum()),
-            masked=self._masked(plan[~causal]) if self._causal_share else self._masked(plan),
+            masked=self._masked(plan),
             labeled=int((plan.label >= 0).sum()) if self._paired else 0,
-            causal=int(causal.sum()),
-            causal_targets=int(plan.ordinary[causal].sum()),
         )
 
     def _micro_batch(self, plan: SamplePlan) -> MicroBatch:
-        causal = is_causal(plan.key, self._causal_share)
-        if causal.any():
-            plan = plan[np.argsort(causal, kind="stable")]
         rows = self.sampler.gather(plan)
         masked = self._masker.apply(rows, plan.key, self._share(plan))
-        if self._shift:
-            masked = dataclasses.replace(masked, rows=masked.rows - 1)
-        masked, causal_targets = with_causal_targets(rows, masked, int(causal.sum()))
         batch = MicroBatch(
             input_ids=torch.from_numpy(masked.input_ids),
             token_types=torch.from_numpy(rows.token_types),
@@ -391,8 +374,6 @@ class BatchMaker:
             nsp_labels=torch.from_numpy(plan.label if self._paired else plan.label[:0]),
             token_keys=torch.from_numpy(masked.token_keys),
             lengths=tuple(plan.lengths.tolist()),
-            causal=int(causal.sum()),
-            causal_targets=causal_targets,
         )
         return with_filler(batch, self._length, self._rounding) if self._rounding else batch
 

@@ -165,7 +165,7 @@ class Sampler:
     def _check_partners(self, shards: Sequence[Sequence[int]]) -> None:
         """Raise `InputError` if no source has documents that could exchange segments, and they should."""
         most = max(sum(self._text.document_count(shard) for shard in own) for own in shards)
-        if self.pairs.chosen_objective == "nsp" and most < 2:
+        if self.pairs.objective == "nsp" and most < 2:
             raise InputError(
                 f"{self.shards.folder}: {counted(most, 'document')} in its largest source, but random next sentences "
                 "need at least two. Add documents or set pairs.objective: none."

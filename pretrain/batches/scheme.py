@@ -57,29 +57,17 @@ class MaskingScheme:
         """
         raise NotImplementedError
 
-    def choice_bits(self, chosen: np.ndarray, bits: np.ndarray) -> np.ndarray:
-        """The random bits that choose between [MASK], a random token and the token itself, uint64 [K].
-
-        Tokens with the same bits are treated alike. Here every token has its own.
-
-        Args:
-            chosen: the tokens to predict, ascending rows of the token axis, int64 [K].
-            bits: random bits of every token, uint64 [T].
-        """
-        return bits[chosen]
-
-    def replace(self, labels: np.ndarray, bits: np.ndarray, choice_bits: np.ndarray) -> np.ndarray:
+    def replace(self, labels: np.ndarray, bits: np.ndarray) -> np.ndarray:
         """The replacements of the chosen tokens: [MASK], a random ordinary token or the token itself.
 
         Args:
             labels: the chosen tokens, int64 [K].
             bits: their random bits, uint64 [K].
-            choice_bits: the result of the method of this name, uint64 [K].
 
         Returns:
             Token ids, int64 [K], in the configured shares.
         """
-        choice = uniform(draw(choice_bits, _CHOOSE))
+        choice = uniform(draw(bits, _CHOOSE))
         masked = choice < self.masking.mask_share
         random = ~masked & (choice < self.masking.mask_share + self.masking.random_share)
         replaced = np.where(masked, self.vocabulary.mask_id, labels)

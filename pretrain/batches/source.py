@@ -181,7 +181,7 @@ class SourceSamples:
         """Two segments for each span."""
         first = self._text.offset(spans.shard, np.minimum(spans.first, spans.last))
         spans = replace(spans, at_begin=first == spans.begin, first=spans.first + (first == spans.begin))
-        is_order = self._pairs.chosen_objective == "sop"
+        is_order = self._pairs.objective == "sop"
         made = (swapped if is_order else exchanged)(self._text, spans, self._pairs.random_next_share)
         a = spans.shard, spans.begin, made.split - spans.begin
         b = spans.shard[made.b_of], made.split[made.b_of], (spans.end - made.split)[made.b_of]

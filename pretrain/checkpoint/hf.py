@@ -21,7 +21,7 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.electra import GENERATOR_SUFFIX, discriminator_state, generator_state
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, OWN, ReleasedFacts, layout_of, why_own, write_config
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.released_writer import released_ids, released_tensors, their_tensors, written_facts
+from pretrain.checkpoint.released_writer import released_ids, released_tensors, with_position_table, written_facts
 from pretrain.checkpoint.start import START_FILE
 from pretrain.checkpoint.tokenizer import copy_tokenizer, corpus_of, read_tokenizer
 from pretrain.checkpoint.weight_files import WEIGHTS, read_json, save_weights, whole_folder
@@ -35,11 +35,6 @@ from pretrain.tracking.records import read_records
 logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
-
-
-def to_hf(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our parameters under BertForPreTraining's names, fp32; the tied decoder is left out."""
-    return their_tensors(state, BERT)
 
 
 def export(
@@ -72,6 +67,7 @@ def export(
     Raises:
         InputError: the family's layout cannot hold the model, or the tokenizer is incomplete or has another size.
     """
+    model, state = with_position_table(model, state)
     layout, rows = LAYOUTS[family] if family else layout_of(model), len(state["embeddings.word"])
     if family:
         read_tokenizer(tokenizer_folder, rows)
@@ -119,7 +115,8 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
     state = store.read_weights(path, averaged=averaged)
     start, electra = _began_as(run_dir), config.electra.is_on
     family = "electra" if electra else start.get("family", "")
-    own = why_own(config.model) if layout_of(config.model, family) is OWN else ""
+    written, _ = with_position_table(config.model, {})
+    own = why_own(written) if layout_of(written, family) is OWN else ""
     average = store.read_state(path)["averaged"] if averaged else 0
     card = functools.partial(_model_card, config, run_dir, store.step_of(path), averaged=average)
     if electra:
@@ -169,6 +166,7 @@ def _export_electra(state: Mapping[str, Tensor], config: PretrainConfig, out: Pa
         (generator_state(state), config.electra.generator(config.model), beside, ""),
         (discriminator_state(state), config.model, out, "ForPreTraining"),
     ):
+        model, own = with_position_table(model, own)
         layout, part = layout_of(model, "electra"), "discriminator" if head else "generator"
         text = card(model, own, own=why_own(model) if layout is OWN else "", part=part)
         export(own, model, corpus, folder, next_sentence=False, card=text, family=layout.family, head=head)

@@ -17,6 +17,7 @@ from pretrain.checkpoint.google_bert import find_checkpoint, read_google
 from pretrain.checkpoint.layouts import OWN, KeyMapping, ReleasedFacts, layout_of, read_config, why_own
 from pretrain.checkpoint.layouts.pooled import unwrap
 from pretrain.checkpoint.mapping import MappedTensor
+from pretrain.checkpoint.released_writer import with_position_table
 from pretrain.checkpoint.sentence_transformers import sentence_pooling
 from pretrain.checkpoint.tokenizer import is_run, released_folder
 from pretrain.checkpoint.weight_files import read_json, read_weights
@@ -55,7 +56,7 @@ def read_shape(folder: Path) -> ModelConfig:
         raise InputError(f"{folder}: no such folder. Give one with config.json and the weights.{hub_hint(folder)}")
     folder = released_folder(folder)
     if is_run(folder):
-        return load_config(folder / "config.yaml").model
+        return with_position_table(load_config(folder / "config.yaml").model, {})[0]
     path = _config_path(folder)
     return _facts(unwrap(read_json(path)), path).model
 
@@ -91,7 +92,7 @@ def _read_run(folder: Path) -> Released:
     state = discriminator_state(store.read_weights(checkpoint))
     # Re-initialised parameters get BERT's values, as from an export, which does not record the initialisation.
     config = load_config(folder / "config.yaml")
-    model = config.model.model_copy(update={"attention_init": "normal"})
+    model, state = with_position_table(config.model.model_copy(update={"attention_init": "normal"}), state)
     layout = layout_of(model, "electra" if config.electra.is_on else "")
     pretraining = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
     task = {name: as_task for name in pretraining if (as_task := _as_task_head(name, layout))}

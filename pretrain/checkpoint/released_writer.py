@@ -17,6 +17,7 @@ from pretrain.common.files import write_json
 from pretrain.config import ModelConfig
 from pretrain.corpus.special_tokens import declared_settings, special_ids
 from pretrain.model.norms import get_norm
+from pretrain.model.positions import sinusoids
 
 _CLASSES = {
     "sequence": "ForSequenceClassification",
@@ -141,6 +142,14 @@ def their_tensors(
 def released_ids(folder: Path, rows: int | None = None) -> dict[str, int]:
     """The ids of the special tokens by role, of the tokenizer that `read_tokenizer` reads."""
     return special_ids(read_tokenizer(folder, rows), declared_settings(tokenizer_folder(folder)))
+
+
+def with_position_table(model: ModelConfig, state: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The same model with sinusoidal positions as a table of learned ones, which every layout of BERT's kind holds."""
+    if model.positions != "sinusoidal":
+        return model, dict(state)
+    table = sinusoids(torch.arange(model.max_positions), model.embedding or model.hidden)
+    return model.model_copy(update={"positions": "learned"}), {**state, "embeddings.position": table}
 
 
 def written_facts(

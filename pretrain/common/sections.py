@@ -5,12 +5,13 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeGuard
+from typing import Annotated, Any, ClassVar, TypeGuard
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, model_validator
 from pydantic.fields import FieldInfo
 
 from pretrain.common.addresses import SCHEMES, check_address, is_remote
+from pretrain.common.earlier import as_now
 from pretrain.common.files import check_local
 
 Keys = tuple[str | int, ...]
@@ -21,6 +22,14 @@ class Section(BaseModel):
     """Base of all config sections: frozen; unknown keys, infinities and NaN are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    EARLIER: ClassVar[str] = ""
+    """The section's name in `earlier.LEFT` and `earlier.RENAMED`, if it is there."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_earlier_names(cls, values: Any) -> Any:
+        return as_now(cls.EARLIER, values) if cls.EARLIER and isinstance(values, dict) else values
 
 
 def _check_path(text: str) -> str:

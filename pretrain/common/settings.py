@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from pretrain.common.earlier import LeftError, remark
 from pretrain.common.errors import InputError, is_control, printable
 from pretrain.common.secret_names import secret_paths
 from pretrain.common.sections import (
@@ -47,6 +49,8 @@ __all__ = [
 
 _MOST_LEVELS = 50  # keys in the name of an override
 _LONGEST_OVERRIDE = 200  # characters of an override in a message
+
+_remarked: set[tuple[str, str]] = set()  # a command reads a config several times
 
 S = TypeVar("S", bound=Section)
 
@@ -184,6 +188,7 @@ class _Document(Generic[S]):
             problems = [problem for problem in error.errors(include_url=False) if not _is_echo(problem)]
             problems.sort(key=lambda problem: self.line(problem["loc"]) or 0)
             raise InputError("\n".join(dict.fromkeys(map(self.explain, problems)))) from None
+        self._remark_on_earlier_names()
         for path in _secrets(settings):
             where = self.where(path)
             if where.startswith("--set "):
@@ -193,6 +198,16 @@ class _Document(Generic[S]):
                 "and checkpoints. Set it as an environment variable of the machines that train."
             )
         return settings
+
+    def _remark_on_earlier_names(self) -> None:
+        """One line on stderr for each old name that is read; none for the config that a run recorded."""
+        recorded = (self.path.parent / "metrics.jsonl").exists()
+        for section, values in self.values.items() if isinstance(self.values, dict) and not recorded else ():
+            for name, value in values.items() if isinstance(values, dict) else ():
+                where = self.where((str(section), str(name)))
+                if (line := remark(str(section), str(name), value)) and (where, line) not in _remarked:
+                    _remarked.add((where, line))
+                    print(f"{where}: {line}", file=sys.stderr)
 
     def _control_characters(self, value: Any, path: Keys = ()) -> Iterator[str]:
         """One line for each text below `value` with control characters, which could break out of a line or quotes."""
@@ -227,6 +242,10 @@ class _Document(Generic[S]):
             )
         if kind == "value_error":
             message = str(context["error"])
+            if isinstance(context["error"], LeftError):
+                left = message.split(" ", 1)[0].rstrip(":")
+                path = path if path[-1:] == (left,) else (*path, left)
+                return f"{self.where(path)}: {'.'.join(map(str, path[:-1]))}.{message}"
             # The message of a check across settings starts with the name of one of them.
             setting = (*path, *_split_name(message.split(" ", 1)[0].rstrip(":")))
             if path and field_at(self.kind, setting) is None:

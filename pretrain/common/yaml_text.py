@@ -14,7 +14,6 @@ from pretrain.common.setting_errors import shown
 
 # Limits of one YAML text, far above the settings of any run.
 _MOST_BYTES = 1 << 20
-_MOST_VALUES = 50_000  # an alias counts as all values that it stands for
 _MOST_LEVELS = 50  # nested sections and lists
 
 
@@ -47,7 +46,13 @@ def parse(text: str, where: str) -> tuple[yaml.Node | None, Any]:
         loader = _Loader(text)
         try:
             root = loader.get_single_node()
-            return root, loader.construct_document(root) if root is not None else None
+            values = loader.construct_document(root) if root is not None else None
+            _check_levels(values)
+            return root, values
+        except RecursionError:
+            raise InputError(
+                f"{where}: not valid YAML: more than {_MOST_LEVELS} levels of sections and lists."
+            ) from None
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -57,6 +62,14 @@ def parse(text: str, where: str) -> tuple[yaml.Node | None, Any]:
         line = f":{text.count(chr(10), 0, error.position) + 1}" if in_file else ""
         character = printable(text[error.position])
         raise InputError(f"{where}{line}: not valid YAML: the character {character} is not allowed here.") from None
+
+
+def _check_levels(values: Any, level: int = 1) -> None:
+    """Raise `RecursionError` if values are too deep to be traversed, as those of an alias inside itself."""
+    if level > _MOST_LEVELS:
+        raise RecursionError
+    for item in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
+        _check_levels(item, level + 1)
 
 
 def child(node: yaml.Node | None, part: str | int) -> tuple[int, yaml.Node] | None:
@@ -71,10 +84,7 @@ def child(node: yaml.Node | None, part: str | int) -> tuple[int, yaml.Node] | No
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars of YAML 1.2; PyYAML itself reads 1e-4 as text and `off` as false.
-
-    Its result is safe to traverse: with all aliases expanded it is limited in size and depth, and it has no cycle.
-    """
+    """PyYAML's safe loader with the scalars of YAML 1.2; PyYAML itself reads 1e-4 as text and `off` as false."""
 
     yaml_implicit_resolvers: typing.ClassVar[dict] = {}
     # The types of YAML 1.2's core schema; the key None refuses all others, such as timestamps.
@@ -83,43 +93,6 @@ class _Loader(yaml.SafeLoader):
         for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
         if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
     }
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._level = 0
-        # (values, levels) of each complete node
-        self._extents: dict[yaml.Node, tuple[int, int]] = {}
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
-        self._level += 1
-        self._check(len(self._extents), self._level, mark)  # before the recursion goes deeper
-        node = super().compose_node(parent, index)
-        self._level -= 1
-        if node is None:
-            return None
-        if not is_alias:
-            self._extents[node] = self._extent(node)
-        elif node not in self._extents:
-            raise _problem("an alias inside the value that it refers to", mark)
-        self._check(*self._extents[node], mark)
-        return node
-
-    def _check(self, values: int, levels: int, mark: yaml.Mark) -> None:
-        if values > _MOST_VALUES:
-            raise _problem(f"more than {_MOST_VALUES:,} values, with all aliases expanded", mark)
-        if levels > _MOST_LEVELS:
-            raise _problem(f"more than {_MOST_LEVELS} levels of sections and lists", mark)
-
-    def _extent(self, node: yaml.Node) -> tuple[int, int]:
-        """(values, levels) of a node whose children are complete."""
-        children: list[yaml.Node] = []
-        if isinstance(node, yaml.SequenceNode):
-            children = node.value
-        elif isinstance(node, yaml.MappingNode):
-            children = [item for pair in node.value for item in pair]
-        extents = [self._extents[child] for child in children]
-        return 1 + sum(values for values, _ in extents), 1 + max((levels for _, levels in extents), default=0)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pretrain.common.addresses import local
+from pretrain.common.earlier import LeftError
 from pretrain.common.kinds import check_kind
 from pretrain.common.settings import LocalPath, Location, Section
 from pretrain.config.filters import FiltersConfig
@@ -174,6 +175,8 @@ class CorpusConfig(Section):
 class MaskingConfig(Section):
     """Masked language modelling (MLM), Devlin et al. section 3.1."""
 
+    EARLIER = "masking"
+
     probability: float = Field(default=0.15, gt=0, lt=1, description="Share of each sequence's tokens to predict.")
     final_probability: float = Field(
         default=0.0,
@@ -196,47 +199,17 @@ class MaskingConfig(Section):
         description="Share of the predicted tokens replaced by a random token; the rest stays unchanged. "
         "mask_share and random_share add up to 1 at most.",
     )
-    whole_word: bool = Field(default=False, description="Mask all tokens of a word together.")
     scheme: str = Field(
-        default="",
-        description="How tokens are chosen: tokens, whole_words or spans. Empty means whole_words if whole_word is "
-        "true, else tokens. spans takes neighbouring tokens, or neighbouring words if whole_word is true "
-        "(SpanBERT, Joshi et al. 2020).",
+        default="tokens",
+        description="How tokens are chosen: tokens, one by one, or whole_words, all tokens of a word together.",
     )
-    span_probability: float = Field(
-        default=0.2,
-        gt=0,
-        lt=1,
-        description="Only spans: parameter of the geometric distribution of their lengths. SpanBERT has 0.2, LTG-BERT "
-        "1/3.",
-    )
-    span_longest: int = Field(
-        default=10, ge=1, description="Only spans: longest span, in tokens, or in words if whole_word is true."
-    )
-
-    shifted_targets: bool = Field(
-        default=False,
-        description="Predict a masked token at the position before it, as causal sequences do (masked next-token "
-        "prediction, Lv et al. 2024; GPT-BERT). The exported head then predicts the following token.",
-    )
-    z_loss: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the z-loss, the squared logarithm of the softmax's denominator, which is added to the "
-        "loss of every predicted token (Chowdhery et al. 2022, PaLM; GPT-BERT). It keeps scores from drifting; both "
-        "have 1e-4. 0 disables it.",
-    )
-
-    @property
-    def chosen_scheme(self) -> str:
-        """The scheme that `scheme` and `whole_word` name together."""
-        return self.scheme or ("whole_words" if self.whole_word else "tokens")
 
     @field_validator("scheme")
     @classmethod
     def _check_scheme(cls, scheme: str) -> str:
-        if scheme:
-            check_kind(MASKING_SCHEMES, scheme)
+        if scheme == "spans":
+            raise LeftError("scheme: spans")
+        check_kind(MASKING_SCHEMES, scheme)
         return scheme
 
     @model_validator(mode="after")
@@ -245,13 +218,6 @@ class MaskingConfig(Section):
             raise ValueError(
                 f"mask_share ({self.mask_share}) and random_share ({self.random_share}) add up to more than 1"
             )
-        if self.whole_word and self.chosen_scheme not in ("whole_words", "spans"):
-            raise ValueError(f"whole_word: true contradicts scheme: {self.scheme}; set only one of them")
-        # Schemes of others may read them.
-        for key in ("span_probability", "span_longest"):
-            default = type(self).model_fields[key].default
-            if self.chosen_scheme in ("tokens", "whole_words") and getattr(self, key) != default:
-                raise ValueError(f"{key} has no effect with scheme: {self.chosen_scheme}. Set scheme: spans")
         return self
 
 
@@ -261,16 +227,13 @@ class PairsConfig(Section):
     Devlin et al. appendix A.2; Liu et al. 2019, section 4.2; Lan et al. 2020, section 3.1.
     """
 
-    next_sentence: bool = Field(
-        default=True,
-        description="Make sentence pairs for next-sentence prediction (NSP). "
-        "false packs full sentences into one segment and trains MLM only. Leave it out where objective is given.",
-    )
-    objective: Literal["", "none", "nsp", "sop"] = Field(
-        default="",
+    EARLIER = "pairs"
+
+    objective: Literal["none", "nsp", "sop"] = Field(
+        default="nsp",
         description="What is predicted of a pair: nsp, whether the second segment follows the first or comes from "
-        "another document; sop, sentence-order prediction of ALBERT, whether the two neighbouring segments are "
-        "swapped; none, nothing. Empty means nsp if next_sentence is true, else none.",
+        "another document (next-sentence prediction); sop, sentence-order prediction of ALBERT, whether the two "
+        "neighbouring segments are swapped; none, nothing: sequences have one segment.",
     )
     input_format: Literal["", "segment_pairs", "doc_sentences", "full_sentences"] = Field(
         default="",
@@ -290,23 +253,10 @@ class PairsConfig(Section):
         default=0.1, ge=0, le=1, description="Share of the sequences with a random length below the maximum."
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_objective(cls, values: Any) -> Any:
-        """So that the default of `next_sentence` contradicts no objective, neither here nor in a written config."""
-        if isinstance(values, dict) and values.get("objective") in ("none", "sop"):
-            return {"next_sentence": False, **values}
-        return values
-
-    @property
-    def chosen_objective(self) -> Literal["none", "nsp", "sop"]:
-        """The objective that `objective` and `next_sentence` name together."""
-        return self.objective or ("nsp" if self.next_sentence else "none")
-
     @property
     def has_classifier(self) -> bool:
         """Whether the model has a classifier of pairs, and sequences have two segments."""
-        return self.chosen_objective != "none"
+        return self.objective != "none"
 
     @property
     def chosen_format(self) -> Literal["segment_pairs", "doc_sentences", "full_sentences"]:
@@ -315,13 +265,10 @@ class PairsConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> PairsConfig:
-        if self.objective and self.next_sentence != (self.objective == "nsp"):
-            given = str(self.next_sentence).lower()
-            raise ValueError(f"next_sentence: {given} contradicts objective: {self.objective}; set only one of them")
         if self.has_classifier != (self.chosen_format == "segment_pairs"):
             fits = "segment_pairs" if self.has_classifier else "doc_sentences or full_sentences"
             raise ValueError(
-                f"input_format: {self.input_format} does not fit the objective {self.chosen_objective}; use {fits}, or "
+                f"input_format: {self.input_format} does not fit the objective {self.objective}; use {fits}, or "
                 f"set objective to {'none' if self.has_classifier else 'nsp or sop'}"
             )
         return self

@@ -10,8 +10,6 @@ from pretrain.common.settings import Section
 
 Precision = Literal["bf16", "fp16", "fp32"]
 
-FP8_MULTIPLE = 16  # of the widths that FP8 kernels multiply (aten/src/ATen/native/cuda/ScaledBlas.cpp)
-
 # DeepSpeed settings that our settings determine -> the setting that does.
 _DETERMINED_BY = {
     "zero_optimization.stage": "engine.zero_stage",
@@ -31,6 +29,8 @@ _WAITS_IN_PASSES = ("timers", "wall_clock_breakdown", "flops_profiler")
 
 class EngineConfig(Section):
     """Precision, ZeRO and micro-batches."""
+
+    EARLIER = "engine"
 
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=1,
@@ -58,22 +58,10 @@ class EngineConfig(Section):
         description="Compile the layers with torch.compile. auto compiles unless a fine-tuning on a CPU is so short "
         "that it would end sooner without.",
     )
-    fp8: bool = Field(
-        default=False,
-        description="Compute the layers' matrix products in FP8 and everything else in bf16. For GPUs from Hopper on; "
-        "CPUs take several times as long with it. Only for masked language modelling.",
-    )
-    flash_attention: Literal["torch", "fa3", "fa4"] = Field(
-        default="torch",
-        description="Attention's kernel on a GPU: torch's own (FlashAttention-2), or another that torch.nn.attention "
-        "registers: fa3, of the module flash_attn_interface, for Hopper, or fa4, of the package flash-attn-4, for "
-        "Hopper and Blackwell. These have no attention dropout. Not tried on a GPU yet; no effect on a CPU.",
-    )
     static_shapes: bool = Field(
         default=False,
         description="Add sequences that no loss sees to each micro-batch, at most 1 % of a large one's tokens (more "
-        "with cuda_graphs), so that micro-batches have few different shapes. Only for masked language modelling "
-        "without causal_share.",
+        "with cuda_graphs), so that micro-batches have few different shapes. Only for masked language modelling.",
     )
     cuda_graphs: bool = Field(
         default=False,
@@ -93,13 +81,6 @@ class EngineConfig(Section):
         description="Further DeepSpeed settings, passed through unchanged. In ZeRO stages 1 and 2 gradients are summed "
         "in our own buckets, so DeepSpeed's bucket sizes and overlap_comm have no effect there.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _compute_the_rest_in_bf16(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("fp8") is True and values.get("precision", "auto") == "auto":
-            return {**values, "precision": "bf16"}
-        return values
 
     @model_validator(mode="before")
     @classmethod

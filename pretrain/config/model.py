@@ -24,6 +24,8 @@ Positions = Literal["learned", "sinusoidal", "rotary", "rotary_interleaved", "re
 class ModelConfig(Section):
     """Shape of the encoder. `family` and `size` provide the values that are not given."""
 
+    EARLIER = "model"
+
     family: Literal["bert", "modernbert", "eurobert", "nomic_bert", "gte", "deberta"] = Field(
         default="bert",
         description="Architecture: sets the parts of the block, from norm to pooling. Each part can be replaced.",
@@ -102,19 +104,6 @@ class ModelConfig(Section):
         description="Rows of the word embeddings and of the decoder. Those beyond the entries of the vocabulary are "
         "padding, such as up to a multiple of 64, which is faster on GPUs. 0 means no padding.",
     )
-    zero_output_init: bool = Field(
-        default=False,
-        description="Initialise the output projections of attention and feed-forward network to 0, so that each layer "
-        "begins as the identity (Zhang et al. 2019, Fixup). scaled_output_init then scales the MLM head alone.",
-    )
-    bigram_rows: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_ROWS,
-        description="Rows of a table of embeddings of adjacent tokens, such as 65536. A hash of each pair chooses its "
-        "row (modded-nanogpt 2026; Cheng et al. 2026, Engram). It costs memory and no FLOPs, and models with it are "
-        "exported in our own layout. 0 means no table.",
-    )
     recursions: int = Field(
         default=1,
         ge=1,
@@ -190,17 +179,6 @@ class ModelConfig(Section):
         description="Divide the query and the key of each head by their root mean square, before rotation, and "
         "multiply them by learned vectors that all heads share (Henry et al. 2020, Dehghani et al. 2023). Scores stay "
         "bounded, so higher learning rates are stable.",
-    )
-    norm_before_output: bool = Field(
-        default=False,
-        description="A further norm before the output projection of attention, and one before that of the feed-forward "
-        "network (Shleifer et al. 2021, NormFormer; Samuel et al. 2023, LTG-BERT).",
-    )
-    attention_gate: Literal["none", "head", "value"] = Field(
-        default="none",
-        description="Multiply the context of attention by a projection of the layer's input. head has a sigmoid per "
-        "head (Qiu et al. 2025); value has a GELU per column (Charpentier and Samuel 2024, GPT-BERT), and starts near "
-        "0, so use it with norm_before_output.",
     )
     activation: str = Field(
         default="gelu", description="Activation of the feed-forward network: gelu, relu, silu or tanh."

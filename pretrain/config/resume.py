@@ -22,7 +22,6 @@ FREE_ON_RESUME = (
     "engine.micro_batch_tokens",
     "engine.activation_checkpointing",
     "engine.compile",
-    "engine.flash_attention",
     # Filler is no sample.
     "engine.static_shapes",
     "engine.cuda_graphs",

@@ -15,7 +15,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.settings import Location, Section, WritableLocation
 from pretrain.config.adaptation import AdaptationConfig
 from pretrain.config.data import CorpusConfig, MaskingConfig, PairsConfig
-from pretrain.config.engine import FP8_MULTIPLE, CheckpointConfig, EngineConfig, SpikeConfig
+from pretrain.config.engine import CheckpointConfig, EngineConfig, SpikeConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.objectives import DistillationConfig, ElectraConfig
 from pretrain.config.schedule import (
@@ -232,21 +232,6 @@ class PretrainConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_objective(self) -> PretrainConfig:
-        """Refuse what an objective with a second model does not combine with."""
-        second = "electra" if self.electra.is_on else "distillation.teacher" if self.distillation.teacher else ""
-        if second and (self.has_causal or self.masking.shifted_targets):
-            raise ValueError(
-                f"{second} does not fit phases.*.causal_share and masking.shifted_targets: its second model predicts "
-                "masked tokens where they are. Set them to 0 and false"
-            )
-        if second and self.masking.z_loss:
-            raise ValueError(
-                f"masking.z_loss ({self.masking.z_loss}) has no effect with {second}. Remove it, or set it to 0"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_electra(self) -> PretrainConfig:
         if not self.electra.is_on:
             for name, value in self.electra:
@@ -254,8 +239,7 @@ class PretrainConfig(RunConfig):
                     raise ValueError(f"electra.{name} ({value}) needs electra.generator_width, such as 0.25")
             return self
         if self.pairs.has_classifier:
-            advice = "objective: none" if self.pairs.objective else "next_sentence: false"
-            raise ValueError(f"electra does not fit the objective {self.pairs.chosen_objective}. Set pairs.{advice}")
+            raise ValueError(f"electra does not fit the objective {self.pairs.objective}. Set pairs.objective: none")
         for other, value in (("start_from", self.start_from), ("distillation.teacher", self.distillation.teacher)):
             if value:
                 raise ValueError(f"electra and {other} ({value}) do not fit together. Remove one of them")
@@ -267,28 +251,12 @@ class PretrainConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_causal(self) -> PretrainConfig:
-        for number, phase in enumerate(self.phases):
-            if phase.causal_share and self.pairs.has_classifier:
-                raise ValueError(
-                    f"phases.{number}.causal_share ({phase.causal_share}) does not fit the objective "
-                    f"{self.pairs.chosen_objective}: with causal attention [CLS] sees nothing of a pair. Set "
-                    "pairs.objective: none"
-                )
-            if phase.causal_share and self.model.bigram_rows:
-                raise ValueError(
-                    f"phases.{number}.causal_share ({phase.causal_share}) does not fit model.bigram_rows "
-                    f"({self.model.bigram_rows}), whose pairs contain the next token. Set one of them to 0"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _check_shapes(self) -> PretrainConfig:
         second = "electra" if self.electra.is_on else "distillation" if self.distillation.teacher else ""
-        if self.engine.static_shapes and (other := "phases.*.causal_share" if self.has_causal else second):
+        if self.engine.static_shapes and second:
             setting = "cuda_graphs" if self.engine.cuda_graphs else "static_shapes"
             raise ValueError(
-                f"engine.{setting} does not fit {other}: only the masked language modelling of one model leaves "
+                f"engine.{setting} does not fit {second}: only the masked language modelling of one model leaves "
                 "filler out of its loss. Set it to false"
             )
         if self.engine.cuda_graphs and not self.model.fits_flash_attention:
@@ -297,40 +265,6 @@ class PretrainConfig(RunConfig):
                 f"that 8 divides, up to 256 (here {self.model.hidden // self.model.heads}), and no positions by "
                 f"distance (model.positions is {self.model.positions}). Set it to false"
             )
-        if self.engine.fp8 and second:
-            raise ValueError(f"engine.fp8 does not fit {second}, which has a second model. Set it to false")
-        return self
-
-    @model_validator(mode="after")
-    def _check_flash_attention(self) -> PretrainConfig:
-        kernel, dropout = self.engine.flash_attention, self.model.attention_dropout
-        if kernel == "torch":
-            return self
-        if dropout:
-            raise ValueError(
-                f"engine.flash_attention: {kernel} has no dropout, but model.attention_dropout is {dropout}. Set the "
-                "first to torch, or the second to 0"
-            )
-        if self.engine.precision == "fp32" or not self.model.fits_flash_attention:
-            raise ValueError(
-                f"engine.flash_attention: {kernel} would have no effect: flash attention needs bf16 or fp16, heads of "
-                f"a width that 8 divides, up to 256 (here {self.model.hidden // self.model.heads}), and no positions "
-                f"by distance (model.positions is {self.model.positions}). Set it to torch"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_fp8(self) -> PretrainConfig:
-        if not self.engine.fp8:
-            return self
-        if self.engine.precision != "bf16":
-            raise ValueError(f"engine.fp8 needs bf16 for everything else; engine.precision is {self.engine.precision}")
-        model = self.model
-        keys = 2 * (model.kv_heads or model.heads) * model.hidden // model.heads
-        widths = {"model.hidden is": model.hidden, "model.intermediate is": model.intermediate}
-        for name, width in {**widths, "all keys and values are": keys}.items():
-            if width % FP8_MULTIPLE:
-                raise ValueError(f"engine.fp8 needs multiples of {FP8_MULTIPLE}; {name} {width}")
         return self
 
     @model_validator(mode="after")
@@ -407,15 +341,9 @@ class PretrainConfig(RunConfig):
         return self.masking_shares(len(self.phases) - 1)[1]
 
     @property
-    def has_causal(self) -> bool:
-        """Whether any phase has causal sequences."""
-        return any(phase.causal_share for phase in self.phases)
-
-    @property
     def largest_masking_share(self) -> float:
-        """The largest share of tokens to predict in a sequence at any time; 1 of a causal one."""
-        shares = [share for phase in range(len(self.phases)) for share in self.masking_shares(phase)]
-        return 1.0 if self.has_causal else max(shares)
+        """The largest share of tokens to predict in a sequence at any time."""
+        return max(share for phase in range(len(self.phases)) for share in self.masking_shares(phase))
 
     def phase_at(self, step: int) -> tuple[int, int]:
         """(phase number, 0-based step within it) of the 0-based optimizer `step`."""

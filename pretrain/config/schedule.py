@@ -13,6 +13,8 @@ from pretrain.common.settings import Section
 class OptimizerConfig(Section):
     """The optimizer."""
 
+    EARLIER = "optimizer"
+
     name: Literal["adamw", "stable_adamw", "lamb", "muon"] = Field(
         default="adamw",
         description="Optimizer. adamw (Loshchilov and Hutter 2019); stable_adamw clips updates per tensor (Wortsman et "
@@ -40,23 +42,13 @@ class OptimizerConfig(Section):
         "had in recent steps, and scale the whole back to its size (Li et al. 2025, NorMuon). Takes one number per row "
         "of memory.",
     )
-    cautious_weight_decay: bool = Field(
-        default=False,
-        description="Only muon: decay only weights that the update makes smaller, too (Chen et al. 2025).",
-    )
 
     @model_validator(mode="after")
     def _check_muon(self) -> OptimizerConfig:
-        for key in ("muon_momentum", "muon_rate", "normalised", "cautious_weight_decay"):
+        for key in ("muon_momentum", "muon_rate", "normalised"):
             if self.name != "muon" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} has no effect with name: {self.name}. Remove it, or set name: muon")
-        if self.cautious_weight_decay and not self._decays:
-            raise ValueError("cautious_weight_decay has no effect with weight_decay: 0. Remove it, or set weight_decay")
         return self
-
-    @property
-    def _decays(self) -> bool:
-        return self.weight_decay > 0
 
 
 class PretrainOptimizerConfig(OptimizerConfig):
@@ -70,10 +62,6 @@ class PretrainOptimizerConfig(OptimizerConfig):
         "any length, whereas a longer run needs a smaller weight_decay. No step takes more than the whole weight: a "
         "timescale below one step counts as one. More than 0 replaces weight_decay.",
     )
-
-    @property
-    def _decays(self) -> bool:
-        return self.decay_timescale > 0 or super()._decays
 
     def decay_over(self, phases: Sequence[PhaseConfig]) -> float:
         """The decoupled weight decay of a run of these phases: `weight_decay`, or what `decay_timescale` makes it.
@@ -91,6 +79,8 @@ class PretrainOptimizerConfig(OptimizerConfig):
 
 class PhaseConfig(Section):
     """A part of training with one sequence length and one learning-rate schedule."""
+
+    EARLIER = "phases"
 
     sequence_length: int = Field(ge=8, description="Length of the longest sequence in tokens, special tokens included.")
     global_sequences: int = Field(ge=1, le=1 << 20, description="Sequences per optimizer step, over all workers.")
@@ -145,14 +135,6 @@ class PhaseConfig(Section):
         lt=1,
         description="Share of each sequence's tokens to predict in this phase; 0.3 and then 0.15 is Ettin's schedule. "
         "0 follows masking.",
-    )
-    causal_share: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="Share of the sequences in which every token is predicted from those before it, with causal "
-        "attention; the others are masked. GPT-BERT has 1/16 to 1/8 (Charpentier and Samuel 2024); 1 makes a causal "
-        "phase, such as a first one before a masked one. It needs pairs.objective: none.",
     )
 
     @property

@@ -8,14 +8,14 @@ F feed-forward width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.config import ModelConfig
-from pretrain.model.activations import gelu, get_activation
+from pretrain.model.activations import get_activation
 from pretrain.model.hash_rng import hash_dropout
 from pretrain.model.norms import get_norm
 
@@ -28,15 +28,13 @@ class BlockFunctions(NamedTuple):
     eps: float  # of the norm
     pre_norm: bool = False  # whether norms come before attention and feed-forward network, not after the residual sums
     gated: bool = False  # whether the activation is multiplied by a second projection
-    attention_gate: Literal["none", "head", "value"] = "none"  # what the context is multiplied by
-    product: Callable[[Tensor, Tensor], Tensor] = F.linear  # of hidden states and a layer's weight
 
     @classmethod
-    def of(cls, model: ModelConfig, product: Callable[[Tensor, Tensor], Tensor] = F.linear) -> BlockFunctions:
+    def of(cls, model: ModelConfig) -> BlockFunctions:
         """The functions that a config names. Raises `InputError` for an unknown name."""
         norm, activation = get_norm(model.norm).function, get_activation(model.activation).function
         pre_norm = model.norm_placement == "pre"
-        return cls(norm, activation, model.layer_norm_eps, pre_norm, model.gated, model.attention_gate, product)
+        return cls(norm, activation, model.layer_norm_eps, pre_norm, model.gated)
 
 
 class EmbeddingWeights(NamedTuple):
@@ -63,10 +61,6 @@ class LayerWeights(NamedTuple):
     ffn_out_weight: Tensor  # [H, F]
     ffn_out_bias: Tensor | None
     ffn_norm: tuple[Tensor, ...]
-    gate_weight: Tensor | None = None  # of the context: [heads, H] or [H, H]
-    gate_bias: Tensor | None = None
-    context_norm: tuple[Tensor, ...] | None = None  # before the output projections, if they have norms
-    inner_norm: tuple[Tensor, ...] | None = None  # each [F]
 
     @classmethod
     def of(cls, layer: Any, model: ModelConfig) -> LayerWeights:
@@ -81,12 +75,6 @@ class LayerWeights(NamedTuple):
             layer.ffn_out_weight,
             getattr(layer, "ffn_out_bias", None),
             norm_weights(layer, "ffn_norm", model),
-            getattr(layer, "attention_gate_weight", None),
-            getattr(layer, "attention_gate_bias", None),
-            *(
-                norm_weights(layer, f"{x}_norm", model) if model.norm_before_output else None
-                for x in ("context", "inner")
-            ),
         )
 
 
@@ -98,7 +86,6 @@ def norm_weights(module: Any, name: str, model: ModelConfig) -> tuple[Tensor, ..
 def embed(
     words_TE: Tensor,
     positions_TE: Tensor | None,
-    bigrams_TE: Tensor | None,
     token_types_T: Tensor | None,
     keys_T: Tensor | None,
     weights: EmbeddingWeights,
@@ -109,8 +96,6 @@ def embed(
     summed_TE = words_TE.float()
     if positions_TE is not None:
         summed_TE = summed_TE + positions_TE.float()
-    if bigrams_TE is not None:
-        summed_TE = summed_TE + bigrams_TE
     if weights.token_type is not None:
         # Before they are spread, so that their gradient is summed in fp32.
         first_E, second_E = weights.token_type.float()
@@ -129,49 +114,25 @@ def apply_norm(hidden_TH: Tensor, weights: tuple[Tensor, ...], functions: BlockF
 def after_attention(
     context_TH: Tensor,
     hidden_TH: Tensor,
-    gate_input_TH: Tensor | None,
     keys_T: Tensor | None,
     weights: LayerWeights,
     functions: BlockFunctions,
     dropout: float,
 ) -> Tensor:
-    """Output projection, residual sum, feed-forward network and its residual sum, with a norm of each: [T, H].
-
-    `gate_input_TH` is the input of the attention, which gates of its context are computed from; not read without gates.
-    """
+    """Output projection, residual sum, feed-forward network and its residual sum, with a norm of each: [T, H]."""
     w, dtype = weights, hidden_TH.dtype
-    context_TH = _finish_context(context_TH, gate_input_TH, weights, functions)
-    attended_TH = linear(context_TH, w.attention_out_weight, w.attention_out_bias, functions.product)
+    attended_TH = linear(context_TH, w.attention_out_weight, w.attention_out_bias)
     attended_TH = hidden_TH + hash_dropout(attended_TH, keys_T, 1, dropout)
     if functions.pre_norm:
         normed_TH = functions.norm(attended_TH, *w.ffn_norm, eps=functions.eps).to(dtype)
     else:
         normed_TH = attended_TH = functions.norm(attended_TH, *w.attention_norm, eps=functions.eps).to(dtype)
-    inner_TF = feed_forward_inner(linear(normed_TH, w.ffn_in_weight, w.ffn_in_bias, functions.product), functions)
-    if w.inner_norm is not None:
-        inner_TF = functions.norm(inner_TF, *w.inner_norm, eps=functions.eps)
-    output_TH = linear(inner_TF.to(dtype), w.ffn_out_weight, w.ffn_out_bias, functions.product)
+    inner_TF = feed_forward_inner(linear(normed_TH, w.ffn_in_weight, w.ffn_in_bias), functions)
+    output_TH = linear(inner_TF.to(dtype), w.ffn_out_weight, w.ffn_out_bias)
     output_TH = attended_TH + hash_dropout(output_TH, keys_T, 2, dropout)
     if functions.pre_norm:
         return output_TH.to(dtype)
     return functions.norm(output_TH, *w.ffn_norm, eps=functions.eps).to(dtype)
-
-
-def _finish_context(
-    context_TH: Tensor, gate_input_TH: Tensor | None, weights: LayerWeights, functions: BlockFunctions
-) -> Tensor:
-    """The context [T, H] times its gate, and normalised, as far as the model has these."""
-    finished_TH = context_TH
-    if weights.gate_weight is not None and gate_input_TH is not None:
-        gates = linear(gate_input_TH, weights.gate_weight, weights.gate_bias)
-        if functions.attention_gate == "head":  # Qiu et al. 2025, arXiv:2505.06708: headwise, after the attention
-            context_TND = context_TH.float().unflatten(-1, (gates.shape[-1], -1))
-            finished_TH = (context_TND * gates.sigmoid()[..., None]).flatten(-2)
-        else:  # Charpentier & Samuel 2024, arXiv:2410.24159, GPT-BERT
-            finished_TH = context_TH.float() * gelu(gates)
-    if weights.context_norm is not None:
-        finished_TH = functions.norm(finished_TH.float(), *weights.context_norm, eps=functions.eps)
-    return finished_TH.to(context_TH.dtype)
 
 
 def feed_forward_inner(projected: Tensor, functions: BlockFunctions) -> Tensor:
@@ -182,13 +143,11 @@ def feed_forward_inner(projected: Tensor, functions: BlockFunctions) -> Tensor:
     return functions.activation(activated_TF) * gate_TF
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, product: Callable[[Tensor, Tensor], Tensor] = F.linear
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias in fp32: [..., in] -> [..., out], to be rounded by what follows.
 
     For code that is compiled: the bias joins the pass that reads the product. `F.linear` on CPU writes it out to
     every row before the matmul, which costs an eighth of the matmul's time at BERT-Base (docs/benchmarks/lab-notes.md).
     """
-    sums = product(x, weight).float()
+    sums = F.linear(x, weight).float()
     return sums if bias is None else sums + bias.float()

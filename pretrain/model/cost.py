@@ -162,16 +162,6 @@ def encoder_flops(model: ModelConfig, lengths: Sequence[float], rows: float) -> 
     return _all_layers(model, lengths) - skipped
 
 
-def unseen_flops(model: ModelConfig, causal: Sequence[float]) -> float:
-    """What `flops` and `executed_flops` count too much for causal sequences of these lengths: keys behind the query."""
-    pairs = sum(
-        layers * (_pairs(length, window) - length) / 2
-        for window, layers in _products(model).windows.items()
-        for length in causal
-    )
-    return model.recursions * 12 * model.hidden * pairs
-
-
 def recomputed_flops(model: ModelConfig, lengths: Sequence[float], rows: float, *, checkpointing: bool) -> float:
     """FLOPs of what the backward pass of the encoder computes a second time; `lengths` and `rows` as `encoder_flops`.
 
@@ -215,7 +205,6 @@ def activation_bytes(
     pre = model.norm_placement == "pre"
     embedding = tokens * _embedding_saves(model, b, compiled) + _distance_saves(model, b)
     past_attention = (_compiled_saves if compiled else _plain_saves)(model, b) + 4 * model.heads
-    past_attention += _context_saves(model, b, compiled)
     before = _qkv_saves(model, b, compiled) + (_norm_saves(model, b, compiled) if pre else 0)
     layer, last = tokens * (before + past_attention), tokens * before + rows * past_attention
     final = rows * _norm_saves(model, b, compiled) if pre else 0
@@ -349,21 +338,6 @@ def _qkv_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:
     product, normed = model.hidden + 2 * keys, model.hidden + keys
     extra = itemsize * product if compiled else 4 * (product + normed)
     return itemsize * 3 * model.hidden + (extra if model.qk_norm else 0)
-
-
-def _context_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:
-    """Bytes per token of gates of the context, and of norms before the output projections."""
-    h, b, gate = model.hidden, itemsize, {"none": 0, "head": model.heads, "value": model.hidden}[model.attention_gate]
-    if compiled:
-        return b * gate
-    own = get_norm(model.norm).saved
-    context = 4 * h * (b < 4)  # in fp32, if anything reads it
-    gates = context + 4 * gate * (2 if model.attention_gate == "value" else 1) + b * h if gate else 0
-    if not model.norm_before_output:
-        return gates
-    # The gated context is read by the norm alone.
-    before_output = gates + 4 * h * own if gate else context + 4 * h * (own - 1) + b * h
-    return before_output + 4 * model.intermediate * own
 
 
 def _norm_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from pretrain.config import ModelConfig
 from pretrain.model.attention import AttentionOptions, ProjectionWeights, RelativeRows, TokenLayout, self_attention
-from pretrain.model.bigrams import PAIRS, sum_bigrams, unpadded_bigram_rows
 from pretrain.model.block import (
     BlockFunctions,
     EmbeddingWeights,
@@ -30,7 +29,6 @@ from pretrain.model.block import (
     norm_weights,
 )
 from pretrain.model.compile import program
-from pretrain.model.fp8 import fp8_linear
 from pretrain.model.hash_rng import BETWEEN
 from pretrain.model.initialisation import (
     attend_to_adjacent_tokens,
@@ -71,7 +69,6 @@ class Encoder(nn.Module):
         vocabulary_size: V.
         compile: fuse the layers with torch.compile.
         activation_checkpointing: keep only the layers' inputs and compute the rest again in the backward pass.
-        fp8: compute the layers' matrix products in FP8; the weights must be bf16.
 
     Raises:
         InputError: `shape` names an unknown norm or activation.
@@ -84,7 +81,6 @@ class Encoder(nn.Module):
         *,
         compile: bool = False,
         activation_checkpointing: bool = False,
-        fp8: bool = False,
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -93,13 +89,11 @@ class Encoder(nn.Module):
         self.embeddings = Embeddings(shape, vocabulary_size, compile)
         relative = {"relative": RelativePositions, "disentangled": RelativeEmbeddings}.get(shape.positions)
         self.relative = None if relative is None else relative(shape)
-        layers = [Layer(shape, number, compile, fp8) for number in range(shape.layers)]
+        layers = [Layer(shape, number, compile) for number in range(shape.layers)]
         if shape.attention_init == "neighbours":
             self._begin_at_neighbours(layers[: (shape.layers + 1) // 2])
         self.layers = nn.ModuleList(layers)
         self.final = FinalNorm(shape, compile) if shape.norm_placement == "pre" else None
-        if fp8:  # torch compiles no product in FP8 of an unknown number of rows, and marks stay with a tensor
-            self.embeddings.axes = ()
 
     def _begin_at_neighbours(self, layers: list[Layer]) -> None:
         shape = self.shape
@@ -115,20 +109,14 @@ class Encoder(nn.Module):
                 interleaved=shape.positions == "rotary_interleaved",
             )
 
-    def encode(
-        self, batch: UnpaddedBatch, rows_R: Tensor | None = None, *, causal: int = 0, causal_rows: int = 0
-    ) -> Tensor:
+    def encode(self, batch: UnpaddedBatch, rows_R: Tensor | None = None) -> Tensor:
         """Last hidden states [T, H], or [R, H] only at the query positions `rows_R` (int64, ascending).
 
-        In the last layer, all other tokens only serve as keys and values. In the last `causal` sequences, which have
-        the last `causal_rows` of `rows_R`, a token sees only itself and what is before.
+        In the last layer, all other tokens only serve as keys and values.
         """
         # Invariant 1: dropout depends on the sample and the place in the model, never on a generator's state.
         keys_T = batch.token_keys
         layout = TokenLayout(batch.cu_seqlens, batch.lengths, None, keys_T)
-        if causal:
-            begin = sum(batch.lengths[:-causal])
-            layout = layout._replace(causal=causal, causal_begin=begin, causal_rows=causal_rows)
         if isinstance(self.relative, RelativePositions):
             layout = layout._replace(distance_bias=self.relative(layout.max_seqlen))
         elif self.relative is not None:
@@ -158,8 +146,7 @@ class Encoder(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Sum of word, position and segment embeddings, normalised (Devlin et al., figure 2), of those that the config has,
-    and of bigrams (`bigrams.py`).
+    """Sum of word, position and segment embeddings, normalised (Devlin et al., figure 2), of those that the config has.
 
     A projection follows if they are narrower or wider than the layers (google-research/electra modeling.py,
     embeddings_project).
@@ -167,14 +154,13 @@ class Embeddings(nn.Module):
 
     word: nn.Parameter  # [V, E]
     position: nn.Parameter  # [P, E]
-    bigram: nn.Parameter  # [rows, E]
     project_weight: nn.Parameter  # [H, E]
     project_bias: nn.Parameter
 
     def __init__(self, shape: ModelConfig, vocabulary_size: int, compile: bool) -> None:
         super().__init__()
         self.shape = shape
-        self.fused, self.axes = compile, ("M",) * 5
+        self.fused = compile
         self.tied = True  # the words serve as a decoder, too
         # Give the gradients of tables that nothing else uses as torch.sparse_coo, for an engine that adds up rows.
         self.sparse_gradients = False
@@ -190,11 +176,9 @@ class Embeddings(nn.Module):
             positions_TE = self.position_rows(positions)
         elif self.shape.positions == "sinusoidal":
             positions_TE = sinusoids(positions, self.word.shape[1])
-        bigrams_TE = self.bigram_sums(input_ids, positions) if self.shape.bigram_rows else None
-        embedded_TE = program(embed, self.fused, self.axes)(
+        embedded_TE = program(embed, self.fused, ("M",) * 4)(
             self.word_rows(input_ids),
             positions_TE,
-            bigrams_TE,
             token_types if self.shape.token_types else None,
             keys,
             EmbeddingWeights.of(self, self.shape),
@@ -210,12 +194,6 @@ class Embeddings(nn.Module):
     def position_rows(self, positions: Tensor) -> Tensor:
         """int64 [T] -> [T, E]"""
         return look_up(self.position, positions)
-
-    def bigram_sums(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """int64 [T] twice -> fp32 [T, E]"""
-        rows_3T = unpadded_bigram_rows(input_ids, positions, self.shape.bigram_rows)
-        looked_up = look_up(self.bigram, rows_3T.view(-1), sparse=self.sparse_gradients)
-        return sum_bigrams(looked_up.view(PAIRS, len(input_ids), -1))
 
 
 class RelativePositions(nn.Module):
@@ -264,19 +242,17 @@ class Layer(nn.Module):
         shape: the model.
         number: from 0; which layers are local, and which has a norm before its attention, depends on it.
         compile: fuse what lies between the matmuls.
-        fp8: compute the matmuls in FP8.
     """
 
     # Query, key and value one below the other: one matmul instead of three. If key and value have fewer heads, the
     # query is apart: q and kv.
     qkv_weight: nn.Parameter  # [3H, H]
 
-    def __init__(self, shape: ModelConfig, number: int, compile: bool, fp8: bool = False) -> None:
+    def __init__(self, shape: ModelConfig, number: int, compile: bool) -> None:
         super().__init__()
         self.shape, self.window = shape, shape.window(number)
         self.fused = compile
-        self.functions = BlockFunctions.of(shape, fp8_linear if fp8 else F.linear)
-        self.axes = () if fp8 else ("M",) * 4
+        self.functions = BlockFunctions.of(shape)
         self.norm_first = shape.norm_placement == "pre" and shape.has_attention_norm(number)
         create_parameters(self, layer_parameters(shape, number), shape.init_std)
 
@@ -286,22 +262,20 @@ class Layer(nn.Module):
         normed_TH = hidden_TH
         if self.norm_first:
             weights = norm_weights(self, "attention_norm", shape)
-            normed_TH = program(apply_norm, self.fused, self.axes[:1])(hidden_TH, weights, self.functions)
+            normed_TH = program(apply_norm, self.fused, ("M",))(hidden_TH, weights, self.functions)
         context_TH = self_attention(
             normed_TH,
-            ProjectionWeights.of(self, shape, self.functions.product),
+            ProjectionWeights.of(self, shape),
             layout,
             AttentionOptions(shape.heads, shape.attention_dropout if training else 0.0, self.fused, self.window),
         )
         keys_T = layout.keys
-        gate_input_TH = normed_TH if shape.attention_gate != "none" else None
         if layout.rows is not None:
             hidden_TH, keys_T = hidden_TH.index_select(0, layout.rows), keys_T[layout.rows]
-            gate_input_TH = None if gate_input_TH is None else gate_input_TH.index_select(0, layout.rows)
         weights = LayerWeights.of(self, shape)
         dropout = shape.hidden_dropout if training else 0.0
-        return program(after_attention, self.fused, self.axes)(
-            context_TH, hidden_TH, gate_input_TH, keys_T, weights, self.functions, dropout
+        return program(after_attention, self.fused, ("M",) * 3)(
+            context_TH, hidden_TH, keys_T, weights, self.functions, dropout
         )
 
 

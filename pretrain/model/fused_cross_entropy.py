@@ -37,8 +37,8 @@ def empty_scores(rows: int, word: Tensor) -> Tensor:
 
 
 def vocabulary_losses(
-    hidden: Tensor, word: Tensor, bias: Tensor | None, labels: Tensor, fused: bool, z_weight: float = 0.0
-) -> tuple[Tensor, ...]:
+    hidden: Tensor, word: Tensor, bias: Tensor | None, labels: Tensor, fused: bool
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy of the scores `hidden @ word.T + bias` against the labels.
 
     Args:
@@ -47,16 +47,13 @@ def vocabulary_losses(
         bias: [V], or None.
         labels: int64 [K]; negative ones are left out.
         fused: let torch.compile fuse what lies between the matmuls.
-        z_weight: of the z-loss, the squared logarithm of the softmax's denominator (Chowdhery et al. 2022,
-            arXiv:2204.02311, section 5). Its gradient comes with that of the cross-entropy, in the same pass.
 
     Returns:
         (sum of cross-entropies in nats, expected number of correct predictions, with ties broken at random), fp32
-        scalars; the first is differentiable, once. With `z_weight` it contains the weighted z-loss, and that sum is a
-        third scalar.
+        scalars; the first is differentiable, once.
     """
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or word.requires_grad)
-    losses: Any = _VocabularyLosses.apply(hidden, word, bias, labels, None, fused, needs_gradient, z_weight)
+    losses: Any = _VocabularyLosses.apply(hidden, word, bias, labels, None, fused, needs_gradient)
     return losses
 
 
@@ -109,10 +106,9 @@ class _VocabularyLosses(torch.autograd.Function):
         soft: SoftTargets | None,
         fused: bool,
         needs_gradient: bool,
-        z_weight: float = 0.0,
     ) -> tuple[Tensor, ...]:
         fused = fused and len(labels) > 0  # torch.compile would make another program for no rows
-        totals = torch.zeros(4 if soft is not None else 3 if z_weight else 2, device=hidden.device)
+        totals = torch.zeros(2 if soft is None else 4, device=hidden.device)
         grad_hidden, grad_word, grad_bias = torch.empty_like(hidden), None, None
         # Pieces of nearly equal length: a last one of a single row would be compiled for itself.
         pieces = max(1, -(-len(labels) * word.shape[0] // LOGITS_PER_PIECE))
@@ -124,12 +120,12 @@ class _VocabularyLosses(torch.autograd.Function):
             labels_C = labels[piece]
             logits_CV = torch.mm(hidden[piece], word.T, out=scores[: len(labels_C)])
             given = logits_CV, bias, labels_C, _label_scores(logits_CV, bias, labels_C)
-            compute, more = _losses_and_gradient, (z_weight,) if z_weight else ()
+            compute, more = _losses_and_gradient, ()
             if soft is not None and their_scores is not None:
                 compute = _soft_losses_and_gradient
                 more = torch.mm(soft.hidden[piece], soft.word.T, out=their_scores[: len(labels_C)]), *soft[2:]
             elif not needs_gradient:
-                totals += program(_losses, fused, _ROWS)(*given, *more)
+                totals += program(_losses, fused, _ROWS)(*given)
                 continue
             totals += program(compute, fused, _ROWS)(*given, *more)
             if not needs_gradient:
@@ -149,7 +145,7 @@ class _VocabularyLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # In place: nothing else uses them, and there is one backward pass.
-        return *(None if saved is None else saved.mul_(grads[0]) for saved in ctx.saved_tensors), *(None,) * 5
+        return *(None if saved is None else saved.mul_(grads[0]) for saved in ctx.saved_tensors), *(None,) * 4
 
 
 def _add(total: Tensor | None, piece: Tensor) -> Tensor:
@@ -173,30 +169,20 @@ def _label_scores(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor) ->
     return label_C if bias_V is None else label_C + bias_V[column_C].float()
 
 
-def _losses(
-    logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C: Tensor, z_weight: float = 0.0
-) -> Tensor:
-    """fp32 [2] or [3] as `vocabulary_losses` returns; `logits_CV` come without their bias, `label_C` with it."""
-    scores_CV, top_C, log_total_C = _normalise(logits_CV, bias_V)
-    totals = _totals(labels_C, label_C, scores_CV, top_C, log_total_C)
-    return _with_z_loss(totals, labels_C, log_total_C, z_weight)
+def _losses(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C: Tensor) -> Tensor:
+    """fp32 [2] as `vocabulary_losses` returns; `logits_CV` come without their bias, `label_C` with it."""
+    return _totals(labels_C, label_C, *_normalise(logits_CV, bias_V))
 
 
-def _losses_and_gradient(
-    logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C: Tensor, z_weight: float = 0.0
-) -> Tensor:
+def _losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C: Tensor) -> Tensor:
     """`_losses`; the logits become the gradient of the first."""
     scores_CV, top_C, log_total_C = _normalise(logits_CV, bias_V)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
     # Rows that are left out have no shares, and no column is their label: no work for each entry.
     denominator_C = torch.where(labels_C < 0, math.inf, log_total_C)
     shares_CV = (scores_CV - denominator_C[:, None]).exp()
-    if z_weight:
-        # The logarithm of the denominator has the softmax as its gradient.
-        shares_CV = shares_CV * (1 + 2 * z_weight * log_total_C)[:, None]
     grad_CV = shares_CV - (column_V == labels_C[:, None]).float()
     totals = _totals(labels_C, label_C, scores_CV, top_C, log_total_C)
-    totals = _with_z_loss(totals, labels_C, log_total_C, z_weight)
     logits_CV.copy_(grad_CV)
     return totals
 
@@ -226,14 +212,6 @@ def _soft_losses_and_gradient(
     grad_CV = hard_weight * hard_CV + (soft_weight * temperature) * (own_CV.exp() - shares_CV)
     logits_CV.copy_(grad_CV)
     return torch.stack([weighted, cross_entropy, divergence, correct])
-
-
-def _with_z_loss(totals: Tensor, labels_C: Tensor, log_total_C: Tensor, z_weight: float) -> Tensor:
-    """fp32 [2] -> [3] if there is a z-loss: added to the first, and on its own."""
-    if not z_weight:
-        return totals
-    z_loss, (loss, correct) = z_weight * _sum_of_rows(log_total_C.square(), labels_C), totals.unbind()
-    return torch.stack([loss + z_loss, correct, z_loss])
 
 
 def _normalise(logits_CV: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

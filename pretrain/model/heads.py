@@ -29,30 +29,19 @@ class PretrainingBatch(UnpaddedBatch, Protocol):
     def masked_labels(self) -> Tensor: ...  # int64 [K]
     @property
     def nsp_labels(self) -> Tensor: ...  # int64 [S]; 0 is next, 1 is random; [0] without NSP
-    @property
-    def causal(self) -> int: ...  # sequences with causal attention, the last ones
-    @property
-    def causal_targets(self) -> int: ...  # how many of the masked rows are theirs, the last ones
 
 
 class Losses(NamedTuple):
     """Sums over the micro-batch, fp32 scalars; the training task divides them by global counts (invariant 3)."""
 
-    mlm_loss: Tensor  # cross-entropy in nats, and `z_loss` if there is one
+    mlm_loss: Tensor  # cross-entropy in nats
     nsp_loss: Tensor
     mlm_correct: Tensor  # number of masked tokens whose label has the highest score
     nsp_correct: Tensor
-    causal_loss: Tensor | None = None  # as those of masked tokens, of causal sequences; None beside NSP
-    causal_correct: Tensor | None = None
-    z_loss: Tensor | None = None  # of masked tokens, weighted; None without any
-    causal_z_loss: Tensor | None = None
-
-
-_Predicted = tuple[Tensor, Tensor, Tensor | None]
 
 
 class PretrainingModel(Encoder):
-    """The encoder with its pretraining heads; arguments as `Encoder`, whether there is an NSP head, z-loss."""
+    """The encoder with its pretraining heads; arguments as `Encoder`, and whether there is an NSP head."""
 
     def __init__(
         self,
@@ -62,13 +51,9 @@ class PretrainingModel(Encoder):
         *,
         compile: bool = False,
         activation_checkpointing: bool = False,
-        fp8: bool = False,
-        z_loss: float = 0.0,
     ) -> None:
-        super().__init__(
-            shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing, fp8=fp8
-        )
-        self.heads = Heads(shape, vocabulary_size, next_sentence, compile, z_loss)
+        super().__init__(shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing)
+        self.heads = Heads(shape, vocabulary_size, next_sentence, compile)
         self.embeddings.tied = shape.tied_decoder
 
     def forward(self, batch: PretrainingBatch) -> Losses:
@@ -79,24 +64,13 @@ class PretrainingModel(Encoder):
             hidden_RH = torch.cat([pooled_SH, hidden_TH.index_select(0, batch.masked_rows)])
         else:
             rows_R, order_R = torch.cat([batch.cu_seqlens[:-1].long(), batch.masked_rows]).sort()
-            causal_rows = batch.causal + batch.causal_targets
-            hidden_RH = self.encode(batch, rows_R, causal=batch.causal, causal_rows=causal_rows)[order_R.argsort()]
-        return self.heads(
-            hidden_RH, self._decoder(), batch.masked_labels, batch.nsp_labels, causal_targets=batch.causal_targets
-        )
+            hidden_RH = self.encode(batch, rows_R)[order_R.argsort()]
+        return self.heads(hidden_RH, self._decoder(), batch.masked_labels, batch.nsp_labels)
 
     def masked_logits(self, batch: PretrainingBatch) -> Tensor:
         """[K, V] scores of the vocabulary at the masked rows."""
         transformed_KH = self.heads.transform(self.encode(batch, batch.masked_rows), self.heads.fused)
         return F.linear(transformed_KH, self._decoder(), self.heads.decoder_bias)
-
-    def next_sentence_logits(self, batch: PretrainingBatch) -> Tensor:
-        """[S, 2] scores of (is next, is random)."""
-        if self.shape.pooling == "cls":
-            pooled_SH = self.encode(batch, batch.cu_seqlens[:-1].long())
-        else:
-            pooled_SH = pool(self.encode(batch), batch.cu_seqlens, self.shape.pooling)
-        return nsp_logits(pooled_SH, self.heads.nsp_weights())
 
     def _decoder(self) -> Tensor:
         """[V, H], the word embeddings or a table of its own."""
@@ -125,59 +99,28 @@ class Heads(nn.Module):
     nsp_weight: nn.Parameter  # [2, H]
     nsp_bias: nn.Parameter
 
-    def __init__(
-        self, shape: ModelConfig, vocabulary_size: int, next_sentence: bool, compile: bool, z_loss: float = 0.0
-    ) -> None:
+    def __init__(self, shape: ModelConfig, vocabulary_size: int, next_sentence: bool, compile: bool) -> None:
         super().__init__()
         self.shape = shape
         self.fused = compile
         self.next_sentence = next_sentence
-        self.z_loss = z_loss
         self.functions = BlockFunctions.of(shape)
         create_parameters(self, head_parameters(shape, vocabulary_size, next_sentence), shape.init_std)
 
-    def forward(
-        self,
-        hidden_RH: Tensor,
-        decoder_VH: Tensor,
-        masked_labels_K: Tensor,
-        nsp_labels_S: Tensor,
-        *,
-        causal_targets: int = 0,
-    ) -> Losses:
-        """`hidden_RH`: the sequences' pooled rows, then the masked tokens', the `causal_targets` last."""
+    def forward(self, hidden_RH: Tensor, decoder_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor) -> Losses:
+        """`hidden_RH`: the sequences' pooled rows, then the masked tokens'."""
         sequences = hidden_RH.shape[0] - masked_labels_K.shape[0]
         transformed_KH = self.transform(hidden_RH[sequences:], self.fused)
+        mlm_loss, mlm_correct = vocabulary_losses(
+            transformed_KH, decoder_VH, self.decoder_bias, masked_labels_K, self.fused
+        )
         if not self.next_sentence:
-            of_masked, of_causal = self._predict_both(transformed_KH, decoder_VH, masked_labels_K, causal_targets)
-            (mlm_loss, mlm_correct, z_loss), (causal_loss, causal_correct, causal_z) = of_masked, of_causal
             nothing = mlm_loss.new_zeros(())
-            return Losses(mlm_loss, nothing, mlm_correct, nothing, causal_loss, causal_correct, z_loss, causal_z)
-        mlm_loss, mlm_correct, z_loss = self._predict(transformed_KH, decoder_VH, masked_labels_K)
+            return Losses(mlm_loss, nothing, mlm_correct, nothing)
         logits_S2 = nsp_logits(hidden_RH[:sequences], self.nsp_weights()).float()
         nsp_loss = F.cross_entropy(logits_S2, nsp_labels_S, reduction="sum")
         nsp_correct = (logits_S2.argmax(-1) == nsp_labels_S).sum().float()
-        return Losses(mlm_loss, nsp_loss, mlm_correct, nsp_correct, z_loss=z_loss)
-
-    def _predict_both(
-        self, transformed_KH: Tensor, decoder_VH: Tensor, labels_K: Tensor, causal_targets: int
-    ) -> tuple[_Predicted, _Predicted]:
-        """`_predict` of the masked tokens, and of the causal sequences' targets."""
-        masked = labels_K.shape[0] - causal_targets
-        if causal_targets and masked:
-            return (
-                self._predict(transformed_KH[:masked], decoder_VH, labels_K[:masked]),
-                self._predict(transformed_KH[masked:], decoder_VH, labels_K[masked:]),
-            )
-        whole = self._predict(transformed_KH, decoder_VH, labels_K)
-        # Differentiable, too: ZeRO 3 visits a module once for each such output, and all ranks must visit equally many.
-        nothing = 0 * whole[0], 0 * whole[1], None if whole[2] is None else 0 * whole[2]
-        return (nothing, whole) if causal_targets else (whole, nothing)
-
-    def _predict(self, transformed_KH: Tensor, decoder_VH: Tensor, labels_K: Tensor) -> _Predicted:
-        """Sums of losses, correct predictions and z-losses, fp32 scalars; no z-losses: None."""
-        losses = vocabulary_losses(transformed_KH, decoder_VH, self.decoder_bias, labels_K, self.fused, self.z_loss)
-        return losses[0], losses[1], losses[2] if self.z_loss else None
+        return Losses(mlm_loss, nsp_loss, mlm_correct, nsp_correct)
 
     def transform(self, hidden_KH: Tensor, fused: bool = False) -> Tensor:
         """[K, H] -> [K, H], what the decoder reads."""

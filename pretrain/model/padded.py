@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from pretrain.config import ModelConfig
 from pretrain.model.attention import ProjectionWeights
 from pretrain.model.attention.projection import form_qkv, project_distances
-from pretrain.model.bigrams import padded_bigram_rows, sum_bigrams
 from pretrain.model.block import (
     BlockFunctions,
     EmbeddingWeights,
@@ -62,7 +61,7 @@ class PaddedEncoder(nn.Module):
             attention: gets the attention weights of each application of a layer appended, [B, N, L, L].
         """
         shape = self.shape
-        hidden_BLH = self._embed(input_ids, attention_mask, token_type_ids)
+        hidden_BLH = self._embed(input_ids, token_type_ids)
         positions_L = torch.arange(input_ids.shape[1], device=input_ids.device)
         masks, turns = self._masks(attention_mask, positions_L, hidden_BLH.dtype), rotations(shape, positions_L)
         for number in [*range(shape.layers)] * shape.recursions:
@@ -72,12 +71,12 @@ class PaddedEncoder(nn.Module):
             by = turns.get(shape.rotary_base_of(number))
             context_BLH = self._attend(layer, normed_BLH, by, masks[shape.window(number)], attention)
             weights = LayerWeights.of(layer, shape)
-            hidden_BLH = after_attention(context_BLH, hidden_BLH, normed_BLH, None, weights, self.functions, 0.0)
+            hidden_BLH = after_attention(context_BLH, hidden_BLH, None, weights, self.functions, 0.0)
         if shape.norm_placement == "post":
             return hidden_BLH
         return apply_norm(hidden_BLH, norm_weights(self.final, "norm", shape), self.functions)
 
-    def _embed(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None) -> Tensor:
+    def _embed(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
         own = self.embeddings
         positions_L = torch.arange(input_ids.shape[1], device=input_ids.device)
         words_BLE, positions_LE = F.embedding(input_ids, own.word), None
@@ -85,12 +84,8 @@ class PaddedEncoder(nn.Module):
             positions_LE = F.embedding(positions_L, own.position)
         elif self.shape.positions == "sinusoidal":
             positions_LE = sinusoids(positions_L, own.word.shape[1])
-        bigrams_BLE = None
-        if self.shape.bigram_rows:
-            rows_3BL = padded_bigram_rows(input_ids, attention_mask, self.shape.bigram_rows)
-            bigrams_BLE = sum_bigrams(F.embedding(rows_3BL, own.bigram))
         weights = EmbeddingWeights.of(own, self.shape)
-        embedded_BLE = embed(words_BLE, positions_LE, bigrams_BLE, token_type_ids, None, weights, self.functions, 0.0)
+        embedded_BLE = embed(words_BLE, positions_LE, token_type_ids, None, weights, self.functions, 0.0)
         if self.shape.embedding in (0, self.shape.hidden):
             return embedded_BLE
         return F.linear(embedded_BLE, own.project_weight, own.project_bias)

@@ -51,7 +51,6 @@ def embedding_parameters(model: ModelConfig, vocabulary_size: int) -> tuple[Para
     }
     return (
         *(Parameter(name, (rows, width), "normal") for name, rows in tables.items() if rows or name == "word"),
-        *((Parameter("bigram", (model.bigram_rows, width), "zeros"),) if model.bigram_rows else ()),
         *(_norm("norm", width, model) if model.embedding_norm else ()),
         *(linear_parameters("project", model.hidden, width) if width != model.hidden else ()),
     )
@@ -73,24 +72,17 @@ def layer_parameters(model: ModelConfig, number: int) -> tuple[Parameter, ...]:
     before = model.norm_placement == "pre"
     attention_norm = _norm("attention_norm", hidden, model) if model.has_attention_norm(number) else ()
     ffn_norm = _norm("ffn_norm", hidden, model)
-    context_norm, inner_norm = (
-        _norm(name, width, model) if model.norm_before_output else ()
-        for name, width in (("context_norm", hidden), ("inner_norm", ffn))
-    )
-    scale, initial = _output_scale(model), "zeros" if model.zero_output_init else "normal"
+    scale = _output_scale(model)
     ffn_in, inner = ("gated_in", STACKED["gated_in"] * ffn) if model.gated else ("ffn_in", ffn)
     return (
         *(attention_norm if before else ()),
         *_projections(model),
         *_head_norms(model),
         *relative_projections(model),
-        *_gate(model),
-        *context_norm,
-        *linear_parameters("attention_out", hidden, hidden, bias=model.attention_bias, scale=scale, initial=initial),
+        *linear_parameters("attention_out", hidden, hidden, bias=model.attention_bias, scale=scale),
         *(ffn_norm if before else attention_norm),
         *linear_parameters(ffn_in, inner, hidden, bias=model.ffn_in_bias),
-        *inner_norm,
-        *linear_parameters("ffn_out", hidden, ffn, bias=model.ffn_out_bias, scale=scale, initial=initial),
+        *linear_parameters("ffn_out", hidden, ffn, bias=model.ffn_out_bias, scale=scale),
         *(() if before else ffn_norm),
     )
 
@@ -136,10 +128,9 @@ def linear_parameters(
     *,
     bias: bool = True,
     scale: float = 1.0,
-    initial: Initial = "normal",
 ) -> tuple[Parameter, ...]:
     """The parameters of a linear layer: weight [outputs, inputs], and bias [outputs] if it has one."""
-    weight = Parameter(f"{name}_weight", (outputs, inputs), initial, scale)
+    weight = Parameter(f"{name}_weight", (outputs, inputs), "normal", scale)
     return (weight, Parameter(f"{name}_bias", (outputs,), "zeros")) if bias else (weight,)
 
 
@@ -190,14 +181,6 @@ def _head_norms(model: ModelConfig) -> tuple[Parameter, ...]:
     """The gains of the norms of query and key, one number per column of a head."""
     names = ("q_norm_weight", "k_norm_weight") if model.qk_norm else ()
     return tuple(Parameter(name, (model.head_width,), "ones") for name in names)
-
-
-def _gate(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The projection to the gates of the attention's context: one per head, or one per column."""
-    if model.attention_gate == "none":
-        return ()
-    gates = model.heads if model.attention_gate == "head" else model.hidden
-    return linear_parameters("attention_gate", gates, model.hidden, bias=model.attention_bias)
 
 
 def _output_scale(model: ModelConfig) -> float:

@@ -158,12 +158,6 @@ def unsupported(engine: EngineConfig, capability: tuple[int, int]) -> str:
         return "engine.precision: bf16 needs compute capability 8.0"
     if engine.cuda_graphs and engine.precision != "bf16":
         return f"engine.cuda_graphs needs bf16, and this run computes in {engine.precision}"
-    if engine.fp8 and capability < (9, 0):
-        return "engine.fp8 needs compute capability 9.0"
-    kernel = engine.flash_attention
-    generations, needed = {"fa3": ((9,), "9.0"), "fa4": ((9, 10), "9.0 or 10.0")}.get(kernel, ((), ""))
-    if needed and capability[0] not in generations:
-        return f"engine.flash_attention: {kernel} needs compute capability {needed}"
     return ""
 
 

@@ -74,6 +74,6 @@ class Distillation:
         loss = settings.soft_weight * soft_loss / masked + settings.mlm_weight * mlm_loss / masked
         loss += settings.cosine_weight * cosine_loss / tokens + nsp_loss / labeled
         if self._config.pairs.has_classifier:
-            name = self._config.pairs.chosen_objective
+            name = self._config.pairs.objective
             means |= {f"{name}_loss": nsp_loss / labeled, f"{name}_accuracy": nsp_correct / labeled}
         return {"loss": loss, **means}

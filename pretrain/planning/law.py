@@ -64,15 +64,6 @@ class Law:
         of_data = self.data_scale * np.power(effective_tokens(tokens, unique), -self.data_exponent)
         return self.floor + of_size + of_data
 
-    def best_size(self, flops: float) -> float:
-        """The size with the lowest loss after `flops` FLOPs on text that does not repeat.
-
-        Hoffmann et al. 2022, equation 4. The optimizer's FLOPs are not counted.
-        """
-        alpha, beta = self.size_exponent, self.data_exponent
-        ratio = alpha * self.size_scale / (beta * self.data_scale)
-        return float((ratio * (flops / FLOPS_PER_PARAMETER) ** beta) ** (1 / (alpha + beta)))
-
 
 def effective_tokens(tokens: Numbers, unique: Numbers) -> Numbers:
     """D': tokens of text that does not repeat which teach as much as `tokens` tokens in epochs of `unique` tokens.

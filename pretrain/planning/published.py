@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import write_json
 from pretrain.config import PretrainConfig
 from pretrain.estimate import vocabulary_entries
-from pretrain.planning.fitting import Points, fit
-from pretrain.planning.law import Law, coefficients, effective_tokens, useful_size
+from pretrain.planning.law import Law
 
 PUBLISHED = Path(__file__).parent / "law.json"
-_DIGITS = 6  # of a coefficient
 _COEFFICIENTS = 5
 _JOIN = ", "
 
@@ -89,12 +86,11 @@ def _masking(config: PretrainConfig) -> str:
     """The share of masked tokens, that of each phase where it has its own, and what else is to be predicted."""
     masking, pairs = config.masking, config.pairs
     schedule = " to ".join(f"{share:g}" for share in (masking.probability, masking.final_probability) if share)
-    phases = [
-        (f"{phase.masking_probability:g}" if phase.masking_probability else schedule)
-        + (f" with causal_share {phase.causal_share:g}" if phase.causal_share else "")
-        for phase in config.phases
-    ]
-    return " and ".join(dict.fromkeys(phases)) + (f" with {pairs.chosen_objective}" if pairs.has_classifier else "")
+    phases = [f"{phase.masking_probability:g}" if phase.masking_probability else schedule for phase in config.phases]
+    return " and ".join(dict.fromkeys(phases)) + (f" with {pairs.objective}" if pairs.has_classifier else "")
+
+
+Coefficients = Annotated[tuple[float, ...], Field(min_length=_COEFFICIENTS, max_length=_COEFFICIENTS)]
 
 
 class PublishedLaw(_Part):
@@ -102,13 +98,15 @@ class PublishedLaw(_Part):
 
     Attributes:
         coefficients: those of `law.Law`, in its order.
+        resampled: the same of laws that are as likely: fitted to resampled points.
         machine, commit, date: of the newest run.
         words: of the text.
         ground: SHA-256 of the text.
     """
 
     format: int = 1
-    coefficients: tuple[float, ...] = Field(min_length=_COEFFICIENTS, max_length=_COEFFICIENTS)
+    coefficients: Coefficients
+    resampled: tuple[Coefficients, ...] = Field(min_length=1)
     points: tuple[Point, ...]
     recipe: Recipe
     machine: str
@@ -121,9 +119,10 @@ class PublishedLaw(_Part):
     def law(self) -> Law:
         return Law(*self.coefficients)
 
+    @property
     def likely(self) -> tuple[Law, ...]:
-        """The laws of the bootstrap, fitted again; a second of work."""
-        return fit(as_points(self.fitted)).resampled
+        """The laws of the bootstrap."""
+        return tuple(Law(*coefficients) for coefficients in self.resampled)
 
     @property
     def fitted(self) -> list[Point]:
@@ -144,19 +143,6 @@ class PublishedLaw(_Part):
         return max((abs(self.predicted(point) / point.loss - 1) for point in points), default=0.0)
 
 
-def as_points(points: Sequence[Point]) -> Points:
-    """The runs as arrays for the fit."""
-    size, tokens, unique, loss = (
-        np.array([(one.size, one.tokens, one.unique, one.loss) for one in points]).reshape(-1, 4).T
-    )
-    return Points(np.asarray(useful_size(size, tokens, unique)), np.asarray(effective_tokens(tokens, unique)), loss)
-
-
-def rounded(law: Law) -> tuple[float, ...]:
-    """The coefficients with as many digits as the file keeps."""
-    return tuple(float(f"{value:.{_DIGITS}g}") for value in coefficients(law))
-
-
 def read(path: Path | None = None) -> PublishedLaw:
     """The law in the file `path`, or that of the package.
 
@@ -173,8 +159,3 @@ def read(path: Path | None = None) -> PublishedLaw:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
         raise InputError(f"{path}: not a law of `bench law` ({field or 'content'}: {first['msg']}).") from None
-
-
-def write(law: PublishedLaw, path: Path) -> None:
-    """Write the law, atomically."""
-    write_json(path, law.model_dump(mode="json"))

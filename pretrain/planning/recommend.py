@@ -72,7 +72,7 @@ def choose(plans: Sequence[Plan], found: PublishedLaw) -> list[Choice]:
     It has the lowest loss of those that are not too far from the measured runs (`Choice.is_too_far`). If its text ends
     before the budget, it is the smallest of those that are about as good: smaller ones cost less.
     """
-    likely, near = found.likely(), _near(plans, found)
+    likely, near = found.likely, _near(plans, found)
     losses = np.array([[_predicted(law, one) for one in plans] for law in likely])
     wins = np.bincount(losses.argmin(axis=1), minlength=len(plans)) / len(likely)
     choices = [

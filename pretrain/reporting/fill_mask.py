@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,10 +66,8 @@ def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: in
     return chosen
 
 
-def fill(export_dir: Path, sentences: Sequence[MaskedSentence], *, shifted: bool = False) -> list[Filling]:
+def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]:
     """The exported model's predictions for the masked token of each sentence, computed in fp32 by our encoder.
-
-    With `shifted` (`masking.shifted_targets` of the run) a token is predicted at the position before it.
 
     Raises `InputError` if the export is damaged or has no masked-language-modelling head.
     """
@@ -90,8 +87,6 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence], *, shifted: bool
     model.load_state_dict(state)
     order = sorted(range(len(sentences)), key=lambda number: len(sentences[number].tokens))
     batch = _as_batch([sentences[number] for number in order], released_ids(export_dir))
-    if shifted:
-        batch = dataclasses.replace(batch, masked_rows=batch.masked_rows - 1)
     with torch.inference_mode():
         # Padded rows stand for no token.
         probabilities = model.masked_logits(batch)[:, : len(vocabulary)].softmax(-1).tolist()

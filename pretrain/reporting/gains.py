@@ -35,10 +35,6 @@ class Gain:
         return statistics.fmean(self.after) - statistics.fmean(self.before)
 
     @property
-    def is_better(self) -> bool:
-        return self.change < 0 if self.unit == "nats" else self.change > 0
-
-    @property
     def cells(self) -> tuple[str, str, str, str]:
         """(what, before, after, change) as text."""
         unit = "nats" if self.unit == "nats" else self.unit.replace("_", " ")

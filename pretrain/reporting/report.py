@@ -294,8 +294,6 @@ def _charts(run: _ReportData) -> list[str]:
         line_chart("NSP accuracy", pair("nsp_accuracy"), form=_percent, **at_step),
         line_chart("SOP loss", pair("sop_loss"), form=_plain, **at_step),
         line_chart("SOP accuracy", pair("sop_accuracy"), form=_percent, **at_step),
-        line_chart("Loss of causal sequences", one("causal_loss"), form=_plain, **at_step),
-        line_chart("Accuracy of causal sequences", one("causal_accuracy"), form=_percent, **at_step),
         line_chart("Divergence from the teacher", pair("distil_loss"), form=_plain, **at_step),
         line_chart("Cosine distance from the teacher", pair("cosine_loss"), form=_plain, **at_step),
         line_chart("RTD loss", pair("rtd_loss"), form=_plain, **at_step),
@@ -425,7 +423,7 @@ def _predictions(run: _ReportData) -> list[Filling]:
     from pretrain.corpus.vocabulary import read_vocabulary
 
     sentences = held_out_sentences(open_shards(corpus, "validation"), read_vocabulary(corpus / "vocab.txt"), SENTENCES)
-    return fill(export_dir, sentences, shifted=run.config.masking.shifted_targets)
+    return fill(export_dir, sentences)
 
 
 def _found(filled: Sequence[Filling]) -> str:

@@ -19,23 +19,15 @@ TRAINING_METRICS: dict[str, Metric] = {
     "tokens": Metric("tokens", "Tokens trained on so far, without padding."),
     "loss": Metric(
         "nats",
-        "Sum of mlm_loss, nsp_loss or sop_loss, and z_loss; with causal sequences, the mean of mlm_loss and "
-        "causal_loss, weighted by the numbers of sequences, is in place of mlm_loss; in distillation and ELECTRA, the "
-        "weighted sum of their losses; for fine-tuning, the loss of the task.",
+        "Sum of mlm_loss and nsp_loss or sop_loss; in distillation and ELECTRA, the weighted sum of their losses; for "
+        "fine-tuning, the loss of the task.",
     ),
     "mlm_loss": Metric("nats", "Cross-entropy per masked token; mean since the last record."),
     "mlm_accuracy": Metric("fraction", "Masked tokens predicted correctly since the last record."),
-    "z_loss": Metric(
-        "nats",
-        "Squared logarithm of the softmax's denominator per predicted token, times masking.z_loss; mean since the last "
-        "record. mlm_loss and causal_loss are without it.",
-    ),
     "nsp_loss": Metric("nats", "Cross-entropy per sentence pair; mean since the last record."),
     "nsp_accuracy": Metric("fraction", "Sentence pairs classified correctly since the last record."),
     "sop_loss": Metric("nats", "Cross-entropy per pair of segments in order or swapped; mean since the last record."),
     "sop_accuracy": Metric("fraction", "Pairs classified correctly as in order or swapped since the last record."),
-    "causal_loss": Metric("nats", "Cross-entropy per token of causal sequences; mean since the last record."),
-    "causal_accuracy": Metric("fraction", "Tokens of causal sequences predicted correctly since the last record."),
     "distil_loss": Metric(
         "nats",
         "Divergence from the teacher's predictions per masked token, at the temperature and times its square; mean "

@@ -24,7 +24,6 @@ from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import Worker
 from pretrain.config import R, RunConfig, SchedulingConfig, with_precision
 from pretrain.model import precision
-from pretrain.model.attention.flash import use_kernel
 from pretrain.storage.runs import StoredRun
 from pretrain.tracking import starting
 from pretrain.tracking.logs import quiet_logging
@@ -156,14 +155,12 @@ def choose_device(config: R, worker: Worker) -> tuple[R, torch.device]:
     into the run's config.yaml, where restarts read it.
 
     Raises:
-        MachineError: the device cannot compute in the requested precision, or lacks the kernel of attention.
+        MachineError: the device cannot compute in the requested precision.
     """
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     config = _resolve_precision(config, device, worker)
     _check_device(config, device)
-    if on_gpu and config.engine.flash_attention != "torch":
-        use_kernel(config.engine.flash_attention)
     if precision.allow_tf32(config.engine.precision, device):
         logger.info("matrix products of fp32 use TF32 tensor cores")
     return config, device
@@ -194,8 +191,7 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     has = f"{name} has {capability[0]}.{capability[1]}"
     if why := precision.unsupported(config.engine, capability):
-        off = "Set it to torch." if why.startswith("engine.flash_attention") else "Set it to false."
-        raise MachineError(f"{why}; {has}. {advice if why.startswith('engine.precision') else off}")
+        raise MachineError(f"{why}; {has}. {advice if why.startswith('engine.precision') else 'Set it to false.'}")
     known = [int(one[3:]) for one in torch.cuda.get_arch_list() if one[3:].isdigit()]
     if known and 10 * capability[0] + capability[1] < min(known):
         raise MachineError(

@@ -63,7 +63,7 @@ class Masker:
         self._max_predictions = max_predictions
         vocabulary = text if isinstance(text, MaskingVocabulary) else _vocabulary(text)
         self.ordinary = vocabulary.ordinary
-        self._scheme: MaskingScheme = load_kind(__name__, masking.chosen_scheme).Scheme(masking, vocabulary)
+        self._scheme: MaskingScheme = load_kind(__name__, masking.scheme).Scheme(masking, vocabulary)
         self.has_exact_counts = self._scheme.has_exact_counts
 
     def counts(
@@ -78,7 +78,7 @@ class Masker:
         chosen = self._choose(rows, bits, share)
         labels = rows.input_ids[chosen]
         input_ids = rows.input_ids.copy()
-        input_ids[chosen] = self._scheme.replace(labels, bits[chosen], self._scheme.choice_bits(chosen, bits))
+        input_ids[chosen] = self._scheme.replace(labels, bits[chosen])
         return Masked(input_ids, chosen, labels, (bits >> np.uint64(32)).astype(np.uint32).view(np.int32))
 
     def count(self, rows: Rows, key: np.ndarray, share: np.ndarray | None = None) -> int:

@@ -7,9 +7,6 @@ sequences of similar lengths, with the operations between the matmuls fused by t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,9 +14,8 @@ from pretrain.model.attention.distances import DistanceTables
 from pretrain.model.attention.flash import flash_attention, has_flash
 from pretrain.model.attention.grouped_op import grouped_attention
 from pretrain.model.attention.layout import AttentionOptions, ProjectionWeights, TokenLayout
-from pretrain.model.attention.projection import form_qkv, project_distances, project_qkv
+from pretrain.model.attention.projection import form_qkv, project_distances
 from pretrain.model.compile import program
-from pretrain.model.positions import Rotation
 
 FORM_AXES = "M", "", "", "M"  # of `form_qkv`: products, biases, norms, rotation
 
@@ -32,8 +28,7 @@ def self_attention(
     Args:
         hidden: [T, H], bf16, fp16 or fp32.
         projection: to query, key and value.
-        layout: which tokens attend; each sees all of its sequence, or the part of it within `options.window`, and only
-            the part up to itself in causal sequences.
+        layout: which tokens attend; each sees all of its sequence, or the part of it within `options.window`.
         options: heads, dropout, compilation and window. The flash kernel samples dropout from the device's generator,
             the grouped matmuls hash the keys of `layout`.
 
@@ -45,9 +40,7 @@ def self_attention(
     weight, bias = projection.weights[0], projection.biases[0]
     rotation = layout.rotation if flash else None  # the grouped matmuls rotate what they read
     if rotation is not None or not projection.only_product:
-        # The casts of FP8 products are worth a compiled program; a plain product is one kernel already.
-        project = program(project_qkv, options.fused and projection.product is not F.linear, ())
-        products = project(hidden, projection.weights, projection.product)
+        products = tuple(F.linear(hidden, weight) for weight in projection.weights)
         form = program(form_qkv, options.fused, FORM_AXES)
         qkv, bias = form(products, projection.biases, projection.norms, rotation, options.heads), None
     elif flash:
@@ -55,51 +48,11 @@ def self_attention(
     else:
         qkv = hidden @ weight.T
     if flash:
-        return _both_ways(flash_attention, qkv, layout, options)
+        return flash_attention(qkv, layout, options)
     # torch's CPU matmul writes the bias out to every row first; the kernels add it as they read. On CPU the compiled
     # rotation of whole rows costs a tenth of a small model's step, that of the rows read nothing.
     tables = DistanceTables()
     if layout.relative is not None:  # once for all groups
         projected = project_distances(layout.relative.embeddings, projection, options.heads)
         tables = DistanceTables(*projected, layout.relative.row_of)
-
-    def grouped(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> Tensor:
-        return grouped_attention(qkv, bias, layout, options, tables)[0]
-
-    return _both_ways(grouped, qkv, layout, options)
-
-
-def _both_ways(
-    attend: Callable[[Tensor, TokenLayout, AttentionOptions], Tensor],
-    qkv: Tensor,
-    layout: TokenLayout,
-    options: AttentionOptions,
-) -> Tensor:
-    """`attend` with the first sequences of the layout as they are, and with its last ones causally: [R, H]."""
-    if not layout.causal:
-        return attend(qkv, layout, options)
-    if not layout.causal_begin:
-        return attend(qkv, layout, options._replace(causal=True))
-    token, rows, keys = layout.causal_begin, layout.rows, layout.keys
-    number = 0 if rows is None else len(rows) - layout.causal_rows
-    first = layout._replace(
-        cu_seqlens=layout.cu_seqlens[: -layout.causal],
-        lengths=layout.lengths[: -layout.causal],
-        rows=None if rows is None else rows[:number],
-        keys=keys[:token],
-        rotation=_rotation_of(layout, slice(token)),
-    )
-    last = layout._replace(
-        cu_seqlens=layout.cu_seqlens[-1 - layout.causal :] - token,
-        lengths=layout.lengths[-layout.causal :],
-        rows=None if rows is None else rows[number:] - token,
-        keys=keys[token:],
-        rotation=_rotation_of(layout, slice(token, None)),
-    )
-    parts = attend(qkv[:token], first, options), attend(qkv[token:], last, options._replace(causal=True))
-    return torch.cat(parts)
-
-
-def _rotation_of(layout: TokenLayout, tokens: slice) -> Rotation | None:
-    by = layout.rotation
-    return None if by is None else by._replace(cos=by.cos[tokens], sin=by.sin[tokens])
+    return grouped_attention(qkv, bias, layout, options, tables)[0]

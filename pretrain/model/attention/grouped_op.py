@@ -41,7 +41,7 @@ def grouped_attention(
         qkv: [T, 3H], query, key and value side by side, still without their bias.
         bias: [3H], or None if there is none or `qkv` has it.
         layout: which tokens attend, and the rotation of queries and keys.
-        options: heads, dropout, compilation, window, and whether attention is causal.
+        options: heads, dropout, compilation and window.
         tables: projected embeddings of distances; none if scores have no such terms.
 
     Returns:
@@ -76,7 +76,6 @@ def _forward(
     dropout: float,
     fused: bool,
     window: int,
-    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     # The same compiled code with and without a gradient.
     qkv, bias, distance_bias = qkv.detach(), _detached(bias), _detached(distance_bias)
@@ -88,7 +87,7 @@ def _forward(
     for group in _groups(lengths, rows, heads, window, qkv.device):
         q_BQD, k_BLD, v_BLD = _project(between, qkv, bias, group, rows, heads, turn)
         token_GQ = _rows(group, rows)
-        terms = GroupTerms(group, token_GQ, heads, window, causal, distance_bias)
+        terms = GroupTerms(group, token_GQ, heads, window, distance_bias)
         distances = DistanceTerms(group, token_GQ, heads, window, tables)
         weighing = _Weighing.of(group, terms, _scale(q_BQD, tables), dropout, keys[token_GQ], heads)
         context_BQD = torch.empty_like(q_BQD)
@@ -122,7 +121,6 @@ def _backward(
     dropout: float,
     fused: bool,
     window: int,
-    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(gradient of `qkv` [T, 3H], fp32 gradients of `distance_bias` [N, 2M - 1], `distance_keys` and
     `distance_queries` [N, P, D]), [0] for each that is None.
@@ -143,7 +141,7 @@ def _backward(
         do_BQD, delta_BQ = between.grad_to_heads(grad_context, context, numbers.number_GL, numbers.real_GL, heads)
         lse_BQ = heads_first(_without_padding(lse[numbers.number_GL], numbers.real_GL, rows))
         token_GQ = _rows(group, rows)
-        terms = GroupTerms(group, token_GQ, heads, window, causal, distance_bias)
+        terms = GroupTerms(group, token_GQ, heads, window, distance_bias)
         distances = DistanceTerms(group, token_GQ, heads, window, tables)
         weighing = _Weighing.of(group, terms, _scale(q_BQD, tables), dropout, keys[token_GQ], heads)
         grad_q_BQD, grad_k_BLD, grad_v_BLD = (torch.empty_like(x) for x in (q_BQD, k_BLD, v_BLD))
@@ -182,7 +180,6 @@ def _(
     dropout: float,
     fused: bool,
     window: int,
-    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     queries = qkv.shape[0] if rows is None else rows.shape[0]
     return qkv.new_empty(queries, qkv.shape[1] // 3), qkv.new_empty(queries, heads, dtype=torch.float32)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.config import ModelConfig
@@ -30,9 +28,6 @@ class TokenLayout(NamedTuple):
     rotation: Rotation | None = None  # of queries and keys, [T, K]
     distance_bias: Tensor | None = None  # [N, 2M - 1], added to the scores: of the distances 1 - M to M - 1
     relative: RelativeRows | None = None  # for disentangled positions
-    causal: int = 0  # sequences, the last ones, in which a query sees no key behind it
-    causal_begin: int = 0  # where the first of them begins on the token axis
-    causal_rows: int = 0  # how many of `rows` are theirs, the last ones
 
     @property
     def max_seqlen(self) -> int:
@@ -47,7 +42,6 @@ class AttentionOptions(NamedTuple):
     dropout: float = 0.0  # probability of dropping an attention weight
     fused: bool = False  # let torch.compile fuse the steps between the matmuls
     window: int = 0  # tokens that a query attends to on each side; 0 if to all
-    causal: bool = False  # whether a query sees no key behind it, in any sequence
 
 
 class HeadNorms(NamedTuple):
@@ -84,24 +78,21 @@ class ProjectionWeights(NamedTuple):
     biases: tuple[Tensor | None, ...]
     norms: HeadNorms | None = None
     relative: RelativeProjection | None = None  # of embeddings of distances, for disentangled positions
-    product: Callable[[Tensor, Tensor], Tensor] = F.linear  # of hidden states and a weight
 
     @classmethod
-    def of(
-        cls, layer: Any, model: ModelConfig, product: Callable[[Tensor, Tensor], Tensor] = F.linear
-    ) -> ProjectionWeights:
+    def of(cls, layer: Any, model: ModelConfig) -> ProjectionWeights:
         """Those of a module whose parameters are `parameters.layer_parameters`."""
         names = ("qkv",) if model.kv_heads in (0, model.heads) else ("q", "kv")
         weights = tuple(getattr(layer, f"{name}_weight") for name in names)
         norms = HeadNorms(layer.q_norm_weight, layer.k_norm_weight, model.layer_norm_eps) if model.qk_norm else None
         biases = tuple(getattr(layer, f"{name}_bias", None) for name in names)
         relative = RelativeProjection.of(layer, model) if model.disentangled else None
-        return cls(weights, biases, norms, relative, product)
+        return cls(weights, biases, norms, relative)
 
     @property
     def only_product(self) -> bool:
         """Whether query, key and value are their product with its bias, and nothing else."""
-        return len(self.weights) == 1 and self.norms is None and self.product is F.linear
+        return len(self.weights) == 1 and self.norms is None
 
 
 def query_boundaries(rows_R: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -6,8 +6,6 @@ H = N * D.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,13 +13,6 @@ from torch import Tensor
 from pretrain.model.attention.layout import HeadNorms, ProjectionWeights
 from pretrain.model.norms import rms_norm
 from pretrain.model.positions import Rotation, rotate
-
-
-def project_qkv(
-    hidden_TH: Tensor, weights: tuple[Tensor, ...], product: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Tensor, ...]:
-    """The products that `form_qkv` takes: hidden states times each of the weights of `layout.ProjectionWeights`."""
-    return tuple(product(hidden_TH, weight) for weight in weights)
 
 
 def form_qkv(

@@ -29,7 +29,7 @@ class GroupTerms:
         group: the group.
         token_GQ: int64, the token row of each query.
         heads: N.
-        window, causal: as in `layout.AttentionOptions`.
+        window: as in `layout.AttentionOptions`.
         distance_bias: as `layout.TokenLayout.distance_bias`.
     """
 
@@ -39,11 +39,10 @@ class GroupTerms:
         token_GQ: Tensor,
         heads: int,
         window: int,
-        causal: bool,
         distance_bias: Tensor | None,
     ) -> None:
         self._heads = heads
-        self._bounds = _bounds(group, token_GQ, window, causal, heads) if window or causal else None
+        self._bounds = _bounds(group, token_GQ, window, heads) if window else None
         self._bias = distance_bias
         self._key_GL, self._token_GQ = group.keys.number_GL, token_GQ
 
@@ -68,19 +67,15 @@ class GroupTerms:
         return column_BQL + (row_B % self._heads)[:, None, None] * columns
 
 
-def _bounds(
-    group: SequenceGroup, token_GQ: Tensor, window: int, causal: bool, heads: int
-) -> tuple[Tensor, Tensor] | None:
+def _bounds(group: SequenceGroup, token_GQ: Tensor, window: int, heads: int) -> tuple[Tensor, Tensor] | None:
     """int32 [B, Q] twice: the first and the last key of its unit that each query sees; None if it sees all."""
     keys = group.keys
-    longest = keys.number_GL.shape[1]
-    if not causal and longest <= window + 1:
+    if keys.number_GL.shape[1] <= window + 1:
         return None
-    before = window or longest
     count_G1 = keys.real_GL.sum(1, keepdim=True)
     place_GQ = token_GQ - keys.number_GL[:, :1]
     # Padding may repeat a query of another unit: it must see a key, too, or its weights would be NaN.
-    first_GQ = (place_GQ - before).clamp_min(0).minimum(count_G1 - 1)
-    last_GQ = (place_GQ + (0 if causal else before)).minimum(count_G1 - 1).maximum(first_GQ)
+    first_GQ = (place_GQ - window).clamp_min(0).minimum(count_G1 - 1)
+    last_GQ = (place_GQ + window).minimum(count_G1 - 1).maximum(first_GQ)
     first_BQ, last_BQ = (x.int().repeat_interleave(heads, 0) for x in (first_GQ, last_GQ))
     return first_BQ, last_BQ

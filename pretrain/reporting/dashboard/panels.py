@@ -34,8 +34,6 @@ PANELS = (
     Panel("NSP accuracy", ("nsp_accuracy",), "share", "Learning"),
     Panel("SOP loss", ("sop_loss",), "nats", "Learning"),
     Panel("SOP accuracy", ("sop_accuracy",), "share", "Learning"),
-    Panel("Loss of causal sequences", ("causal_loss",), "nats", "Learning"),
-    Panel("Accuracy of causal sequences", ("causal_accuracy",), "share", "Learning"),
     Panel("Divergence from the teacher", ("distil_loss",), "nats", "Learning"),
     Panel("Cosine distance from the teacher", ("cosine_loss",), "", "Learning"),
     Panel("RTD loss", ("rtd_loss",), "nats", "Learning"),

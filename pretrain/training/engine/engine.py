@@ -61,11 +61,6 @@ class StepResult:
         """False if the weights were not changed because of NaN or inf in the gradients."""
         return math.isfinite(self.norm)
 
-    @property
-    def gradient_norm(self) -> float:
-        """`norm`, inf when not applied."""
-        return float(self.norm) if self.applied else math.inf
-
 
 class ProgressWatch(Protocol):
     """Observes a run's progress; `pretrain.training.watchdog.Watchdog` is one."""

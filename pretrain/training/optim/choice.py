@@ -62,7 +62,6 @@ def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]
             betas=betas,
             eps=settings.epsilon,
             normalised=settings.normalised,
-            cautious=settings.cautious_weight_decay,
         )
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon, fused=True)
 

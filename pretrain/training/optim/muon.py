@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from pretrain.model.parameters import is_hidden_matrix
-from pretrain.training.optim.lists import foreach, in_lists, together
+from pretrain.training.optim.lists import foreach, in_lists
 from pretrain.training.optim.matrix_rounds import Alone, MatrixPiece, Round, Shape, Workers, plan_rounds
 from pretrain.training.optim.skipping import SkippingOptimizer
 from pretrain.training.optim.tensorwise import Segment, cut_segments, number_tensors
@@ -27,7 +27,6 @@ _RMS = 0.2  # of AdamW's updates, Liu et al. 2025 section 2.2
 # Li et al. 2025, NorMuon: decay rate of the rows' second moments, and what is added to their root.
 _ROW_DECAY, _ROW_EPSILON = 0.95, 1e-8
 _NARROW = 256  # in bf16, one by one such matrices take 1.5 times as long, of 128 4 to 5 times (docs/benchmarks)
-_CHUNK = 1 << 22  # entries of which cautious decay makes a temporary on a CPU
 
 
 def matrix_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[int, Shape]:
@@ -87,8 +86,7 @@ class Muon(SkippingOptimizer):
 
     Groups carry `names`, and `orthogonal` where all their parameters are matrices for Muon. Parameters must be
     contiguous fp32. `step` uses up the gradient. Matrices have no second moment, or with `normalised` one number per
-    row. With `cautious`, weight decay applies only to weights whose sign the update has, so that both make them smaller
-    (Chen et al. 2025, arXiv:2510.12402, Algorithm 1).
+    row.
     """
 
     def __init__(
@@ -100,7 +98,6 @@ class Muon(SkippingOptimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.01,
         normalised: bool = False,
-        cautious: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -111,7 +108,7 @@ class Muon(SkippingOptimizer):
             "orthogonal": False,
         }
         super().__init__(groups, defaults)
-        self._normalised, self._cautious = normalised, cautious
+        self._normalised = normalised
         self._row_moments: dict[int, Tensor] = {}  # of all matrices; only a matrix's owner advances its own
         self._planned: dict[int, bool] = {}  # matrices in any round so far, and whether this worker owns them
         self._held: list[list[MatrixPiece]] | None = None  # by rank
@@ -174,12 +171,12 @@ class Muon(SkippingOptimizer):
         if self._held is None:
             self._hold_whole()
         self._prepare_skip()
-        rates: dict[Tensor, _Rate] = {}
+        rates: dict[Tensor, float] = {}
         for group in self.param_groups:
             present = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["orthogonal"]:
                 self._nesterov(group, present)
-                rates |= dict.fromkeys(present, _Rate(group["lr"], group["lr"] * group["weight_decay"]))
+                rates |= dict.fromkeys(present, group["lr"])
             elif present:
                 self._adamw(group, present)
         if rates:
@@ -198,7 +195,7 @@ class Muon(SkippingOptimizer):
         self.set_shards(segments, matrix_shapes({name: p.shape for name, p in named.items()}), Alone())
 
     def _nesterov(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Advance momenta and turn gradients into Nesterov's; decay the weights, unless the update decides."""
+        """Advance momenta and turn gradients into Nesterov's; decay the weights."""
         if not parameters:
             return
         states = [self._state(parameter, "exp_avg") for parameter in parameters]
@@ -207,17 +204,11 @@ class Muon(SkippingOptimizer):
         self._advance_counts([state["step"] for state in states])
         self._blend(momenta, gradients, 1 - group["momentum"])
         foreach._foreach_lerp_(gradients, momenta, group["momentum"])
-        if not self._cautious:
-            foreach._foreach_mul_(parameters, self._remaining(group["lr"] * group["weight_decay"]))
+        foreach._foreach_mul_(parameters, self._remaining(group["lr"] * group["weight_decay"]))
 
     def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """torch's fused AdamW, whose decay comes before the update, as the cautious one here."""
         states = [self._state(parameter, "exp_avg", "exp_avg_sq") for parameter in parameters]
         beta1, beta2 = group["betas"]
-        if self._cautious:
-            momenta = [state["exp_avg"] for state in states]
-            if decay := group["lr"] * group["weight_decay"]:
-                _decay_by_momentum(parameters, momenta, beta1, self._share(decay))
         adamw(
             parameters,
             [parameter.grad for parameter in parameters if parameter.grad is not None],
@@ -231,7 +222,7 @@ class Muon(SkippingOptimizer):
             beta1=beta1,
             beta2=beta2,
             lr=group["lr"],
-            weight_decay=0.0 if self._cautious else group["weight_decay"],
+            weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
         )
@@ -243,7 +234,7 @@ class Muon(SkippingOptimizer):
             state.update((moment, torch.zeros_like(parameter)) for moment in moments)
         return state
 
-    def _step_matrices(self, rates: Mapping[Tensor, _Rate]) -> None:
+    def _step_matrices(self, rates: Mapping[Tensor, float]) -> None:
         """Orthogonalise the updates of these flat parameters, which their gradients hold, and step."""
         flats = {self._numbers[flat]: flat for flat in rates}
         key = tuple(sorted(flats))
@@ -257,22 +248,19 @@ class Muon(SkippingOptimizer):
             self._apply(_joined(part.taken), self._exchange(part, flats), flats, rates)
 
     def _apply(
-        self, taken: list[MatrixPiece], updates: Tensor, flats: Mapping[int, Tensor], rates: Mapping[Tensor, _Rate]
+        self, taken: list[MatrixPiece], updates: Tensor, flats: Mapping[int, Tensor], rates: Mapping[Tensor, float]
     ) -> None:
         """Step the weights of these pieces, whose fp32 updates lie end to end."""
         if self._kept is not None:
             updates.mul_(self._kept)
         weights = _views(taken, flats)
-        by_size: dict[tuple[float, float], list[int]] = {}  # numbers of the pieces, by size of the update and decay
+        by_size: dict[float, list[int]] = {}  # numbers of the pieces, by size of the update
         for number, piece in enumerate(taken):
-            rate, decay = rates[flats[piece.flat]]
-            size = rate * _RMS * math.sqrt(max(self._shapes[piece.tensor_id]))
-            by_size.setdefault((size, decay), []).append(number)
+            size = rates[flats[piece.flat]] * _RMS * math.sqrt(max(self._shapes[piece.tensor_id]))
+            by_size.setdefault(size, []).append(number)
         cut = updates.split([piece.numel for piece in taken])
-        for (size, decay), numbers in by_size.items():
+        for size, numbers in by_size.items():
             their_weights, their_updates = ([values[number] for number in numbers] for values in (weights, cut))
-            if self._cautious:
-                _decay_where_aligned(their_weights, their_updates, self._share(decay))
             foreach._foreach_add_(their_weights, their_updates, alpha=-size)
 
     def _exchange(self, part: Round, flats: Mapping[int, Tensor]) -> Tensor:
@@ -327,37 +315,6 @@ class Muon(SkippingOptimizer):
         joined = like.new_empty(sum(value.numel() for value in values), dtype=self._dtype)
         _copy(joined.split([value.numel() for value in values]), values)
         return self._workers.all_to_all(joined, *([sum(p.numel for p in of) for of in by] for by in (sent, received)))
-
-
-class _Rate(NamedTuple):
-    """Of a flat parameter in one step."""
-
-    rate: float
-    decay: float  # share of the weights that decay takes
-
-
-def _decay_where_aligned(weights: Sequence[Tensor], updates: Sequence[Tensor], share: float | Tensor) -> None:
-    """Take `share` off the weights whose update, which is subtracted, makes them smaller (or does not change them)."""
-    kept = foreach._foreach_mul(updates, weights)
-    # 0 for a negative product, else 1: its sign plus 1, but at most 1.
-    foreach._foreach_sign_(kept)
-    foreach._foreach_add_(kept, 1)
-    foreach._foreach_clamp_max_(kept, 1)
-    foreach._foreach_mul_(kept, -share)
-    foreach._foreach_add_(kept, 1)
-    foreach._foreach_mul_(weights, kept)
-
-
-def _decay_by_momentum(
-    parameters: Sequence[Tensor], momenta: Sequence[Tensor], beta1: float, share: float | Tensor
-) -> None:
-    """`_decay_where_aligned` before AdamW's step: its update has the sign of the momentum that the step will have."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    weights, means, new = (
-        [part for x in tensors for part in x.view(-1).split(_CHUNK)] for tensors in (parameters, momenta, gradients)
-    )
-    for run in together(weights):
-        _decay_where_aligned(weights[run], foreach._foreach_lerp(means[run], new[run], 1 - beta1), share)
 
 
 def _views(pieces: Sequence[MatrixPiece], flats: Mapping[int, Tensor]) -> list[Tensor]:

@@ -1,0 +1,57 @@
+"""How fast one worker's loader makes batches, measured on a corpus in memory."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.batches.loader import Loader
+from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig
+from pretrain.corpus.shards import Shard, TokenShards
+
+SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+VOCABULARY_SIZE = 30522
+_MADE_AHEAD = 8  # more batches than the loader makes ahead
+
+
+def loader_rate(seconds: float, length: int = 128, sequences: int = 256) -> float:
+    """Sequences a second that one worker's `Loader` makes of a synthetic corpus, measured for `seconds`."""
+    phase = PhaseConfig(sequence_length=length, global_sequences=sequences, steps=10**9, peak_learning_rate=1e-4)
+    config = PretrainConfig(name="synthetic", corpus=CorpusConfig(dir="nowhere"), phases=(phase,))
+    with tempfile.TemporaryDirectory() as scratch:
+        loader = Loader(synthetic_corpus(Path(scratch)), config, 0, rank=0, world_size=1)
+        try:
+            for _ in range(_MADE_AHEAD):
+                next(loader)
+            start, made = time.perf_counter(), 0
+            while (passed := time.perf_counter() - start) < seconds:
+                next(loader)
+                made += sequences
+        finally:
+            loader.close()
+    return made / passed
+
+
+def synthetic_corpus(folder: Path) -> TokenShards:
+    """Five million tokens in memory: documents of 1 to 60 sentences, sentences of 5 to 45 tokens.
+
+    `folder` gets the vocabulary.
+    """
+    random = np.random.default_rng(0)
+    sentences = np.concatenate(([0], np.cumsum(random.integers(5, 46, 200_000))))
+    documents = np.concatenate(([0], np.cumsum(random.integers(1, 61, 7000))))
+    documents = documents[documents < len(sentences)]
+    tokens = random.integers(len(SPECIALS), VOCABULARY_SIZE, sentences[documents[-1]]).astype(np.uint16)
+    table = np.stack((documents, sentences[documents]), axis=1).astype(np.uint64)
+    return of_shards(folder, [Shard("train-00000", "train", 0, tokens, sentences.astype(np.uint64), table)])
+
+
+def of_shards(folder: Path, shards: list[Shard]) -> TokenShards:
+    """A corpus of these shards, with a vocabulary in `folder`."""
+    words = [f"##p{i}" if i % 4 == 0 else f"w{i}" for i in range(VOCABULARY_SIZE - len(SPECIALS))]
+    (folder / "vocab.txt").write_text("".join(f"{entry}\n" for entry in (*SPECIALS, *words)), encoding="utf-8")
+    special_ids = {special[1:-1].lower(): number for number, special in enumerate(SPECIALS)}
+    return TokenShards(folder, "synthetic", VOCABULARY_SIZE, special_ids, [{"weight": 1.0}], shards)

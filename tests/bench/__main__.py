@@ -1,0 +1,52 @@
+"""`./launch.sh bench NAME`: measurements of bertrain beside other software, run from a clone."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from pretrain.commands import exit_code, program
+from pretrain.common.children import unwound_when_terminated
+from pretrain.common.errors import InputError
+
+BENCHMARKS = {
+    "step": ("tests.bench.step", "useful tokens/s of a training step against transformers"),
+    "prepare": ("tests.bench.prepare", "MB/s from raw text to token shards against tokenizers and datasets"),
+    "loader": ("tests.bench.loader", "sequences/s of the data loader against a Hugging Face collator"),
+    "finetune": ("tests.bench.finetuning", "fine-tuning against transformers"),
+    "workers": ("tests.bench.workers", "cost of Ray, DeepSpeed, tracking and a second worker"),
+    "gpu": ("tests.bench.gpu", "training steps on this machine's GPU beside the limit of --dry-run --on"),
+    "scale": ("tests.bench.scale", "work of one rank for a step, by the number of ranks, simulated"),
+    "speedrun": ("tests.bench.speedrun.command", "what a config learns per FLOP on a fixed text"),
+    "law": ("tests.bench.law.command", "the scaling law of speedrun's runs, for --dry-run --budget"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one benchmark and return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _run(given))
+
+
+def _run(words: list[str]) -> int:
+    if words and words[0] in BENCHMARKS:
+        with unwound_when_terminated():
+            return importlib.import_module(BENCHMARKS[words[0]][0]).main(words[1:]) or 0
+    if words and not words[0].startswith("-"):
+        raise InputError(f"bench: {words[0]!r} is not a benchmark; choose from {', '.join(BENCHMARKS)}.")
+    names = "\n".join(f"  {name:10}  {purpose}" for name, (_, purpose) in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        prog=f"{program()} bench",
+        description="Measure speed and quality beside other software.",
+        epilog=f"benchmarks:\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help="one of the benchmarks below; each takes --help")
+    parser.parse_args(words)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

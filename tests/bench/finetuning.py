@@ -1,0 +1,384 @@
+"""`bench finetune`: compares our fine-tuning with the Hugging Face Trainer, alternating for each seed.
+
+The baseline is the usual setup of transformers: its model for the task and `Trainer`, with autocast to the config's
+precision, fused AdamW and dynamic padding, and the same checkpoint, features, steps, batch size, learning rates and
+settings of AdamW. It truncates a long text to its first window, as the public scripts do. The same code scores both:
+ours at the best of its evaluations, the baseline after its last step. Each run has its own process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.artifacts.saved import SCORES
+from finetune.config import FinetuneConfig, load_config
+from finetune.tasks.registry import make_task
+from pretrain.commands import local_path, local_text, positive_int, program
+from pretrain.common.children import run_program
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.settings import dump
+from pretrain.model.precision import resolve_here
+from pretrain.storage.runs import fetched_model
+from pretrain.tracking.records import is_training, read_records
+from tests.bench import environment
+
+OURS, BASELINE = "ours", "trainer"
+_REPEATS = 5
+_WARM_UP = 0.1  # fraction of the steps excluded from the speed: compilation, allocation
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the comparison; print one line per run and a summary, or JSON with `--json`."""
+    parser = argparse.ArgumentParser(prog=f"{program()} bench finetune", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("config", type=local_path, metavar="CONFIG", help="the task's YAML file")
+    parser.add_argument("--from", dest="start_from", type=local_text, metavar="DIR", help="initial checkpoint")
+    parser.add_argument("--seeds", type=positive_int, default=3, help="number of runs of each (default: 3)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    parser.add_argument(
+        "--features",
+        action="store_true",
+        help="only time the creation of training features against run_qa.py, five times each",
+    )
+    parser.add_argument("--peer", metavar="RESULT", help=argparse.SUPPRESS)  # this process is the baseline
+    options = parser.parse_args(argv)
+    overrides = [
+        *options.set,
+        *([f"start_from={json.dumps(options.start_from)}"] if options.start_from else []),
+    ]
+    config, _ = resolve_here(load_config(options.config, overrides))
+    if options.peer:
+        Path(options.peer).write_text(json.dumps(_train_baseline(config)))
+        return 0
+    if options.features:
+        from tests.bench import features as bench_features
+
+        result = bench_features.compare(config, _REPEATS)
+        print(json.dumps(result) if options.json else bench_features.summary(result))
+        return 0
+    result = compare(config, options.seeds, quiet=options.json)
+    print(json.dumps(result) if options.json else _summary(result))
+    return 0
+
+
+def compare(config: FinetuneConfig, seeds: int, *, quiet: bool = False) -> dict[str, Any]:
+    """{"ours": [run, ...], "trainer": [run, ...]} with run = {"score", "examples_per_second", "seconds"}.
+
+    Raises:
+        InputError: the config has settings that the Trainer lacks, no dev set, or a checkpoint that transformers lacks.
+        MachineError: a package of the baseline is missing.
+    """
+    _check(config)
+    config = config.model_copy(update={"start_from": str(_start_folder(config))})
+    runs: dict[str, list[dict[str, Any]]] = {OURS: [], BASELINE: []}
+    with tempfile.TemporaryDirectory(prefix="bench-finetune-") as folder:
+        for seed in range(config.seed, config.seed + seeds):
+            for kind, run in ((OURS, _run_ours), (BASELINE, _run_baseline)):
+                runs[kind].append(run(config, seed, Path(folder) / f"{kind}-{seed}"))
+                if not quiet:
+                    print(_line(kind, seed, runs[kind][-1]), flush=True)
+    return {"config": config.model_dump(mode="json"), **runs}
+
+
+def _check(config: FinetuneConfig) -> None:
+    """Raise `InputError` if ours would train in a way that the Trainer cannot, or there is no set to score."""
+    training = config.training
+    weighted = getattr(config.task_settings, "class_weights", "none")
+    for name, value, needed in (
+        ("optimizer.name", config.optimizer.name, "adamw"),
+        ("training.layer_decay", training.layer_decay, 1),
+        ("training.reinitialised_layers", training.reinitialised_layers, 0),
+        ("training.reinitialise_pooler", training.reinitialise_pooler, False),
+        ("training.patience", training.patience, 0),
+        ("random_weights", config.random_weights, False),
+        (f"{config.task_name}.class_weights", weighted, "none"),
+    ):
+        if value != needed:
+            raise InputError(f"bench finetune: {name}: {value}; the Trainer has no such setting. Set it to {needed}.")
+    if not make_task(config.task_settings).read_held_out():
+        raise InputError("bench finetune: the config has no dev set. Set one; scores are compared on it.")
+
+
+def _start_folder(config: FinetuneConfig) -> Path:
+    """The folder of the initial checkpoint. Raises as `compare` if there can be no baseline of it."""
+    from pretrain.checkpoint.google_bert import find_checkpoint
+    from pretrain.checkpoint.released import why_not_transformers
+    from pretrain.checkpoint.tokenizer import is_run, released_folder
+
+    if not config.start_from:
+        raise InputError("bench finetune: --from: missing. Give the folder of the initial checkpoint.")
+    folder = released_folder(fetched_model(config.start_from))
+    if is_run(folder):
+        why = "is a run: export it"
+    elif find_checkpoint(folder):
+        why = "is a TensorFlow checkpoint: give torch weights"
+    else:
+        why = (own := why_not_transformers(folder)) and f"has {own}: give another checkpoint"
+    if why:
+        raise InputError(f"bench finetune: {folder}: transformers cannot load it. It {why}.")
+    for name in ("accelerate", "transformers"):  # the Trainer needs both
+        if importlib.util.find_spec(name) is None:
+            raise MachineError(f"bench finetune: {name} is missing. Install the extra: pip install -e .[bench].")
+    return folder
+
+
+def _line(kind: str, seed: int, run: dict[str, Any]) -> str:
+    return (
+        f"{kind:<8} seed {seed}   {run['metric']} {run['score']:.4f}   {run['examples_per_second']:8.1f} examples/s   "
+        f"{run['seconds']:.0f} s in all"
+    )
+
+
+def _summary(result: dict[str, Any]) -> str:
+    lines = []
+    for kind in (OURS, BASELINE):
+        scores, rates = ([run[key] for run in result[kind]] for key in ("score", "examples_per_second"))
+        spread = f" ± {statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
+        lines.append(
+            f"{kind:<8} {statistics.fmean(scores):.4f}{spread}   {statistics.median(rates):,.1f} examples/s "
+            f"({min(rates):,.1f}-{max(rates):,.1f})"
+        )
+    pairs = zip(result[OURS], result[BASELINE], strict=True)
+    ratios = [ours["examples_per_second"] / theirs["examples_per_second"] for ours, theirs in pairs]
+    lines.append(f"ratio    {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+    lines.append(f"scores: {OURS} at the best of its evaluations, {BASELINE} after its last step")
+    return "\n".join(lines)
+
+
+def _run_ours(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]:
+    began = time.perf_counter()
+    path = _write(config, seed, folder)
+    _call(["finetune", "finetune", str(path), "--no-ray"])
+    scores = json.loads((folder / SCORES).read_text())
+    training = [record for record in read_records(folder) if is_training(record)]
+    warm = next(record for record in training if record["step"] >= _WARM_UP * training[-1]["step"])
+    last = training[-1]
+    # If one record has all steps, only the speed of the whole run is known.
+    examples, seconds = (last[key] - (warm[key] if warm is not last else 0) for key in ("samples", "seconds"))
+    return {
+        "metric": scores["metric"],
+        "score": next(iter(scores["scores"].values()))[scores["metric"]],
+        "examples_per_second": examples / seconds,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _run_baseline(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]:
+    began = time.perf_counter()
+    path = _write(config, seed, folder)
+    result = folder.with_suffix(".json")
+    _call(["tests.bench", "finetune", str(path), "--peer", str(result)])
+    return {**json.loads(result.read_text()), "seconds": time.perf_counter() - began}
+
+
+def _write(config: FinetuneConfig, seed: int, folder: Path) -> Path:
+    path = folder.with_suffix(".yaml")
+    tracking = config.tracking.model_copy(update={"wandb": "off"})  # the Trainer is not tracked, either
+    path.write_text(dump(config.model_copy(update={"seed": seed, "run_dir": str(folder), "tracking": tracking})))
+    return path
+
+
+def _call(arguments: list[str]) -> None:
+    done = run_program([sys.executable, "-m", *arguments], environment())
+    if done.returncode:
+        raise MachineError(f"bench finetune: `{' '.join(arguments)}` failed: {done.stderr.strip()[-400:]}")
+
+
+# ---- the baseline, in its own process
+
+
+def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    from finetune.datasets.text import TextEncoder
+    from pretrain.checkpoint.tokenizer import read_tokenizer
+
+    torch.manual_seed(config.seed)
+    task = make_task(config.task_settings)
+    examples = task.read_train()
+    held_out = next(iter(task.read_held_out().values()))
+    classes = {
+        "sequence": transformers.AutoModelForSequenceClassification,
+        "tokens": transformers.AutoModelForTokenClassification,
+        "spans": transformers.AutoModelForQuestionAnswering,
+    }
+    outputs = {} if task.head == "spans" else {"num_labels": task.outputs}
+    model = classes[task.head].from_pretrained(config.start_from, **outputs)
+    # RoBERTa has one token type, DistilBERT none.
+    segments = getattr(model.config, "type_vocab_size", 0) > 1
+    encoder = TextEncoder(read_tokenizer(Path(config.start_from)), config.max_length, segments=segments)
+    windows = task.windows(examples, encoder, training=True)
+    steps = config.total_steps(windows.training_examples)
+    features = _features(windows, task.head)
+    pad = model.config.pad_token_id or 0
+    collate = functools.partial(_collate, pad=pad, segments=segments, tags=task.head == "tokens")
+    clock = _make_clock(transformers)
+    trainer = transformers.Trainer(
+        model=model,
+        args=_arguments(config, steps),
+        train_dataset=features,  # pyright: ignore[reportArgumentType]
+        data_collator=collate,
+        callbacks=[clock],
+    )
+    trainer.train()
+    windows = task.windows(held_out, encoder, training=False)
+    logits = _predict(model.eval(), collate, windows, task.outputs, config.engine.precision)
+    task.tune(held_out, windows, logits)
+    predictions = task.decode(held_out, windows, logits)
+    return {
+        "metric": task.metric,
+        "score": task.score(held_out, predictions)[task.metric],
+        "examples_per_second": clock.rate(config.training.examples_per_step),
+    }
+
+
+def _arguments(config: FinetuneConfig, steps: int) -> Any:
+    """TrainingArguments with our schedule and optimizer settings."""
+    import torch
+    import transformers
+
+    settings = config.training
+    return transformers.TrainingArguments(
+        output_dir=str(config.folder / "trainer"),
+        per_device_train_batch_size=settings.examples_per_step,
+        learning_rate=settings.learning_rate,
+        max_steps=steps,
+        warmup_steps=round(settings.warmup_share * steps),
+        lr_scheduler_type={"constant": "constant_with_warmup"}.get(settings.decay, settings.decay),
+        weight_decay=config.optimizer.weight_decay,
+        adam_beta1=config.optimizer.beta1,
+        adam_beta2=config.optimizer.beta2,
+        adam_epsilon=config.optimizer.epsilon,
+        max_grad_norm=config.engine.gradient_clip_norm,
+        bf16=config.engine.precision == "bf16",
+        fp16=config.engine.precision == "fp16",
+        optim="adamw_torch_fused",
+        save_strategy="no",
+        eval_strategy="no",
+        report_to=[],
+        seed=config.seed,
+        disable_tqdm=True,
+        logging_strategy="no",
+        use_cpu=not torch.cuda.is_available(),
+        per_device_eval_batch_size=32,
+    )
+
+
+def _make_clock(transformers: Any) -> Any:
+    class Clock(transformers.TrainerCallback):
+        """Records the end time of each step."""
+
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.ends.append(time.perf_counter())
+
+        def rate(self, batch: int) -> float:
+            first = int(_WARM_UP * len(self.ends))
+            return batch * (len(self.ends) - 1 - first) / (self.ends[-1] - self.ends[first])
+
+    return Clock()
+
+
+def _features(windows: Any, head: str) -> list[dict[str, Any]]:
+    """The features of each example as in the public scripts: lists of ids, types and labels."""
+    features = []
+    queries_of = np.searchsorted(windows.queries, windows.starts)
+    for number in range(len(windows)):
+        if head == "sequence" and number and windows.examples[number] == windows.examples[number - 1]:
+            continue  # truncated
+        begin, end = windows.starts[number], windows.starts[number + 1]
+        rows = slice(queries_of[number], queries_of[number + 1])
+        one = {
+            "input_ids": windows.ids[begin:end].tolist(),
+            "token_type_ids": windows.types[begin:end].tolist(),
+        }
+        labels = windows.labels[rows]
+        if head == "sequence":
+            one["labels"] = labels[0].tolist()
+        elif head == "tokens":
+            tags = np.full(end - begin, -100)
+            tags[windows.queries[rows] - begin] = labels
+            one["labels"] = tags.tolist()
+        else:
+            one["start_positions"], one["end_positions"] = (int(labels[:, column].argmax()) for column in (0, 1))
+        features.append(one)
+    return features
+
+
+def _collate(features: list[dict[str, Any]], pad: int, *, segments: bool, tags: bool) -> dict[str, Any]:
+    """Pad to the longest of the batch; without token_type_ids if the model has no token types.
+
+    With `tags`, the labels are those of the tokens.
+    """
+    import torch
+
+    longest = max(len(one["input_ids"]) for one in features)
+
+    def padded(values: list[list[int]], pad: int) -> torch.Tensor:
+        return torch.tensor([value + [pad] * (longest - len(value)) for value in values])
+
+    ids = [one["input_ids"] for one in features]
+    batch = {
+        "input_ids": padded(ids, pad),
+        "attention_mask": padded([[1] * len(value) for value in ids], 0),
+    }
+    if segments:
+        batch["token_type_ids"] = padded([one["token_type_ids"] for one in features], 0)
+    for name in ("labels", "start_positions", "end_positions"):
+        if name in features[0]:
+            values = [one[name] for one in features]
+            batch[name] = padded(values, -100) if tags else torch.tensor(values)
+    return batch
+
+
+def _predict(
+    model: Any, collate: Callable[..., dict[str, Any]], windows: Any, outputs: int, precision: str
+) -> np.ndarray:
+    """float32 [R, C]: logits of the query positions, with autocast as in the Trainer's evaluation."""
+    import torch
+
+    logits = np.zeros((len(windows.queries), outputs), np.float32)
+    queries_of = np.searchsorted(windows.queries, windows.starts)
+    order = np.argsort(np.diff(windows.starts), kind="stable")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    autocast = torch.autocast(model.device.type, dtype, enabled=dtype is not None)
+    with torch.inference_mode(), autocast:
+        for first in range(0, len(order), 32):
+            members = order[first : first + 32]
+            features = [
+                {
+                    "input_ids": windows.ids[windows.starts[n] : windows.starts[n + 1]].tolist(),
+                    "token_type_ids": windows.types[windows.starts[n] : windows.starts[n + 1]].tolist(),
+                }
+                for n in members
+            ]
+            output = model(**{key: value.to(model.device) for key, value in collate(features).items()})
+            for place, n in enumerate(members):
+                rows = slice(queries_of[n], queries_of[n + 1])
+                where = windows.queries[rows] - windows.starts[n]
+                if "logits" in output:
+                    values = output.logits[place]
+                    made = values[None] if values.dim() == 1 else values[where]
+                else:
+                    made = torch.stack([output.start_logits[place], output.end_logits[place]], -1)[where]
+                logits[rows] = made.float().cpu().numpy()
+    return logits
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

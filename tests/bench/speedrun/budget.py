@@ -1,0 +1,156 @@
+"""A budget of FLOPs as a number of steps: the phases of a config keep their proportions.
+
+What a sequence costs is measured on batches of the prepared corpus, so the lengths of its sequences are its own. The
+FLOPs are those of `pretrain.work.Flops.executed` and `optimizer_flops`: of training alone, without evaluations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pretrain import work
+from pretrain.batches.batch import StepBatch
+from pretrain.batches.loader import BatchMaker
+from pretrain.common.errors import InputError
+from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
+from pretrain.corpus.shards import open_shards
+
+MOST_EPOCHS = 10.0
+TOLERANCE = 0.01  # of a budget
+_MEASURED = 4096  # sequences of each phase, at even distances
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """Means of the sequences of one phase."""
+
+    flops: float
+    tokens: float
+    samples_per_epoch: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that spends a budget.
+
+    Attributes:
+        phases: of the config, scaled.
+        phase_flops: what each costs; together within `TOLERANCE` of the budget.
+        phase_tokens: what each reads.
+        epochs: how often they read the corpus.
+    """
+
+    phases: tuple[PhaseConfig, ...]
+    phase_flops: tuple[float, ...]
+    phase_tokens: tuple[float, ...]
+    epochs: float
+
+    @property
+    def flops(self) -> float:
+        return sum(self.phase_flops)
+
+    @property
+    def tokens(self) -> float:
+        return sum(self.phase_tokens)
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    @property
+    def sequences(self) -> int:
+        return sum(phase.sequences for phase in self.phases)
+
+    def flops_of(self, tokens: float) -> float:
+        """What the first `tokens` of the run cost. Beyond the plan's, tokens cost what those of the last phase do."""
+        *earlier, last = zip(self.phase_flops, self.phase_tokens, strict=True)
+        flops = 0.0
+        for phase_flops, phase_tokens in earlier:
+            read = min(tokens, phase_tokens)
+            flops, tokens = flops + read * phase_flops / phase_tokens, tokens - read
+        return flops + tokens * last[0] / last[1]
+
+
+def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[SequenceCost]:
+    """What a sequence of each phase costs, from batches of the config's prepared corpus."""
+    shards = open_shards(config.corpus.folder, "train")
+    rows = config.model.rows(shards.vocabulary_size)
+    counted = work.Flops(config, rows, teacher)
+    costs = []
+    for number, phase in enumerate(config.phases):
+        maker = BatchMaker(shards, config, number, seed=config.seed, rank=0, world_size=1)
+        maker.check_batch()
+        flops, tokens, sequences = 0.0, 0, 0
+        for step in _sampled_steps(maker, phase):
+            tokens, sequences = tokens + step.tokens, sequences + step.sequences
+            flops += sum(counted.executed(batch.real_lengths, batch.targets) for batch in step.micro_batches)
+        costs.append(SequenceCost(flops / sequences, tokens / sequences, maker.samples_per_epoch))
+    return costs
+
+
+def _sampled_steps(maker: BatchMaker, phase: PhaseConfig) -> Iterator[StepBatch]:
+    """Batches of about `_MEASURED` sequences in all, at even distances over the phase."""
+    size = phase.global_sequences
+    parts = max(1, min(_MEASURED // size, phase.sequences // size))
+    for part in range(parts):
+        yield maker.make((phase.sequences - size) * part // max(1, parts - 1), size)
+
+
+def plan_budget(config: PretrainConfig, budget: float, costs: Sequence[SequenceCost]) -> Plan:
+    """The config's phases, scaled so that they cost `budget` FLOPs.
+
+    Raises `InputError` if steps are too large to meet the budget within `TOLERANCE`, or the text would be read more
+    than `MOST_EPOCHS` times.
+    """
+    whole = _plan(config, [phase.steps for phase in config.phases], costs)
+    scale = budget / whole.flops
+    least = [max(1, len(phase.batch_sizes) - 1) for phase in config.phases]  # a ramp has a step for each size
+    steps = [max(few, round(phase.steps * scale)) for phase, few in zip(config.phases, least, strict=True)]
+    # The phase with the cheapest steps takes what rounding left.
+    per_step = [
+        phase.global_sequences * cost.flops + work.optimizer_flops(config)
+        for phase, cost in zip(config.phases, costs, strict=True)
+    ]
+    finest = per_step.index(min(per_step))
+    left = round((budget - _plan(config, steps, costs).flops) / per_step[finest])
+    steps[finest] = max(least[finest], steps[finest] + left)
+    plan = _plan(config, steps, costs)
+    if abs(plan.flops - budget) > TOLERANCE * budget:
+        raise InputError(
+            f"--budget {budget:g}: steps of {per_step[finest]:.3g} FLOP come to {plan.flops:.4g} at best, not within "
+            f"{TOLERANCE:.0%}. Raise the budget, or lower phases.*.global_sequences."
+        )
+    if plan.epochs > MOST_EPOCHS:
+        raise InputError(
+            f"--budget {budget:g}: {plan.steps:,} steps read the text {plan.epochs:.1f} times; {MOST_EPOCHS:g} are "
+            f"allowed, which cost {budget * MOST_EPOCHS / plan.epochs:.3g} FLOP. Lower the budget, or train a larger "
+            "model."
+        )
+    return plan
+
+
+def _plan(config: PretrainConfig, steps: Sequence[int], costs: Sequence[SequenceCost]) -> Plan:
+    phases = tuple(_scaled(phase, count) for phase, count in zip(config.phases, steps, strict=True))
+    pairs = list(zip(phases, costs, strict=True))
+    return Plan(
+        phases,
+        tuple(phase.sequences * cost.flops + phase.steps * work.optimizer_flops(config) for phase, cost in pairs),
+        tuple(phase.sequences * cost.tokens for phase, cost in pairs),
+        sum(phase.sequences / cost.samples_per_epoch for phase, cost in pairs),
+    )
+
+
+def _scaled(phase: PhaseConfig, steps: int) -> PhaseConfig:
+    """The phase with another number of steps; warm-up, decay and ramp keep their shares of it."""
+    ratio = steps / phase.steps
+    warmup = min(steps, round(phase.warmup_steps * ratio))
+    sizes = len(phase.batch_sizes) - 1
+    ramp = min(steps, max(sizes, round(phase.ramp_steps * ratio)))
+    changes = {
+        "steps": steps,
+        "warmup_steps": warmup,
+        "decay_steps": min(steps - warmup, max(1, round(phase.decay_steps * ratio))) if phase.decay_steps else 0,
+        "ramp_steps": ramp if phase.ramp_from else 0,
+    }
+    return PhaseConfig.model_validate({**phase.model_dump(), **changes})

@@ -1,0 +1,275 @@
+"""The command `bench speedrun`: text, corpus, one run for each budget, scores, table, page and log."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.scores.blimp import read_blimp
+from finetune.scores.finetuning_runs import FinetuningSettings, read_configs
+from pretrain.__main__ import main as pretrain_command
+from pretrain.commands import as_stage, overrides
+from pretrain.common.errors import DivergedError, InputError, StoppedError
+from pretrain.common.files import locked
+from pretrain.common.thread_waits import sleeping_when_crowded
+from pretrain.common.worker import stop_signals
+from pretrain.config import ModelConfig, PretrainConfig
+from pretrain.preflight import ENVIRONMENT_FILE, with_resolved_precision
+from pretrain.storage.runs import fetched_model
+from pretrain.tracking.records import is_training, read_records
+from tests.bench.speedrun import results, trial
+from tests.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_budget
+from tests.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, drawn_novels, novels_of, text_files
+from tests.bench.speedrun.options import DEFAULT_BUDGETS, NOVELS, make_parser
+from tests.bench.speedrun.results import Trial
+from tests.bench.speedrun.scores import ScoreSettings, measure, score_records
+
+PAGE = "speedrun.html"
+RunCommand = Callable[[Sequence[str]], int]  # a command line: words -> exit code
+
+
+def main(argv: Sequence[str], pretrain: RunCommand = pretrain_command) -> int:
+    """Run the trial of a config with each budget.
+
+    Returns the exit code of a run that stopped or failed, or else that of a failed fine-tuning, that of a divergence if
+    all runs diverged, or 0.
+
+    Args:
+        argv: those of `options.make_parser`.
+        pretrain: the command line of `python -m pretrain`.
+
+    Raises:
+        InputError: a path or setting is wrong, or none of the budgets can be spent.
+    """
+    arguments = make_parser().parse_args(argv)
+    budgets = sorted(set(arguments.budget or DEFAULT_BUDGETS))
+    _check(arguments, budgets)
+    out: Path = arguments.out
+    card = draw_text(arguments.data, out / "corpus", novels=arguments.novels)
+    print(_text_line(card, out / "corpus"))
+    config = trial.ground_config(arguments.config, overrides(arguments), card, out, arguments.seed)
+    _prepare(config)
+    return _Trials(config, card, arguments, pretrain).run(budgets)
+
+
+def _check(arguments: argparse.Namespace, budgets: Sequence[float]) -> None:
+    wrong = [budget for budget in budgets if not 0 < budget < 1e30]
+    if wrong:
+        raise InputError(f"--budget: {wrong[0]:g}; expected a number of FLOPs above 0 and below 1e30, such as 0.5e15.")
+    if not 0 < arguments.novels < 1:
+        raise InputError(f"--novels: {arguments.novels:g}; expected a share above 0 and below 1, such as {NOVELS}.")
+    if arguments.seed is not None and arguments.seed < 0:
+        raise InputError(f"--seed: {arguments.seed}; expected a whole number from 0.")
+    if arguments.blimp_limit and arguments.blimp is None:
+        raise InputError("--blimp-limit: has no effect without --blimp. Give that, or leave --blimp-limit out.")
+    if arguments.finetune_data is not None and not arguments.finetune:
+        raise InputError("--finetune-data: has no effect without --finetune. Give that, or leave --finetune-data out.")
+    if arguments.no_random and not arguments.finetune:
+        raise InputError("--no-random: has no effect without --finetune. Give that, or leave --no-random out.")
+    if arguments.blimp is not None:
+        read_blimp(arguments.blimp, arguments.blimp_limit)
+    if arguments.finetune:
+        read_configs(arguments.out, _finetunings(arguments))
+    if arguments.log is not None:
+        results.check_log(arguments.log)
+
+
+def _finetunings(arguments: argparse.Namespace) -> FinetuningSettings:
+    return FinetuningSettings(
+        configs=tuple(arguments.finetune),
+        seeds=arguments.finetune_seeds,
+        random=not arguments.no_random,
+        data=arguments.finetune_data,
+    )
+
+
+def _text_line(card: dict[str, Any], folder: Path) -> str:
+    parts = [
+        f"{name} {source[TRAIN]['words']:,} words in {source[TRAIN]['documents']:,} documents "
+        f"({source[HELD_OUT]['words']:,} in {source[HELD_OUT]['documents']:,} held out)"
+        for name, source in card["sources"].items()
+    ]
+    return f"{folder}: {card['words']:,} words, SHA-256 {card['sha256'][:16]}: {', '.join(parts)}"
+
+
+def _prepare(config: PretrainConfig) -> None:
+    from pretrain.corpus.prepare import prepare
+
+    print(prepare(config))
+
+
+class _Trials:
+    """The runs of one config, one for each budget."""
+
+    def __init__(
+        self, config: PretrainConfig, card: dict[str, Any], arguments: argparse.Namespace, pretrain: RunCommand
+    ) -> None:
+        self._config, self._card, self._arguments, self._pretrain = config, card, arguments, pretrain
+        self._out: Path = arguments.out
+        self._results = results.read(self._out / results.RESULTS, card["sha256"])
+        self._texts = list(text_files(card, self._out / "corpus", HELD_OUT).values())
+        self._teacher = _teacher(config)
+        self._failed = 0  # exit code of fine-tunings that failed
+
+    def run(self, budgets: Sequence[float]) -> int:
+        """Plan all runs, then train and score them one after another."""
+        plans = self._plans(budgets)
+        configs = {budget: trial.run_config(self._config, budget, plan, self._out) for budget, plan in plans.items()}
+        for config in configs.values():
+            trial.check_unbegun(config.folder.name, self._out, config)
+        codes: dict[str, int] = {}
+        try:
+            for budget, plan in plans.items():
+                config = configs[budget]
+                code = codes[config.folder.name] = self._train(config, budget, plan)
+                if code not in (0, DivergedError.exit_code):
+                    break
+        finally:  # what has finished is shown whatever the next one comes to
+            over = [name for name, code in codes.items() if code in (0, DivergedError.exit_code)]
+            if over:
+                self._report(over)
+        code = next((code for code in codes.values() if code not in (0, DivergedError.exit_code)), 0)
+        if code == StoppedError.exit_code:
+            print(f"The trial stopped. Run the same command again to continue it in {self._out}.")
+        return code or self._failed or min(codes.values())
+
+    def _plans(self, budgets: Sequence[float]) -> dict[float, Plan]:
+        """Budget -> its run; those that cannot be spent become rows that say why."""
+        costs = measured_costs(self._config, self._teacher)
+        plans: dict[float, Plan] = {}
+        refused: dict[float, str] = {}
+        for budget in budgets:
+            try:
+                plans[budget] = plan_budget(self._config, budget, costs)
+            except InputError as error:
+                refused[budget] = str(error)
+        for budget in refused:
+            trial.check_unbegun(trial.run_name(self._config, budget), self._out, None)
+        for budget, why in refused.items():
+            self._keep(self._trial(budget, remarks=why))
+        if not plans:
+            raise InputError("\n".join(refused.values()))
+        return plans
+
+    def _train(self, config: PretrainConfig, budget: float, plan: Plan) -> int:
+        """Train and score one run; returns the exit code of the training."""
+        path = trial.write_run_config(config, self._out)
+        print(
+            f"\n{config.folder}: {budget:.3g} FLOP, {plan.steps:,} steps, {plan.tokens:,.0f} tokens, "
+            f"{plan.epochs:.2f} epochs",
+            flush=True,
+        )
+        alone = ["--no-ray"] if config.scheduling.workers == 1 else []
+        with as_stage(), _handlers_kept():
+            code = self._pretrain(["pretrain", str(path), *alone, "--resume"])
+        if code == DivergedError.exit_code:
+            self._keep(self._trial(budget, remarks="the training diverged"))
+        elif not code:
+            self._keep(self._finished(config, budget, plan))
+        return code
+
+    def _finished(self, config: PretrainConfig, budget: float, plan: Plan) -> Trial:
+        """The row of a finished run."""
+        records = read_records(config.folder)
+        last = [record for record in records if is_training(record)][-1]
+        flops = plan.flops_of(last["tokens"])
+        given = novels_of(self._card) != NOVELS
+        remarks = [f"{drawn_novels(self._card):.0%} of the words from novels"] if given else []
+        if config.distillation.teacher:
+            remarks.append(f"learned from {config.distillation.teacher}")
+        if abs(flops - budget) > TOLERANCE * budget:
+            remarks.append(f"the FLOPs that were counted differ from the budget by {flops / budget - 1:+.1%}")
+        rollbacks = [record["passed_over_steps"] for record in records if record.get("event") == "rollback"]
+        if rollbacks:
+            remarks.append(f"{sum(rollbacks):,} steps were rolled back and are not counted")
+        with sleeping_when_crowded():
+            scores, failure = measure(config, self._out, self._texts, self._wanted())
+        if failure is not None:
+            self._failed = self._failed or failure.exit_code
+            remarks.append(f"fine-tunings: {failure}")
+        return self._trial(
+            budget,
+            flops=flops,
+            steps=last["step"],
+            tokens=last["tokens"],
+            epochs=plan.epochs * last["samples"] / plan.sequences,
+            minutes=last["seconds"] / 60,
+            curve=_curve(records, plan),
+            scores=scores,
+            config=with_resolved_precision(config).model_dump(mode="json"),
+            machine=json.loads((config.folder / ENVIRONMENT_FILE).read_text(encoding="utf-8")),
+            remarks="; ".join([*remarks, *scores.remarks]),
+        )
+
+    def _trial(self, budget: float, **values: Any) -> Trial:
+        name = trial.run_name(self._config, budget)
+        common = {"trial": self._config.name, "run": name, "seed": self._config.seed, "budget": budget}
+        return Trial(**common, words=self._card["words"], ground=self._card["sha256"], **values)
+
+    def _wanted(self) -> ScoreSettings:
+        arguments = self._arguments
+        tuning = _finetunings(arguments) if arguments.finetune else None
+        return ScoreSettings(arguments.blimp, arguments.blimp_limit, tuning)
+
+    def _keep(self, one: Trial) -> None:
+        """Add a row to speedrun.json, to which trials of other processes may add theirs."""
+        path = self._out / results.RESULTS
+        with locked(path.with_name(f".{path.name}.lock")):
+            self._results = results.with_trial(results.read(path, self._card["sha256"]), one)
+            results.write(self._results, path)
+
+    def _report(self, names: Sequence[str]) -> None:
+        """The table, the page, the log, and the one number: bits of common words at the largest budget."""
+        from tests.bench.speedrun.page import write
+
+        records = score_records(self._out, [one.run for one in self._results.trials if one.flops])
+        page = write(self._results, records, self._card, self._out / PAGE)
+        print(f"\n{results.table(self._results)}\n\n{self._out / results.RESULTS}\n{page.resolve().as_uri()}")
+        own = [one for one in self._results.trials if one.run in names]
+        if self._arguments.log is not None:
+            count = results.append_to_log(self._arguments.log, own)
+            print(f"{self._arguments.log}: {count} rows added")
+        largest = max((one for one in own if one.flops), key=lambda one: one.budget, default=None)
+        if largest is not None:
+            print(f"{largest.run}: {largest.scores.headline}")
+
+
+def _teacher(config: PretrainConfig) -> ModelConfig | None:
+    if not config.distillation.teacher:
+        return None
+    from pretrain.checkpoint.released import read_shape
+
+    return read_shape(fetched_model(config.distillation.teacher))
+
+
+def _curve(records: Sequence[dict[str, Any]], plan: Plan) -> tuple[tuple[float, float], ...]:
+    """(FLOPs, held-out masked-language-modelling loss) of the run's own evaluations.
+
+    Their steps need not be those of training records, so tokens are interpolated.
+    """
+    tokens = dict([(0, 0), *((record["step"], record["tokens"]) for record in records if is_training(record))])
+    steps = sorted(tokens)
+    counts = [tokens[step] for step in steps]
+    return tuple(
+        (plan.flops_of(float(np.interp(record["step"], steps, counts))), record["mlm_loss"])
+        for record in records
+        if record.get("split") == "validation" and "mlm_loss" in record
+    )
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Restore the handlers of the `stop_signals` afterwards, which a `Worker` in this process replaces for good."""
+    before = {number: signal.getsignal(number) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

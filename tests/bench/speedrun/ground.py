@@ -1,0 +1,228 @@
+"""The text of the yardstick: at most 10 million words, drawn from a folder by a rule that no machine decides.
+
+Documents are ordered by the SHA-256 of their text. Of each source the first ones are held out: 1 % of its words, and at
+least 200 documents or 1 MB. Of the others, the next one is always taken from the source that has the least of its share
+so far; a source ends with the first document that would exceed the limit. Words are runs of characters that are not
+blank. Equal documents count once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pretrain.common.errors import InputError
+from pretrain.common.files import atomic_open, disk_errors, sha256_file, write_json
+from pretrain.corpus.formats import PLAIN, documents_of, files_below, kind_of
+from pretrain.corpus.inputs import Problems, plain_suffix
+from tests.bench.speedrun.options import NOVELS
+
+CARD = "card.json"
+TRAIN, HELD_OUT = "train", "held-out"
+# By the kind of their files. BERT read 2,500 million words of Wikipedia and 800 million of books (Devlin et al. 2019,
+# section 3.1).
+SOURCES = {"wikiextractor": "wikipedia", PLAIN: "novels"}
+_LEAST_WORDS = 20  # of a document, as corpus.min_document_words
+_FORMAT = 1
+
+
+class Limits(NamedTuple):
+    """How much text is drawn."""
+
+    words: int = 10_000_000  # for training, at most
+    held_out_share: float = 0.01  # of the words of a source
+    held_out_documents: int = 200  # of each source, at least these or so many bytes
+    held_out_bytes: int = 1_000_000
+
+
+LIMITS = Limits()
+
+
+class Document(NamedTuple):
+    """One document of a source, without its text."""
+
+    digest: str  # SHA-256 of the text, hexadecimal
+    words: int
+    characters: int
+    bytes: int
+
+
+class Drawn(NamedTuple):
+    """The documents drawn from one source, in order."""
+
+    train: list[Document]
+    held_out: list[Document]
+
+
+def draw_text(data: Path, out: Path, limits: Limits = LIMITS, novels: float = NOVELS) -> dict[str, Any]:
+    """Draw the text in `data` into the folder `out` and return its card; a folder that holds it already stays as it is.
+
+    The card has, for each source, the documents, words, characters and SHA-256 of what is trained on and of what is
+    held out; `sha256` covers all of it. What is held out is the same for every share of `novels`.
+
+    Raises:
+        InputError: `data` has no text or other files too, or `out` was drawn from other files, with other limits or
+            another share of novels.
+    """
+    files = _files(data)
+    shares = {"wikipedia": 1 - novels, "novels": novels}
+    inputs = [[str(file.relative_to(data)) if data.is_dir() else file.name, file.stat().st_size] for file in files]
+    card = _earlier(out, inputs, limits, shares)
+    if card is None:
+        with disk_errors(out):
+            out.mkdir(parents=True, exist_ok=True)
+        drawn = _drawn(files, limits, shares)
+        _write(files, drawn, out)
+        card = {**_card(drawn, out), "limits": limits._asdict(), "shares": shares, "inputs": inputs}
+        write_json(out / CARD, card)
+    return card
+
+
+def text_files(card: Mapping[str, Any], out: Path, part: str) -> dict[str, Path]:
+    """Source -> JSONL file of its training or held-out documents."""
+    return {name: out / parts[part]["file"] for name, parts in card["sources"].items()}
+
+
+def novels_of(card: Mapping[str, Any]) -> float:
+    """The share of novels that the text of a card was drawn with."""
+    return float(card["shares"]["novels"])
+
+
+def drawn_novels(card: Mapping[str, Any]) -> float:
+    """The share of novels in the words that were drawn: another than asked for if one source has too little text."""
+    return card["sources"].get("novels", {TRAIN: {"words": 0}})[TRAIN]["words"] / card["words"]
+
+
+def _files(data: Path) -> list[Path]:
+    files = files_below(data)
+    for file in files:
+        kind = kind_of(file)
+        if kind not in SOURCES or (kind == PLAIN and plain_suffix(file) != ".txt"):
+            raise InputError(
+                f"--data: {file}: neither WikiExtractor's output nor a .txt file. Put the text alone into a folder."
+            )
+    return files
+
+
+def _earlier(out: Path, inputs: Sequence[Any], limits: Limits, shares: Mapping[str, float]) -> dict[str, Any] | None:
+    """The card of text that was drawn from the same files in the same way and is undamaged; None if there is none."""
+    if not (out / CARD).is_file():
+        return None
+    card: dict[str, Any] = json.loads((out / CARD).read_text(encoding="utf-8"))
+    if card.get("inputs") != inputs:
+        raise InputError(
+            f"--data: {out} was drawn from other files. Give the same folder, or another --out: trials compare on one "
+            "text only."
+        )
+    if card.get("format") != _FORMAT or card.get("limits") != limits._asdict():
+        raise InputError(
+            f"--data: {out} was drawn by another version, with other limits. Give another --out: trials compare on one "
+            "text only."
+        )
+    if card.get("shares") != shares:
+        raise InputError(
+            f"--novels: {out} was drawn with {novels_of(card):g}. Give that, or another --out: a folder has one text."
+        )
+    parts = [part for source in card["sources"].values() for part in (source[TRAIN], source[HELD_OUT])]
+    whole = all((out / one["file"]).is_file() and sha256_file(out / one["file"]) == one["sha256"] for one in parts)
+    return card if whole else None
+
+
+def _documents(files: Sequence[Path]) -> Iterator[tuple[str, Document, str]]:
+    """(source, document, text) of every distinct document that is long enough."""
+    seen: set[str] = set()
+    for file in files:
+        source = SOURCES[kind_of(file)]
+        for text in documents_of(file, Problems()):
+            raw, words = text.encode(), len(text.split())
+            digest = hashlib.sha256(raw).hexdigest()
+            if words >= _LEAST_WORDS and digest not in seen:
+                seen.add(digest)
+                yield source, Document(digest, words, len(text), len(raw)), text
+
+
+def _drawn(files: Sequence[Path], limits: Limits, shares: Mapping[str, float]) -> dict[str, Drawn]:
+    found: dict[str, list[Document]] = {}
+    for source, document, _ in _documents(files):
+        found.setdefault(source, []).append(document)
+    held_out = {name: _held_out(sorted(found[name]), limits) for name in shares if name in found}
+    left = {name: sorted(found[name])[len(held_out[name]) :] for name in held_out}
+    train = _in_turn(left, limits.words, shares)
+    if not train or not all(train.values()):
+        raise InputError(
+            f"--data: too little text: of Wikipedia and of novels, {limits.held_out_documents} documents or "
+            f"{limits.held_out_bytes / 1e6:g} MB are held out, and one of them has no more. Add text."
+        )
+    return {name: Drawn(train[name], held_out[name]) for name in train}
+
+
+def _held_out(ordered: Sequence[Document], limits: Limits) -> list[Document]:
+    least = limits.held_out_share * sum(document.words for document in ordered)
+    taken: list[Document] = []
+    words = size = 0
+    for document in ordered:
+        enough = len(taken) >= limits.held_out_documents or size >= limits.held_out_bytes
+        if enough and words >= least:
+            break
+        taken.append(document)
+        words, size = words + document.words, size + document.bytes
+    return taken
+
+
+def _in_turn(
+    ordered: Mapping[str, Sequence[Document]], most: int, shares: Mapping[str, float]
+) -> dict[str, list[Document]]:
+    """At most `most` words of all sources together, in their shares as long as all of them have text."""
+    taken: dict[str, list[Document]] = {name: [] for name in ordered}
+    words = dict.fromkeys(ordered, 0)
+    rest = {name: iter(documents) for name, documents in ordered.items()}
+    while rest:
+        name = min(rest, key=lambda one: words[one] / shares[one])
+        document = next(rest[name], None)
+        if document is None or sum(words.values()) + document.words > most:
+            del rest[name]
+            continue
+        taken[name].append(document)
+        words[name] += document.words
+    return taken
+
+
+def _write(files: Sequence[Path], drawn: Mapping[str, Drawn], out: Path) -> None:
+    """Write the drawn documents as JSONL, in their order."""
+    wanted = {document.digest for one in drawn.values() for part in one for document in part}
+    texts = {document.digest: text for _, document, text in _documents(files) if document.digest in wanted}
+    for name, one in drawn.items():
+        for part, documents in ((TRAIN, one.train), (HELD_OUT, one.held_out)):
+            with atomic_open(out / _file(name, part), "w") as file:
+                for document in documents:
+                    file.write(json.dumps({"text": texts[document.digest]}, ensure_ascii=False) + "\n")
+
+
+def _file(source: str, part: str) -> str:
+    return f"{source}.{part}.jsonl"
+
+
+def _card(drawn: Mapping[str, Drawn], out: Path) -> dict[str, Any]:
+    sources = {
+        name: {
+            part: {
+                "documents": len(documents),
+                "words": sum(document.words for document in documents),
+                "characters": sum(document.characters for document in documents),
+                "file": _file(name, part),
+                "sha256": sha256_file(out / _file(name, part)),
+            }
+            for part, documents in ((TRAIN, one.train), (HELD_OUT, one.held_out))
+        }
+        for name, one in drawn.items()
+    }
+    digests = [source[part]["sha256"] for source in sources.values() for part in (TRAIN, HELD_OUT)]
+    return {
+        "format": _FORMAT,
+        "sha256": hashlib.sha256("\n".join(digests).encode()).hexdigest(),
+        "words": sum(source[TRAIN]["words"] for source in sources.values()),
+        "sources": sources,
+    }

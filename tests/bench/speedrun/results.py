@@ -1,0 +1,216 @@
+"""The trials of a folder: speedrun.json, the table for the terminal and the rows of a log."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pretrain.common.errors import InputError
+from pretrain.common.files import atomic_open, disk_errors, existing_parent, locked, write_json
+from pretrain.common.wording import aligned, counted
+from tests.bench.speedrun.scores import Scores
+from tests.bench.speedrun.trial import budget_text
+
+RESULTS = "speedrun.json"
+NEWER = ("common words, bits", "whole words, bits/character")  # columns that older rows of a log do not have
+_WITHIN = "bits/character, one vocabulary"  # within which alone it compares
+HEADINGS = (
+    "trial",
+    "budget",
+    "FLOP",
+    "steps",
+    "epochs",
+    "minutes",
+    *NEWER,
+    _WITHIN,
+    "nats/token",
+    "accuracy",
+    "BLiMP",
+    "transfer",
+)
+RIGHT_ALIGNED = frozenset(range(1, len(HEADINGS)))
+_OLDER = tuple(heading for heading in HEADINGS if heading not in NEWER)
+_OLD_LOG_HEADINGS = ("date", *_OLDER, "machine", "commit", "remarks")
+_LOG_HEADINGS = (*_OLD_LOG_HEADINGS, *NEWER)  # at the end: shorter rows of a Markdown table stay as they are
+_NONE = "-"
+
+
+def short_commit(commit: str | None) -> str:
+    """The commit with a short hash; keeps the suffix -dirty."""
+    return re.sub(r"([0-9a-f]{7})[0-9a-f]{33}", r"\1", commit) if commit else "unknown"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Trial(_Part):
+    """One run of a trial.
+
+    Attributes:
+        trial: name of the config.
+        run: name of its run folder.
+        flops: executed, counted from the tokens that were trained on; 0 if it did not run.
+        minutes: of training, over all starts, without evaluations and checkpoints.
+        words: of the drawn text.
+        curve: (FLOPs, held-out loss of the run's own evaluation); its masks are those of the config.
+        scores: as `scores.Scores`.
+        config: of the run, whole.
+        machine: environment.json of the run.
+        remarks: why it has no scores, or what else its row must say.
+    """
+
+    trial: str
+    run: str
+    seed: int
+    budget: float
+    flops: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    epochs: float = 0.0
+    minutes: float = 0.0
+    words: int
+    ground: str
+    curve: tuple[tuple[float, float], ...] = ()
+    scores: Scores = Scores()
+    config: dict[str, Any] = {}
+    machine: dict[str, Any] = {}
+    remarks: str = ""
+
+    @property
+    def date(self) -> str:
+        """The day on which the run was last started."""
+        return str(self.machine.get("started", ""))[:10]
+
+
+class Results(_Part):
+    """All trials of a folder, on one text."""
+
+    format: int = 1
+    trials: tuple[Trial, ...] = ()
+
+
+def read(path: Path, ground: str | None = None) -> Results:
+    """The trials in the file `path`; none if it does not exist.
+
+    Raises `InputError` if it is damaged, or has trials on another text than that with the SHA-256 `ground`.
+    """
+    if not path.is_file():
+        return Results()
+    try:
+        results = Results.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise InputError(f"{path}: damaged ({first['msg']}). Remove it; finished runs are measured again.") from None
+    if ground is not None and any(one.ground != ground for one in results.trials):
+        raise InputError(f"{path}: has trials on another text, which do not compare. Give another --out, or remove it.")
+    return results
+
+
+def with_trial(results: Results, trial: Trial) -> Results:
+    """The results with one trial more, or another one of the same run; in the order of budgets and scores."""
+    trials = [one for one in results.trials if one.run != trial.run] + [trial]
+    trials.sort(key=lambda one: (one.budget, _rank(one.scores), one.run))
+    return Results(trials=tuple(trials))
+
+
+def _rank(scores: Scores) -> tuple[float, float]:
+    """Of runs with one budget: by the score that compares vocabularies, then by that within one."""
+    across, within = scores.common_word_bits, scores.bits_per_character
+    return float("inf") if across is None else across, float("inf") if within is None else within
+
+
+def write(results: Results, path: Path) -> None:
+    """Write speedrun.json, atomically."""
+    write_json(path, results.model_dump(mode="json"))
+
+
+def cells(trial: Trial) -> tuple[str, ...]:
+    """The trial as text: one string per heading."""
+    scores = trial.scores
+    return (
+        f"{trial.trial} s{trial.seed}",
+        budget_text(trial.budget),
+        f"{trial.flops:.4g}" if trial.flops else _NONE,
+        f"{trial.steps:,}" if trial.steps else _NONE,
+        f"{trial.epochs:.2f}" if trial.steps else _NONE,
+        f"{trial.minutes:.1f}" if trial.minutes else _NONE,
+        _number(scores.common_word_bits, 4),
+        _NONE if scores.whole_word_bits is None else " to ".join(_number(one, 3) for one in scores.whole_word_bits),
+        _number(scores.bits_per_character, 4),
+        _number(scores.nats, 4),
+        _number(scores.accuracy, 4),
+        _number(scores.blimp, 4),
+        _number(scores.transfer, 4),
+    )
+
+
+def table(results: Results) -> str:
+    """The table for a terminal: a line per run, then their remarks."""
+    lines = aligned([HEADINGS, *map(cells, results.trials)], RIGHT_ALIGNED)
+    lines += [f"{one.run}: {one.remarks}" for one in results.trials if one.remarks]
+    return "\n".join(lines)
+
+
+def append_to_log(path: Path, trials: Sequence[Trial]) -> int:
+    """Append runs with scores to the Markdown table at the end of `path`; returns how many were new.
+
+    A file that is empty or does not exist is begun with the head of the table; the head of an earlier version gets the
+    newer columns, and so does the row of a run that was scored then. Other processes may append theirs.
+
+    Raises `InputError` if the file ends otherwise, or cannot be written.
+    """
+    with locked(path.with_name(f".{path.name}.lock")):
+        head, old = _log_head(_LOG_HEADINGS), _log_head(_OLD_LOG_HEADINGS).replace(_WITHIN, "bits/character")
+        lines = (_read_log(path) or head).replace(old, head).splitlines()
+        newer = {_log_row(one, _OLD_LOG_HEADINGS): _log_row(one, _LOG_HEADINGS) for one in trials if one.flops}
+        lines = [newer.get(line, line) for line in lines]
+        rows = [row for row in newer.values() if row not in lines]
+        with atomic_open(path, "w") as file:
+            file.write("\n".join([*lines, *rows]) + "\n")
+    return len(rows)
+
+
+def check_log(path: Path) -> None:
+    """Raise `InputError` if `append_to_log` would do so. Writes nothing."""
+    _read_log(path)
+    with disk_errors(path):
+        tempfile.TemporaryFile(dir=existing_parent(path.parent)).close()
+
+
+def _read_log(path: Path) -> str:
+    """What the log has; "" if it is empty or does not exist. Raises `InputError` if it cannot be appended to."""
+    try:
+        with disk_errors(path):
+            text = path.read_text(encoding="utf-8").rstrip() if path.exists() else ""
+    except UnicodeDecodeError:
+        raise InputError(f"--log: {path}: is not UTF-8. Give a file that this command began.") from None
+    if text and not text.rpartition("\n")[2].startswith("|"):
+        raise InputError(f"--log: {path}: does not end with a table. Give a file that this command began.")
+    return text
+
+
+def _log_head(headings: Sequence[str]) -> str:
+    return f"{_markdown(headings)}\n{_markdown(['---'] * len(headings))}"
+
+
+def _log_row(trial: Trial, headings: Sequence[str]) -> str:
+    machine = f"{counted(trial.machine.get('cpu_cores', 0), 'core')} of {trial.machine.get('cpu')}"
+    gpus = ", ".join(filter(None, trial.machine.get("gpus", [])))
+    commit = short_commit(trial.machine.get("git_commit"))
+    values = {"date": trial.date, **dict(zip(HEADINGS, cells(trial), strict=True))}
+    values |= {"machine": gpus or machine, "commit": commit, "remarks": trial.remarks}
+    return _markdown([values[heading] for heading in headings])
+
+
+def _markdown(values: Sequence[str]) -> str:
+    return "| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return _NONE if value is None else f"{value:.{digits}f}"

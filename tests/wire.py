@@ -1,0 +1,179 @@
+"""The collectives of one optimizer step, by ZeRO stage and number of ranks, beside ZeRO's own arithmetic.
+
+Also what a rank reads of a checkpoint to resume, and the collectives of a start and of a resume.
+
+One process takes the part of rank 0 among ranks that do not exist: torch's fake process group returns at once and moves
+nothing. Counted is what any library hands to torch's process group, the last station before NCCL or gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pretrain.batches.batch import MicroBatch
+from pretrain.common.children import run_program
+from pretrain.common.errors import MachineError
+from pretrain.config import EngineConfig, ModelConfig, OptimizerConfig
+
+RANKS = (8, 64, 256, 1024)
+_VOCABULARY = 30_522
+_LENGTHS = (7, 12, 20)  # tokens of a micro-batch: no collective depends on them
+_METHODS = ("reduce", "gather", "scatter", "broadcast", "alltoall", "all_to_all", "barrier", "send", "recv")
+
+
+class Call(NamedTuple):
+    """A collective: its name at the process group, its type, and the bytes that each worker sends on average."""
+
+    name: str
+    dtype: torch.dtype
+    sent: float
+
+
+def formula_bytes(stage: int, parameters: int, width: int, workers: int, micro_batches: int) -> float:
+    """Bytes that each of `workers` sends in one optimizer step; `width` is that of a gradient and of a weight.
+
+    Rajbhandari et al., ZeRO (arXiv:1910.02054), section 7, in its unit, a (workers - 1) / workers of all parameters:
+    plain data parallelism reduces and gathers gradients (2); stages 1 and 2 reduce gradients and gather weights (2).
+    Stage 3 reduces gradients and gathers weights twice (3), or once (2) where, as here, all of them may stay live
+    between forward and backward. The paper has one micro-batch; stages 2 and 3 keep no whole gradient for the next.
+    """
+    unit = width * parameters * (workers - 1) / workers
+    return unit * {0: 2, 1: 2, 2: micro_batches + 1, 3: 2 * micro_batches}[stage]
+
+
+def listen(calls: list[Call]) -> None:
+    """Have every collective of this process, of all methods of a process group, noted in `calls`."""
+    group = torch._C._distributed_c10d.ProcessGroup  # pyright: ignore[reportAttributeAccessIssue]
+    for name in dir(group):
+        if any(word in name for word in _METHODS):
+            setattr(group, name, _noted(name, getattr(group, name), calls))
+
+
+def _noted(name: str, method: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        tensors = [found for argument in (*arguments, *options.values()) if (found := _tensors_in(argument))]
+        dtype = tensors[0][0].dtype if tensors else torch.bool
+        calls.append(Call(name, dtype, _sent_bytes(name, tensors or [[]], dist.get_world_size())))
+        return method(self, *arguments, **options)
+
+    return call
+
+
+def _sent_bytes(name: str, tensors: list[list[Tensor]], workers: int) -> float:
+    """What the best algorithm sends for a collective; whole is its largest argument."""
+    whole = max(sum(t.numel() * t.element_size() for t in argument) for argument in tensors)
+    return whole * (2 if name.startswith("allreduce") else 1) * (workers - 1) / workers
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for part in value for t in _tensors_in(part)] if isinstance(value, list | tuple) else []
+
+
+def counted(size: str, stage: int, ranks: int, micro_batches: int) -> dict[str, Any]:
+    """`count` in a process of its own: a process group is global, and so is what `listen` replaces."""
+    code = f"from tests.wire import print_count; print_count({size!r}, {stage}, {ranks}, {micro_batches})"
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = run_program([sys.executable, "-c", code], environment)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise MachineError(f"{said[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def print_count(size: str, stage: int, ranks: int, micro_batches: int) -> None:
+    """Print the collectives of a step in bf16, as rank 0 of `ranks` that do not exist, as JSON."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    found = _count(ModelConfig.model_validate({"size": size}), stage, micro_batches)
+    weights = [call for call in found.step if call.dtype == torch.bfloat16]
+    sent = sum(call.sent for call in weights)
+    row = {
+        "stage": stage,
+        "ranks": ranks,
+        "micro_batches": micro_batches,
+        "collectives": Counter(call.name for call in weights),
+        "scalars": len(found.step) - len(weights),
+        "bytes": sent,
+        "formula": formula_bytes(stage, found.parameters, 2, ranks, micro_batches),
+        "start_collectives": Counter(call.name for call in found.start),
+        "start_bytes": sum(call.sent for call in found.start),
+        "resume_collectives": Counter(call.name for call in found.resume),
+        "resume_sent_bytes": sum(call.sent for call in found.resume),
+        "resume_bytes": found.read_bytes,
+        "state_bytes": 3 * 4 * found.parameters,
+    }
+    print(json.dumps(row))
+
+
+class _Counted(NamedTuple):
+    """The collectives of making the engine, of a step and of a resume, and the bytes that a rank then reads."""
+
+    parameters: int
+    start: list[Call]
+    step: list[Call]
+    resume: list[Call]
+    read_bytes: int
+
+
+class _CountingReader:
+    """A checkpoint of zeros."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        zeros = torch.zeros(numel)
+        self.bytes += zeros.nbytes
+        return zeros
+
+
+def _count(shape: ModelConfig, stage: int, micro_batches: int) -> _Counted:
+    """What rank 0 of a process group that exists takes part in."""
+    from pretrain.model.heads import PretrainingModel
+    from pretrain.training.engine import Engine
+    from pretrain.training.optim import make_optimizer, parameter_groups
+
+    settings = EngineConfig.model_validate({"zero_stage": stage, "precision": "bf16", "compile": False})
+    model = PretrainingModel(shape, _VOCABULARY)
+    calls: list[Call] = []
+    listen(calls)
+    engine = Engine(model, lambda named: make_optimizer(OptimizerConfig(), parameter_groups(named, 0.01)), settings)
+    start = list(calls)
+    for _ in range(3):  # ZeRO-3 compares the workers' orders of modules in the first two
+        calls.clear()
+        for number in range(micro_batches):
+            losses = engine.forward(_micro_batch())
+            engine.backward(losses.mlm_loss / 100 + losses.nsp_loss / 10, last=number == micro_batches - 1)
+        engine.step(1e-3)
+    step, reader = list(calls), _CountingReader()
+    calls.clear()
+    engine.load(reader, 0)
+    return _Counted(sum(size.numel() for size in engine.shapes.values()), start, step, list(calls), reader.bytes)
+
+
+def _micro_batch() -> MicroBatch:
+    tokens = sum(_LENGTHS)
+    ids, zeros = torch.arange(tokens) + 5, torch.zeros(len(_LENGTHS), dtype=torch.long)
+    return MicroBatch(
+        input_ids=ids,
+        token_types=torch.zeros(tokens, dtype=torch.long),
+        positions=torch.cat([torch.arange(length) for length in _LENGTHS]),
+        cu_seqlens=torch.tensor([0, *_LENGTHS]).cumsum(0).int(),
+        masked_rows=torch.tensor([3, 11]),
+        masked_labels=ids[:2],
+        nsp_labels=zeros,
+        token_keys=ids.int(),
+        lengths=_LENGTHS,
+    )
