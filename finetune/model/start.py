@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Tokens of a whole training times layers and width: below it, a compiled run ends later than one that is not, on a CPU
 # (docs/benchmarks/lab-notes.md).
-_SHORT = 4e9
+_SHORT = 2e9
 _SAMPLE = 256  # examples whose tokens are counted
 _SHOWN = 60  # characters of a wrong value in a message
 
