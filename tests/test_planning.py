@@ -488,7 +488,7 @@ def recommended(budget: float, unique: float) -> str:
 @pytest.fixture
 def few_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the recommended shape does not depend on takes no time."""
-    monkeypatch.setattr(published.PublishedLaw, "likely", lambda found: (found.law,))
+    monkeypatch.setattr(published.PublishedLaw, "likely", property(lambda found: (found.law,)))
 
 
 @pytest.mark.usefixtures("few_laws")
