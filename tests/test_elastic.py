@@ -81,6 +81,7 @@ def make_request(folder: Path, **changes: Any) -> LaunchRequest:
         address="10.0.0.5:6379",
         max_failures=3,
         use_gpu=None,
+        in_ray=True,
         payload={"resume": False},
         workers=4,
         min_workers=0,
