@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="a first look in three minutes: the text of the standard library, a minute of pretraining, one task",
+        help="a first look: the text of the standard library, 160 steps of pretraining, one task",
     )
     parser.add_argument("--fresh", action="store_true", help="delete an earlier demo run first; its corpus is kept")
     add_set(parser, f"override a setting of {_CONFIG.name}; may be repeated")
