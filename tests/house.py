@@ -1,0 +1,106 @@
+"""The project's weight, which `tests/house.yaml` limits. `python -m tests.house` prints both."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+PRODUCT = ("cluster", "finetune", "pretrain")
+LONG_FILE = 500  # lines
+
+
+def limits() -> dict[str, int]:
+    """The committed limits, by name."""
+    return yaml.safe_load((ROOT / "tests" / "house.yaml").read_text(encoding="utf-8"))
+
+
+def weight() -> dict[str, int]:
+    """Today's figures, under the names of the limits."""
+    from tests.test_layers import MAY_IMPORT
+
+    product = _files(PRODUCT)
+    return {
+        "product_lines": sum(map(_lines, product)),
+        "test_lines": sum(map(_lines, _files(("tests",)))),
+        "settings": len(_settings()),
+        "components": len(MAY_IMPORT),
+        "permitted_imports": sum(len(components.split()) for components in MAY_IMPORT.values()),
+        "files_over_500_lines": sum(_lines(file) > LONG_FILE for file in product),
+        "longest_function": max(length for file in product for length in _functions(file)),
+        "readme_lines": _lines(ROOT / "README.md"),
+        "docs_kilobytes": sum(file.stat().st_size for file in _pages()) // 1000,
+    }
+
+
+def _tracked(*patterns: str) -> list[Path]:
+    """The files of the repository; those of an unpacked archive are all there are."""
+    listed = subprocess.run(["git", "ls-files", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode or not listed.stdout:
+        return [file for pattern in patterns for file in ROOT.glob(f"**/{pattern}") if ".venv" not in file.parts]
+    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def _files(folders: tuple[str, ...]) -> list[Path]:
+    return [file for file in _tracked("*.py") if file.relative_to(ROOT).parts[0] in folders]
+
+
+def _pages() -> list[Path]:
+    """The pages of docs/ that are written by hand."""
+    return [file for file in _tracked("*.md") if file.relative_to(ROOT).parts[:1] == ("docs",) and not _made(file)]
+
+
+def _made(page: Path) -> bool:
+    return page.relative_to(ROOT).parts[1] == "reference"
+
+
+def _lines(file: Path) -> int:
+    return len(file.read_text(encoding="utf-8").splitlines())
+
+
+def _functions(file: Path) -> Iterator[int]:
+    """The lines of each function, its docstring and comments included."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _settings() -> set[tuple[str, str]]:
+    """(section, setting) of both kinds of config. A section in several places counts once."""
+    from finetune.config import FinetuneConfig
+    from pretrain.config import PretrainConfig
+
+    found: set[tuple[str, str]] = set()
+    waiting: list[type[Any]] = [PretrainConfig, FinetuneConfig]
+    seen: set[type[Any]] = set()
+    while waiting:
+        section = waiting.pop()
+        if section in seen:
+            continue
+        seen.add(section)
+        for name, field in section.model_fields.items():
+            inner = list(_sections(field.annotation))
+            waiting += inner
+            if not inner:
+                owner = next(one for one in reversed(section.__mro__) if name in getattr(one, "model_fields", {}))
+                found.add((owner.__name__, name))
+    return found
+
+
+def _sections(annotation: Any) -> Iterator[type[Any]]:
+    """The sections in an annotation such as `tuple[PhaseConfig, ...] | None`."""
+    if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections(part)
+
+
+if __name__ == "__main__":
+    allowed = limits()
+    for key, value in weight().items():
+        print(f"{key:22} {value:>8,}   limit {allowed.get(key, 0):>8,}")
