@@ -480,7 +480,6 @@ def test_the_driver_loads_no_torch_before_workers_start(config_file: Path):
         ["dashboard", "s3://bucket/run"],
         ["dashboard", "runs/a", "--out", "s3://bucket/page.html"],
         ["prepare", "s3://bucket/run.yaml"],
-        ["demo", "--run-dir", "s3://bucket/run"],
     ],
 )
 def test_remote_addresses_are_refused(arguments: list[str], capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from finetune import demo
-from finetune.__main__ import build_parser
+from finetune.__main__ import build_parser, main
 from pretrain.common.yaml_text import parse
 from pretrain.reporting import report
 from pretrain.reporting.report import FINETUNED
@@ -179,3 +179,8 @@ def test_nothing_is_fine_tuned_if_pretraining_fails(arguments: argparse.Namespac
     finetune = Commands()
     assert demo.run(arguments, Commands(fails_at="demo"), finetune) == 4
     assert finetune.seen == []
+
+
+def test_a_remote_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--run-dir", "s3://bucket/run"]) == 2
+    assert "is a remote address; only local paths are supported." in capsys.readouterr().err
