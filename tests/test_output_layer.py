@@ -13,7 +13,7 @@ from tiny_checkpoints import make_bert
 
 from finetune.config import FinetuneConfig
 from finetune.model.batches import Batches
-from finetune.model.output_layer import PENALTY, fit_output_layer
+from finetune.model.output_layer import PENALTY, SHRINK, fit_output_layer
 from finetune.model.task_model import TaskModel
 from finetune.runs import course_lines
 from finetune.tasks.base import Objective, Windows
@@ -77,14 +77,14 @@ def test_classes_get_the_logistic_regression(tmp_path: Path) -> None:
     features, labels, weight, bias = fit(tmp_path, "classes", 3)
     scaled = centered(features)
     theirs = LogisticRegression(C=1 / (2 * PENALTY), tol=1e-8, max_iter=10_000).fit(scaled, labels)
-    ours = torch.softmax(torch.from_numpy(features @ weight.T + bias), 1).numpy()
+    ours = torch.softmax(torch.from_numpy(features @ weight.T + bias) / SHRINK, 1).numpy()
     assert np.abs(ours - theirs.predict_proba(scaled)).max() < 0.02
 
 
 def test_labels_are_fitted_one_by_one(tmp_path: Path) -> None:
     features, labels, weight, bias = fit(tmp_path, "labels", 2)
     scaled = centered(features)
-    ours = torch.sigmoid(torch.from_numpy(features @ weight.T + bias)).numpy()
+    ours = torch.sigmoid(torch.from_numpy(features @ weight.T + bias) / SHRINK).numpy()
     for number in range(2):  # the loss is the mean over the labels
         theirs = LogisticRegression(C=1 / (2 * 2 * PENALTY), tol=1e-8, max_iter=10_000)
         theirs.fit(scaled, labels[:, number])

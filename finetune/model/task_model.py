@@ -64,7 +64,7 @@ class TaskModel(Encoder):
     ) -> None:
         super().__init__(shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing)
         self.embeddings.tied = False
-        self.loss = LOSSES[head, objective]
+        self.objective, self.loss = objective, LOSSES[head, objective]
         self.pooling = layers.pooling if head == "sequence" else "cls"
         self.every_row = head == "spans" or self.pooling != "cls"
         self.head = OutputHead(shape, outputs, layers)
