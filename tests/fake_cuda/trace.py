@@ -133,7 +133,7 @@ def model_of(case: dict[str, Any]) -> nn.Module:
     if "task" in case:
         head, objective, pooling = case["task"]
         return TaskModel(shape, VOCABULARY, head, objective, 2, TaskHead("tanh", pooling=pooling))
-    return PretrainingModel(shape, VOCABULARY, **{name: case.get(name, False) for name in ("compile", "fp8")})
+    return PretrainingModel(shape, VOCABULARY, **{name: case.get(name, False) for name in ("compile",)})
 
 
 def batch_of(case: dict[str, Any]) -> Any:
