@@ -296,9 +296,6 @@ def _project(
     """(queries [B, Q, D], keys [B, L, D], values [B, L, D]) of one group."""
     x_T3ND = qkv.unflatten(1, (3, heads, -1))
     biases = (None, None, None) if bias is None else bias.unflatten(0, (3, heads, -1)).unbind(0)
-    if rows is None and turn.cos is None and group.keys is group.queries:
-        whole = None if bias is None else bias.unflatten(0, (3, heads, -1))
-        return tuple(between.all_to_heads(x_T3ND, whole, group.keys.number_GL).unbind())
     rotation = turn if turn.cos is not None else ()
     q_BQD = between.to_heads(x_T3ND[:, 0], biases[0], _rows(group, rows), *rotation)
     k_BLD = between.to_heads(x_T3ND[:, 1], biases[1], group.keys.number_GL, *rotation)
@@ -315,11 +312,6 @@ def _add_to_tokens(
     turn: _Turn,
 ) -> None:
     """Put the gradients of a group's queries [B, Q, D], keys and values [B, L, D] into `grad_qkv` [T, 3H]."""
-    if rows is None and turn.cos is None and group.keys is group.queries:
-        grads_BL3D = torch.stack(grads, 2)
-        heads = grad_qkv.shape[1] // 3 // grads[0].shape[-1]
-        grad_qkv[group.keys.range] = between.all_to_tokens(grads_BL3D, group.keys.place_T, heads).flatten(1)
-        return
     hidden, (grad_q_BQD, grad_k_BLD, grad_v_BLD), numbers = grad_qkv.shape[1] // 3, grads, group.queries
     heads = hidden // grad_q_BQD.shape[-1]
     queries = numbers.range if rows is None else rows[numbers.range]

@@ -23,10 +23,8 @@ class Kernels(NamedTuple):
     """The functions of this file, compiled or not."""
 
     to_heads: Callable[..., Tensor]
-    all_to_heads: Callable[..., Tensor]
     grad_to_heads: Callable[..., tuple[Tensor, Tensor]]
     to_tokens: Callable[..., Tensor]
-    all_to_tokens: Callable[..., Tensor]
     softmax: Callable[..., tuple[Tensor, Tensor]]
     softmax_backward: Callable[..., tuple[Tensor, Tensor]]
 
@@ -39,10 +37,8 @@ def kernels(fused: bool) -> Kernels:
     """The functions, compiled if `fused`."""
     return Kernels(
         to_heads=program(_to_heads, fused, ("T", "", "GL", "T", "T")),
-        all_to_heads=program(_all_to_heads, fused, ("T", "", "GL")),
         grad_to_heads=program(_grad_to_heads, fused, ("T", "T", "GQ", "GQ")),
         to_tokens=program(_to_tokens, fused, ("BL", "T", "T", "", "T", "T")),
-        all_to_tokens=program(_all_to_tokens, fused, ("BL", "T", "")),
         softmax=program(_softmax, fused, ("BQL", "BL", "", "BQ", "", *_TERMS)),
         softmax_backward=program(_softmax_backward, fused, ("BQL", "BQL", "BQ", "BQ", "BL", "", "BQ", "", *_TERMS)),
     )
@@ -78,17 +74,6 @@ def _to_heads(
         .flatten(0, 1)
         .contiguous()
     )
-
-
-def _all_to_heads(x_T3ND: Tensor, bias_3ND: Tensor | None, rows_GL: Tensor) -> Tensor:
-    """[T, 3, N, D] -> [3, B, L, D]: `_to_heads` of queries, keys and values at once, of the same rows, not rotated."""
-    x_GL3ND = _add_bias(x_T3ND[rows_GL], bias_3ND).to(x_T3ND.dtype)
-    return x_GL3ND.permute(2, 0, 3, 1, 4).flatten(1, 2).contiguous()
-
-
-def _all_to_tokens(x_BL3D: Tensor, place_T: Tensor, heads: int) -> Tensor:
-    """[B, L, 3, D] -> [group's tokens, 3, N, D]: `_to_tokens` of queries, keys and values at once, not rotated."""
-    return x_BL3D.unflatten(0, (-1, heads)).permute(0, 2, 3, 1, 4).flatten(0, 1)[place_T]
 
 
 def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
