@@ -98,6 +98,11 @@ def step_batches(step: int) -> list[Any]:
 Poison = tuple[int, int, float]  # step, micro-batch of all workers', what its loss is multiplied with
 
 
+def norm_of(result: Any) -> float:
+    """The gradients' norm; inf for a step that was not applied, whose norm may be NaN or inf."""
+    return float(result.norm) if result.applied else math.inf
+
+
 def take_steps(engine: Engine, steps: range, poison: Poison = (-1, 0, math.nan)) -> list[tuple[float, float, bool]]:
     """(global loss, gradient norm, applied) of each step."""
     results = []
@@ -113,7 +118,7 @@ def take_steps(engine: Engine, steps: range, poison: Poison = (-1, 0, math.nan))
             engine.backward(loss, last=number == len(mine) - 1)
             total += loss.detach()
         result = engine.step(RATE)
-        results.append((engine.sum_over_workers(total).item(), float(result.norm), result.applied))
+        results.append((engine.sum_over_workers(total).item(), norm_of(result), result.applied))
     return results
 
 
@@ -258,7 +263,7 @@ def run_with_a_head_at_rest(alone: bool, on_the_way: bool = False, clip: float =
             losses = engine.forward(step_batches(2)[0])
             engine.backward(losses.mlm_loss / 10 / engine.world_size, last=True)  # NSP's own parameters get no gradient
             result = engine.step(RATE)
-            results.append((0.0, float(result.norm), result.applied))
+            results.append((0.0, norm_of(result), result.applied))
             results += take_steps(engine, range(3, 4), (3, 0, math.nan)) + take_steps(engine, range(4, 5))
             found[stage] = (results, whole_state(engine))
             engine.close()

@@ -480,7 +480,9 @@ class TestDemo:
     def parsed(self, *words: str) -> argparse.Namespace:
         parser = argparse.ArgumentParser()
         demo.add_options(parser)
-        return parser.parse_args(words)
+        arguments = parser.parse_args(words)
+        demo.fill_in(arguments)
+        return arguments
 
     def test_runs_the_stages_in_order(self, commands: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
         assert self.run(commands, "--workers", "1", "--set", "phases.0.steps=5") == 0

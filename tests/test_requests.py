@@ -32,6 +32,7 @@ COMMON: dict[str, Any] = {
 }
 REQUESTS = (
     LaunchRequest(
+        in_ray=True,
         **COMMON,
         payload={"config": {"seed": 1, "phases": [{"steps": 2}]}, "resume": False},
         workers=4,

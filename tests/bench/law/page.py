@@ -27,7 +27,7 @@ def write(law: PublishedLaw, rows: Sequence[Sequence[str]], summary: Sequence[st
     return write_page(
         out,
         "law.html.j2",
-        Path(__file__).parents[1] / "templates",
+        beside=Path(__file__).parents[1] / "templates",
         chart=chart(law),
         headings=HEADINGS,
         right_aligned=RIGHT_ALIGNED,

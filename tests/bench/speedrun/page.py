@@ -31,7 +31,7 @@ def write(results: Results, records: Sequence[Mapping[str, Any]], card: Mapping[
     return write_page(
         out,
         "speedrun.html.j2",
-        Path(__file__).parents[1] / "templates",
+        beside=Path(__file__).parents[1] / "templates",
         words=card["words"],
         digest=card["sha256"][:16],
         charts=[chart for chart in (*_scores(trials), _during(trials)) if chart],
