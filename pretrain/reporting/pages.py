@@ -17,7 +17,7 @@ DATE = "%Y-%m-%d %H:%M UTC"  # for strftime
 def write_page(out: Path, template: str, *, beside: Path | None = None, **values: Any) -> Path:
     """Render `template` with `values` and `written` (the current time) and write it to `out` atomically.
 
-    `beside` is a folder of further templates. `InputError` if `out` is a file that is not a page, such as one of the run.
+    `beside` is a folder of further templates. `InputError` if `out` is a file that is no page, such as one of the run.
     """
     import jinja2
 
