@@ -145,6 +145,8 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Fine
     check_fit(config, released.model)
     task.check(encoder)
     units, tokens = _measured(config, task, examples, encoder)
+    from pretrain.checkpoint.sentence_transformers import remarks
+
     return FinetunePlan(
         examples=len(examples),
         units=units,
@@ -153,7 +155,9 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Fine
         labels=task.labels,
         steps=config.filled(released.model.hidden, units).total_steps(units),
         short=is_short(config, task, examples, encoder, released.model),
-        key_mapping=start_table(config, task, released) + _too_long(config),
+        key_mapping="\n".join(
+            [start_table(config, task, released), *remarks(fetched_model(config.start_from), config.max_length)]
+        ),
         family=released.family,
         parameters=sum(tensor.numel() for tensor in released.backbone.values()),
         model=released.model,
@@ -178,19 +182,6 @@ def _measured(
         f"{config.task_name}, training set"
     )
     return windows.training_examples, len(windows.ids)
-
-
-def _too_long(config: FinetuneConfig) -> str:
-    """A line if windows are longer than the texts that a model of sentence-transformers was trained for."""
-    from pretrain.checkpoint.sentence_transformers import longest_text
-
-    longest = longest_text(fetched_model(config.start_from))
-    if longest is None or config.max_length <= longest:
-        return ""
-    return (
-        f"\nwarning: max_length is {config.max_length}, but this model was trained for at most {longest} tokens "
-        f"(sentence_bert_config.json). Set max_length: {longest}."
-    )
 
 
 def check_fit(config: FinetuneConfig, model: ModelConfig) -> None:

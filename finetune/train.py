@@ -45,7 +45,7 @@ from pretrain.training.optim import learning_rate, make_optimizer, parameter_gro
 from pretrain.training.plan import TrainingPlan
 from pretrain.training.progress import check_settings, read_state
 from pretrain.training.run import Training, run
-from pretrain.training.session import check_same_data, newest_checkpoint, started
+from pretrain.training.session import check_same_data, started
 
 
 def main(payload: dict[str, Any], worker: Worker) -> None:
@@ -75,7 +75,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         )
         job = Finetuning(config, task, examples, encoder, released.model, engine, device)
         config = job.config
-        if fitted and not (payload["resume"] and newest_checkpoint(config.folder / "checkpoints", engine)):
+        if fitted and not (payload["resume"] and _has_checkpoint(config, engine)):
             weights |= job.fitted_output_layer(released, weights)
         engine.load(FreshState(weights), 0)
         del weights
@@ -94,6 +94,11 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         )
         run(training, engine, worker, payload)
         engine.close()
+
+
+def _has_checkpoint(config: FinetuneConfig, engine: Engine) -> bool:
+    """Whether rank 0 sees a checkpoint; `run` verifies and reads it later."""
+    return store.agree(engine, lambda: bool(store.list_checkpoints(config.folder / "checkpoints")))
 
 
 def make_model(config: FinetuneConfig, task: Task[Any], released: Released, examples: Sequence[Any] = ()) -> TaskModel:
@@ -173,7 +178,7 @@ class Finetuning:
             return fit_output_layer(model, alone, self._device)
 
         with self._engine.allow(LONG_SECONDS):
-            return self._engine.gather_objects(fit() if self._engine.rank == 0 else None)[0]
+            return store.agree(self._engine, lambda: fit() if self._engine.rank == 0 else {})
 
     def data_digest(self, tests: Mapping[str, list[Any]]) -> str:
         """A digest of the examples that it is trained and scored on, labelled test sets included."""

@@ -16,7 +16,7 @@ from finetune.model.task_model import TaskModel
 from pretrain.checkpoint.layouts.pooled import MODELING_FILE
 from pretrain.checkpoint.released import read_released, read_shape
 from pretrain.checkpoint.released_writer import write_released
-from pretrain.checkpoint.sentence_transformers import longest_text, sentence_pooling
+from pretrain.checkpoint.sentence_transformers import longest_text, remarks, sentence_pooling
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -121,6 +121,36 @@ def test_a_task_of_tokens_keeps_the_family(tmp_path: Path) -> None:
 )
 def test_what_a_folder_says_of_its_pooling(tmp_path: Path, flags: dict[str, Any], pooling: dict[str, str]) -> None:
     assert sentence_pooling(say_pooling(tmp_path, **flags)) == pooling
+
+
+def test_its_own_pooling_wins_over_a_default_of_the_family(tmp_path: Path) -> None:
+    """transformers writes classifier_pooling: cls into every config.json of ModernBERT."""
+    shape = transformers.ModernBertConfig(
+        vocab_size=60,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        pad_token_id=0,
+        cls_token_id=2,
+        sep_token_id=3,
+        bos_token_id=2,
+        eos_token_id=3,
+    )
+    transformers.ModernBertModel(shape).save_pretrained(tmp_path)
+    assert read_released(tmp_path).task_head("sequence").pooling == "cls"
+    say_pooling(tmp_path, pooling_mode_mean_tokens=True)
+    assert read_released(tmp_path).task_head("sequence").pooling == read_shape(tmp_path).pooling == "mean"
+
+
+def test_what_is_not_read_is_told(tmp_path: Path) -> None:
+    assert remarks(tmp_path, 512) == []
+    say_pooling(tmp_path, pooling_mode_lasttoken=True)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
+    pooling, longest = remarks(tmp_path, 512)
+    assert "pooling_mode_lasttoken) is not supported" in pooling
+    assert "at most 256 tokens" in longest
+    assert len(remarks(tmp_path, 256)) == 1
 
 
 def test_the_longest_text_is_read(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def read_released(folder: Path) -> Released:
     if is_run(folder):
         return _read_run(folder)
     config_path = _config_path(folder)
-    config = {**sentence_pooling(outer), **unwrap(read_json(config_path))}
+    config = _config(config_path, outer)
     facts = _facts(config, config_path)
     prefix = find_checkpoint(folder)
     if prefix is not None:
@@ -54,11 +54,11 @@ def read_shape(folder: Path) -> ModelConfig:
     """The shape of the model in `folder`, without its weights. Raises `InputError` if there is none."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder. Give one with config.json and the weights.{hub_hint(folder)}")
-    folder = released_folder(folder)
+    outer, folder = folder, released_folder(folder)
     if is_run(folder):
         return with_position_table(load_config(folder / "config.yaml").model, {})[0]
     path = _config_path(folder)
-    return _facts(unwrap(read_json(path)), path).model
+    return _facts(_config(path, outer), path).model
 
 
 def why_not_transformers(folder: Path) -> str:
@@ -73,6 +73,11 @@ def _config_path(folder: Path) -> Path:
     if found is None:
         raise InputError(f"{folder}: has no config.json (Google's: bert_config.json). Give a released model's folder.")
     return found
+
+
+def _config(path: Path, folder: Path) -> dict[str, Any]:
+    """The family's own config.json; where sentence-transformers says how it pools, `folder` wins over a default."""
+    return {**unwrap(read_json(path)), **sentence_pooling(folder)}
 
 
 def _facts(config: dict[str, Any], path: Path) -> ReleasedFacts:

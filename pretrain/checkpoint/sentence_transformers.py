@@ -7,6 +7,7 @@ sentence-transformers 5: models/Pooling.py (config.json of the module), models/T
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pretrain.checkpoint.layouts.pooled import POOLING
 from pretrain.checkpoint.weight_files import read_json
@@ -22,8 +23,7 @@ _MODES = {
 
 def sentence_pooling(folder: Path) -> dict[str, str]:
     """The pooling as a field of config.json, {} if the folder says nothing that a head can do."""
-    path = next(iter(sorted(folder.glob("*_Pooling/config.json"))), None)
-    values = read_json(path) if path else {}
+    values = _pooling(folder)
     chosen = [mode for key, mode in _MODES.items() if values.get(key)]
     named = values.get("pooling_mode")  # one name instead of flags
     mode = chosen[0] if len(chosen) == 1 else named if named in _MODES.values() else ""
@@ -35,3 +35,25 @@ def longest_text(folder: Path) -> int | None:
     path = folder / "sentence_bert_config.json"
     limit = read_json(path).get("max_seq_length") if path.is_file() else None
     return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def remarks(folder: Path, max_length: int) -> list[str]:
+    """What a fine-tuning of this model with windows of `max_length` tokens should know."""
+    found = []
+    if (values := _pooling(folder)) and not sentence_pooling(folder):
+        named = [key for key, value in values.items() if key.startswith("pooling_mode") and value]
+        found.append(
+            f"its pooling ({', '.join(named) or 'none'}) is not supported: a classifier reads the first token."
+        )
+    longest = longest_text(folder)
+    if longest is not None and max_length > longest:
+        found.append(
+            f"max_length is {max_length}, but it was trained for at most {longest} tokens "
+            f"(sentence_bert_config.json). Set max_length: {longest}."
+        )
+    return [f"warning: {folder}: {one}" for one in found]
+
+
+def _pooling(folder: Path) -> dict[str, Any]:
+    path = next(iter(sorted(folder.glob("*_Pooling/config.json"))), None)
+    return read_json(path) if path else {}
