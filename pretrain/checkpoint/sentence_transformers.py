@@ -42,9 +42,7 @@ def remarks(folder: Path, max_length: int) -> list[str]:
     found = []
     if (values := _pooling(folder)) and not sentence_pooling(folder):
         named = [key for key, value in values.items() if key.startswith("pooling_mode") and value]
-        found.append(
-            f"its pooling ({', '.join(named) or 'none'}) is not supported: a classifier reads the first token."
-        )
+        found.append(f"its pooling ({', '.join(named) or 'none'}) is not supported: classifiers read the first token.")
     longest = longest_text(folder)
     if longest is not None and max_length > longest:
         found.append(
