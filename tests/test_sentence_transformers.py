@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 from labelled_batches import make_batch, pad
-from tiny_checkpoints import make_bert, make_distilbert, make_roberta
+from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_reviews
 
+from finetune.artifacts.export import export as export_run
 from finetune.artifacts.padded import PaddedModel
 from finetune.model.task_model import TaskModel
+from finetune.train import main
 from pretrain.checkpoint.layouts.pooled import MODELING_FILE
 from pretrain.checkpoint.released import read_released, read_shape
 from pretrain.checkpoint.released_writer import write_released
 from pretrain.checkpoint.sentence_transformers import longest_text, remarks, sentence_pooling
+from tests.distributed import run_workers
+from tests.starts import Start, make_starts
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -157,3 +161,22 @@ def test_the_longest_text_is_read(tmp_path: Path) -> None:
     assert longest_text(tmp_path) is None
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256, "do_lower_case": false}')
     assert longest_text(tmp_path) == 256
+
+
+def test_a_fine_tuned_one_says_how_to_load_it(tmp_path: Path) -> None:
+    folder = say_pooling(make_bert(tmp_path / "bert"), pooling_mode_mean_tokens=True)
+    config = {
+        "name": "pooled",
+        "run_dir": str(tmp_path / "run"),
+        "start_from": str(folder),
+        "max_length": 32,
+        "classification": write_reviews(tmp_path, train=16, dev=8),
+        "training": {"steps": 2, "examples_per_step": 4},
+        "engine": {"precision": "fp32", "compile": False},
+        "tracking": {"wandb": "off"},
+    }
+    assert run_workers(1, make_starts, main, [Start(config)]) == [[""]]
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert 'AutoModelForSequenceClassification.from_pretrained(".", trust_remote_code=True)' in card
+    assert "trust_remote_code=True" in export_run(tmp_path / "run", tmp_path / "exported")
+    transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported", trust_remote_code=True)

@@ -62,6 +62,7 @@ class CardFacts:
         examples: number of examples of each set; the training set is "train".
         scores, details: of each labelled dev and test set, as the task gives them.
         own: the settings of the model for which it is saved in our own layout; "" for a released one.
+        brings_code: transformers loads it with `trust_remote_code`.
     """
 
     family: str
@@ -73,6 +74,7 @@ class CardFacts:
     scores: Scores
     details: Mapping[str, Any]
     own: str = ""
+    brings_code: bool = False
 
 
 def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str:

@@ -89,7 +89,7 @@ def save_model(
     """
     for name, result in results.items():
         write_predictions(config.folder / PREDICTIONS / f"{name}.jsonl", task, result.examples, result.predictions)
-    from pretrain.checkpoint.layouts import OWN, why_own
+    from pretrain.checkpoint.layouts import OWN, brings_code, why_own
 
     facts = CardFacts(
         family=released.family,
@@ -101,6 +101,7 @@ def save_model(
         scores={name: result.scores for name, result in results.items() if result.scores},
         details={name: result.details for name, result in results.items() if result.details},
         own=why_own(released.model) if released.family == OWN.family else "",
+        brings_code=task.head == "sequence" and brings_code(released.family, released.model, released.config),
     )
     _write_scores(config, task, facts, data)
     _write_model(config, task, released, weights, facts)

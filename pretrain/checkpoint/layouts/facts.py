@@ -87,9 +87,14 @@ def write_config(
         "vocab_size": vocabulary_size,
         **values,
     }
-    if head == "ForSequenceClassification" and POOLING not in values and made.get(POOLING, "cls") != "cls":
+    if head == "ForSequenceClassification" and brings_code(layout.family, model, config):
         return wrap(made, layout.names("head.out_weight", "sequence")[0].removesuffix(".weight"))
     return made
+
+
+def brings_code(family: str, model: ModelConfig, config: Mapping[str, Any]) -> bool:
+    """Whether a sequence classifier of this config.json pools as no class of transformers does, see `pooled`."""
+    return config.get(POOLING, "cls") != "cls" and POOLING not in LAYOUTS[family].values_of(model, config)
 
 
 def refuse_foreign(layout: KeyMapping, model: ModelConfig) -> None:
