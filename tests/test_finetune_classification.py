@@ -449,6 +449,21 @@ def test_vectors_that_do_not_fit_are_refused(
         task(train=write("a.jsonl", rows), problem_type="multi_label", **values).read_train()
 
 
+def test_a_vector_that_does_not_fit_is_left_out_where_a_model_predicts(write: Callable[..., str], caplog: Any) -> None:
+    rows = [{"text": "w", "x": 1, "y": 0}, {"text": "w", "x": 1, "y": 2}]
+    for file, labels in (
+        (rows, [("x",), None]),
+        (sayings([1, 0, 1], [0, 0, 1]), [None, None]),
+    ):
+        settings: dict[str, Any] = {"label_columns": ("x", "y")} if file is rows else {"labels": ("x", "y")}
+        train = rows[:1] if file is rows else sayings([1, 0], [0, 1])
+        trained = task(train=write("a.jsonl", train), problem_type="multi_label", **settings)
+        trained.read_train()
+        examples = trained.read_file(write("b.jsonl", file), labelled=False)
+        assert [example.label for example in examples] == labels
+        assert f"{labels.count(None)} of 2 labels are missing or unknown" in caplog.text
+
+
 def test_a_dev_set_of_one_value_is_refused(write: Callable[..., str]) -> None:
     files = {"train": write("a.jsonl", sayings(1, 2)), "dev": write("b.jsonl", sayings(2, 2.0))}
     with pytest.raises(

@@ -715,6 +715,12 @@ def test_options_without_effect_are_refused(
     assert message in capsys.readouterr().err
 
 
+def test_scores_of_a_run_are_not_replaced(tmp_path: Path, bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert main(["evaluate-pretrained", str(bert), "--out", str(tmp_path), "--text", str(tmp_path)]) == 2
+    assert f"--out: {tmp_path} is the folder of a run" in capsys.readouterr().err
+
+
 def test_a_failed_run_leaves_all_other_scores(
     work: Path, bert: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,7 +54,13 @@ def renamed(label: Label | None, names: Mapping[str, str], where: str) -> Label 
 
 
 def without_vectors(
-    cells: Sequence[Any], separator: str, names: Sequence[str], where: Callable[[int], str], *, sure: bool
+    cells: Sequence[Any],
+    separator: str,
+    names: Sequence[str],
+    where: Callable[[int], str],
+    *,
+    sure: bool,
+    wrong: dict[int, str] | None = None,
 ) -> list[Any]:
     """`cells` of sets of labels, with lists of names in place of vectors: rows of 0 and 1, all of the same length.
 
@@ -63,6 +69,7 @@ def without_vectors(
         names: of the labels, in the order of the vectors; empty if unknown.
         where: the place of a row, for errors.
         sure: whether they must be vectors; else rows of anything else are names.
+        wrong: takes the error of each row that cannot be read, in place of `InputError`.
     """
     given = {row: cell for row, cell in enumerate(cells) if cell is not None and cell != ""}
     vectors = {row: _truths(_parts(cell, separator), texts=sure or bool(separator)) for row, cell in given.items()}
@@ -71,14 +78,12 @@ def without_vectors(
         return list(cells)
     found = list(cells)
     for row, truths in vectors.items():
-        cell = shown(cells[row])
-        if truths is None:
-            raise InputError(f"{where(row)}: labels is {cell}; expected 0 or 1 for each of {listed(names)}.")
-        if not names:
-            raise InputError(f"{where(row)}: labels is {cell}. Set `labels` to the names of these values, in order.")
-        if len(truths) != len(names):
-            raise InputError(f"{where(row)}: labels is {cell}, but there are {len(names)} labels: {listed(names)}.")
-        found[row] = [name for name, truth in zip(names, truths, strict=True) if truth]
+        if error := _vector_error(truths, names):
+            if wrong is None:
+                raise InputError(f"{where(row)}: labels is {shown(cells[row])}{error}")
+            wrong[row] = f"{where(row)}: labels is {shown(cells[row])}{error}"
+        else:
+            found[row] = [name for name, truth in zip(names, truths or (), strict=True) if truth]
     return found
 
 
@@ -92,6 +97,17 @@ def shown(value: Any) -> str:
     """A value, shortened for a message."""
     text = "empty" if value is None or value == "" else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _vector_error(truths: list[bool] | None, names: Sequence[str]) -> str:
+    """Why these are not the labels of a row; empty if they are."""
+    if truths is None:
+        return f"; expected 0 or 1 for each of {listed(names)}."
+    if not names:
+        return ". Set `labels` to the names of these values, in order."
+    if len(truths) != len(names):
+        return f", but there are {len(names)} labels: {listed(names)}."
+    return ""
 
 
 def _name(cell: Any, where: str) -> str:

@@ -64,6 +64,8 @@ def _check(arguments: argparse.Namespace) -> None:
     predicts = bool(arguments.text or arguments.blimp)
     if not (predicts or arguments.finetune):
         raise InputError("evaluate-pretrained: nothing to measure. Give --text, --blimp or --finetune.")
+    if (arguments.out / "config.yaml").exists():
+        raise InputError(f"--out: {arguments.out} is the folder of a run, whose {SCORES} stays. Give another folder.")
     needs = {
         "--length": (arguments.length != 128, bool(arguments.text), "--text"),
         "--blimp-limit": (arguments.blimp_limit, bool(arguments.blimp), "--blimp"),

@@ -180,35 +180,40 @@ class ExampleSource:
             for row, cell in enumerate(self._cells(table))
         ]
 
-    def _cells(self, table: Table) -> list[Any]:
-        """The labels' cells, with lists of names in place of vectors of 0 and 1; all `_NONE` without a column."""
+    def _cells(self, table: Table, wrong: dict[int, str] | None = None) -> list[Any]:
+        """The labels' cells, with lists of names in place of vectors of 0 and 1; all `_NONE` without a column.
+
+        `wrong` takes the error of each row that cannot be read, in place of `InputError`.
+        """
         cells = table.columns.get("label")
         if cells is None:
             return [_NONE] * len(table)
         if self._problem != "multi_label":
             return cells
         separator, sure = self._settings.label_separator, bool(self._settings.label_columns)
-        return without_vectors(cells, separator, list(self._names or ()), table.where, sure=sure)
+        return without_vectors(cells, separator, list(self._names or ()), table.where, sure=sure, wrong=wrong)
 
     def _known_labels(self, table: Table) -> list[Label | None]:
         """Labels as in the files, None for those that are missing or that the model does not know."""
         raw: list[Label | None] = [None] * len(table)
-        unknown: list[str] = []
+        wrong: dict[int, str] = {}
         if all(cell is None or cell == "" for cell in table.columns.get("label", [])):
             return raw
-        for row, cell in enumerate(self._cells(table)):
+        for row, cell in enumerate(self._cells(table, wrong)):
+            if row in wrong:
+                continue
             try:
                 raw[row] = parse(cell, self._problem, self._settings.label_separator, table.where(row))
                 renamed(raw[row], self.names, table.where(row))
             except InputError as error:
                 raw[row] = None
-                unknown.append(str(error))
-        if unknown:
+                wrong[row] = str(error)
+        if wrong:
             logger.warning(
                 "%d of %d labels are missing or unknown, and left out; the first: %s",
-                len(unknown),
+                len(wrong),
                 len(table),
-                unknown[0],
+                wrong[min(wrong)],
             )
         return raw
 
