@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.manifests.command import add_to as add_manifest
-from pretrain.commands import (
+from pretrain.common.commands import (
     add_address,
     add_command,
     exit_code,

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cluster.workers.launch import RAY_FOLDER, end_session, environment, interpreter, last_line
-from pretrain.commands import program
+from pretrain.common.commands import program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import disk_errors, write_json
 from pretrain.common.wording import counted

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from finetune.adaptation import options
 from finetune.scores import options as scores_options
 from pretrain import demo as pretraining_demo
-from pretrain.commands import (
+from pretrain.common.addresses import hub_hint, local
+from pretrain.common.commands import (
     add_command,
     add_dry_run,
     add_run_options,
@@ -30,7 +31,6 @@ from pretrain.commands import (
     store_target,
     target_path,
 )
-from pretrain.common.addresses import hub_hint, local
 from pretrain.common.errors import InputError
 from pretrain.common.worker import torchrun_place
 

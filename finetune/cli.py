@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.commands import EXIT_CODES, program
+from pretrain.common.commands import EXIT_CODES, program
 from pretrain.common.files import find_run
 from pretrain.common.kinds import did_you_mean
 

@@ -18,7 +18,7 @@ from typing import Any
 from finetune.artifacts.saved import MODEL, SCORES
 from finetune.demo_data import write_sets
 from pretrain import demo as pretraining
-from pretrain.commands import as_stage
+from pretrain.common.commands import as_stage
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.demo import RunCommand
 from pretrain.reporting.report import FINETUNED

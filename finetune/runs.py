@@ -17,7 +17,7 @@ from finetune.model.start import is_short, start_table
 from finetune.tasks.base import Task, data_digest
 from finetune.tasks.registry import make_task
 from pretrain import launch, preflight
-from pretrain.commands import next_step, program
+from pretrain.common.commands import next_step, program
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
 from pretrain.common.wording import counted

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.commands import (
+from pretrain.common.commands import (
     add_address,
     add_command,
     add_dry_run,

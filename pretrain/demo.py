@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pretrain.commands import add_local_workers, add_set, as_stage, local_path, program, usual_workers
+from pretrain.common.commands import add_local_workers, add_set, as_stage, local_path, program, usual_workers
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names
 

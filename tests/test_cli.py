@@ -17,7 +17,7 @@ import yaml
 from corpora import make_corpus
 
 from pretrain.__main__ import main
-from pretrain.commands import as_stage, exit_code, usual_workers
+from pretrain.common.commands import as_stage, exit_code, usual_workers
 from pretrain.common.errors import DivergedError, MachineError, StoppedError
 from pretrain.common.worker import Worker
 from pretrain.config import load_config
@@ -532,7 +532,7 @@ def test_a_failed_process_does_not_wait_for_a_group_that_is_left(
     program = f"""
 import atexit, sys
 import torch.distributed as dist
-from pretrain.commands import exit_code
+from pretrain.common.commands import exit_code
 from pretrain.common.errors import InputError
 dist.is_initialized, dist.get_backend = lambda: True, lambda: {backend!r}
 atexit.register(lambda: print("late"))

@@ -20,7 +20,7 @@ from cluster.workers.launch import environment
 from finetune import cli
 from finetune.__main__ import build_parser as finetune_parser
 from pretrain.__main__ import build_parser as pretrain_parser
-from pretrain.commands import EXIT_CODES
+from pretrain.common.commands import EXIT_CODES
 
 ROOT = Path(__file__).parent.parent
 PARSERS = {"pretrain": pretrain_parser, "finetune": finetune_parser, "cluster": cluster_parser}
@@ -147,7 +147,7 @@ def test_ray_and_its_workers_name_the_program_as_it_was_started(monkeypatch: pyt
     """Their own names are those of modules."""
     monkeypatch.delenv("BERTRAIN_PROGRAM", raising=False)
     monkeypatch.setattr(sys, "argv", ["/usr/bin/bertrain", "pretrain"])
-    code = "from pretrain.commands import program; print(program())"
+    code = "from pretrain.common.commands import program; print(program())"
     result = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     assert result.stdout == "bertrain\n"
 

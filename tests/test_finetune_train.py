@@ -26,7 +26,7 @@ from finetune.train import layered_groups
 from pretrain import launch
 from pretrain.checkpoint import store
 from pretrain.checkpoint.released import read_released
-from pretrain.commands import as_stage
+from pretrain.common.commands import as_stage
 from pretrain.common.errors import InputError
 from pretrain.common.files import verify_manifest
 from pretrain.common.settings import dump

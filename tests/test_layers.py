@@ -18,9 +18,9 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.common": "",
     "pretrain.config": "pretrain.common",
     "pretrain.storage": "pretrain.common",
-    "pretrain.commands": "pretrain.common pretrain.storage",
-    "cluster.workers": "pretrain.common pretrain.commands",
-    "cluster.local": "pretrain.common pretrain.commands cluster.workers",
+    "pretrain.common.commands": "pretrain.common pretrain.storage",
+    "cluster.workers": "pretrain.common pretrain.common.commands",
+    "cluster.local": "pretrain.common pretrain.common.commands cluster.workers",
     "cluster.pool": "pretrain.common cluster.workers",
     "cluster.trials": "pretrain.common cluster.workers",
     "pretrain.tracking": "pretrain.common pretrain.config",
@@ -60,10 +60,10 @@ MAY_IMPORT: dict[str, str] = {
     "finetune.tasks": "pretrain.common finetune.datasets finetune.metrics",
     "finetune.config": "pretrain.common pretrain.config finetune.tasks",
     "cluster.jobs": (
-        "pretrain.common pretrain.config cluster.workers cluster.local pretrain.tracking pretrain.commands "
+        "pretrain.common pretrain.config cluster.workers cluster.local pretrain.tracking pretrain.common.commands "
         "finetune.config"
     ),
-    "cluster.manifests": "pretrain.common pretrain.config cluster.workers pretrain.commands finetune.config",
+    "cluster.manifests": "pretrain.common pretrain.config cluster.workers pretrain.common.commands finetune.config",
     "pretrain.reporting": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
         "pretrain.checkpoint cluster.jobs"
@@ -74,16 +74,16 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.reporting"
     ),
     "cluster.doctor": (
-        "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.work pretrain.commands "
+        "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.work pretrain.common.commands "
         "pretrain.training cluster.jobs pretrain.batches"
     ),
-    "pretrain.demo": "pretrain.common pretrain.commands pretrain.reporting",
+    "pretrain.demo": "pretrain.common pretrain.common.commands pretrain.reporting",
     "pretrain.__main__": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.preflight "
-        "pretrain.estimate pretrain.pace pretrain.planning pretrain.commands pretrain.launch pretrain.reporting "
+        "pretrain.estimate pretrain.pace pretrain.planning pretrain.common.commands pretrain.launch pretrain.reporting "
         "pretrain.storage"
     ),
-    "cluster.__main__": "pretrain.common cluster.local pretrain.commands cluster.jobs cluster.manifests cluster.doctor",
+    "cluster.__main__": "pretrain.common cluster.local pretrain.common.commands cluster.jobs cluster.manifests cluster.doctor",
     "finetune.model": (
         "pretrain.common pretrain.config pretrain.batches pretrain.model pretrain.checkpoint finetune.datasets "
         "finetune.tasks finetune.config"
@@ -99,7 +99,7 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "finetune.runs": (
         "pretrain.storage pretrain.common pretrain.config pretrain.checkpoint pretrain.preflight pretrain.estimate "
-        "pretrain.commands pretrain.tracking finetune.datasets pretrain.launch finetune.tasks finetune.config "
+        "pretrain.common.commands pretrain.tracking finetune.datasets pretrain.launch finetune.tasks finetune.config "
         "finetune.model finetune.artifacts"
     ),
     "finetune.experiments": (
@@ -108,24 +108,24 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "finetune.scores": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint "
-        "pretrain.commands pretrain.reporting pretrain.preflight finetune.tasks finetune.artifacts finetune.config "
+        "pretrain.common.commands pretrain.reporting pretrain.preflight finetune.tasks finetune.artifacts finetune.config "
         "finetune.runs finetune.experiments"
     ),
     "finetune.adaptation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.continuation "
-        "pretrain.pace pretrain.planning pretrain.commands pretrain.reporting finetune.artifacts finetune.config "
+        "pretrain.pace pretrain.planning pretrain.common.commands pretrain.reporting finetune.artifacts finetune.config "
         "finetune.runs"
     ),
     "finetune.demo_data": "pretrain.common pretrain.corpus",
     "finetune.demo": (
-        "pretrain.common pretrain.commands pretrain.reporting pretrain.demo finetune.artifacts finetune.demo_data"
+        "pretrain.common pretrain.common.commands pretrain.reporting pretrain.demo finetune.artifacts finetune.demo_data"
     ),
     "finetune.__main__": (
-        "pretrain.common pretrain.preflight pretrain.commands pretrain.launch finetune.config pretrain.demo "
+        "pretrain.common pretrain.preflight pretrain.common.commands pretrain.launch finetune.config pretrain.demo "
         "pretrain.__main__ finetune.artifacts finetune.runs finetune.experiments finetune.demo "
         "finetune.adaptation finetune.scores"
     ),
-    "finetune.cli": "pretrain.common pretrain.commands",
+    "finetune.cli": "pretrain.common pretrain.common.commands",
 }
 
 # Libraries that one place owns: what another place needs of them goes through it.

@@ -22,7 +22,7 @@ from cluster.workers.driver import choose_token, join_ray
 from cluster.workers.launch import environment
 from cluster.workers.nodes import usable_nodes
 from cluster.workers.outcomes import one_line
-from pretrain.commands import exit_code
+from pretrain.common.commands import exit_code
 
 MARK = "doctor: "  # before the line of JSON that is the result
 

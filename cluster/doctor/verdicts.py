@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from cluster.doctor.machine import GIB, NONE, Device, Disk, MachineFacts
 from cluster.doctor.rows import FAIL, PASS, WARN, Finding, above, below
-from pretrain.commands import LAUNCHER, program
+from pretrain.common.commands import LAUNCHER, program
 from pretrain.model.precision import is_faster_in_fp32
 
 _BUSY = 0.25

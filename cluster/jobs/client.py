@@ -28,8 +28,8 @@ from cluster.workers.address import (
 from cluster.workers.driver import choose_token
 from cluster.workers.nodes import nodes_fit
 from cluster.workers.processes import JOB_ENTRYPOINT
-from pretrain.commands import program
 from pretrain.common.addresses import RUNS_VARIABLE, is_remote, local_run, runs
+from pretrain.common.commands import program
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import WAITING_FILE
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from cluster.jobs.job_queue import wait_in_queue
 from cluster.workers.target import change_folder
-from pretrain.commands import exit_code
 from pretrain.common.addresses import RUNS_VARIABLE
+from pretrain.common.commands import exit_code
 
 _COMMANDS = {"pretrain": "pretrain", "prepare": "pretrain", "finetune": "finetune"}
 

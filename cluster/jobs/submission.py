@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.jobs.client import KINDS, Job
-from pretrain.commands import local_path, model_argument
+from pretrain.common.commands import local_path, model_argument
 from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from pretrain.commands import add_command, local_path
+from pretrain.common.commands import add_command, local_path
 from pretrain.common.files import atomic_open, disk_errors, expect_other
 
 _KINDS = ("kuberay", "rayup", "slurm")

@@ -31,9 +31,9 @@ from finetune.adaptation.texts import held_out_share, sources_of
 from finetune.artifacts.saved import MODEL, SCORES
 from finetune.config import load_config as load_finetuning
 from finetune.config import run_name
-from pretrain.commands import as_stage, program
 from pretrain.common import settings
 from pretrain.common.addresses import hub_hint
+from pretrain.common.commands import as_stage, program
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, checkpoint_names, expect_other, write_json
 from pretrain.config import PretrainConfig, load_config

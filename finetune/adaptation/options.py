@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pretrain.commands import add_local_workers, add_set, local_path, positive_int
+from pretrain.common.commands import add_local_workers, add_set, local_path, positive_int
 
 PURPOSE = "continue a checkpoint on your own text, and show what it gained and lost"
 EXAMPLES = """

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain import pace
-from pretrain.commands import usual_workers
 from pretrain.common import settings
+from pretrain.common.commands import usual_workers
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, read_manifest
 from pretrain.config import ModelConfig, PretrainConfig, load_config

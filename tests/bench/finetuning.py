@@ -25,8 +25,8 @@ import numpy as np
 from finetune.artifacts.saved import SCORES
 from finetune.config import FinetuneConfig, load_config
 from finetune.tasks.registry import make_task
-from pretrain.commands import local_path, local_text, positive_int, program
 from pretrain.common.children import run_program
+from pretrain.common.commands import local_path, local_text, positive_int, program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
 from pretrain.model.precision import resolve_here

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from pretrain.batches.batch import StepBatch
-from pretrain.commands import positive_int, program
+from pretrain.common.commands import positive_int, program
 from pretrain.common.errors import InputError
 from pretrain.common.wording import aligned
 from pretrain.common.worker import Worker

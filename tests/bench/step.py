@@ -22,7 +22,7 @@ import torch
 
 from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.loader import Loader
-from pretrain.commands import positive_int, program
+from pretrain.common.commands import positive_int, program
 from pretrain.common.errors import InputError
 from pretrain.config import Precision, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards

@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pretrain.commands import positive_int, program
 from pretrain.common.children import run_program
+from pretrain.common.commands import positive_int, program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig

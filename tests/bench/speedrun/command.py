@@ -15,7 +15,7 @@ import numpy as np
 from finetune.scores.blimp import read_blimp
 from finetune.scores.finetuning_runs import FinetuningSettings, read_configs
 from pretrain.__main__ import main as pretrain_command
-from pretrain.commands import as_stage, overrides
+from pretrain.common.commands import as_stage, overrides
 from pretrain.common.errors import DivergedError, InputError, StoppedError
 from pretrain.common.files import locked
 from pretrain.common.thread_waits import sleeping_when_crowded
