@@ -226,7 +226,7 @@ def _read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
 def describe(config: FinetuneConfig, plan: FinetunePlan, *, show_config: bool = False) -> str:
     """The dry run: the data, the precision and the checkpoint; with `show_config` also the resolved config."""
     from pretrain.common.settings import dump
-    from pretrain.estimate import resolve_precision
+    from pretrain.planning.estimate import resolve_precision
 
     config, why = resolve_precision(config)
     precision = f"precision {config.engine.precision}: {why}"

@@ -73,7 +73,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
         tokenizer = start_tokenizer(fetched_model(config.start_from))
         declared = declared_settings(tokenizer_folder(fetched_model(config.start_from)))
     if arguments.dry_run:
-        from pretrain import estimate
+        from pretrain.planning import estimate
 
         print(estimate.preparation_lines(prepare.describe(config, tokenizer)))
         return
@@ -107,7 +107,8 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     if arguments.minutes is not None:
         config = _fit(config, arguments)
     if arguments.dry_run:
-        from pretrain import estimate, preflight
+        from pretrain import preflight
+        from pretrain.planning import estimate
         from pretrain.planning.text import measured_phases, reading_lines
 
         state = preflight.run_state(config.folder, finished=preflight.is_finished(config))
@@ -178,9 +179,10 @@ def _check_budget(arguments: argparse.Namespace) -> None:
 
 def _fit(config: PretrainConfig, arguments: argparse.Namespace) -> PretrainConfig:
     """The config with as many steps as fit into the given minutes here; a resumed run keeps those it began with."""
-    from pretrain import pace, preflight
+    from pretrain import preflight
     from pretrain.common.files import checkpoint_names
     from pretrain.config import changed_for_resume
+    from pretrain.planning import pace
     from pretrain.planning.text import read_text
 
     if arguments.resume and checkpoint_names(config.folder):

@@ -29,9 +29,9 @@ from pretrain.config import PretrainConfig, changed_for_resume
 from pretrain.continuation import Continuation, Corpora
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.stored import fetch_corpus
-from pretrain.estimate import micro_batch_tokens
 from pretrain.model.precision import torch_dtype
 from pretrain.objectives import Objective, make_objective
+from pretrain.planning.estimate import micro_batch_tokens
 from pretrain.reporting.attention.history import AttentionHistory
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine

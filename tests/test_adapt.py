@@ -17,13 +17,13 @@ from finetune.adaptation import settings
 from finetune.adaptation.command import _check, _finetuning, _folder, _Stages, run
 from finetune.adaptation.texts import held_out_share, sources_of
 from finetune.config import load_config as load_finetuning
-from pretrain import pace
 from pretrain.__main__ import main as pretrain_main
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_manifest
 from pretrain.config import ModelConfig, load_config
 from pretrain.continuation import Corpora
+from pretrain.planning import pace
 from pretrain.planning.text import PhaseText
 from pretrain.reporting.gains import COMPARED, gain_lines, gains
 from tests.test_start import JARGON, make_pretrained, write_text

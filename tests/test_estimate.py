@@ -13,7 +13,6 @@ from corpora import make_corpus
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
-from pretrain import estimate, roofline, work
 from pretrain.common.errors import InputError
 from pretrain.config import (
     AveragingConfig,
@@ -33,6 +32,7 @@ from pretrain.config import (
 from pretrain.model import cost
 from pretrain.model.cost import parameter_count
 from pretrain.model.heads import PretrainingModel
+from pretrain.planning import estimate, roofline, work
 from pretrain.training.engine import buckets, gradient_sums
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"

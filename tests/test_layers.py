@@ -31,18 +31,18 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.common pretrain.storage pretrain.config pretrain.tracking pretrain.corpus pretrain.model"
     ),
     "pretrain.preflight": "pretrain.common pretrain.config pretrain.corpus",
-    "pretrain.work": "pretrain.config pretrain.model",
-    "pretrain.roofline": "pretrain.config pretrain.model pretrain.work",
-    "pretrain.estimate": (
+    "pretrain.planning.work": "pretrain.config pretrain.model",
+    "pretrain.planning.roofline": "pretrain.config pretrain.model pretrain.planning.work",
+    "pretrain.planning.estimate": (
         "pretrain.common pretrain.storage pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint "
-        "pretrain.work pretrain.roofline"
+        "pretrain.planning.work pretrain.planning.roofline"
     ),
-    "pretrain.pace": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.preflight pretrain.work pretrain.estimate"
+    "pretrain.planning.pace": (
+        "pretrain.common pretrain.config pretrain.tracking pretrain.preflight pretrain.planning.work pretrain.planning.estimate"
     ),
     "pretrain.planning": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.work "
-        "pretrain.roofline pretrain.estimate pretrain.pace"
+        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.planning.work "
+        "pretrain.planning.roofline pretrain.planning.estimate pretrain.planning.pace"
     ),
     "pretrain.training": (
         "pretrain.common pretrain.storage pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint "
@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.continuation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.training"
     ),
-    "pretrain.objectives": "pretrain.config pretrain.batches pretrain.model pretrain.checkpoint pretrain.work",
+    "pretrain.objectives": "pretrain.config pretrain.batches pretrain.model pretrain.checkpoint pretrain.planning.work",
     "finetune.datasets": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.launch": (
         "pretrain.common pretrain.storage pretrain.config cluster.workers pretrain.tracking pretrain.preflight"
@@ -70,17 +70,17 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "pretrain.train": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.estimate pretrain.training pretrain.continuation pretrain.objectives "
+        "pretrain.checkpoint pretrain.planning.estimate pretrain.training pretrain.continuation pretrain.objectives "
         "pretrain.reporting"
     ),
     "cluster.doctor": (
-        "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.work pretrain.common.commands "
+        "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.planning.work pretrain.common.commands "
         "pretrain.training cluster.jobs pretrain.batches"
     ),
     "pretrain.demo": "pretrain.common pretrain.common.commands pretrain.reporting",
     "pretrain.__main__": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.preflight "
-        "pretrain.estimate pretrain.pace pretrain.planning pretrain.common.commands pretrain.launch pretrain.reporting "
+        "pretrain.planning.estimate pretrain.planning.pace pretrain.planning pretrain.common.commands pretrain.launch pretrain.reporting "
         "pretrain.storage"
     ),
     "cluster.__main__": "pretrain.common cluster.local pretrain.common.commands cluster.jobs cluster.manifests cluster.doctor",
@@ -98,7 +98,7 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.training finetune.datasets finetune.tasks finetune.config finetune.model finetune.artifacts"
     ),
     "finetune.runs": (
-        "pretrain.storage pretrain.common pretrain.config pretrain.checkpoint pretrain.preflight pretrain.estimate "
+        "pretrain.storage pretrain.common pretrain.config pretrain.checkpoint pretrain.preflight pretrain.planning.estimate "
         "pretrain.common.commands pretrain.tracking finetune.datasets pretrain.launch finetune.tasks finetune.config "
         "finetune.model finetune.artifacts"
     ),
@@ -113,7 +113,7 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "finetune.adaptation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.continuation "
-        "pretrain.pace pretrain.planning pretrain.common.commands pretrain.reporting finetune.artifacts finetune.config "
+        "pretrain.planning.pace pretrain.planning pretrain.common.commands pretrain.reporting finetune.artifacts finetune.config "
         "finetune.runs"
     ),
     "finetune.demo_data": "pretrain.common pretrain.corpus",

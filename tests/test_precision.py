@@ -166,7 +166,7 @@ def test_a_model_runs_as_it_was_trained_where_that_is_not_slow(
 
 
 def test_the_dry_run_shows_the_precision_and_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from pretrain import estimate
+    from pretrain.planning import estimate
 
     monkeypatch.setattr(precision, "choose_here", lambda: Choice("fp32", "because it is faster"))
     text = estimate.dry_run(run_config(tmp_path), show_config=True)

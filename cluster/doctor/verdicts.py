@@ -140,7 +140,7 @@ def judge_loader(rate: float, devices: tuple[Device, ...]) -> Finding:
 def _flops_per_sequence() -> float:
     from pretrain.batches.synthetic import VOCABULARY_SIZE
     from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig
-    from pretrain.work import Flops
+    from pretrain.planning.work import Flops
 
     phase = PhaseConfig(sequence_length=128, global_sequences=1, steps=1, peak_learning_rate=1e-4)
     config = PretrainConfig(

@@ -8,12 +8,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pretrain import pace
 from pretrain.common import settings
 from pretrain.common.commands import usual_workers
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, read_manifest
 from pretrain.config import ModelConfig, PretrainConfig, load_config
+from pretrain.planning import pace
 from pretrain.planning.text import measured_phases
 
 CONFIG_FILE = "adapt.yaml"

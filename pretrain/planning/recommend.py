@@ -7,15 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain import estimate, pace
 from pretrain.common.errors import InputError
 from pretrain.common.memory import machine_memory
 from pretrain.common.worker import torchrun_place
 from pretrain.config import PretrainConfig
-from pretrain.estimate import Cluster
-from pretrain.planning import published
+from pretrain.planning import estimate, pace, published
 from pretrain.planning.budget import Budget, parse_budget
 from pretrain.planning.candidates import SHAPES, Plan, plan, volume, with_shape, with_workers, works
+from pretrain.planning.estimate import Cluster
 from pretrain.planning.law import Law, interval
 from pretrain.planning.published import PublishedLaw
 from pretrain.planning.speed import Here, Roofline, Speed

@@ -30,13 +30,13 @@ from pretrain.common.wording import aligned
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
 from pretrain.objectives.masked import MaskedTokens
-from pretrain.roofline import GPUS, Gpu, step_times
+from pretrain.planning.roofline import GPUS, Gpu, step_times
+from pretrain.planning.work import Flops, phase_work
 from pretrain.train import full_batch
 from pretrain.training import session
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
 from pretrain.training.passes import Passes
-from pretrain.work import Flops, phase_work
 from tests.bench.baselines import bench_config
 
 _WARM_UP = 5  # steps that compile the model and allocate memory

@@ -27,7 +27,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import Precision, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.model.precision import measure_matmul
-from pretrain.work import Flops
+from pretrain.planning.work import Flops
 from tests.bench.baselines import BARE, BASELINES, OURS, TrainerProcess, TrainerSpec, bench_config
 
 LEARNING_RATE = 1e-4

@@ -22,9 +22,9 @@ from pretrain.corpus.stored import prepared_manifest
 from pretrain.model import cost
 from pretrain.model.parameters import total
 from pretrain.model.precision import allow_tf32, matmul_peak, resolve_here, unsupported
-from pretrain.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
+from pretrain.planning.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
+from pretrain.planning.work import ASSUMED_FILL, Flops, Work, models, optimizer_flops, phase_work
 from pretrain.storage.runs import fetched_model
-from pretrain.work import ASSUMED_FILL, Flops, Work, models, optimizer_flops, phase_work
 
 Device = Literal["cpu", "cuda"]
 

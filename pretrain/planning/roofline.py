@@ -20,7 +20,7 @@ from typing import NamedTuple
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.model import cost
 from pretrain.model.parameters import Parameter, head_parameters, layer_parameters
-from pretrain.work import Flops, Work, models, optimizer_flops
+from pretrain.planning.work import Flops, Work, models, optimizer_flops
 
 
 class Gpu(NamedTuple):
@@ -122,7 +122,7 @@ def step_times(
     """The parts of a mean step of a phase on `workers` GPUs.
 
     Args:
-        work: of the phase (`pretrain.work.phase_work`).
+        work: of the phase (`pretrain.planning.work.phase_work`).
         flops: counts the FLOPs of the run; a generator's or a teacher's are taken to run at the rate of the model's.
     """
     batch = _Batch.of(config, phase, work, workers)
