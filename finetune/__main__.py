@@ -109,7 +109,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
 
 def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
     from finetune import runs
-    from pretrain import launch, preflight
+    from pretrain.run import launch, preflight
 
     alone = launch.is_alone(config, arguments.no_ray)
     if launch.is_follower():

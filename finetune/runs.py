@@ -16,12 +16,12 @@ from finetune.datasets.text import TextEncoder
 from finetune.model.start import is_short, start_table
 from finetune.tasks.base import Task, data_digest
 from finetune.tasks.registry import make_task
-from pretrain import launch, preflight
 from pretrain.common.commands import next_step, program
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
 from pretrain.common.wording import counted
 from pretrain.config import ModelConfig
+from pretrain.run import launch, preflight
 from pretrain.storage.runs import fetched_model
 from pretrain.tracking.records import read_records
 
@@ -53,7 +53,7 @@ class FinetunePlan:
 
 
 def start(config: FinetuneConfig, *, resume: bool, ray: bool = False, no_ray: bool = False) -> FinetuneConfig | None:
-    """Check, record and train the run, as `pretrain.launch.start_run` does."""
+    """Check, record and train the run, as `pretrain.run.launch.start_run` does."""
 
     def check(config: FinetuneConfig, alone: bool) -> int | None:
         if is_finished(config, resume):

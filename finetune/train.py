@@ -36,16 +36,16 @@ from pretrain.common.worker import Worker
 from pretrain.config import ModelConfig
 from pretrain.model.cost import encoder_flops
 from pretrain.model.parameters import layer_of
+from pretrain.run.loop import LONG_SECONDS
+from pretrain.run.plan import TrainingPlan
+from pretrain.run.progress import check_settings, read_state
+from pretrain.run.run import Training, run
+from pretrain.run.session import check_same_data, started
 from pretrain.storage.runs import fetched_model
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
-from pretrain.training.loop import LONG_SECONDS
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
-from pretrain.training.plan import TrainingPlan
-from pretrain.training.progress import check_settings, read_state
-from pretrain.training.run import Training, run
-from pretrain.training.session import check_same_data, started
 
 
 def main(payload: dict[str, Any], worker: Worker) -> None:

@@ -107,9 +107,9 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     if arguments.minutes is not None:
         config = _fit(config, arguments)
     if arguments.dry_run:
-        from pretrain import preflight
         from pretrain.planning import estimate
         from pretrain.planning.text import measured_phases, reading_lines
+        from pretrain.run import preflight
 
         state = preflight.run_state(config.folder, finished=preflight.is_finished(config))
         config = preflight.with_resolved_precision(config) if arguments.resume else config
@@ -125,10 +125,10 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         )
         print(f"Run\n  {config.folder}: {state}\n\n{estimates}")
         return
-    from pretrain import launch, preflight
     from pretrain.config import began_from, changed_for_resume
     from pretrain.corpus.stored import fetch_corpus
     from pretrain.model.cost import check_names
+    from pretrain.run import launch, preflight
 
     def check(config: PretrainConfig, alone: bool) -> int:
         check_names(config.model)
@@ -149,7 +149,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         return config.total_steps
 
     started = launch.start_run(
-        "pretrain.train:main",
+        "pretrain.run.train:main",
         config,
         resume=arguments.resume,
         ray=arguments.ray,
@@ -179,11 +179,11 @@ def _check_budget(arguments: argparse.Namespace) -> None:
 
 def _fit(config: PretrainConfig, arguments: argparse.Namespace) -> PretrainConfig:
     """The config with as many steps as fit into the given minutes here; a resumed run keeps those it began with."""
-    from pretrain import preflight
     from pretrain.common.files import checkpoint_names
     from pretrain.config import changed_for_resume
     from pretrain.planning import pace
     from pretrain.planning.text import read_text
+    from pretrain.run import preflight
 
     if arguments.resume and checkpoint_names(config.folder):
         return pace.recorded(config)
@@ -244,9 +244,9 @@ def _attention(arguments: argparse.Namespace) -> None:
 
 
 def _config(arguments: argparse.Namespace) -> PretrainConfig:
-    from pretrain import launch
     from pretrain.common import settings
     from pretrain.config import PretrainConfig, began_from, load_config, run_folder
+    from pretrain.run import launch
 
     resume, settings_given = getattr(arguments, "resume", False), overrides(arguments)
     if arguments.start_from is not None:

@@ -65,7 +65,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     from cluster.workers import launch
 
-    stand_in("pretrain.train", main=lambda payload, worker: seen.append(("train", (payload, worker))))
+    stand_in("pretrain.run.train", main=lambda payload, worker: seen.append(("train", (payload, worker))))
     monkeypatch.setattr(live, "follow", follow)
     monkeypatch.setattr(records, "note_end", lambda *given: seen.append(("end", given)))
     monkeypatch.setattr(launch, "run", lambda *given, **named: seen.append(("run", (given, named))))
@@ -90,7 +90,7 @@ def test_pretrain_records_the_run_and_starts_the_workers(config_file: Path, call
     (follow, run) = calls
     assert follow == ("follow", (Path("runs/trial"), 3))
     (target, payload), named = run[1]
-    assert target == "pretrain.train:main"
+    assert target == "pretrain.run.train:main"
     assert (payload["config"]["seed"], payload["resume"]) == (5, False)
     json.dumps(payload)  # it travels as JSON
     assert (named["name"], named["run_dir"], named["workers"]) == ("trial", Path("runs/trial"), 1)
@@ -377,7 +377,7 @@ def test_prepare_prepares_or_describes(config_file: Path, monkeypatch: pytest.Mo
 
 
 def test_two_at_once_in_one_run_folder_are_refused(config_file: Path, calls: Calls, capsys):
-    from pretrain import preflight
+    from pretrain.run import preflight
 
     with preflight.only_run(Path("runs/trial")):
         assert cli("pretrain", config_file) == 2

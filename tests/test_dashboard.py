@@ -32,11 +32,11 @@ from pretrain.reporting.dashboard import curves, workspace
 from pretrain.reporting.dashboard.panels import PANELS, panels_for
 from pretrain.reporting.dashboard.runs import FAILED, SCORES, find_folder, read_runs
 from pretrain.reporting.dashboard.subjects import subject
+from pretrain.run import loop
+from pretrain.run.progress import Progress, Window
+from pretrain.run.stragglers import RankTimes
 from pretrain.tracking.metrics import TRAINING_METRICS
 from pretrain.tracking.records import is_training, note_end, read_records
-from pretrain.training import loop
-from pretrain.training.progress import Progress, Window
-from pretrain.training.stragglers import RankTimes
 
 HOSTILE = "</script><script>alert(1)</script> | [x](y) \u2028 'q\""
 KEY = "0123456789abcdef0123456789abcdef01234567"

@@ -20,7 +20,7 @@ from pretrain.common.errors import InputError, MachineError
 from tests.bench import features as bench_features
 from tests.bench import finetuning
 
-# Earlier trainings in this process leave them set (pretrain/training/session.py). accelerate would then wait for ranks.
+# Earlier trainings in this process leave them set (pretrain/run/session.py). accelerate would then wait for ranks.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 

@@ -28,10 +28,10 @@ from pretrain.config import ModelConfig, OptimizerConfig, PretrainConfig
 from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
 from pretrain.objectives.masked import MaskedTokens
-from pretrain.training import session
+from pretrain.run import session
+from pretrain.run.passes import Passes
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
-from pretrain.training.passes import Passes
 from tests.batches_by_hand import make_batch
 from tests.bench.gpu import host_reads
 from tests.distributed import free_port
@@ -425,9 +425,9 @@ def _pretrain_over_nccl(root: Path, name: str, *options: str, stop: bool = False
 
 def stopped_run(path: str) -> int:
     """Train until the fifth step, in this process."""
-    from pretrain import train
     from pretrain.common.errors import StoppedError
     from pretrain.config import load_config
+    from pretrain.run import train
     from tests.starts import _StopsAt
 
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

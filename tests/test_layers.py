@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.checkpoint": (
         "pretrain.common pretrain.storage pretrain.config pretrain.tracking pretrain.corpus pretrain.model"
     ),
-    "pretrain.preflight": "pretrain.common pretrain.config pretrain.corpus",
+    "pretrain.run.preflight": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.planning.work": "pretrain.config pretrain.model",
     "pretrain.planning.roofline": "pretrain.config pretrain.model pretrain.planning.work",
     "pretrain.planning.estimate": (
@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.planning.work pretrain.planning.roofline"
     ),
     "pretrain.planning.pace": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.preflight pretrain.planning.work pretrain.planning.estimate"
+        "pretrain.common pretrain.config pretrain.tracking pretrain.run.preflight pretrain.planning.work pretrain.planning.estimate"
     ),
     "pretrain.planning": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.planning.work "
@@ -46,15 +46,15 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "pretrain.training": (
         "pretrain.common pretrain.storage pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint "
-        "pretrain.preflight"
+        "pretrain.run.preflight"
     ),
-    "pretrain.continuation": (
+    "pretrain.run.continuation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.training"
     ),
     "pretrain.objectives": "pretrain.config pretrain.batches pretrain.model pretrain.checkpoint pretrain.planning.work",
     "finetune.datasets": "pretrain.common pretrain.config pretrain.corpus",
-    "pretrain.launch": (
-        "pretrain.common pretrain.storage pretrain.config cluster.workers pretrain.tracking pretrain.preflight"
+    "pretrain.run.launch": (
+        "pretrain.common pretrain.storage pretrain.config cluster.workers pretrain.tracking pretrain.run.preflight"
     ),
     "finetune.metrics": "finetune.datasets",
     "finetune.tasks": "pretrain.common finetune.datasets finetune.metrics",
@@ -68,9 +68,9 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
         "pretrain.checkpoint cluster.jobs"
     ),
-    "pretrain.train": (
+    "pretrain.run.train": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.planning.estimate pretrain.training pretrain.continuation pretrain.objectives "
+        "pretrain.checkpoint pretrain.planning.estimate pretrain.training pretrain.run.continuation pretrain.objectives "
         "pretrain.reporting"
     ),
     "cluster.doctor": (
@@ -79,8 +79,8 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "pretrain.demo": "pretrain.common pretrain.common.commands pretrain.reporting",
     "pretrain.__main__": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.preflight "
-        "pretrain.planning.estimate pretrain.planning.pace pretrain.planning pretrain.common.commands pretrain.launch pretrain.reporting "
+        "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.run.preflight "
+        "pretrain.planning.estimate pretrain.planning.pace pretrain.planning pretrain.common.commands pretrain.run.launch pretrain.reporting "
         "pretrain.storage"
     ),
     "cluster.__main__": "pretrain.common cluster.local pretrain.common.commands cluster.jobs cluster.manifests cluster.doctor",
@@ -98,21 +98,21 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.training finetune.datasets finetune.tasks finetune.config finetune.model finetune.artifacts"
     ),
     "finetune.runs": (
-        "pretrain.storage pretrain.common pretrain.config pretrain.checkpoint pretrain.preflight pretrain.planning.estimate "
-        "pretrain.common.commands pretrain.tracking finetune.datasets pretrain.launch finetune.tasks finetune.config "
+        "pretrain.storage pretrain.common pretrain.config pretrain.checkpoint pretrain.run.preflight pretrain.planning.estimate "
+        "pretrain.common.commands pretrain.tracking finetune.datasets pretrain.run.launch finetune.tasks finetune.config "
         "finetune.model finetune.artifacts"
     ),
     "finetune.experiments": (
         "pretrain.common pretrain.config cluster.trials pretrain.tracking pretrain.model "
-        "pretrain.preflight finetune.datasets finetune.tasks finetune.config finetune.artifacts finetune.runs"
+        "pretrain.run.preflight finetune.datasets finetune.tasks finetune.config finetune.artifacts finetune.runs"
     ),
     "finetune.scores": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint "
-        "pretrain.common.commands pretrain.reporting pretrain.preflight finetune.tasks finetune.artifacts finetune.config "
+        "pretrain.common.commands pretrain.reporting pretrain.run.preflight finetune.tasks finetune.artifacts finetune.config "
         "finetune.runs finetune.experiments"
     ),
     "finetune.adaptation": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.continuation "
+        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.run.continuation "
         "pretrain.planning.pace pretrain.planning pretrain.common.commands pretrain.reporting finetune.artifacts finetune.config "
         "finetune.runs"
     ),
@@ -121,7 +121,7 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.common pretrain.common.commands pretrain.reporting pretrain.demo finetune.artifacts finetune.demo_data"
     ),
     "finetune.__main__": (
-        "pretrain.common pretrain.preflight pretrain.common.commands pretrain.launch finetune.config pretrain.demo "
+        "pretrain.common pretrain.run.preflight pretrain.common.commands pretrain.run.launch finetune.config pretrain.demo "
         "pretrain.__main__ finetune.artifacts finetune.runs finetune.experiments finetune.demo "
         "finetune.adaptation finetune.scores"
     ),

@@ -233,7 +233,7 @@ def sequence_logits(model: TaskModel, batch: LabelledBatch) -> Tensor:
 
 def starts(pretrainings: list[Start], finetunings: list[Start]) -> list[str]:
     from finetune import train as fine
-    from pretrain import train
+    from pretrain.run import train
 
     return [*make_starts(train.main, pretrainings), *make_starts(fine.main, finetunings)]
 

@@ -18,7 +18,6 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig, load_config
-from pretrain.continuation import Corpora
 from pretrain.planning import estimate, pace, published, recommend, speed, table, work
 from pretrain.planning.budget import Budget, parse_budget
 from pretrain.planning.candidates import effective_size, plan, with_batch, with_shape, with_workers, works
@@ -28,6 +27,7 @@ from pretrain.planning.recommend import choose, recommendation
 from pretrain.planning.speed import Here
 from pretrain.planning.text import PhaseText, Text, read_text
 from pretrain.planning.work import optimizer_flops
+from pretrain.run.continuation import Corpora
 from tests.bench.law.fitting import EXPONENT, FEWEST, Points, as_points, best_size, fit, objective
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"

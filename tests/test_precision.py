@@ -15,13 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pretrain import preflight
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 from pretrain.common.worker import Worker
 from pretrain.config import EngineConfig, PretrainConfig, changed_for_resume, keep_precision
 from pretrain.model import precision
 from pretrain.model.precision import Choice, Offer, choose
-from pretrain.training import session
+from pretrain.run import preflight, session
 from tests.distributed import run_workers
 
 

@@ -30,7 +30,7 @@ from finetune.scores.view import _finetuning_charts, score_notes, score_rows
 from pretrain.common.errors import InputError, MachineError
 from pretrain.model import compile as compiler
 from pretrain.model.compile import MARKS_UNKNOWN_SIZES
-from pretrain.preflight import only_run
+from pretrain.run.preflight import only_run
 from tests.fake_trials import hand_out
 from tests.tiny_checkpoints import SPECIALS, WORDS, make_bert, write_reviews
 

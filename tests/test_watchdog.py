@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from pretrain.run.session import collective_timeout
 from pretrain.training import watchdog as watchdogs
 from pretrain.training.heartbeats import Hang
-from pretrain.training.session import collective_timeout
 from pretrain.training.watchdog import Watchdog, _Clock, _ExchangeThread, _waits_for_others
 from tests.test_batches_loader import run_config
 
@@ -269,13 +269,13 @@ WAITS = (
     ("torch.autograd.graph", "_engine_run_backward", False, True),
     ("torch._inductor.runtime.compile_tasks.cabc", "call", False, True),
     ("pretrain.objectives.masked", "totals", False, True),
-    ("pretrain.training.passes", "launch", False, True),
-    ("pretrain.training.loop", "launch_step", False, True),
+    ("pretrain.run.passes", "launch", False, True),
+    ("pretrain.run.loop", "launch_step", False, True),
     ("pretrain.common.transfers", "to_device", False, True),
     ("torch.cuda.streams", "record", False, True),
     ("finetune.train", "loss", False, True),
     ("finetune.train", "evaluate", False, False),
-    ("pretrain.training.loop", "train", False, False),
+    ("pretrain.run.loop", "train", False, False),
     ("pretrain.batches.loader", "__next__", False, False),
 )
 

@@ -103,7 +103,7 @@ def write_config(path: Path, config: PretrainConfig, *, begun: bool) -> None:
 def sequences_of(config: PretrainConfig) -> int:
     """Sequences of a step: no more than the prepared text has, replayed text included."""
     from pretrain.batches.sampler import phase_sampler
-    from pretrain.continuation import Corpora
+    from pretrain.run.continuation import Corpora
 
     # Counted as training does: the number of tokens does not tell, since a document of 1.4 sequences gives two.
     sampler = phase_sampler(Corpora.open(config).training, config, 0, seed=config.seed)

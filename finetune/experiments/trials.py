@@ -18,11 +18,11 @@ from finetune.artifacts.saved import MODEL, SCORES
 from finetune.config import FinetuneConfig, changed_for_resume
 from finetune.experiments.outcomes import Outcome, Trial, failure
 from finetune.experiments.trials_view import TrialLine, TrialsView
-from pretrain import preflight
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.config import Precision, with_precision
 from pretrain.model.precision import choose_here
+from pretrain.run import preflight
 
 if TYPE_CHECKING:
     from cluster.trials.request import TrialEvent, TrialRequest

@@ -26,8 +26,8 @@ from finetune.scores.finetuning_runs import (
 from finetune.scores.masked_model import text_digest
 from finetune.scores.record import Record
 from finetune.tasks.registry import make_task
-from pretrain import preflight
 from pretrain.common.errors import DivergedError
+from pretrain.run import preflight
 
 PART = "finetuning"  # of a record
 _NO_CHOICE = Point({})

@@ -23,11 +23,11 @@ from finetune.experiments.outcomes import Outcome, Trial
 from finetune.experiments.trials import TrialRuns, read_outcome, run_all, trial_config
 from finetune.scores.masked_model import fingerprint, text_digest
 from finetune.tasks.registry import make_task
-from pretrain import preflight
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import is_run, read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.settings import given_values
+from pretrain.run import preflight
 
 RANDOM = "random-weights"  # in the folder of all results: the runs from random weights, by fingerprint
 _FINETUNED = "finetuned"  # the runs from checkpoints, by model

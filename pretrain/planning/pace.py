@@ -19,7 +19,7 @@ from pretrain.common.worker import torchrun_place
 from pretrain.config import PretrainConfig
 from pretrain.planning.estimate import ASSUMED_MFU, parse_cluster, resolve_precision, teacher_shape, vocabulary_size
 from pretrain.planning.work import Work, phase_work
-from pretrain.preflight import CONFIG_FILE
+from pretrain.run.preflight import CONFIG_FILE
 from pretrain.tracking.records import is_training, read_records
 
 TRAINING_SHARE = 0.95  # of the time; evaluations and checkpoints take the rest, 2 to 3 % in the demo

@@ -32,11 +32,11 @@ from pretrain.config import PretrainConfig
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.planning.roofline import GPUS, Gpu, step_times
 from pretrain.planning.work import Flops, phase_work
-from pretrain.train import full_batch
-from pretrain.training import session
+from pretrain.run import session
+from pretrain.run.passes import Passes
+from pretrain.run.train import full_batch
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
-from pretrain.training.passes import Passes
 from tests.bench.baselines import bench_config
 
 _WARM_UP = 5  # steps that compile the model and allocate memory

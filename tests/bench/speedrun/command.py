@@ -21,7 +21,7 @@ from pretrain.common.files import locked
 from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import stop_signals
 from pretrain.config import ModelConfig, PretrainConfig
-from pretrain.preflight import ENVIRONMENT_FILE, with_resolved_precision
+from pretrain.run.preflight import ENVIRONMENT_FILE, with_resolved_precision
 from pretrain.storage.runs import fetched_model
 from pretrain.tracking.records import is_training, read_records
 from tests.bench.speedrun import results, trial

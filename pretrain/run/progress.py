@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor
 
-from pretrain import preflight
 from pretrain.checkpoint import store
 from pretrain.common.errors import InputError
 from pretrain.common.memory import return_freed_memory
 from pretrain.config import R
+from pretrain.run import preflight
 from pretrain.training.engine import Engine, FragmentReader
 
 logger = logging.getLogger(__name__)

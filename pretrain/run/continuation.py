@@ -20,10 +20,10 @@ from pretrain.common.files import write_json
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.vocabulary import tokenizer_digest
+from pretrain.run.session import check_same_data
 from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
 from pretrain.training.rates import rate_shares
-from pretrain.training.session import check_same_data
 
 _WORDS = "embeddings.word"
 

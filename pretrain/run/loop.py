@@ -23,14 +23,14 @@ from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import DivergedError, StoppedError
 from pretrain.common.transfers import OnItsWay, to_device, to_host
 from pretrain.common.wording import counted
+from pretrain.run.passes import Passes
+from pretrain.run.plan import TrainingPlan
+from pretrain.run.progress import AveragedWeights, Progress, Window, checkpoint_state, restore
+from pretrain.run.session import newest_checkpoint, stored_run
+from pretrain.run.spikes import REMEMBERED, is_spike
+from pretrain.run.stragglers import RankTimes
+from pretrain.run.task import Recorder, S, TrainingTask
 from pretrain.training.engine import Engine
-from pretrain.training.passes import Passes
-from pretrain.training.plan import TrainingPlan
-from pretrain.training.progress import AveragedWeights, Progress, Window, checkpoint_state, restore
-from pretrain.training.session import newest_checkpoint, stored_run
-from pretrain.training.spikes import REMEMBERED, is_spike
-from pretrain.training.stragglers import RankTimes
-from pretrain.training.task import Recorder, S, TrainingTask
 
 logger = logging.getLogger(__name__)
 

@@ -13,16 +13,16 @@ from typing import Any, Generic
 from pretrain.checkpoint import store
 from pretrain.common.errors import DivergedError, RunError, StoppedError
 from pretrain.common.worker import Worker
+from pretrain.run.loop import LONG_SECONDS, fit
+from pretrain.run.plan import TrainingPlan
+from pretrain.run.progress import Progress, read_state, restore
+from pretrain.run.rehearsal import rehearse
+from pretrain.run.session import newest_checkpoint, total_matmul_peak
+from pretrain.run.task import S, TrainingTask
 from pretrain.tracking import starting
 from pretrain.tracking.records import read_records
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
-from pretrain.training.loop import LONG_SECONDS, fit
-from pretrain.training.plan import TrainingPlan
-from pretrain.training.progress import Progress, read_state, restore
-from pretrain.training.rehearsal import rehearse
-from pretrain.training.session import newest_checkpoint, total_matmul_peak
-from pretrain.training.task import S, TrainingTask
 
 logger = logging.getLogger(__name__)
 

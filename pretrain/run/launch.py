@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrain import preflight
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import disk_errors
 from pretrain.common.wording import counted
 from pretrain.common.worker import STOP_FILE, Flag, Worker, clear_stop, torchrun_place
 from pretrain.config import R, RunConfig
+from pretrain.run import preflight
 from pretrain.storage.runs import StoredRun
 from pretrain.tracking import live, records
 

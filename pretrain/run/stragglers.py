@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from pretrain.run.task import Recorder
 from pretrain.training.engine import Engine
-from pretrain.training.task import Recorder
 
 logger = logging.getLogger(__name__)
 

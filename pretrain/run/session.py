@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pretrain import preflight
 from pretrain.checkpoint import store
 from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
@@ -24,6 +23,7 @@ from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import Worker
 from pretrain.config import R, RunConfig, SchedulingConfig, with_precision
 from pretrain.model import precision
+from pretrain.run import preflight
 from pretrain.storage.runs import StoredRun
 from pretrain.tracking import starting
 from pretrain.tracking.logs import quiet_logging

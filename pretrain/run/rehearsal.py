@@ -10,10 +10,10 @@ import torch
 
 from pretrain.checkpoint import store
 from pretrain.common.errors import MachineError
+from pretrain.run.passes import Passes
+from pretrain.run.progress import Progress, checkpoint_state, restore
+from pretrain.run.task import S, TrainingTask
 from pretrain.training.engine import LAUNCHED, Engine
-from pretrain.training.passes import Passes
-from pretrain.training.progress import Progress, checkpoint_state, restore
-from pretrain.training.task import S, TrainingTask
 
 
 def rehearse(

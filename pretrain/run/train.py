@@ -26,22 +26,22 @@ from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig, changed_for_resume
-from pretrain.continuation import Continuation, Corpora
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.stored import fetch_corpus
 from pretrain.model.precision import torch_dtype
 from pretrain.objectives import Objective, make_objective
 from pretrain.planning.estimate import micro_batch_tokens
 from pretrain.reporting.attention.history import AttentionHistory
+from pretrain.run.continuation import Continuation, Corpora
+from pretrain.run.plan import TrainingPlan
+from pretrain.run.progress import check_settings
+from pretrain.run.run import Training, run
+from pretrain.run.session import check_same_data, started
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
 from pretrain.training.optim import learning_rate, make_optimizer
-from pretrain.training.plan import TrainingPlan
-from pretrain.training.progress import check_settings
 from pretrain.training.rates import rated_groups
-from pretrain.training.run import Training, run
-from pretrain.training.session import check_same_data, started
 
 _FETCH_SECONDS = 86400.0  # the most that fetching a corpus to this machine may take
 
