@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.adaptation import options
+from finetune.demo.command import stages as pretraining_demo
 from finetune.scores import options as scores_options
-from pretrain import demo as pretraining_demo
 from pretrain.common.addresses import hub_hint, local
 from pretrain.common.commands import (
     add_command,
@@ -77,7 +77,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from finetune import demo
+    from finetune.demo.command import command as demo
     from pretrain.__main__ import main as pretrain
 
     return demo.run(arguments, pretrain, main)

@@ -77,7 +77,7 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.planning.work pretrain.common.commands "
         "pretrain.training cluster.jobs pretrain.batches"
     ),
-    "pretrain.demo": "pretrain.common pretrain.common.commands pretrain.reporting",
+    "finetune.demo.stages": "pretrain.common pretrain.common.commands pretrain.reporting",
     "pretrain.__main__": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.run.preflight "
         "pretrain.planning.estimate pretrain.planning.pace pretrain.planning pretrain.common.commands pretrain.run.launch pretrain.reporting "
@@ -116,13 +116,13 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.planning.pace pretrain.planning pretrain.common.commands pretrain.reporting finetune.artifacts finetune.config "
         "finetune.runs"
     ),
-    "finetune.demo_data": "pretrain.common pretrain.corpus",
-    "finetune.demo": (
-        "pretrain.common pretrain.common.commands pretrain.reporting pretrain.demo finetune.artifacts finetune.demo_data"
+    "finetune.demo.data": "pretrain.common pretrain.corpus",
+    "finetune.demo.command": (
+        "pretrain.common pretrain.common.commands pretrain.reporting finetune.demo.stages finetune.artifacts finetune.demo.data"
     ),
     "finetune.__main__": (
-        "pretrain.common pretrain.run.preflight pretrain.common.commands pretrain.run.launch finetune.config pretrain.demo "
-        "pretrain.__main__ finetune.artifacts finetune.runs finetune.experiments finetune.demo "
+        "pretrain.common pretrain.run.preflight pretrain.common.commands pretrain.run.launch finetune.config finetune.demo.stages "
+        "pretrain.__main__ finetune.artifacts finetune.runs finetune.experiments finetune.demo.command "
         "finetune.adaptation finetune.scores"
     ),
     "finetune.cli": "pretrain.common pretrain.common.commands",

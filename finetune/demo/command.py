@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.artifacts.saved import MODEL, SCORES
-from finetune.demo_data import write_sets
-from pretrain import demo as pretraining
+from finetune.demo.command import stages as pretraining
+from finetune.demo.data import write_sets
+from finetune.demo.stages import RunCommand
 from pretrain.common.commands import as_stage
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
-from pretrain.demo import RunCommand
 from pretrain.reporting.report import FINETUNED
 
 STARTS = {"pretrained": False, "random": True}  # name -> value of the setting random_weights
