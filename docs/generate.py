@@ -59,7 +59,7 @@ _UNITS = (
 
 def pages() -> dict[str, str]:
     """The text of every generated page, by file name."""
-    from finetune.config import FinetuneConfig
+    from finetune.training.config import FinetuneConfig
     from pretrain.config import PretrainConfig
 
     with patch.dict(os.environ, BERTRAIN_PROGRAM="./launch.sh"):  # not the name that this process was started by

@@ -35,7 +35,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.worker import torchrun_place
 
 if TYPE_CHECKING:
-    from finetune.config import FinetuneConfig
+    from finetune.training.config import FinetuneConfig
 
 _PREDICT_FIELDS = {
     "text": "one text",
@@ -100,7 +100,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         _dry_run(config, arguments)
         return
-    from finetune import runs
+    from finetune.training import runs
 
     trained = runs.start(config, resume=arguments.resume, ray=arguments.ray, no_ray=arguments.no_ray)
     if trained is not None:
@@ -108,7 +108,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
 
 
 def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
-    from finetune import runs
+    from finetune.training import runs
     from pretrain.run import launch, preflight
 
     alone = launch.is_alone(config, arguments.no_ray)
@@ -171,7 +171,7 @@ def _glue(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from finetune.artifacts.folders import model_folder
+    from finetune.training.folders import model_folder
 
     model_folder(arguments.model)  # before torch is loaded
     from finetune.artifacts.evaluation import evaluate
@@ -188,7 +188,7 @@ def _predict(arguments: argparse.Namespace) -> None:
         raise InputError(f"predict: got both {source} and --{next(iter(fields))}. Give one of them.")
     if not fields and source == "-" and sys.stdin.isatty():
         raise InputError("predict: no input. Give --text, a file, or lines on standard input.")
-    from finetune.artifacts.folders import model_folder
+    from finetune.training.folders import model_folder
 
     folder = model_folder(arguments.model)  # before torch is loaded
     from finetune.artifacts.prediction import predict
@@ -197,7 +197,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from finetune.artifacts.folders import model_folder
+    from finetune.training.folders import model_folder
 
     model_folder(arguments.model)  # before torch is loaded
     from finetune.artifacts.export import export
@@ -217,7 +217,7 @@ def _evaluate_pretrained(arguments: argparse.Namespace) -> None:
 
 
 def _config(arguments: argparse.Namespace) -> FinetuneConfig:
-    from finetune.config import load_config
+    from finetune.training.config import load_config
 
     return load_config(arguments.config, _overrides(arguments))
 

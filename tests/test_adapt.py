@@ -16,7 +16,7 @@ from finetune.__main__ import build_parser
 from finetune.adaptation import settings
 from finetune.adaptation.command import _check, _finetuning, _folder, _Stages, run
 from finetune.adaptation.texts import held_out_share, sources_of
-from finetune.config import load_config as load_finetuning
+from finetune.training.config import load_config as load_finetuning
 from pretrain.__main__ import main as pretrain_main
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError

@@ -17,10 +17,10 @@ from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.artifacts import saved
-from finetune.config import TASKS, FinetuneConfig
 from finetune.experiments import trials
 from finetune.tasks import registry
+from finetune.training import saved
+from finetune.training.config import TASKS, FinetuneConfig
 from pretrain import __main__ as command_line
 from pretrain.common.errors import InputError
 from pretrain.config import DistillationConfig, ElectraConfig, PairsConfig

@@ -14,7 +14,7 @@ import pytest
 from pydantic import Field
 
 from docs import build, conf, generate
-from finetune import config as finetune_config
+from finetune.training import config as finetune_config
 from pretrain.common.sections import Section
 from pretrain.config import resume
 from pretrain.reporting.dashboard.panels import EVENTS, PANELS

@@ -15,7 +15,7 @@ import yaml
 from chaos import ROOT
 from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_reviews
 
-from finetune.config import load_config
+from finetune.training.config import load_config
 from pretrain.common.errors import InputError, MachineError
 from tests.bench import features as bench_features
 from tests.bench import finetuning

@@ -159,7 +159,7 @@ def settings(root: Path, name: str, section: dict[str, Any], **changes: Any) -> 
 
 
 def starts(given: list[Start]) -> list[str]:
-    from finetune import train
+    from finetune.training import train
 
     return make_starts(train.main, given)
 

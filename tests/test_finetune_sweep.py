@@ -20,8 +20,6 @@ from rich.console import Console
 
 from cluster.trials.driver import trials_that_fit
 from cluster.trials.request import TrialEvent
-from finetune import runs
-from finetune.config import GRIDS, FinetuneConfig
 from finetune.datasets import glue
 from finetune.experiments import glue_runs, results, sweep, trials, trials_view
 from finetune.experiments.candidates import candidates, rank, to_drop
@@ -29,6 +27,8 @@ from finetune.experiments.grid import Point, expand, parse_grid
 from finetune.experiments.outcomes import Outcome, Spread, Trial, failure, spreads
 from finetune.experiments.trials import TrialRuns, degenerate
 from finetune.tasks.classification import ClassificationSettings
+from finetune.training import runs
+from finetune.training.config import GRIDS, FinetuneConfig
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 
 ROOT = Path(__file__).parent.parent
@@ -620,7 +620,7 @@ def test_runs_are_followed_on_the_terminal(
     monkeypatch.setattr("finetune.experiments.trials_view._PLAIN_SECONDS", 0.0)
     seen: list[int] = []
     ran = trials.run_all(config, members, parallel=3, ended=lambda outcomes: seen.append(sum(map(bool, outcomes))))
-    assert handed == [("finetune.train:main", [0, 2, 3], 3)]
+    assert handed == [("finetune.training.train:main", [0, 2, 3], 3)]
     assert seen == [2, 3]
     assert [outcome and outcome.score for outcome in ran.outcomes] == [0.7, 0.9, None, None]
     assert ran.outcomes[3] is None

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from tiny_checkpoints import make_bert, make_roberta, write_reviews
 
 import finetune
-from finetune import runs, train
 from finetune.__main__ import main
-from finetune.config import PRESETS, FinetuneConfig, TrainingConfig
-from finetune.train import layered_groups
+from finetune.training import runs, train
+from finetune.training.config import PRESETS, FinetuneConfig, TrainingConfig
+from finetune.training.train import layered_groups
 from pretrain.checkpoint import store
 from pretrain.checkpoint.released import read_released
 from pretrain.common.commands import as_stage

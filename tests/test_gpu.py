@@ -513,7 +513,7 @@ def test_a_fine_tuned_model_predicts_what_it_does_on_the_cpu(tmp_path: Path) -> 
         "training": {"examples_per_step": 16, "learning_rate": 1e-2, "epochs": 3.0},
         "tracking": {"log_every_steps": 1, "wandb": "off"},
     }
-    from finetune.config import FinetuneConfig
+    from finetune.training.config import FinetuneConfig
 
     config = FinetuneConfig.model_validate(with_changes(values, {}))
     (tmp_path / "reviews.yaml").write_text(dump(config), encoding="utf-8")

@@ -58,12 +58,12 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "finetune.metrics": "finetune.datasets",
     "finetune.tasks": "pretrain.common finetune.datasets finetune.metrics",
-    "finetune.config": "pretrain.common pretrain.config finetune.tasks",
+    "finetune.training.config": "pretrain.common pretrain.config finetune.tasks",
     "cluster.jobs": (
         "pretrain.common pretrain.config cluster.workers cluster.local pretrain.tracking pretrain.common.commands "
-        "finetune.config"
+        "finetune.training.config"
     ),
-    "cluster.manifests": "pretrain.common pretrain.config cluster.workers pretrain.common.commands finetune.config",
+    "cluster.manifests": "pretrain.common pretrain.config cluster.workers pretrain.common.commands finetune.training.config",
     "pretrain.reporting": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
         "pretrain.checkpoint cluster.jobs"
@@ -84,45 +84,45 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.storage"
     ),
     "cluster.__main__": "pretrain.common cluster.local pretrain.common.commands cluster.jobs cluster.manifests cluster.doctor",
-    "finetune.model": (
+    "finetune.training.model": (
         "pretrain.common pretrain.config pretrain.batches pretrain.model pretrain.checkpoint finetune.datasets "
-        "finetune.tasks finetune.config"
+        "finetune.tasks finetune.training.config"
     ),
     "finetune.artifacts": (
         "pretrain.storage pretrain.common pretrain.config pretrain.model pretrain.checkpoint finetune.datasets "
-        "finetune.tasks finetune.config finetune.model"
+        "finetune.tasks finetune.training.config finetune.training.model"
     ),
     "finetune": "finetune.artifacts",
-    "finetune.train": (
+    "finetune.training.train": (
         "pretrain.storage pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint "
-        "pretrain.training finetune.datasets finetune.tasks finetune.config finetune.model finetune.artifacts"
+        "pretrain.training finetune.datasets finetune.tasks finetune.training.config finetune.training.model finetune.artifacts"
     ),
-    "finetune.runs": (
+    "finetune.training.runs": (
         "pretrain.storage pretrain.common pretrain.config pretrain.checkpoint pretrain.run.preflight pretrain.planning.estimate "
-        "pretrain.common.commands pretrain.tracking finetune.datasets pretrain.run.launch finetune.tasks finetune.config "
-        "finetune.model finetune.artifacts"
+        "pretrain.common.commands pretrain.tracking finetune.datasets pretrain.run.launch finetune.tasks finetune.training.config "
+        "finetune.training.model finetune.artifacts"
     ),
     "finetune.experiments": (
         "pretrain.common pretrain.config cluster.trials pretrain.tracking pretrain.model "
-        "pretrain.run.preflight finetune.datasets finetune.tasks finetune.config finetune.artifacts finetune.runs"
+        "pretrain.run.preflight finetune.datasets finetune.tasks finetune.training.config finetune.artifacts finetune.training.runs"
     ),
     "finetune.scores": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint "
-        "pretrain.common.commands pretrain.reporting pretrain.run.preflight finetune.tasks finetune.artifacts finetune.config "
-        "finetune.runs finetune.experiments"
+        "pretrain.common.commands pretrain.reporting pretrain.run.preflight finetune.tasks finetune.artifacts finetune.training.config "
+        "finetune.training.runs finetune.experiments"
     ),
     "finetune.adaptation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.run.continuation "
-        "pretrain.planning.pace pretrain.planning pretrain.common.commands pretrain.reporting finetune.artifacts finetune.config "
-        "finetune.runs"
+        "pretrain.planning.pace pretrain.planning pretrain.common.commands pretrain.reporting finetune.artifacts finetune.training.config "
+        "finetune.training.runs"
     ),
     "finetune.demo.data": "pretrain.common pretrain.corpus",
     "finetune.demo.command": (
         "pretrain.common pretrain.common.commands pretrain.reporting finetune.demo.stages finetune.artifacts finetune.demo.data"
     ),
     "finetune.__main__": (
-        "pretrain.common pretrain.run.preflight pretrain.common.commands pretrain.run.launch finetune.config finetune.demo.stages "
-        "pretrain.__main__ finetune.artifacts finetune.runs finetune.experiments finetune.demo.command "
+        "pretrain.common pretrain.run.preflight pretrain.common.commands pretrain.run.launch finetune.training.config finetune.demo.stages "
+        "pretrain.__main__ finetune.artifacts finetune.training.runs finetune.experiments finetune.demo.command "
         "finetune.adaptation finetune.scores"
     ),
     "finetune.cli": "pretrain.common pretrain.common.commands",

@@ -32,7 +32,7 @@ from cluster.manifests import kuberay as kuberay_manifest
 from cluster.manifests.base import RUN_COMMANDS, ManifestJob, ManifestSettings
 from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
-from finetune.config import load_config as load_finetuning
+from finetune.training.config import load_config as load_finetuning
 from pretrain.common.errors import InputError
 from pretrain.config import load_config
 

@@ -180,8 +180,8 @@ def test_the_dry_run_shows_the_precision_and_its_reason(monkeypatch: pytest.Monk
 
 
 def test_all_runs_of_one_command_have_one_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from finetune.config import FinetuneConfig
     from finetune.experiments import trials
+    from finetune.training.config import FinetuneConfig
 
     answers = itertools.chain([Choice("fp32", "")], itertools.repeat(Choice("bf16", "the load has changed")))
     monkeypatch.setattr(trials, "choose_here", lambda: next(answers))
@@ -202,8 +202,8 @@ def test_all_runs_of_one_command_have_one_precision(monkeypatch: pytest.MonkeyPa
 
 def test_started_runs_keep_their_own_precision(tmp_path: Path) -> None:
     """On a cluster of several kinds of nodes each decides for itself: going on must not change that."""
-    from finetune.config import FinetuneConfig
     from finetune.experiments import trials
+    from finetune.training.config import FinetuneConfig
 
     given = {"name": "task", "run_dir": str(tmp_path), "classification": {"train": "train.csv"}}
     config = FinetuneConfig.model_validate(given)

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from finetune.__main__ import main
-from finetune.config import load_config
 from finetune.scores import blimp, finetuning_runs, held_out, masked_model
 from finetune.scores.blimp import BlimpScore, ParadigmScore, blimp_score, pseudo_log_likelihoods, read_blimp
 from finetune.scores.finetuning import FinetuningScore, finetuning_scores
@@ -27,6 +26,7 @@ from finetune.scores.held_out import HeldOutSettings, held_out_score, masked_seq
 from finetune.scores.masked_model import MaskedModel, ModelSettings
 from finetune.scores.record import Record
 from finetune.scores.view import _finetuning_charts, score_notes, score_rows
+from finetune.training.config import load_config
 from pretrain.common.errors import InputError, MachineError
 from pretrain.model import compile as compiler
 from pretrain.model.compile import MARKS_UNKNOWN_SIZES

@@ -273,8 +273,8 @@ WAITS = (
     ("pretrain.run.loop", "launch_step", False, True),
     ("pretrain.common.transfers", "to_device", False, True),
     ("torch.cuda.streams", "record", False, True),
-    ("finetune.train", "loss", False, True),
-    ("finetune.train", "evaluate", False, False),
+    ("finetune.training.train", "loss", False, True),
+    ("finetune.training.train", "evaluate", False, False),
     ("pretrain.run.loop", "train", False, False),
     ("pretrain.batches.loader", "__next__", False, False),
 )

@@ -66,7 +66,7 @@ def _undecided(path: Path, overrides: list[str], values: dict[str, Any]) -> dict
 
 def _load(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
     if options.kind == "finetune":
-        from finetune.config import load_config as load
+        from finetune.training.config import load_config as load
 
         if options.start_from:
             overrides.append(f"start_from={json.dumps(str(options.start_from))}")

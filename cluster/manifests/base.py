@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field, create_model
 
-from finetune.config import TASKS, FinetuneConfig
+from finetune.training.config import TASKS, FinetuneConfig
 from pretrain.common import settings as yaml_settings
 from pretrain.common.addresses import cache, local
 from pretrain.common.errors import InputError

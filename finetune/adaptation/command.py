@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune import runs
 from finetune.adaptation.settings import (
     CONFIG_FILE,
     config_of,
@@ -28,9 +27,10 @@ from finetune.adaptation.settings import (
     write_config,
 )
 from finetune.adaptation.texts import held_out_share, sources_of
-from finetune.artifacts.saved import MODEL, SCORES
-from finetune.config import load_config as load_finetuning
-from finetune.config import run_name
+from finetune.training import runs
+from finetune.training.config import load_config as load_finetuning
+from finetune.training.config import run_name
+from finetune.training.saved import MODEL, SCORES
 from pretrain.common import settings
 from pretrain.common.addresses import hub_hint
 from pretrain.common.commands import as_stage, program

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.artifacts.folders import MODEL, model_folder
 from finetune.artifacts.predictor import Predictor, RequestedPrecision
-from finetune.artifacts.saved import PREDICTIONS, SCORES, SetResult, result_lines, write_predictions
 from finetune.datasets.files import plain_stem
 from finetune.tasks.base import Task
+from finetune.training.folders import MODEL, model_folder
+from finetune.training.saved import PREDICTIONS, SCORES, SetResult, result_lines, write_predictions
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 

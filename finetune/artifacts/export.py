@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.artifacts.folders import MODEL, model_folder
-from finetune.artifacts.saved import SCORES, load_saved
+from finetune.training.folders import MODEL, model_folder
+from finetune.training.saved import SCORES, load_saved
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import verify_manifest
 

@@ -13,13 +13,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from finetune.artifacts.folders import model_folder
-from finetune.artifacts.saved import load_saved
 from finetune.datasets.surrogates import check_id
 from finetune.datasets.text import TextEncoder
-from finetune.model.batches import Batches
-from finetune.model.inference import inference_model, predict_logits
 from finetune.tasks.registry import make_task
+from finetune.training.folders import model_folder
+from finetune.training.model.batches import Batches
+from finetune.training.model.inference import inference_model, predict_logits
+from finetune.training.saved import load_saved
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.artifacts.saved import MODEL, SCORES
 from finetune.demo.command import stages as pretraining
 from finetune.demo.data import write_sets
 from finetune.demo.stages import RunCommand
+from finetune.training.saved import MODEL, SCORES
 from pretrain.common.commands import as_stage
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.reporting.report import FINETUNED

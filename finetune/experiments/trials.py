@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import runs
-from finetune.artifacts.saved import MODEL, SCORES
-from finetune.config import FinetuneConfig, changed_for_resume
 from finetune.experiments.outcomes import Outcome, Trial, failure
 from finetune.experiments.trials_view import TrialLine, TrialsView
+from finetune.training import runs
+from finetune.training.config import FinetuneConfig, changed_for_resume
+from finetune.training.saved import MODEL, SCORES
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.config import Precision, with_precision
@@ -236,7 +236,7 @@ def _run(
     with view:
         try:
             run_trials(
-                "finetune.train:main",
+                "finetune.training.train:main",
                 [_request(trials[number]) for number in pending],
                 name=config.name,
                 run_dir=config.folder,

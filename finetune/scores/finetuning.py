@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.config import FinetuneConfig
 from finetune.experiments.grid import Point
 from finetune.experiments.outcomes import Outcome, Spread
 from finetune.experiments.trials import TrialRuns, raise_failure
@@ -26,6 +25,7 @@ from finetune.scores.finetuning_runs import (
 from finetune.scores.masked_model import text_digest
 from finetune.scores.record import Record
 from finetune.tasks.registry import make_task
+from finetune.training.config import FinetuneConfig
 from pretrain.common.errors import DivergedError
 from pretrain.run import preflight
 

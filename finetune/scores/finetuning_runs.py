@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune import runs
-from finetune.artifacts.saved import MODEL
-from finetune.config import FinetuneConfig, load_config, run_name
 from finetune.experiments.grid import Point, check_effect, expand
 from finetune.experiments.outcomes import Outcome, Trial
 from finetune.experiments.trials import TrialRuns, read_outcome, run_all, trial_config
 from finetune.scores.masked_model import fingerprint, text_digest
 from finetune.tasks.registry import make_task
+from finetune.training import runs
+from finetune.training.config import FinetuneConfig, load_config, run_name
+from finetune.training.saved import MODEL
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import is_run, read_tokenizer
 from pretrain.common.errors import InputError

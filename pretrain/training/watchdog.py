@@ -70,9 +70,9 @@ _DEVICE_WAITS = {
 _LAUNCHING = (
     "deepspeed.runtime.engine",
     "deepspeed.runtime.fp16.loss_scaler",
-    "finetune.model.task_model",
-    "finetune.train.loss",
-    "finetune.train.totals",
+    "finetune.training.model.task_model",
+    "finetune.training.train.loss",
+    "finetune.training.train.totals",
     "pretrain.common.transfers",
     "pretrain.model",
     "pretrain.objectives",

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from finetune.config import FinetuneConfig
 from finetune.tasks.questions import QuestionsSettings
+from finetune.training.config import FinetuneConfig
 from pretrain.common.errors import InputError
 
 OURS, BASELINE = "ours", "run_qa"

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from finetune.artifacts.saved import SCORES
-from finetune.config import FinetuneConfig, load_config
 from finetune.tasks.registry import make_task
+from finetune.training.config import FinetuneConfig, load_config
+from finetune.training.saved import SCORES
 from pretrain.common.children import run_program
 from pretrain.common.commands import local_path, local_text, positive_int, program
 from pretrain.common.errors import InputError, MachineError

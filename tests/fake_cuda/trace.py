@@ -124,7 +124,7 @@ def note_reads_of_evaluation(engine: Any, batch: Any) -> None:
 
 
 def model_of(case: dict[str, Any]) -> nn.Module:
-    from finetune.model.task_model import TaskModel
+    from finetune.training.model.task_model import TaskModel
     from pretrain.checkpoint.layouts import TaskHead
     from pretrain.config import ModelConfig
     from pretrain.model.heads import PretrainingModel
@@ -138,7 +138,7 @@ def model_of(case: dict[str, Any]) -> nn.Module:
 
 def batch_of(case: dict[str, Any]) -> Any:
     """Sequences of `LENGTHS`; for a task, of examples of two windows each."""
-    from finetune.model.batches import LabelledBatch
+    from finetune.training.model.batches import LabelledBatch
     from tests.batches_by_hand import make_batch
 
     batch = make_batch(LENGTHS, VOCABULARY, seed=0)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.artifacts.card import CardFacts, model_card
-from finetune.artifacts.folders import MODEL, SETTINGS, model_folder
-from finetune.artifacts.rows import write_rows
-from finetune.config import FinetuneConfig
 from finetune.tasks.base import Task
+from finetune.training.card import CardFacts, model_card
+from finetune.training.config import FinetuneConfig
+from finetune.training.folders import MODEL, SETTINGS, model_folder
+from finetune.training.rows import write_rows
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, expect_other, is_stream, write_json
 from pretrain.common.wording import shown_scores
@@ -80,7 +80,7 @@ def save_model(
     """Write predictions, scores and model into the run folder. The model comes last: it marks the run as complete.
 
     Args:
-        weights: by the names of `finetune.model.task_model.TaskModel`.
+        weights: by the names of `finetune.training.model.task_model.TaskModel`.
         step: the training step of the weights.
         results: of every dev and test set, by name.
         chosen_on: the set that selected the step and tuned the task; "" for none.

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune.artifacts.saved import MODEL, SetResult, save_model
-from finetune.config import FinetuneConfig, changed_for_resume
 from finetune.datasets.text import TextEncoder
-from finetune.model.batches import Batches, LabelledBatch, LabelledStep
-from finetune.model.inference import inference_model, predict_logits
-from finetune.model.output_layer import fit_output_layer
-from finetune.model.start import fits_output_layer, initial_state, is_short
-from finetune.model.task_model import Output, TaskModel
 from finetune.tasks.base import Task, Windows, data_digest
 from finetune.tasks.registry import make_task
+from finetune.training.config import FinetuneConfig, changed_for_resume
+from finetune.training.model.batches import Batches, LabelledBatch, LabelledStep
+from finetune.training.model.inference import inference_model, predict_logits
+from finetune.training.model.output_layer import fit_output_layer
+from finetune.training.model.start import fits_output_layer, initial_state, is_short
+from finetune.training.model.task_model import Output, TaskModel
+from finetune.training.saved import MODEL, SetResult, save_model
 from pretrain.checkpoint import store
 from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.start import digest

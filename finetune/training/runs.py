@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from finetune.artifacts.card import repeated_remark
-from finetune.artifacts.saved import MODEL, load_saved, read_details, result_lines
-from finetune.config import FinetuneConfig, changed_for_resume, load_config
 from finetune.datasets.text import TextEncoder
-from finetune.model.start import is_short, start_table
 from finetune.tasks.base import Task, data_digest
 from finetune.tasks.registry import make_task
+from finetune.training.card import repeated_remark
+from finetune.training.config import FinetuneConfig, changed_for_resume, load_config
+from finetune.training.model.start import is_short, start_table
+from finetune.training.saved import MODEL, load_saved, read_details, result_lines
 from pretrain.common.commands import next_step, program
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
@@ -65,7 +65,7 @@ def start(config: FinetuneConfig, *, resume: bool, ray: bool = False, no_ray: bo
     if resume:
         launch.bring(config.run_dir)
     return launch.start_run(
-        "finetune.train:main",
+        "finetune.training.train:main",
         config,
         resume=resume,
         ray=ray,
@@ -172,7 +172,7 @@ def _measured(
     Raises:
         InputError: an example does not fit into a micro-batch.
     """
-    from finetune.model.batches import Batches
+    from finetune.training.model.batches import Batches
 
     workers, budget = config.scheduling.workers, config.engine.micro_batch_tokens
     if task.head == "sequence" and task.most_windows * config.max_length * min(workers, 2) <= budget:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune.model.batches import Batches, LabelledBatch
-from finetune.model.task_model import Output, TaskModel
 from finetune.tasks.base import Task
+from finetune.training.model.batches import Batches, LabelledBatch
+from finetune.training.model.task_model import Output, TaskModel
 from pretrain.checkpoint.released import Released
 from pretrain.common.transfers import arrivals, to_host
 from pretrain.config import Precision

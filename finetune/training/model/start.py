@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from finetune.config import FinetuneConfig
+from finetune.training.config import FinetuneConfig
 from pretrain.common.errors import InputError
 from pretrain.common.setting_errors import shortened
 from pretrain.model.parameters import layer_of
@@ -47,7 +47,7 @@ def is_short(
 
 
 def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -> dict[str, Tensor]:
-    """The checkpoint's tensors that the task's model loads, by `finetune.model.task_model.TaskModel`'s names.
+    """The checkpoint's tensors that the task's model loads, by `finetune.training.model.task_model.TaskModel`'s names.
 
     All others are initialised randomly.
     """
@@ -60,7 +60,7 @@ def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -
 
 
 def fits_output_layer(config: FinetuneConfig, task: Task[Any], released: Released) -> bool:
-    """Whether the output layer is new and `finetune.model.output_layer` finds its first weights.
+    """Whether the output layer is new and `finetune.training.model.output_layer` finds its first weights.
 
     The features of random weights have nothing to fit.
     """

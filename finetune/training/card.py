@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from finetune.config import FinetuneConfig
 from finetune.tasks.base import Task
+from finetune.training.config import FinetuneConfig
 from pretrain.common.settings import dump
 from pretrain.common.wording import shown_scores
 from pretrain.config import ModelConfig

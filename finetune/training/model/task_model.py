@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finetune.model.batches import LabelledBatch
 from finetune.tasks.base import Head, Objective
+from finetune.training.model.batches import LabelledBatch
 from pretrain.checkpoint.layouts import HeadDropout, TaskHead
 from pretrain.config import ModelConfig
 from pretrain.model.activations import get_activation

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune.model.batches import Batches, LabelledBatch
-from finetune.model.task_model import TaskModel
+from finetune.training.model.batches import Batches, LabelledBatch
+from finetune.training.model.task_model import TaskModel
 
 MOST_ROWS = 20_000
 """Rows that the layer is fitted to at most; 20,000 of width 1,024 are 80 MB."""
