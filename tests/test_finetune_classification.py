@@ -23,15 +23,15 @@ from hypothesis import strategies as st
 from tiny_checkpoints import make_bert
 from tokenizers import Tokenizer
 
-from finetune.datasets.arrays import ragged
-from finetune.datasets.arrow import read_dataset
-from finetune.datasets.table import TableFormat
-from finetune.datasets.tables import read_table
-from finetune.datasets.text import TextEncoder
-from finetune.datasets.windows import cut_pairs
-from finetune.metrics import classification as metrics
 from finetune.tasks.base import Windows
 from finetune.tasks.classification import Classification, ClassificationSettings, Example
+from finetune.tasks.classification import metrics as metrics
+from finetune.tasks.datasets.arrays import ragged
+from finetune.tasks.datasets.arrow import read_dataset
+from finetune.tasks.datasets.table import TableFormat
+from finetune.tasks.datasets.tables import read_table
+from finetune.tasks.datasets.text import TextEncoder
+from finetune.tasks.datasets.windows import cut_pairs
 from finetune.training.config import FinetuneConfig, load_config
 from pretrain.common.errors import InputError
 from pretrain.common.settings import load

@@ -18,11 +18,11 @@ from tiny_checkpoints import make_bert, write_reviews
 from finetune.__main__ import main
 from finetune.artifacts import evaluation
 from finetune.artifacts.predictor import Predictor
-from finetune.datasets.table import TableFormat
-from finetune.datasets.tables import read_table
-from finetune.metrics.squad import squad_v2
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.task import Classification
+from finetune.tasks.datasets.table import TableFormat
+from finetune.tasks.datasets.tables import read_table
+from finetune.tasks.questions.metrics import squad_v2
 from finetune.tasks.registry import make_task
 from finetune.training import folders, runs
 from finetune.training.config import FinetuneConfig

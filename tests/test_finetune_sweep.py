@@ -20,13 +20,13 @@ from rich.console import Console
 
 from cluster.trials.driver import trials_that_fit
 from cluster.trials.request import TrialEvent
-from finetune.datasets import glue
 from finetune.experiments import glue_runs, results, sweep, trials, trials_view
 from finetune.experiments.candidates import candidates, rank, to_drop
 from finetune.experiments.grid import Point, expand, parse_grid
 from finetune.experiments.outcomes import Outcome, Spread, Trial, failure, spreads
 from finetune.experiments.trials import TrialRuns, degenerate
 from finetune.tasks.classification import ClassificationSettings
+from finetune.tasks.datasets import glue
 from finetune.training import runs
 from finetune.training.config import GRIDS, FinetuneConfig
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError

@@ -52,12 +52,12 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.training"
     ),
     "pretrain.objectives": "pretrain.config pretrain.batches pretrain.model pretrain.checkpoint pretrain.planning.work",
-    "finetune.datasets": "pretrain.common pretrain.config pretrain.corpus",
+    "finetune.tasks.datasets": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.run.launch": (
         "pretrain.common pretrain.storage pretrain.config cluster.workers pretrain.tracking pretrain.run.preflight"
     ),
-    "finetune.metrics": "finetune.datasets",
-    "finetune.tasks": "pretrain.common finetune.datasets finetune.metrics",
+    "finetune.metrics": "finetune.tasks.datasets",
+    "finetune.tasks": "pretrain.common finetune.tasks.datasets finetune.metrics",
     "finetune.training.config": "pretrain.common pretrain.config finetune.tasks",
     "cluster.jobs": (
         "pretrain.common pretrain.config cluster.workers cluster.local pretrain.tracking pretrain.common.commands "
@@ -85,26 +85,26 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "cluster.__main__": "pretrain.common cluster.local pretrain.common.commands cluster.jobs cluster.manifests cluster.doctor",
     "finetune.training.model": (
-        "pretrain.common pretrain.config pretrain.batches pretrain.model pretrain.checkpoint finetune.datasets "
+        "pretrain.common pretrain.config pretrain.batches pretrain.model pretrain.checkpoint finetune.tasks.datasets "
         "finetune.tasks finetune.training.config"
     ),
     "finetune.artifacts": (
-        "pretrain.storage pretrain.common pretrain.config pretrain.model pretrain.checkpoint finetune.datasets "
+        "pretrain.storage pretrain.common pretrain.config pretrain.model pretrain.checkpoint finetune.tasks.datasets "
         "finetune.tasks finetune.training.config finetune.training.model"
     ),
     "finetune": "finetune.artifacts",
     "finetune.training.train": (
         "pretrain.storage pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint "
-        "pretrain.training finetune.datasets finetune.tasks finetune.training.config finetune.training.model finetune.artifacts"
+        "pretrain.training finetune.tasks.datasets finetune.tasks finetune.training.config finetune.training.model finetune.artifacts"
     ),
     "finetune.training.runs": (
         "pretrain.storage pretrain.common pretrain.config pretrain.checkpoint pretrain.run.preflight pretrain.planning.estimate "
-        "pretrain.common.commands pretrain.tracking finetune.datasets pretrain.run.launch finetune.tasks finetune.training.config "
+        "pretrain.common.commands pretrain.tracking finetune.tasks.datasets pretrain.run.launch finetune.tasks finetune.training.config "
         "finetune.training.model finetune.artifacts"
     ),
     "finetune.experiments": (
         "pretrain.common pretrain.config cluster.trials pretrain.tracking pretrain.model "
-        "pretrain.run.preflight finetune.datasets finetune.tasks finetune.training.config finetune.artifacts finetune.training.runs"
+        "pretrain.run.preflight finetune.tasks.datasets finetune.tasks finetune.training.config finetune.artifacts finetune.training.runs"
     ),
     "finetune.scores": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint "

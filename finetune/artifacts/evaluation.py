@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.artifacts.predictor import Predictor, RequestedPrecision
-from finetune.datasets.files import plain_stem
 from finetune.tasks.base import Task
+from finetune.tasks.datasets.files import plain_stem
 from finetune.training.folders import MODEL, model_folder
 from finetune.training.saved import PREDICTIONS, SCORES, SetResult, result_lines, write_predictions
 from pretrain.common.errors import InputError

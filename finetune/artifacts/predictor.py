@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from finetune.datasets.surrogates import check_id
-from finetune.datasets.text import TextEncoder
+from finetune.tasks.datasets.surrogates import check_id
+from finetune.tasks.datasets.text import TextEncoder
 from finetune.tasks.registry import make_task
 from finetune.training.folders import model_folder
 from finetune.training.model.batches import Batches

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from finetune.datasets.text import TextEncoder
 from finetune.tasks.base import Task, data_digest
+from finetune.tasks.datasets.text import TextEncoder
 from finetune.tasks.registry import make_task
 from finetune.training.card import repeated_remark
 from finetune.training.config import FinetuneConfig, changed_for_resume, load_config

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune.datasets.text import TextEncoder
 from finetune.tasks.base import Task, Windows, data_digest
+from finetune.tasks.datasets.text import TextEncoder
 from finetune.tasks.registry import make_task
 from finetune.training.config import FinetuneConfig, changed_for_resume
 from finetune.training.model.batches import Batches, LabelledBatch, LabelledStep

@@ -26,7 +26,7 @@ def compare(config: FinetuneConfig, repeats: int) -> dict[str, Any]:
     """{"ours": [examples/s, ...], "run_qa": [...], "windows": {...}}, alternating, after one warm-up."""
     import torch
 
-    from finetune.datasets.text import TextEncoder
+    from finetune.tasks.datasets.text import TextEncoder
     from finetune.tasks.registry import make_task
     from pretrain.checkpoint.tokenizer import read_tokenizer
 

@@ -203,7 +203,7 @@ def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
     import torch
     import transformers
 
-    from finetune.datasets.text import TextEncoder
+    from finetune.tasks.datasets.text import TextEncoder
     from pretrain.checkpoint.tokenizer import read_tokenizer
 
     torch.manual_seed(config.seed)

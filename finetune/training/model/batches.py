@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune.datasets.arrays import ragged
 from finetune.tasks.base import Windows
+from finetune.tasks.datasets.arrays import ragged
 from pretrain.batches.batch import moved, pinned
 from pretrain.batches.dealing import balance
 from pretrain.batches.order import draw, permute, root_key

@@ -13,8 +13,8 @@ from pretrain.model.parameters import layer_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from finetune.datasets.text import TextEncoder
     from finetune.tasks.base import Task
+    from finetune.tasks.datasets.text import TextEncoder
     from pretrain.checkpoint.released import Released
     from pretrain.config import ModelConfig
 

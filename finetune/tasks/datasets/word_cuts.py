@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.datasets.words import cut_words, is_ideograph
+from finetune.tasks.datasets.words import cut_words, is_ideograph
 
 _MOST_ENTRIES = 5000  # of each table: the most frequent ones
 _MOST_PIECES = 48  # per word

@@ -12,7 +12,7 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
-from finetune.datasets.arrays import distinct, ragged
+from finetune.tasks.datasets.arrays import distinct, ragged
 from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.datasets.files import plain_suffix, read_text
-from finetune.datasets.surrogates import check_whole
-from finetune.datasets.tables import read_table
+from finetune.tasks.datasets.files import plain_suffix, read_text
+from finetune.tasks.datasets.surrogates import check_whole
+from finetune.tasks.datasets.tables import read_table
 from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.datasets.words import joined
+from finetune.tasks.datasets.words import joined
 
 Cut = Callable[[str], np.ndarray]
 """Where the words of a text are: int64 [W, 2], as `cut_words` has it."""

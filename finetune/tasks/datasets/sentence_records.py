@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from finetune.datasets.sentences import Cut, Remarks, Sentence, in_documents
-from finetune.datasets.span_forms import named_tags, usual_form
-from finetune.datasets.surrogates import check_id, replaced
-from finetune.datasets.table import Format
-from finetune.datasets.tables import json_values, read_table
-from finetune.datasets.words import cut_words
+from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence, in_documents
+from finetune.tasks.datasets.span_forms import named_tags, usual_form
+from finetune.tasks.datasets.surrogates import check_id, replaced
+from finetune.tasks.datasets.table import Format
+from finetune.tasks.datasets.tables import json_values, read_table
+from finetune.tasks.datasets.words import cut_words
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from finetune.datasets.table import Table
+from finetune.tasks.datasets.table import Table
 from pretrain.common.errors import InputError
 from pretrain.corpus.formats import documents_of, files_below, pieces_of
 from pretrain.corpus.inputs import Problems

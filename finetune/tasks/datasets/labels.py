@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from finetune.datasets.surrogates import check_whole
+from finetune.tasks.datasets.surrogates import check_whole
 from pretrain.common.errors import InputError
 
 Problem = Literal["single_label", "multi_label", "regression"]

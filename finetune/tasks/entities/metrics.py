@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from finetune.datasets.arrays import ragged
+from finetune.tasks.datasets.arrays import ragged
 
 Rule = Literal["conlleval", "iob2", "bioes"]
 """How tags are decoded to entities.

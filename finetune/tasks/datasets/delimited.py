@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from finetune.datasets.table import Format, Key, Table, TableFormat, Wanted, listed, shown
+from finetune.tasks.datasets.table import Format, Key, Table, TableFormat, Wanted, listed, shown
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import Quoting, QuotingError, bare_rows, detect_quoting, quoted_rows, split_lines
 from pretrain.common.wording import counted

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.datasets.table import Key, Table, Wanted
+from finetune.tasks.datasets.table import Key, Table, Wanted
 from pretrain.common.errors import InputError
 from pretrain.common.files import refuse_pointer
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from finetune.datasets.arrow import read_parquet
-from finetune.datasets.delimited import opened, read_delimited
-from finetune.datasets.files import plain_suffix, read_text
-from finetune.datasets.table import Format, Key, Table, TableFormat, Wanted, listed, shown
+from finetune.tasks.datasets.arrow import read_parquet
+from finetune.tasks.datasets.delimited import opened, read_delimited
+from finetune.tasks.datasets.files import plain_suffix, read_text
+from finetune.tasks.datasets.table import Format, Key, Table, TableFormat, Wanted, listed, shown
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import split_lines
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.datasets.files import read_text
-from finetune.datasets.table import Key, Table, TableFormat
-from finetune.datasets.tables import read_table
+from finetune.tasks.datasets.files import read_text
+from finetune.tasks.datasets.table import Key, Table, TableFormat
+from finetune.tasks.datasets.tables import read_table
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from finetune.datasets.conll import are_tagged, read_columns
-from finetune.datasets.files import plain_suffix, read_text
-from finetune.datasets.sentence_records import json_records, of_records, of_texts, parquet_records
-from finetune.datasets.sentences import Cut, Remarks, Sentence
-from finetune.datasets.tables import format_of
-from finetune.datasets.words import cut_words
+from finetune.tasks.datasets.conll import are_tagged, read_columns
+from finetune.tasks.datasets.files import plain_suffix, read_text
+from finetune.tasks.datasets.sentence_records import json_records, of_records, of_texts, parquet_records
+from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence
+from finetune.tasks.datasets.tables import format_of
+from finetune.tasks.datasets.words import cut_words
 from pretrain.common.errors import InputError
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from finetune.datasets.sentences import Remarks, Sentence
+from finetune.tasks.datasets.sentences import Remarks, Sentence
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
