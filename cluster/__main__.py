@@ -56,7 +56,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _up(arguments: argparse.Namespace) -> None:
-    from cluster import local
+    from cluster.workers import local
 
     if arguments.join:
         cluster = local.join(arguments.cpus_per_node, arguments.host)
@@ -72,7 +72,7 @@ def _up(arguments: argparse.Namespace) -> None:
 
 
 def _down(arguments: argparse.Namespace) -> None:
-    from cluster import local
+    from cluster.workers import local
 
     cluster = local.down()
     print(f"stopped {counted(len(cluster.nodes), 'node')}" if cluster else "no cluster is running on this machine")

@@ -254,7 +254,7 @@ def test_a_stopped_or_killed_preparation_resumes_here_or_on_a_cluster(folder: Pa
 
 def _driver(command: int) -> psutil.Process:
     (child,) = psutil.Process(command).children()
-    assert any("cluster.pool" in word for word in child.cmdline())
+    assert any("cluster.workers.pool" in word for word in child.cmdline())
     return child
 
 

@@ -20,11 +20,11 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.storage": "pretrain.common",
     "pretrain.common.commands": "pretrain.common pretrain.storage",
     "cluster.workers": "pretrain.common pretrain.common.commands",
-    "cluster.local": "pretrain.common pretrain.common.commands cluster.workers",
-    "cluster.pool": "pretrain.common cluster.workers",
-    "cluster.trials": "pretrain.common cluster.workers",
+    "cluster.workers.local": "pretrain.common pretrain.common.commands cluster.workers",
+    "cluster.workers.pool": "pretrain.common cluster.workers",
+    "cluster.workers.trials": "pretrain.common cluster.workers",
     "pretrain.tracking": "pretrain.common pretrain.config",
-    "pretrain.corpus": "pretrain.common pretrain.storage pretrain.config cluster.pool",
+    "pretrain.corpus": "pretrain.common pretrain.storage pretrain.config cluster.workers.pool",
     "pretrain.batches": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.model": "pretrain.common pretrain.config",
     "pretrain.checkpoint": (
@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, str] = {
     "finetune.tasks": "pretrain.common finetune.tasks.datasets finetune.metrics",
     "finetune.training.config": "pretrain.common pretrain.config finetune.tasks",
     "cluster.jobs": (
-        "pretrain.common pretrain.config cluster.workers cluster.local pretrain.tracking pretrain.common.commands "
+        "pretrain.common pretrain.config cluster.workers cluster.workers.local pretrain.tracking pretrain.common.commands "
         "finetune.training.config"
     ),
     "cluster.manifests": "pretrain.common pretrain.config cluster.workers pretrain.common.commands finetune.training.config",
@@ -83,7 +83,7 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.planning.estimate pretrain.planning.pace pretrain.planning pretrain.common.commands pretrain.run.launch pretrain.reporting "
         "pretrain.storage"
     ),
-    "cluster.__main__": "pretrain.common cluster.local pretrain.common.commands cluster.jobs cluster.manifests cluster.doctor",
+    "cluster.__main__": "pretrain.common cluster.workers.local pretrain.common.commands cluster.jobs cluster.manifests cluster.doctor",
     "finetune.training.model": (
         "pretrain.common pretrain.config pretrain.batches pretrain.model pretrain.checkpoint finetune.tasks.datasets "
         "finetune.tasks finetune.training.config"
@@ -103,7 +103,7 @@ MAY_IMPORT: dict[str, str] = {
         "finetune.training.model finetune.artifacts"
     ),
     "finetune.experiments": (
-        "pretrain.common pretrain.config cluster.trials pretrain.tracking pretrain.model "
+        "pretrain.common pretrain.config cluster.workers.trials pretrain.tracking pretrain.model "
         "pretrain.run.preflight finetune.tasks.datasets finetune.tasks finetune.training.config finetune.artifacts finetune.training.runs"
     ),
     "finetune.scores": (

@@ -484,7 +484,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, int]]:
         handed.append((Path(config["start_from"]).name, config["random_weights"], config["seed"]))
         return 0.5 + 0.01 * config["seed"] if config["random_weights"] else 0.6 + 0.1 * config["seed"]
 
-    monkeypatch.setattr("cluster.trials.launch.run_trials", fake)
+    monkeypatch.setattr("cluster.workers.trials.launch.run_trials", fake)
     return handed
 
 

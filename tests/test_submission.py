@@ -28,14 +28,14 @@ import requests
 import yaml
 from ray.job_submission import JobStatus
 
-from cluster import local
 from cluster.__main__ import _follow, main
 from cluster.jobs import client, entrypoint
 from cluster.jobs.client import Job
 from cluster.jobs.submission import read_job
-from cluster.local import LocalCluster, NodeProcess
+from cluster.workers import local
 from cluster.workers.address import check_dashboard
 from cluster.workers.launch import check_address
+from cluster.workers.local import LocalCluster, NodeProcess
 from pretrain.common.errors import InputError, MachineError
 from pretrain.config import load_config
 

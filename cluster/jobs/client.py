@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster import local
 from cluster.jobs.job_queue import FINISHED, QUEUED
+from cluster.workers import local
 from cluster.workers.address import (
     answers_without_token,
     check_dashboard,

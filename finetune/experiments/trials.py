@@ -25,7 +25,7 @@ from pretrain.model.precision import choose_here
 from pretrain.run import preflight
 
 if TYPE_CHECKING:
-    from cluster.trials.request import TrialEvent, TrialRequest
+    from cluster.workers.trials.request import TrialEvent, TrialRequest
 
 FAILED = "failed.json"  # of a run that diverged
 
@@ -76,7 +76,7 @@ def run_all(
 
     `begin` is called before the run folders are read, when no other process uses them. `ended` is called with all
     outcomes whenever a trial finishes. `config.scheduling` sets retries, CPUs and the
-    cluster. `parallel` is as in `cluster.trials.launch.run_trials`.
+    cluster. `parallel` is as in `cluster.workers.trials.launch.run_trials`.
 
     Raises:
         InputError: a run folder holds a run with other settings or data, or another process uses the folders.
@@ -225,7 +225,7 @@ def _run(
     parallel: int,
     ended: Callable[[list[Outcome | None]], None],
 ) -> TrialRuns:
-    from cluster.trials.launch import run_trials
+    from cluster.workers.trials.launch import run_trials
     from pretrain.common.worker import STOP_FILE
 
     lines = [TrialLine(trial.label, trial.config.folder, trial.examples, trial.steps) for trial in trials]
@@ -253,7 +253,7 @@ def _run(
 
 
 def _request(trial: Trial) -> TrialRequest:
-    from cluster.trials.request import TrialRequest
+    from cluster.workers.trials.request import TrialRequest
 
     payload = {"config": trial.config.model_dump(mode="json"), "resume": True, "test_sets": trial.test_sets}
     return TrialRequest(trial.config.folder, payload)

@@ -12,11 +12,11 @@ from ray import tune
 from ray.tune.experiment import Trial
 from ray.tune.search import Searcher
 
-from cluster.trials.request import EVENTS, TrialsRequest
-from cluster.trials.worker import SUCCESS, run_trial
 from cluster.workers.launch import LOGS, last_line
 from cluster.workers.nodes import resources_of
 from cluster.workers.outcomes import CRASH, WorkerError
+from cluster.workers.trials.request import EVENTS, TrialsRequest
+from cluster.workers.trials.worker import SUCCESS, run_trial
 from pretrain.common.worker import Flag
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class _InOrder(Searcher):
 
 
 class _EventWriter(tune.Callback):
-    """Writes what happens to the trials, a line each, for `cluster.trials.launch`."""
+    """Writes what happens to the trials, a line each, for `cluster.workers.trials.launch`."""
 
     def __init__(self, request: TrialsRequest) -> None:
         self.ended = 0

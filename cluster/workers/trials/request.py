@@ -1,4 +1,4 @@
-"""What `cluster.trials.launch` requests of its driver, and what the driver reports about the trials."""
+"""What `cluster.workers.trials.launch` requests of its driver, and what the driver reports about the trials."""
 
 from __future__ import annotations
 

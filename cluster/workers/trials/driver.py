@@ -1,4 +1,4 @@
-"""The child process of `cluster.trials.launch`: start or join Ray, run all trials, and leave Ray again."""
+"""The child process of `cluster.workers.trials.launch`: start or join Ray, run all trials, and leave Ray again."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from cluster.trials.request import TrialsRequest
 from cluster.workers.driver import main, ray_session
 from cluster.workers.nodes import NodeSize, nodes_fit
+from cluster.workers.trials.request import TrialsRequest
 from pretrain.common.errors import MachineError, StoppedError
 from pretrain.common.wording import counted
 
@@ -16,7 +16,7 @@ from pretrain.common.wording import counted
 def trials_that_fit(
     nodes: Sequence[NodeSize], trials: int, parallel: int, cpus_per_trial: int, where: str
 ) -> tuple[int, int]:
-    """(Trials at once, CPUs of each) on `nodes`; 0 chooses, see `cluster.trials.launch.run_trials`.
+    """(Trials at once, CPUs of each) on `nodes`; 0 chooses, see `cluster.workers.trials.launch.run_trials`.
 
     Raises `MachineError` if what is requested does not fit.
     """
@@ -39,7 +39,7 @@ def _run_trials(request: TrialsRequest) -> None:
         return replace(request, parallel=at_once, cpus_per_trial=cpus, use_gpu=any(gpu for _, gpu in nodes))
 
     with ray_session(request, fit) as fitted:
-        from cluster.trials.tuning import tune_trials
+        from cluster.workers.trials.tuning import tune_trials
 
         finished = tune_trials(fitted)
     launch, unfinished = request.launch, len(request.trials) - finished

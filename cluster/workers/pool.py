@@ -42,8 +42,8 @@ _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_task_oom_retries": str(_MAX_RETRIES),  # counted separately, and unlimited by default
 }
-# Not `-m cluster.pool`: as `__main__` its functions could not be found by the tasks.
-_DRIVER = "import sys; from cluster.pool import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+# Not `-m cluster.workers.pool`: as `__main__` its functions could not be found by the tasks.
+_DRIVER = "import sys; from cluster.workers.pool import main; main(int(sys.argv[1]), int(sys.argv[2]))"
 
 
 @dataclass(frozen=True)

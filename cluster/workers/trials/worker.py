@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from cluster.trials.request import TrialsRequest
 from cluster.workers.outcomes import as_data
 from cluster.workers.target import change_folder, crashes_as_data, log_to, resolve
+from cluster.workers.trials.request import TrialsRequest
 from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import RunError, StoppedError
 from pretrain.common.worker import Worker

@@ -1,6 +1,6 @@
 """Many runs of one function through Ray Tune, each in a process of its own, as many at once as the nodes hold.
 
-As for training (`cluster.workers.launch`), Ray's driver (`cluster.trials.driver`) lives in a child process in a
+As for training (`cluster.workers.launch`), Ray's driver (`cluster.workers.trials.driver`) lives in a child process in a
 session of its own; it reports what happens to the trials in a file of events.
 """
 
@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.trials.request import EVENTS, TrialEvent, TrialRequest, TrialsRequest
 from cluster.workers.launch import drive
 from cluster.workers.outcomes import error_from
 from cluster.workers.request import Launch
+from cluster.workers.trials.request import EVENTS, TrialEvent, TrialRequest, TrialsRequest
 
 
 def run_trials(
@@ -63,7 +63,7 @@ def run_trials(
         )
 
     drive(
-        "cluster.trials.driver",
+        "cluster.workers.trials.driver",
         request,
         address=address,
         run_dir=run_dir,
