@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.adaptation import options
-from finetune.demo.command import stages as pretraining_demo
+from finetune.demo import stages as pretraining_demo
 from finetune.scores import options as scores_options
 from pretrain.common.addresses import hub_hint, local
 from pretrain.common.commands import (
@@ -23,16 +22,15 @@ from pretrain.common.commands import (
     exit_code,
     local_path,
     make_parser,
-    model_argument,
     overrides,
     positive_int,
+    run_argument,
     run_command,
-    run_path,
-    store_target,
     target_path,
 )
 from pretrain.common.errors import InputError
 from pretrain.common.worker import torchrun_place
+from pretrain.storage.arguments import run_path, store_target
 
 if TYPE_CHECKING:
     from finetune.training.config import FinetuneConfig
@@ -77,7 +75,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from finetune.demo.command import command as demo
+    from finetune.demo import command as demo
     from pretrain.__main__ import main as pretrain
 
     return demo.run(arguments, pretrain, main)
@@ -423,7 +421,7 @@ def _add_config(
     parser.add_argument(
         "--from",
         dest="start_from",
-        type=functools.partial(model_argument, named=True),
+        type=run_argument,
         metavar="DIR",
         help="checkpoint to start from: folder or address of a released model, an export or a run, or the name of a "
         "run in runs/ (overrides start_from)",

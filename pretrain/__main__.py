@@ -27,11 +27,10 @@ from pretrain.common.commands import (
     next_step,
     overrides,
     run_command,
-    run_path,
-    store_target,
     target_path,
 )
 from pretrain.common.errors import InputError
+from pretrain.storage.arguments import run_path, store_target
 
 if TYPE_CHECKING:
     from pretrain.config import PretrainConfig

@@ -277,7 +277,7 @@ def drain(on: Cluster, node: int) -> None:
     described = on.described
     script = (
         "import sys, time\n"
-        "from cluster import local\n"
+        "from cluster.workers import local\n"
         "local.use_token(local.find())\n"
         "import ray\n"
         "from ray._raylet import GcsClient\n"

@@ -12,8 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pretrain", "finetune", "cluster")
 
-# A component is a folder below a package, or a file beside those folders. From the bottom up, each with all those that
-# it may import; one that is not above cannot be named, so no circle and no import upward can be written down.
+# A component is a folder below a package; the files beside those folders are one, which has the package's name. From the
+# bottom up, each with all those that it may import; one that is not above cannot be named, so no circle and no import
+# upward can be written down.
 MAY_IMPORT: dict[str, str] = {
     "pretrain.common": "",
     "pretrain.config": "pretrain.common",
@@ -172,7 +173,8 @@ def _arrows() -> dict[str, dict[str, int]]:
 
 
 def _component(module: str) -> str:
-    return ".".join(module.split(".")[:2])
+    package, *inner = _files()[module].relative_to(ROOT).parts
+    return f"{package}.{inner[0]}" if len(inner) > 1 else package
 
 
 def _circles(arrows: Mapping[str, Mapping[str, int]]) -> list[list[str]]:

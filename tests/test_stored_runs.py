@@ -321,7 +321,8 @@ def test_a_corpus_on_s3_is_that_on_disk_and_a_cut_upload_goes_on(proxy: FaultyPr
 
 def test_without_an_address_no_client_is_imported() -> None:
     code = (
-        "import sys, pretrain.common.commands, pretrain.run.launch, pretrain.corpus.stored, pretrain.storage.runs as runs\n"
+        "import sys, pretrain.common.commands, pretrain.run.launch, pretrain.corpus.stored\n"
+        "import pretrain.storage.runs as runs\n"
         "runs.fetched_model('runs/mini')\n"
         "print(sorted({'fsspec', 's3fs', 'botocore', 'aiohttp'} & set(sys.modules)))"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import re
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.jobs.client import KINDS, Job
-from pretrain.common.commands import local_path, model_argument
+from pretrain.common.commands import local_path, run_argument
 from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
@@ -91,5 +90,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("config", type=local_path, metavar="CONFIG")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--from", dest="start_from", type=functools.partial(model_argument, named=True), metavar="DIR")
+    parser.add_argument("--from", dest="start_from", type=run_argument, metavar="DIR")
     return parser

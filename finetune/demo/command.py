@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.demo.command import stages as pretraining
+from finetune.demo import stages as pretraining
 from finetune.demo.data import write_sets
 from finetune.demo.stages import RunCommand
 from finetune.training.saved import MODEL, SCORES

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pretrain.common.commands import add_local_workers, add_set, as_stage, local_path, program, usual_workers
 from pretrain.common.errors import InputError, StoppedError
-from pretrain.common.files import MANIFEST, checkpoint_names
+from pretrain.common.files import ENVIRONMENT_FILE, MANIFEST, checkpoint_names
 
 EXAMPLES = """
   ./launch.sh demo
@@ -24,7 +24,7 @@ EXAMPLES = """
   ./launch.sh demo --minutes 20 --fresh
   ./launch.sh demo --set phases.0.steps=500 --run-dir runs/short-demo"""
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 STAGES = 4
 
 RunCommand = Callable[[Sequence[str]], int]  # a command line: words -> exit code
@@ -153,7 +153,7 @@ def _quick_settings() -> list[str]:
 
 
 def _remove_run(folder: Path) -> None:
-    if not (folder / "environment.json").is_file():
+    if not (folder / ENVIRONMENT_FILE).is_file():
         raise InputError(f"{folder}: not a run folder, so --fresh does not delete it. Choose another --run-dir.")
     shutil.rmtree(folder)
 

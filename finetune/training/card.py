@@ -111,7 +111,7 @@ def _template() -> Any:
     import jinja2
 
     templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("finetune.artifacts"),
+        loader=jinja2.PackageLoader("finetune.training"),
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
         trim_blocks=True,

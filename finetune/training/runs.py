@@ -18,10 +18,10 @@ from finetune.training.model.start import is_short, start_table
 from finetune.training.saved import MODEL, load_saved, read_details, result_lines
 from pretrain.common.commands import next_step, program
 from pretrain.common.errors import InputError
-from pretrain.common.files import MANIFEST
+from pretrain.common.files import CONFIG_FILE, MANIFEST
 from pretrain.common.wording import counted
 from pretrain.config import ModelConfig
-from pretrain.run import launch, preflight
+from pretrain.run import launch
 from pretrain.storage.runs import fetched_model
 from pretrain.tracking.records import read_records
 
@@ -105,7 +105,7 @@ def check_same(config: FinetuneConfig, *, over: bool) -> None:
 
     `over`: the run has finished, so that settings which a resumed run may change must be the same, too.
     """
-    path = config.folder / preflight.CONFIG_FILE
+    path = config.folder / CONFIG_FILE
     if not path.is_file():
         return
     before = load_config(path)

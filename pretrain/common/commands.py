@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.addresses import check_address, is_remote, local
+from pretrain.common.addresses import check_address, is_remote
 from pretrain.common.errors import InputError, RunError, StoppedError, printable
 from pretrain.common.files import check_local, find_run
 
@@ -244,23 +244,14 @@ def local_path(text: str) -> Path:
     return Path(local_text(text))
 
 
-def run_path(text: str) -> Path:
-    """An argument that is a run folder or model, the name of a run (`find_run`), or an address, which is fetched.
-
-    Raises `InputError` if nothing is stored at the address.
-    """
-    if not is_remote(text):
-        return find_run(local_path(text))
-    from pretrain.storage.runs import fetched_model
-
-    return fetched_model(checked_address(text))
+def run_argument(text: str) -> Path | str:
+    """An argument that is a run folder or model, as a path, the name of a run (`find_run`), or an address."""
+    return checked_address(text) if is_remote(text) else find_run(local_path(text))
 
 
-def model_argument(text: str, *, named: bool = False) -> Path | str:
-    """An argument for `start_from`: a path, or an address, which each machine fetches; the name of a run if `named`."""
-    if is_remote(text):
-        return checked_address(text)
-    return run_path(text) if named else local_path(text)
+def model_argument(text: str) -> Path | str:
+    """An argument for `start_from`: a path, or an address, which each machine fetches."""
+    return checked_address(text) if is_remote(text) else local_path(text)
 
 
 def checked_address(text: str, *, written: bool = False) -> str:
@@ -275,14 +266,6 @@ def checked_address(text: str, *, written: bool = False) -> str:
 def target_path(text: str) -> Path | str:
     """An argument that is a folder to write, as a path, or an address; `InputError` if that cannot be written to."""
     return checked_address(text, written=True) if is_remote(text) else local_path(text)
-
-
-def store_target(target: Path | str) -> None:
-    """Store what was written to the local folder of `target`, a `target_path`, if that is an address."""
-    from pretrain.storage.folders import store
-
-    if is_remote(target):
-        store(local(target), str(target))
 
 
 def positive_int(text: str) -> int:

@@ -18,6 +18,8 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
     MANIFEST,
     atomic_open,
     checkpoint_names,
@@ -28,9 +30,6 @@ from pretrain.common.files import (
 )
 from pretrain.common.settings import dump, load
 from pretrain.config import PretrainConfig, R, RunConfig, VocabularyConfig, keep_precision
-
-CONFIG_FILE = "config.yaml"
-ENVIRONMENT_FILE = "environment.json"
 
 _PACKAGES = (
     "bertrain",
