@@ -12,121 +12,70 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pretrain", "finetune", "cluster")
 
-# A component is a folder below a package; the files beside those folders are one, which has the package's name. From the
+# A component is a folder below a package; the files beside those folders are one, with the name of the package. From the
 # bottom up, each with all those that it may import; one that is not above cannot be named, so no circle and no import
 # upward can be written down.
 MAY_IMPORT: dict[str, str] = {
     "pretrain.common": "",
     "pretrain.config": "pretrain.common",
     "pretrain.storage": "pretrain.common",
-    "pretrain.common.commands": "pretrain.common pretrain.storage",
-    "cluster.workers": "pretrain.common pretrain.common.commands",
-    "cluster.workers.local": "pretrain.common pretrain.common.commands cluster.workers",
-    "cluster.workers.pool": "pretrain.common cluster.workers",
-    "cluster.workers.trials": "pretrain.common cluster.workers",
     "pretrain.tracking": "pretrain.common pretrain.config",
-    "pretrain.corpus": "pretrain.common pretrain.storage pretrain.config cluster.workers.pool",
+    "cluster.workers": "pretrain.common",
+    "pretrain.corpus": "pretrain.common pretrain.config pretrain.storage cluster.workers",
     "pretrain.batches": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.model": "pretrain.common pretrain.config",
     "pretrain.checkpoint": (
-        "pretrain.common pretrain.storage pretrain.config pretrain.tracking pretrain.corpus pretrain.model"
-    ),
-    "pretrain.run.preflight": "pretrain.common pretrain.config pretrain.corpus",
-    "pretrain.planning.work": "pretrain.config pretrain.model",
-    "pretrain.planning.roofline": "pretrain.config pretrain.model pretrain.planning.work",
-    "pretrain.planning.estimate": (
-        "pretrain.common pretrain.storage pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint "
-        "pretrain.planning.work pretrain.planning.roofline"
-    ),
-    "pretrain.planning.pace": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.run.preflight pretrain.planning.work pretrain.planning.estimate"
+        "pretrain.common pretrain.config pretrain.storage pretrain.tracking pretrain.corpus pretrain.model"
     ),
     "pretrain.planning": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.planning.work "
-        "pretrain.planning.roofline pretrain.planning.estimate pretrain.planning.pace"
+        "pretrain.common pretrain.config pretrain.storage pretrain.tracking pretrain.corpus pretrain.batches "
+        "pretrain.model pretrain.checkpoint"
     ),
-    "pretrain.training": (
-        "pretrain.common pretrain.storage pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint "
-        "pretrain.run.preflight"
+    "pretrain.objectives": "pretrain.config pretrain.batches pretrain.model pretrain.checkpoint pretrain.planning",
+    "pretrain.training": "pretrain.common pretrain.config pretrain.model",
+    "pretrain.run": (
+        "pretrain.common pretrain.config pretrain.storage pretrain.tracking cluster.workers pretrain.corpus "
+        "pretrain.batches pretrain.model pretrain.checkpoint pretrain.planning pretrain.objectives "
+        "pretrain.training"
     ),
-    "pretrain.run.continuation": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.training"
-    ),
-    "pretrain.objectives": "pretrain.config pretrain.batches pretrain.model pretrain.checkpoint pretrain.planning.work",
-    "finetune.tasks.datasets": "pretrain.common pretrain.config pretrain.corpus",
-    "pretrain.run.launch": (
-        "pretrain.common pretrain.storage pretrain.config cluster.workers pretrain.tracking pretrain.run.preflight"
-    ),
-    "finetune.metrics": "finetune.tasks.datasets",
-    "finetune.tasks": "pretrain.common finetune.tasks.datasets finetune.metrics",
-    "finetune.training.config": "pretrain.common pretrain.config finetune.tasks",
-    "cluster.jobs": (
-        "pretrain.common pretrain.config cluster.workers cluster.workers.local pretrain.tracking pretrain.common.commands "
-        "finetune.training.config"
-    ),
-    "cluster.manifests": "pretrain.common pretrain.config cluster.workers pretrain.common.commands finetune.training.config",
-    "pretrain.reporting": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint cluster.jobs"
-    ),
-    "pretrain.run.train": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.planning.estimate pretrain.training pretrain.run.continuation pretrain.objectives "
-        "pretrain.reporting"
-    ),
-    "cluster.doctor": (
-        "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.planning.work pretrain.common.commands "
-        "pretrain.training cluster.jobs pretrain.batches"
-    ),
-    "finetune.demo.stages": "pretrain.common pretrain.common.commands pretrain.reporting",
-    "pretrain.__main__": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.run.preflight "
-        "pretrain.planning.estimate pretrain.planning.pace pretrain.planning pretrain.common.commands pretrain.run.launch pretrain.reporting "
-        "pretrain.storage"
-    ),
-    "cluster.__main__": "pretrain.common cluster.workers.local pretrain.common.commands cluster.jobs cluster.manifests cluster.doctor",
-    "finetune.training.model": (
-        "pretrain.common pretrain.config pretrain.batches pretrain.model pretrain.checkpoint finetune.tasks.datasets "
-        "finetune.tasks finetune.training.config"
+    "finetune.tasks": "pretrain.common pretrain.config pretrain.corpus",
+    "finetune.training": (
+        "pretrain.common pretrain.config pretrain.storage pretrain.tracking pretrain.batches pretrain.model "
+        "pretrain.checkpoint pretrain.planning pretrain.training pretrain.run finetune.tasks"
     ),
     "finetune.artifacts": (
-        "pretrain.storage pretrain.common pretrain.config pretrain.model pretrain.checkpoint finetune.tasks.datasets "
-        "finetune.tasks finetune.training.config finetune.training.model"
+        "pretrain.common pretrain.config pretrain.model pretrain.checkpoint finetune.tasks finetune.training"
     ),
-    "finetune": "finetune.artifacts",
-    "finetune.training.train": (
-        "pretrain.storage pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint "
-        "pretrain.training finetune.tasks.datasets finetune.tasks finetune.training.config finetune.training.model finetune.artifacts"
+    "cluster.jobs": "pretrain.common pretrain.config pretrain.tracking cluster.workers finetune.training",
+    "cluster.manifests": "pretrain.common pretrain.config cluster.workers finetune.training",
+    "cluster.doctor": (
+        "pretrain.common pretrain.config cluster.workers pretrain.batches pretrain.model pretrain.planning "
+        "pretrain.training cluster.jobs"
     ),
-    "finetune.training.runs": (
-        "pretrain.storage pretrain.common pretrain.config pretrain.checkpoint pretrain.run.preflight pretrain.planning.estimate "
-        "pretrain.common.commands pretrain.tracking finetune.tasks.datasets pretrain.run.launch finetune.tasks finetune.training.config "
-        "finetune.training.model finetune.artifacts"
+    "cluster": "pretrain.common cluster.workers cluster.jobs cluster.manifests cluster.doctor",
+    "pretrain.reporting": (
+        "pretrain.common pretrain.config pretrain.storage pretrain.tracking pretrain.corpus pretrain.batches "
+        "pretrain.model pretrain.checkpoint pretrain.run"
     ),
+    "pretrain": "pretrain.common pretrain.run cluster.jobs pretrain.reporting",
     "finetune.experiments": (
-        "pretrain.common pretrain.config cluster.workers.trials pretrain.tracking pretrain.model "
-        "pretrain.run.preflight finetune.tasks.datasets finetune.tasks finetune.training.config finetune.artifacts finetune.training.runs"
+        "pretrain.common pretrain.config pretrain.tracking cluster.workers pretrain.model pretrain.run "
+        "finetune.tasks finetune.training finetune.artifacts"
     ),
     "finetune.scores": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint "
-        "pretrain.common.commands pretrain.reporting pretrain.run.preflight finetune.tasks finetune.artifacts finetune.training.config "
-        "finetune.training.runs finetune.experiments"
+        "pretrain.common pretrain.config pretrain.storage pretrain.corpus pretrain.batches pretrain.model "
+        "pretrain.checkpoint pretrain.run finetune.tasks finetune.training pretrain.reporting "
+        "finetune.experiments"
     ),
     "finetune.adaptation": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.run.continuation "
-        "pretrain.planning.pace pretrain.planning pretrain.common.commands pretrain.reporting finetune.artifacts finetune.training.config "
-        "finetune.training.runs"
+        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.planning "
+        "pretrain.run finetune.training pretrain.reporting"
     ),
-    "finetune.demo.data": "pretrain.common pretrain.corpus",
-    "finetune.demo.command": (
-        "pretrain.common pretrain.common.commands pretrain.reporting finetune.demo.stages finetune.artifacts finetune.demo.data"
+    "finetune.demo": "pretrain.common pretrain.corpus finetune.training pretrain.reporting",
+    "finetune": (
+        "pretrain.common pretrain.storage pretrain.run finetune.training finetune.artifacts pretrain "
+        "finetune.experiments finetune.scores finetune.adaptation finetune.demo"
     ),
-    "finetune.__main__": (
-        "pretrain.common pretrain.run.preflight pretrain.common.commands pretrain.run.launch finetune.training.config finetune.demo.stages "
-        "pretrain.__main__ finetune.artifacts finetune.training.runs finetune.experiments finetune.demo.command "
-        "finetune.adaptation finetune.scores"
-    ),
-    "finetune.cli": "pretrain.common pretrain.common.commands",
 }
 
 # Libraries that one place owns: what another place needs of them goes through it.

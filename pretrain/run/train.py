@@ -31,7 +31,7 @@ from pretrain.corpus.stored import fetch_corpus
 from pretrain.model.precision import torch_dtype
 from pretrain.objectives import Objective, make_objective
 from pretrain.planning.estimate import micro_batch_tokens
-from pretrain.reporting.attention.history import AttentionHistory
+from pretrain.run.attention.history import AttentionHistory
 from pretrain.run.continuation import Continuation, Corpora
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import check_settings

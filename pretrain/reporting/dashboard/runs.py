@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,13 +108,18 @@ class Score:
     remark: str = ""
 
 
-def find_folder(name: str, address: str = "", *, plain_http: bool = False) -> Path:
+def no_job(name: str, address: str) -> Path | None:
+    """Finds no job's run folder."""
+    return None
+
+
+def find_folder(name: str, address: str = "", find_job: Callable[[str, str], Path | None] = no_job) -> Path:
     """The folder `name`, or runs/`name`, or the run folder of the job `name` on the cluster that runs on this machine.
 
     Args:
         name: folder, run or job.
         address: URL of a cluster's dashboard; `name` is then a job of that cluster.
-        plain_http: send the token over unencrypted http to other machines too.
+        find_job: as `write_dashboard`.
 
     Raises:
         InputError: there is no such run, or its folder is not accessible from this machine.
@@ -123,9 +128,7 @@ def find_folder(name: str, address: str = "", *, plain_http: bool = False) -> Pa
         folder = find_run(name)
         if folder.is_dir():
             return folder
-    from cluster.jobs.client import run_folder
-
-    folder = run_folder(name, address, plain_http=plain_http)
+    folder = find_job(name, address)
     if folder is None:
         raise InputError(
             f"{name}: not a folder, and runs/{name} is not a folder either. Give a run folder or the name of a run."

@@ -1,7 +1,7 @@
 """A budget of FLOPs as a number of steps: the phases of a config keep their proportions.
 
 What a sequence costs is measured on batches of the prepared corpus, so the lengths of its sequences are its own. The
-FLOPs are those of `pretrain.planning.work.Flops.executed` and `optimizer_flops`: of training alone, without evaluations.
+FLOPs are those of `pretrain.planning.work.Flops.executed` and `optimizer_flops`: of training, without evaluations.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from pretrain.common.files import atomic_open
 from pretrain.config import ModelConfig
 from pretrain.corpus.shards import TokenShards
 from pretrain.model.padded import PaddedEncoder
-from pretrain.reporting.attention.kinds import HeadStatistics, MarkedTokens
+from pretrain.run.attention.kinds import HeadStatistics, MarkedTokens
 
 logger = logging.getLogger(__name__)
 
