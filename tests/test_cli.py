@@ -17,11 +17,12 @@ import yaml
 from corpora import make_corpus
 
 from pretrain.__main__ import main
+from pretrain.common import records
 from pretrain.common.commands import as_stage, exit_code, usual_workers
 from pretrain.common.errors import DivergedError, MachineError, StoppedError
 from pretrain.common.worker import Worker
 from pretrain.config import load_config
-from pretrain.tracking import live, records
+from pretrain.tracking import live
 
 ROOT = Path(__file__).parent.parent
 

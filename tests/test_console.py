@@ -8,13 +8,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
 import pytest
 
-from cluster.__main__ import build_parser as cluster_parser
 from cluster.doctor.verdicts import judge_versions
 from cluster.workers.launch import environment
 from finetune import cli
@@ -23,7 +21,7 @@ from pretrain.__main__ import build_parser as pretrain_parser
 from pretrain.common.commands import EXIT_CODES
 
 ROOT = Path(__file__).parent.parent
-PARSERS = {"pretrain": pretrain_parser, "finetune": finetune_parser, "cluster": cluster_parser}
+PARSERS = {"pretrain": pretrain_parser, "finetune": finetune_parser, "cluster": cli.cluster_parser}
 HEAVY = ("torch", "ray", "transformers", "numpy", "pydantic", "yaml", "rich", "wandb", "deepspeed")
 
 
@@ -110,9 +108,7 @@ def test_a_command_reaches_its_package_whole(monkeypatch: pytest.MonkeyPatch, pa
 def stand_in(monkeypatch: pytest.MonkeyPatch, package: str, code: int) -> list[Any]:
     """Put a command line that returns `code` in the package's place; returns what it is called with."""
     seen: list[Any] = []
-    module = ModuleType(f"{package}.__main__")
-    module.main = lambda argv: seen.append(argv) or code  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, f"{package}.__main__", module)
+    monkeypatch.setitem(cli._MAINS, package, lambda argv: seen.append(argv) or code)
     return seen
 
 

@@ -23,6 +23,7 @@ from finetune.training import saved
 from finetune.training.config import TASKS, FinetuneConfig
 from pretrain import __main__ as command_line
 from pretrain.common.errors import InputError
+from pretrain.common.records import is_training, note_end, read_records
 from pretrain.config import DistillationConfig, ElectraConfig, PairsConfig
 from pretrain.objectives.distillation import Distillation
 from pretrain.objectives.masked import MaskedTokens
@@ -36,7 +37,6 @@ from pretrain.run import loop
 from pretrain.run.progress import Progress, Window
 from pretrain.run.stragglers import RankTimes
 from pretrain.tracking.metrics import TRAINING_METRICS
-from pretrain.tracking.records import is_training, note_end, read_records
 
 HOSTILE = "</script><script>alert(1)</script> | [x](y) \u2028 'q\""
 KEY = "0123456789abcdef0123456789abcdef01234567"

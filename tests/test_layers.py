@@ -12,9 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pretrain", "finetune", "cluster")
 
-# A component is a folder below a package; the files beside those folders are one, with the name of the package. From the
-# bottom up, each with all those that it may import; one that is not above cannot be named, so no circle and no import
-# upward can be written down.
+# A component is a folder below a package; the files beside those folders are one, with the name of the package. From
+# the bottom up, each with all those that it may import; one that is not above cannot be named, so no circle and no
+# import upward can be written down.
 MAY_IMPORT: dict[str, str] = {
     "pretrain.common": "",
     "pretrain.config": "pretrain.common",
@@ -24,12 +24,10 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.corpus": "pretrain.common pretrain.config pretrain.storage cluster.workers",
     "pretrain.batches": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.model": "pretrain.common pretrain.config",
-    "pretrain.checkpoint": (
-        "pretrain.common pretrain.config pretrain.storage pretrain.tracking pretrain.corpus pretrain.model"
-    ),
+    "pretrain.checkpoint": "pretrain.common pretrain.config pretrain.storage pretrain.corpus pretrain.model",
     "pretrain.planning": (
-        "pretrain.common pretrain.config pretrain.storage pretrain.tracking pretrain.corpus pretrain.batches "
-        "pretrain.model pretrain.checkpoint"
+        "pretrain.common pretrain.config pretrain.storage pretrain.corpus pretrain.batches pretrain.model "
+        "pretrain.checkpoint"
     ),
     "pretrain.objectives": "pretrain.config pretrain.batches pretrain.model pretrain.checkpoint pretrain.planning",
     "pretrain.training": "pretrain.common pretrain.config pretrain.model",
@@ -38,6 +36,14 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.batches pretrain.model pretrain.checkpoint pretrain.planning pretrain.objectives "
         "pretrain.training"
     ),
+    "cluster.jobs": "pretrain.common pretrain.config cluster.workers",
+    "cluster.manifests": "pretrain.common pretrain.config cluster.workers",
+    "cluster.doctor": "pretrain.common cluster.workers cluster.jobs",
+    "pretrain.reporting": (
+        "pretrain.common pretrain.config pretrain.storage pretrain.tracking pretrain.corpus pretrain.batches "
+        "pretrain.model pretrain.checkpoint pretrain.run"
+    ),
+    "pretrain": "pretrain.common pretrain.run cluster.jobs pretrain.reporting",
     "finetune.tasks": "pretrain.common pretrain.config pretrain.corpus",
     "finetune.training": (
         "pretrain.common pretrain.config pretrain.storage pretrain.tracking pretrain.batches pretrain.model "
@@ -46,35 +52,24 @@ MAY_IMPORT: dict[str, str] = {
     "finetune.artifacts": (
         "pretrain.common pretrain.config pretrain.model pretrain.checkpoint finetune.tasks finetune.training"
     ),
-    "cluster.jobs": "pretrain.common pretrain.config pretrain.tracking cluster.workers finetune.training",
-    "cluster.manifests": "pretrain.common pretrain.config cluster.workers finetune.training",
-    "cluster.doctor": (
-        "pretrain.common pretrain.config cluster.workers pretrain.batches pretrain.model pretrain.planning "
-        "pretrain.training cluster.jobs"
-    ),
-    "cluster": "pretrain.common cluster.workers cluster.jobs cluster.manifests cluster.doctor",
-    "pretrain.reporting": (
-        "pretrain.common pretrain.config pretrain.storage pretrain.tracking pretrain.corpus pretrain.batches "
-        "pretrain.model pretrain.checkpoint pretrain.run"
-    ),
-    "pretrain": "pretrain.common pretrain.run cluster.jobs pretrain.reporting",
     "finetune.experiments": (
-        "pretrain.common pretrain.config pretrain.tracking cluster.workers pretrain.model pretrain.run "
-        "finetune.tasks finetune.training finetune.artifacts"
+        "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.run finetune.tasks "
+        "finetune.training finetune.artifacts"
     ),
     "finetune.scores": (
         "pretrain.common pretrain.config pretrain.storage pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.run finetune.tasks finetune.training pretrain.reporting "
+        "pretrain.checkpoint pretrain.run pretrain.reporting finetune.tasks finetune.training "
         "finetune.experiments"
     ),
     "finetune.adaptation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.planning "
-        "pretrain.run finetune.training pretrain.reporting"
+        "pretrain.run pretrain.reporting finetune.training"
     ),
-    "finetune.demo": "pretrain.common pretrain.corpus finetune.training pretrain.reporting",
+    "finetune.demo": "pretrain.common pretrain.corpus pretrain.reporting finetune.training",
     "finetune": (
-        "pretrain.common pretrain.storage pretrain.run finetune.training finetune.artifacts pretrain "
-        "finetune.experiments finetune.scores finetune.adaptation finetune.demo"
+        "pretrain.common pretrain.config pretrain.storage pretrain.run cluster.jobs cluster.manifests "
+        "cluster.doctor pretrain finetune.training finetune.artifacts finetune.experiments finetune.scores "
+        "finetune.adaptation finetune.demo"
     ),
 }
 

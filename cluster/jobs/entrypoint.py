@@ -16,8 +16,6 @@ from cluster.workers.target import change_folder
 from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.commands import exit_code
 
-_COMMANDS = {"pretrain": "pretrain", "prepare": "pretrain", "finetune": "finetune"}
-
 
 def main() -> int:
     """Run the job; the exit code is the command line's."""
@@ -33,7 +31,7 @@ def _run(metadata: Mapping[str, str]) -> int:
     if kind != "prepare":
         wait_in_queue(name)
     config["scheduling"]["address"] = os.environ["RAY_ADDRESS"]
-    command = importlib.import_module(f"{_COMMANDS[kind]}.__main__")
+    command = importlib.import_module(metadata["module"])
     # In memory: a job that is killed leaves no file behind.
     with os.fdopen(os.memfd_create(f"{name}.yaml"), "w", encoding="utf-8") as file:
         file.write(json.dumps(config))  # JSON is YAML

@@ -19,11 +19,11 @@ from finetune.training.saved import MODEL, load_saved, read_details, result_line
 from pretrain.common.commands import next_step, program
 from pretrain.common.errors import InputError
 from pretrain.common.files import CONFIG_FILE, MANIFEST
+from pretrain.common.records import read_records
 from pretrain.common.wording import counted
 from pretrain.config import ModelConfig
 from pretrain.run import launch
 from pretrain.storage.runs import fetched_model
-from pretrain.tracking.records import read_records
 
 if TYPE_CHECKING:
     from pretrain.checkpoint.released import Released

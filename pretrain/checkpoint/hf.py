@@ -27,10 +27,10 @@ from pretrain.checkpoint.tokenizer import copy_tokenizer, corpus_of, read_tokeni
 from pretrain.checkpoint.weight_files import WEIGHTS, read_json, save_weights, whole_folder
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
+from pretrain.common.records import read_records
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig, load_config
 from pretrain.corpus.vocabulary import read_vocabulary
-from pretrain.tracking.records import read_records
 
 logger = logging.getLogger(__name__)
 

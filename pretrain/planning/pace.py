@@ -15,12 +15,12 @@ from typing import Any
 from pretrain.common.children import run_program, unwound_when_terminated
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import CONFIG_FILE
+from pretrain.common.records import is_training, read_records
 from pretrain.common.settings import dump, load
 from pretrain.common.worker import torchrun_place
 from pretrain.config import PretrainConfig
 from pretrain.planning.estimate import ASSUMED_MFU, parse_cluster, resolve_precision, teacher_shape, vocabulary_size
 from pretrain.planning.work import Work, phase_work
-from pretrain.tracking.records import is_training, read_records
 
 TRAINING_SHARE = 0.95  # of the time; evaluations and checkpoints take the rest, 2 to 3 % in the demo
 _TIMED_SECONDS = 15  # of training, about

@@ -1,4 +1,4 @@
-"""The commands that prepare a corpus, train on it and export what was trained. Each imports what it needs as it runs."""
+"""The commands that prepare a corpus, train on it and export what was trained. Each imports what it needs when run."""
 
 from __future__ import annotations
 

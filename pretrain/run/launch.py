@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pretrain.common import records
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import disk_errors
@@ -18,7 +19,7 @@ from pretrain.common.worker import STOP_FILE, Flag, Worker, clear_stop, torchrun
 from pretrain.config import R, RunConfig
 from pretrain.run import preflight
 from pretrain.storage.runs import StoredRun
-from pretrain.tracking import live, records
+from pretrain.tracking import live
 
 
 def start_run(

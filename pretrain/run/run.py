@@ -12,6 +12,7 @@ from typing import Any, Generic
 
 from pretrain.checkpoint import store
 from pretrain.common.errors import DivergedError, RunError, StoppedError
+from pretrain.common.records import read_records
 from pretrain.common.worker import Worker
 from pretrain.run.loop import LONG_SECONDS, fit
 from pretrain.run.plan import TrainingPlan
@@ -20,7 +21,6 @@ from pretrain.run.rehearsal import rehearse
 from pretrain.run.session import newest_checkpoint, total_matmul_peak
 from pretrain.run.task import S, TrainingTask
 from pretrain.tracking import starting
-from pretrain.tracking.records import read_records
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 

@@ -28,10 +28,10 @@ from finetune.training.saved import SCORES
 from pretrain.common.children import run_program
 from pretrain.common.commands import local_path, local_text, positive_int, program
 from pretrain.common.errors import InputError, MachineError
+from pretrain.common.records import is_training, read_records
 from pretrain.common.settings import dump
 from pretrain.model.precision import resolve_here
 from pretrain.storage.runs import fetched_model
-from pretrain.tracking.records import is_training, read_records
 from tests.bench import environment
 
 OURS, BASELINE = "ours", "trainer"

@@ -15,10 +15,10 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import find_run
+from pretrain.common.records import METRICS, is_training, read_records
 from pretrain.common.settings import read_values
 from pretrain.reporting.dashboard.panels import panels_for
 from pretrain.reporting.dashboard.subjects import Subject, subject
-from pretrain.tracking.records import METRICS, is_training, read_records
 
 # Files that a fine-tuning writes at its end: its scores, or the reason of its failure.
 SCORES = "scores.json"

@@ -10,9 +10,11 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, disk_errors, open_regular
-from pretrain.tracking.metrics import FORMER_NAMES
 
 METRICS = "metrics.jsonl"
+
+FORMER_NAMES = {"peak_fraction": "mfu"}
+"""Former field names -> today's, so that metrics.jsonl and benchmark results of older versions can be read."""
 
 _TEXT_FIELDS = ("split", "event", "message")
 # Larger values, infinities and NaN break the arithmetic of reports and dashboards.

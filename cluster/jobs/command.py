@@ -1,58 +1,31 @@
-"""The cluster command line: python -m cluster COMMAND. A command imports what it needs, such as Ray, when it runs."""
+"""The commands for a cluster on this machine and for the jobs of any. Each imports what it needs, as Ray, when run."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.manifests.command import add_to as add_manifest
-from pretrain.common.commands import (
-    add_address,
-    add_command,
-    exit_code,
-    local_path,
-    make_parser,
-    positive_int,
-    program,
-    run_command,
-)
+from pretrain.common.commands import add_address, add_command, local_path, positive_int, program
 from pretrain.common.errors import printable
 from pretrain.common.wording import counted
 
 if TYPE_CHECKING:
     from cluster.jobs.client import Jobs
+    from cluster.jobs.submission import Kind
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: run_command(build_parser(), given))
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of every command, for the command line and the command reference."""
-    return make_parser(
-        "Check a machine or a cluster, submit jobs, or start a cluster on this machine.",
-        (_add_submit, _add_list, _add_job_commands, _add_logs, _add_up, _add_down, add_manifest, _add_doctor),
-    )
+def add_to(commands: Any, kinds: Callable[[], Mapping[str, Kind]]) -> None:
+    """Add the commands to the subcommands of a parser; `kinds` tells what `submit` runs, by name."""
+    _add_submit(commands, kinds)
+    for add in (_add_list, _add_job_commands, _add_logs, _add_up, _add_down):
+        add(commands)
 
 
 # ---------------------------------------------------------------- what the commands do
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from cluster import doctor
-
-    return doctor.main(
-        cluster=arguments.cluster or bool(arguments.address),
-        address=arguments.address,
-        folder=arguments.dir,
-        as_json=arguments.json,
-        plain_http=arguments.allow_plain_http,
-    )
 
 
 def _up(arguments: argparse.Namespace) -> None:
@@ -78,10 +51,10 @@ def _down(arguments: argparse.Namespace) -> None:
     print(f"stopped {counted(len(cluster.nodes), 'node')}" if cluster else "no cluster is running on this machine")
 
 
-def _submit(arguments: argparse.Namespace) -> int:
+def _submit(kinds: Callable[[], Mapping[str, Kind]], arguments: argparse.Namespace) -> int:
     from cluster.jobs.submission import read_job
 
-    job = read_job(arguments.run, folder=arguments.dir or Path.cwd(), workers=arguments.workers)
+    job = read_job(arguments.run, kinds(), folder=arguments.dir or Path.cwd(), workers=arguments.workers)
     cluster = _jobs(arguments)
     if cluster.is_open():
         print(
@@ -178,11 +151,11 @@ def _follow(cluster: Jobs, name: str) -> int:
 # ---------------------------------------------------------------- their parsers
 
 
-def _add_submit(commands: Any) -> None:
+def _add_submit(commands: Any, kinds: Callable[[], Mapping[str, Kind]]) -> None:
     parser = add_command(
         commands,
         "submit",
-        _submit,
+        functools.partial(_submit, kinds),
         "run a config as a job on a cluster, or resume its run there",
         """
   ./launch.sh submit -- pretrain configs/pretrain/bert-mini.yaml
@@ -265,35 +238,9 @@ def _add_down(commands: Any) -> None:
     add_command(commands, "down", _down, "stop the cluster that `up` started", "\n  ./launch.sh down")
 
 
-def _add_doctor(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "doctor",
-        _doctor,
-        "check this machine or a cluster, and say how to fix what is missing",
-        """
-  ./launch.sh doctor
-  ./launch.sh doctor --cluster
-  ./launch.sh doctor --address http://127.0.0.1:8265 --dir /mnt/shared/bert""",
-    )
-    add_address(parser, "check the cluster with this dashboard URL")
-    parser.add_argument("--cluster", action="store_true", help="check the cluster that `up` started here")
-    parser.add_argument(
-        "--dir",
-        type=local_path,
-        metavar="FOLDER",
-        help="folder that all machines of the cluster should share (default: the current directory)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-
-
 def _add_address(parser: argparse.ArgumentParser) -> None:
     add_address(parser, "dashboard URL of the cluster (default: the cluster that `up` started here)")
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", metavar="JOB", help="name of the run")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
