@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.adaptation import options
 from finetune.demo import stages as pretraining_demo
 from finetune.scores import options as scores_options
+from finetune.workflows.adaptation import options
 from pretrain.common.addresses import hub_hint, local
 from pretrain.common.commands import (
     add_command,
@@ -30,7 +30,7 @@ from pretrain.common.commands import (
 )
 from pretrain.common.errors import InputError
 from pretrain.common.worker import torchrun_place
-from pretrain.storage.arguments import run_path, store_target
+from pretrain.run.arguments import run_path, store_target
 
 if TYPE_CHECKING:
     from finetune.training.config import FinetuneConfig

@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pretrain.common.commands import EXIT_CODES, exit_code, make_parser, program, run_command
 from pretrain.common.files import find_run
@@ -18,7 +18,6 @@ from pretrain.common.kinds import did_you_mean
 
 if TYPE_CHECKING:
     from cluster.jobs.submission import Kind
-    from pretrain.config import RunConfig
 
 # launch.sh prints this file too, before there is a Python to run.
 COMMANDS_FILE = Path(__file__).with_name("commands.txt")
@@ -109,6 +108,11 @@ def cluster_parser() -> argparse.ArgumentParser:
     from cluster.jobs import command as jobs
     from cluster.manifests import command as manifests
 
+    def config_type(path: Path) -> type[Any]:
+        from finetune.training.config import config_type
+
+        return config_type(path)
+
     return make_parser(
         "Check a machine or a cluster, submit jobs, or start a cluster on this machine.",
         (
@@ -122,23 +126,10 @@ def cluster_parser() -> argparse.ArgumentParser:
 def job_kinds() -> Mapping[str, Kind]:
     """What `submit` runs, by name."""
     from cluster.jobs.submission import Kind
-    from finetune.training.config import load_config as load_finetuning
-    from pretrain.config import load_config
+    from finetune.training.config import load_config
+    from pretrain.__main__ import job_kinds
 
-    return {
-        "pretrain": Kind(load_config, "pretrain.__main__"),
-        "finetune": Kind(load_finetuning, "finetune.__main__"),
-        "prepare": Kind(load_config, "pretrain.__main__", trains=False),
-    }
-
-
-def config_type(path: Path) -> type[RunConfig]:
-    """That of a config: of a fine-tuning if it has the section of a task, else of a pretraining."""
-    from finetune.training.config import TASKS, FinetuneConfig
-    from pretrain.common.settings import names
-    from pretrain.config import PretrainConfig
-
-    return FinetuneConfig if names(path) & set(TASKS) else PretrainConfig
+    return {**job_kinds(), "finetune": Kind(load_config, "finetune.__main__")}
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from finetune.__main__ import build_parser
-from finetune.adaptation import settings
-from finetune.adaptation.command import _check, _finetuning, _folder, _Stages, run
-from finetune.adaptation.texts import held_out_share, sources_of
 from finetune.training.config import load_config as load_finetuning
+from finetune.workflows.adaptation import settings
+from finetune.workflows.adaptation.command import _check, _finetuning, _folder, _Stages, run
+from finetune.workflows.adaptation.texts import held_out_share, sources_of
 from pretrain.__main__ import main as pretrain_main
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError

@@ -26,8 +26,7 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.model": "pretrain.common pretrain.config",
     "pretrain.checkpoint": "pretrain.common pretrain.config pretrain.storage pretrain.corpus pretrain.model",
     "pretrain.planning": (
-        "pretrain.common pretrain.config pretrain.storage pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint"
+        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint"
     ),
     "pretrain.objectives": "pretrain.config pretrain.batches pretrain.model pretrain.checkpoint pretrain.planning",
     "pretrain.training": "pretrain.common pretrain.config pretrain.model",
@@ -40,36 +39,31 @@ MAY_IMPORT: dict[str, str] = {
     "cluster.manifests": "pretrain.common pretrain.config cluster.workers",
     "cluster.doctor": "pretrain.common cluster.workers cluster.jobs",
     "pretrain.reporting": (
-        "pretrain.common pretrain.config pretrain.storage pretrain.tracking pretrain.corpus pretrain.batches "
-        "pretrain.model pretrain.checkpoint pretrain.run"
+        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
+        "pretrain.checkpoint pretrain.run"
     ),
     "pretrain": "pretrain.common pretrain.run cluster.jobs pretrain.reporting",
-    "finetune.tasks": "pretrain.common pretrain.config pretrain.corpus",
+    "finetune.tasks": "pretrain.common pretrain.corpus",
     "finetune.training": (
-        "pretrain.common pretrain.config pretrain.storage pretrain.tracking pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.planning pretrain.training pretrain.run finetune.tasks"
+        "pretrain.common pretrain.config pretrain.storage pretrain.batches pretrain.model pretrain.checkpoint "
+        "pretrain.training pretrain.run finetune.tasks"
     ),
-    "finetune.artifacts": (
-        "pretrain.common pretrain.config pretrain.model pretrain.checkpoint finetune.tasks finetune.training"
-    ),
+    "finetune.artifacts": "pretrain.common pretrain.model pretrain.checkpoint finetune.tasks finetune.training",
     "finetune.experiments": (
         "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.run finetune.tasks "
         "finetune.training finetune.artifacts"
     ),
     "finetune.scores": (
-        "pretrain.common pretrain.config pretrain.storage pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.run pretrain.reporting finetune.tasks finetune.training "
-        "finetune.experiments"
+        "pretrain.common pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint pretrain.run "
+        "pretrain.reporting finetune.training finetune.experiments"
     ),
-    "finetune.adaptation": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.planning "
-        "pretrain.run pretrain.reporting finetune.training"
+    "finetune.workflows": (
+        "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.planning "
+        "pretrain.reporting finetune.training"
     ),
-    "finetune.demo": "pretrain.common pretrain.corpus pretrain.reporting finetune.training",
     "finetune": (
-        "pretrain.common pretrain.config pretrain.storage pretrain.run cluster.jobs cluster.manifests "
-        "cluster.doctor pretrain finetune.training finetune.artifacts finetune.experiments finetune.scores "
-        "finetune.adaptation finetune.demo"
+        "pretrain.common pretrain.run cluster.jobs cluster.manifests cluster.doctor pretrain finetune.training "
+        "finetune.artifacts finetune.experiments finetune.scores finetune.workflows"
     ),
 }
 

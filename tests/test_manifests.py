@@ -31,7 +31,8 @@ from cluster.manifests import kuberay as kuberay_manifest
 from cluster.manifests.base import RUN_COMMANDS, ManifestJob, ManifestSettings
 from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
-from finetune.cli import config_type, main
+from finetune.cli import main
+from finetune.training.config import config_type
 from finetune.training.config import load_config as load_finetuning
 from pretrain.common.errors import InputError
 from pretrain.config import load_config

@@ -97,11 +97,10 @@ def write_onnx(model: PaddedModel, path: Path) -> float:
 def _add_onnx(folder: Path, aside: Path) -> str:
     """Add `ONNX` to `aside`, and a section about it to the card; returns a description for the terminal."""
     from finetune.artifacts.padded import PaddedModel
-    from finetune.tasks.registry import make_task
     from pretrain.checkpoint.released import read_released
 
     saved = load_saved(folder)
-    model = PaddedModel(read_released(folder), make_task(saved.config.task_settings, saved.state).head).eval()
+    model = PaddedModel(read_released(folder), saved.config.make_task(saved.state).head).eval()
     description = f"opset {OPSET}, logits within {write_onnx(model, aside / ONNX):.0e} of torch's"
     inputs, outputs = (", ".join(f"`{name}`" for name in names) for names in (model.inputs, model.outputs))
     card = (folder / _README).read_text(encoding="utf-8").partition(_HEADING)[0]

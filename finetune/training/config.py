@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from pretrain.config import (
     EngineConfig,
     OptimizerConfig,
     PhaseConfig,
+    PretrainConfig,
     RunConfig,
     SpikeConfig,
     keep_precision,
@@ -249,6 +250,10 @@ class FinetuneConfig(_WithTask):
         """The task's section."""
         return getattr(self, self.task_name)
 
+    def make_task(self, state: Mapping[str, Any] | None = None) -> registry.Task[Any]:
+        """The task that the config describes; `state` is what a trained model kept of it."""
+        return registry.make_task(self.task_settings, state)
+
     def repeated_sets(self) -> list[tuple[str, str]]:
         """(set, earlier set) for each of dev and test with the same file, or split of a data set, as an earlier one."""
         section = self.task_settings
@@ -305,6 +310,11 @@ class FinetuneConfig(_WithTask):
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> FinetuneConfig:
     """The fine-tuning described by the YAML file `path` with `key.path=value` overrides."""
     return settings.load(path, FinetuneConfig, overrides)
+
+
+def config_type(path: Path | str) -> type[RunConfig]:
+    """That of a config: of a fine-tuning if it has the section of a task, else of a pretraining."""
+    return FinetuneConfig if settings.names(path) & set(TASKS) else PretrainConfig
 
 
 def run_name(text: str) -> str:

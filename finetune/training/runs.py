@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.tasks.base import Task, data_digest
 from finetune.tasks.datasets.text import TextEncoder
-from finetune.tasks.registry import make_task
 from finetune.training.card import repeated_remark
 from finetune.training.config import FinetuneConfig, changed_for_resume, load_config
 from finetune.training.model.start import is_short, start_table
@@ -135,7 +134,7 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Fine
     """
     if not config.start_from:
         raise InputError("--from: missing. Give the folder of the initial checkpoint, or set start_from in the config.")
-    task = make_task(config.task_settings)
+    task = config.make_task()
     examples = task.read_train()
     held_out = task.read_held_out()
     if test_sets:
@@ -201,7 +200,7 @@ def check_fit(config: FinetuneConfig, model: ModelConfig) -> None:
 def digest(config: FinetuneConfig, *, test_sets: bool = True) -> str:
     """`data_digest` of the data files as they are now; with `test_sets`, labelled test sets are included."""
     _, encoder = _read_start(config)
-    task = make_task(config.task_settings)
+    task = config.make_task()
     training = task.windows(task.read_train(), encoder, training=True)
     scored = task.read_held_out()
     tests = task.read_test() if test_sets else {}
@@ -226,7 +225,7 @@ def _read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
 def describe(config: FinetuneConfig, plan: FinetunePlan, *, show_config: bool = False) -> str:
     """The dry run: the data, the precision and the checkpoint; with `show_config` also the resolved config."""
     from pretrain.common.settings import dump
-    from pretrain.planning.estimate import resolve_precision
+    from pretrain.model.precision import resolve_precision
 
     config, why = resolve_precision(config)
     precision = f"precision {config.engine.precision}: {why}"
@@ -284,7 +283,7 @@ def describe_checkpoint(config: FinetuneConfig, plan: FinetunePlan) -> str:
 def summary(config: FinetuneConfig) -> str:
     """The scores, where the model is, and what to do next."""
     saved, details = load_saved(config.folder), read_details(config.folder)
-    task = make_task(config.task_settings, saved.state)
+    task = config.make_task(saved.state)
     lines = [
         line
         for name, scores in saved.scores.items()
@@ -330,5 +329,5 @@ def next_command(config: FinetuneConfig) -> str:
 
 
 def _prediction(config: FinetuneConfig) -> str:
-    given = " ".join(f"--{name} ..." for name in make_task(config.task_settings).input_fields)
+    given = " ".join(f"--{name} ..." for name in config.make_task().input_fields)
     return f"predict {shlex.quote(str(config.address or config.folder))} {given}"

@@ -9,7 +9,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from finetune.tasks.base import Task, Windows, data_digest
 from finetune.tasks.datasets.text import TextEncoder
-from finetune.tasks.registry import make_task
 from finetune.training.config import FinetuneConfig, changed_for_resume
 from finetune.training.model.batches import Batches, LabelledBatch, LabelledStep
 from finetune.training.model.inference import inference_model, predict_logits
@@ -42,7 +41,6 @@ from pretrain.run.progress import check_settings, read_state
 from pretrain.run.run import Training, run
 from pretrain.run.session import check_same_data, started
 from pretrain.storage.runs import fetched_model
-from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
@@ -56,7 +54,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     """
     config = FinetuneConfig.model_validate(payload["config"])
     with started(config, worker, resume=payload["resume"]) as (config, device, watchdog):
-        task = make_task(config.task_settings)
+        task = config.make_task()
         examples = task.read_train()
         released = read_released(fetched_model(config.start_from))
         if worker.world_size > 1:
@@ -89,7 +87,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             identity={"data": job.digest, "held_out": held_out},
             check=lambda state, checkpoint: _check_state(state, checkpoint, config, job),
             finish=lambda tracker: _finish(
-                config, job, released, engine, tracker, test_sets=payload.get("test_sets", True)
+                config, job, released, engine, tracker.log_artifact, test_sets=payload.get("test_sets", True)
             ),
         )
         run(training, engine, worker, payload)
@@ -346,7 +344,7 @@ def _finish(
     job: Finetuning,
     released: Released,
     engine: Engine,
-    tracker: Tracker,
+    log_artifact: Callable[[Path], None],
     *,
     test_sets: bool,
 ) -> None:
@@ -388,6 +386,6 @@ def _finish(
             training_examples=job.training_examples,
             data=job.data_digest(tests),
         )
-        tracker.log_artifact(config.folder / MODEL)
+        log_artifact(config.folder / MODEL)
         shutil.rmtree(checkpoints)
     engine.barrier()

@@ -17,14 +17,13 @@ from typing import Any, Literal
 from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
 from pretrain.common.wording import counted
-from pretrain.config import ModelConfig, Precision, PretrainConfig, R, with_precision
+from pretrain.config import ModelConfig, Precision, PretrainConfig
 from pretrain.corpus.stored import prepared_manifest
 from pretrain.model import cost
 from pretrain.model.parameters import total
-from pretrain.model.precision import allow_tf32, matmul_peak, resolve_here, unsupported
+from pretrain.model.precision import allow_tf32, matmul_peak, resolve_precision, unsupported
 from pretrain.planning.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
 from pretrain.planning.work import ASSUMED_FILL, Flops, Work, models, optimizer_flops, phase_work
-from pretrain.storage.runs import fetched_model
 
 Device = Literal["cpu", "cuda"]
 
@@ -110,7 +109,7 @@ def teacher_shape(config: PretrainConfig) -> ModelConfig | None:
     from pretrain.checkpoint.released import read_shape
 
     try:
-        return read_shape(fetched_model(config.distillation.teacher))
+        return read_shape(config.distillation.teacher)
     except InputError:  # the run can be estimated before its teacher is trained
         return None
 
@@ -315,17 +314,6 @@ def parse_cluster(text: str, config: PretrainConfig, where: str = "") -> Cluster
     if why := unsupported(config.engine, gpu.capability):
         raise InputError(f"{where}: {why}; {name} has {gpu.capability[0]}.{gpu.capability[1]}.")
     return Cluster(f"{count} x {name}", count, "cuda", count * gpu.peak_flops, gpu, name)
-
-
-def resolve_precision(config: R, on: str = "") -> tuple[R, str]:
-    """(config with its precision chosen for the cluster `on`, or for this machine; the reason)."""
-    address = config.scheduling.address
-    if config.engine.precision != "auto" or not (address or on) or on == "here":
-        return resolve_here(config)
-    if not on:
-        return with_precision(config, "bf16"), f"assumed; the nodes of {address} decide when the run starts"
-    choice: Precision = "fp16" if on.upper().endswith("V100") else "bf16"
-    return with_precision(config, choice), f"supported by {on}"
 
 
 def _measure_peak(precision: Precision) -> tuple[Device, float]:

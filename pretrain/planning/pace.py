@@ -19,7 +19,8 @@ from pretrain.common.records import is_training, read_records
 from pretrain.common.settings import dump, load
 from pretrain.common.worker import torchrun_place
 from pretrain.config import PretrainConfig
-from pretrain.planning.estimate import ASSUMED_MFU, parse_cluster, resolve_precision, teacher_shape, vocabulary_size
+from pretrain.model.precision import resolve_precision
+from pretrain.planning.estimate import ASSUMED_MFU, parse_cluster, teacher_shape, vocabulary_size
 from pretrain.planning.work import Work, phase_work
 
 TRAINING_SHARE = 0.95  # of the time; evaluations and checkpoints take the rest, 2 to 3 % in the demo

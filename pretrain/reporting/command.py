@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.commands import add_address, add_command, local_path, local_text
-from pretrain.storage.arguments import run_path
+from pretrain.run.arguments import run_path
 
 FindJob = Callable[..., "Path | None"]  # as `cluster.jobs.client.run_folder`
 

@@ -8,6 +8,8 @@ import functools
 import json
 import shlex
 import textwrap
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.common.commands import (
@@ -23,7 +25,7 @@ from pretrain.common.commands import (
     target_path,
 )
 from pretrain.common.errors import InputError
-from pretrain.storage.arguments import run_path, store_target
+from pretrain.run.arguments import run_path, store_target
 
 if TYPE_CHECKING:
     from pretrain.config import PretrainConfig
@@ -33,6 +35,13 @@ def add_to(commands: Any) -> None:
     """Add `prepare`, `pretrain` and `export` to the subcommands of a parser."""
     for add in (_add_prepare, _add_pretrain, _add_export):
         add(commands)
+
+
+def load(path: Path, overrides: Sequence[str]) -> PretrainConfig:
+    """The config of a run that is to start on another machine."""
+    from pretrain.config import load_config
+
+    return load_config(path, overrides)
 
 
 # ---------------------------------------------------------------- what the commands do

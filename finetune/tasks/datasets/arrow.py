@@ -27,18 +27,15 @@ def read_dataset(
 
     Class numbers become names. `where` is the section of the config, for errors.
     """
-    from pretrain.config import SourceConfig
     from pretrain.corpus.sources.huggingface import hub_dataset, saved_dataset
 
     wanted = Wanted(columns, optional)
-    source = SourceConfig(kind="huggingface", dataset=name, subset=subset, split=split, revision=revision)
     label = f"{name}[{split}]"
     folder = Path(name).expanduser()
     if folder.is_dir():
         if split != "train" and not (folder / "dataset_dict.json").exists():
             raise InputError(f"{name}: has no splits, so no {split!r}. Give a folder written by a DatasetDict.")
-        source = source.model_copy(update={"dataset": str(folder)})
-        dataset = saved_dataset(source)
+        dataset = saved_dataset(str(folder), split)
         names = dataset.column_names
         present = list(wanted.among(names, label).values())
         values = dataset.with_format(None).select_columns(present)[:]
@@ -48,7 +45,7 @@ def read_dataset(
                 f"{where}.revision: empty, and {name} is not a folder. A hub data set changes over time; give the "
                 f"commit to read, as shown on https://huggingface.co/datasets/{name}/commits/main"
             )
-        dataset = hub_dataset(source, where)
+        dataset = hub_dataset(where, name, subset, split, revision)
         rows = list(dataset)
         names = list(rows[0] if rows else dict.fromkeys(columns))
         present = wanted.among(names, label).values()

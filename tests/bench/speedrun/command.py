@@ -23,7 +23,6 @@ from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import stop_signals
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.run.preflight import ENVIRONMENT_FILE, with_resolved_precision
-from pretrain.storage.runs import fetched_model
 from tests.bench.speedrun import results, trial
 from tests.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_budget
 from tests.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, drawn_novels, novels_of, text_files
@@ -246,7 +245,7 @@ def _teacher(config: PretrainConfig) -> ModelConfig | None:
         return None
     from pretrain.checkpoint.released import read_shape
 
-    return read_shape(fetched_model(config.distillation.teacher))
+    return read_shape(config.distillation.teacher)
 
 
 def _curve(records: Sequence[dict[str, Any]], plan: Plan) -> tuple[tuple[float, float], ...]:

@@ -24,7 +24,7 @@ EXAMPLES = """
   ./launch.sh demo --minutes 20 --fresh
   ./launch.sh demo --set phases.0.steps=500 --run-dir runs/short-demo"""
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 STAGES = 4
 
 RunCommand = Callable[[Sequence[str]], int]  # a command line: words -> exit code

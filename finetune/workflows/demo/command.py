@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.demo import stages as pretraining
-from finetune.demo.data import write_sets
-from finetune.demo.stages import RunCommand
 from finetune.training.saved import MODEL, SCORES
+from finetune.workflows.demo.data import write_sets
+from finetune.workflows.demo.stages import RunCommand
 from pretrain.common.commands import as_stage
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.reporting.report import FINETUNED

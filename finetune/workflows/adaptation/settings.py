@@ -102,12 +102,8 @@ def write_config(path: Path, config: PretrainConfig, *, begun: bool) -> None:
 
 def sequences_of(config: PretrainConfig) -> int:
     """Sequences of a step: no more than the prepared text has, replayed text included."""
-    from pretrain.batches.sampler import phase_sampler
-    from pretrain.run.continuation import Corpora
-
     # Counted as training does: the number of tokens does not tell, since a document of 1.4 sequences gives two.
-    sampler = phase_sampler(Corpora.open(config).training, config, 0, seed=config.seed)
-    return min(_SEQUENCES, sampler.samples_per_epoch)
+    return min(_SEQUENCES, int(measured_phases(config)[0].samples_per_epoch))
 
 
 def steps_of(config: PretrainConfig, arguments: argparse.Namespace) -> int:

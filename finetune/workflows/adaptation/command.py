@@ -17,7 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.adaptation.settings import (
+from finetune.training import runs
+from finetune.training.config import load_config as load_finetuning
+from finetune.training.config import run_name
+from finetune.training.saved import MODEL, SCORES
+from finetune.workflows.adaptation.settings import (
     CONFIG_FILE,
     config_of,
     corpus_values,
@@ -26,11 +30,7 @@ from finetune.adaptation.settings import (
     steps_of,
     write_config,
 )
-from finetune.adaptation.texts import held_out_share, sources_of
-from finetune.training import runs
-from finetune.training.config import load_config as load_finetuning
-from finetune.training.config import run_name
-from finetune.training.saved import MODEL, SCORES
+from finetune.workflows.adaptation.texts import held_out_share, sources_of
 from pretrain.common import settings
 from pretrain.common.addresses import hub_hint
 from pretrain.common.commands import as_stage, program
