@@ -21,10 +21,11 @@ from pretrain.__main__ import main as pretrain_main
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_manifest
+from pretrain.common.run_files import COMPARED
 from pretrain.config import ModelConfig, load_config
 from pretrain.planning import pace
 from pretrain.planning.text import PhaseText
-from pretrain.reporting.gains import COMPARED, gain_lines, gains
+from pretrain.reporting.gains import gain_lines, gains
 from pretrain.run.continuation import Corpora
 from tests.test_start import JARGON, make_pretrained, write_text
 from tests.tiny_checkpoints import WORDS, write_reviews

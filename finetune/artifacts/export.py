@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.training.folders import MODEL, model_folder
-from finetune.training.saved import SCORES, load_saved
+from finetune.training.saved import load_saved
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import verify_manifest
+from pretrain.common.run_files import SCORES
 
 if TYPE_CHECKING:
     import torch

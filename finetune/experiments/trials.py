@@ -17,17 +17,16 @@ from finetune.experiments.outcomes import Outcome, Trial, failure
 from finetune.experiments.trials_view import TrialLine, TrialsView
 from finetune.training import runs
 from finetune.training.config import FinetuneConfig, changed_for_resume
-from finetune.training.saved import MODEL, SCORES
+from finetune.training.saved import MODEL
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
+from pretrain.common.run_files import FAILED, SCORES
 from pretrain.config import Precision, with_precision
 from pretrain.model.precision import choose_here
 from pretrain.run import preflight
 
 if TYPE_CHECKING:
     from cluster.workers.trials.request import TrialEvent, TrialRequest
-
-FAILED = "failed.json"  # of a run that diverged
 
 
 @dataclass(frozen=True)

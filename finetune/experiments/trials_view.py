@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.experiments.outcomes import Outcome
-from pretrain.common.records import METRICS, is_training, parse_record
+from pretrain.common.records import is_training, parse_record
+from pretrain.common.run_files import METRICS
 from pretrain.common.wording import clock
 
 if TYPE_CHECKING:

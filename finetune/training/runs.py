@@ -17,8 +17,9 @@ from finetune.training.model.start import is_short, start_table
 from finetune.training.saved import MODEL, load_saved, read_details, result_lines
 from pretrain.common.commands import next_step, program
 from pretrain.common.errors import InputError
-from pretrain.common.files import CONFIG_FILE, MANIFEST
+from pretrain.common.files import MANIFEST
 from pretrain.common.records import read_records
+from pretrain.common.run_files import CONFIG_FILE
 from pretrain.common.wording import counted
 from pretrain.config import ModelConfig
 from pretrain.run import launch

@@ -20,6 +20,7 @@ from finetune.training.folders import MODEL, SETTINGS, model_folder
 from finetune.training.rows import write_rows
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, expect_other, is_stream, write_json
+from pretrain.common.run_files import SCORES
 from pretrain.common.wording import shown_scores
 from pretrain.storage.runs import fetched_model
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from pretrain.checkpoint.released import Released
 
-SCORES = "scores.json"
 PREDICTIONS = "predictions"
 FORMAT = 1
 

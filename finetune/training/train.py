@@ -45,6 +45,8 @@ from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
 
+LAUNCHING = (TaskModel.__module__, f"{__name__}.loss", f"{__name__}.totals")  # only launch kernels on a GPU
+
 
 def main(payload: dict[str, Any], worker: Worker) -> None:
     """Train `payload["config"]` (a dumped FinetuneConfig), from the newest checkpoint with `payload["resume"]`.
@@ -53,7 +55,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     Leaves the best model, its scores and predictions in the run folder, or raises one of `pretrain.common.errors`.
     """
     config = FinetuneConfig.model_validate(payload["config"])
-    with started(config, worker, resume=payload["resume"]) as (config, device, watchdog):
+    with started(config, worker, resume=payload["resume"], launching=LAUNCHING) as (config, device, watchdog):
         task = config.make_task()
         examples = task.read_train()
         released = read_released(fetched_model(config.start_from))

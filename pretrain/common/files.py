@@ -28,8 +28,6 @@ from pretrain.common.errors import InputError, MachineError
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-CONFIG_FILE = "config.yaml"  # how a run was started: its settings, and the environment
-ENVIRONMENT_FILE = "environment.json"
 CHECKPOINT_NAME = re.compile(r"step-(\d{8})")
 _OWN_HASH = "manifest_sha256"
 # One slash is enough: pathlib reduces two slashes to one.

@@ -10,8 +10,7 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, disk_errors, open_regular
-
-METRICS = "metrics.jsonl"
+from pretrain.common.run_files import METRICS
 
 FORMER_NAMES = {"peak_fraction": "mfu"}
 """Former field names -> today's, so that metrics.jsonl and benchmark results of older versions can be read."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from pretrain.common.children import run_program, unwound_when_terminated
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import CONFIG_FILE
 from pretrain.common.records import is_training, read_records
+from pretrain.common.run_files import CONFIG_FILE
 from pretrain.common.settings import dump, load
 from pretrain.common.worker import torchrun_place
 from pretrain.config import PretrainConfig

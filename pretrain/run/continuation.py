@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pretrain.batches.replay import with_replay
 from pretrain.batches.sampler import SAMPLER
-from pretrain.checkpoint.start import START_FILE, read_start
+from pretrain.checkpoint.start import read_start
 from pretrain.common.addresses import local
 from pretrain.common.files import write_json
+from pretrain.common.run_files import START_FILE
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.vocabulary import tokenizer_digest

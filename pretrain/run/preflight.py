@@ -18,8 +18,6 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import (
-    CONFIG_FILE,
-    ENVIRONMENT_FILE,
     MANIFEST,
     atomic_open,
     checkpoint_names,
@@ -28,6 +26,7 @@ from pretrain.common.files import (
     verify_manifest,
     write_json,
 )
+from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE
 from pretrain.common.settings import dump, load
 from pretrain.config import PretrainConfig, R, RunConfig, VocabularyConfig, keep_precision
 

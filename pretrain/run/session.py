@@ -46,12 +46,19 @@ _OF_A_MACHINE = (
     *(f"scheduling.{name}" for name in SchedulingConfig.model_fields if name not in _WATCHED),
 )
 
+# Modules and functions of every run that only launch kernels on a GPU.
+LAUNCHING = ("pretrain.run.loop.launch_step", "pretrain.run.passes")
+
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def started(config: R, worker: Worker, *, resume: bool) -> Iterator[tuple[R, torch.device, Watchdog]]:
+def started(
+    config: R, worker: Worker, *, resume: bool, launching: Sequence[str]
+) -> Iterator[tuple[R, torch.device, Watchdog]]:
     """A worker ready to train, or to `resume`: logging, process group, watchdog, device and seed.
+
+    `launching` are the task's modules and functions that only launch kernels, for the watchdog.
 
     Yields:
         (the config with its precision resolved, this worker's device, the watchdog, to which the engine must report its
@@ -64,7 +71,7 @@ def started(config: R, worker: Worker, *, resume: bool) -> Iterator[tuple[R, tor
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
     if worker.rank == 0 and worker.world_size > 1:
         starting.write_phase(config.folder, starting.CONNECT)
-    with process_group(worker), watched(config, worker) as watchdog:
+    with process_group(worker), watched(config, worker, launching) as watchdog:
         if worker.world_size > 1:
             dist.distributed_c10d._set_pg_timeout(collective_timeout(config))
         _check_same_config(config, resume)
@@ -315,7 +322,7 @@ def newest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | Non
 
 
 @contextlib.contextmanager
-def watched(config: RunConfig, worker: Worker) -> Iterator[Watchdog]:
+def watched(config: RunConfig, worker: Worker, launching: Sequence[str]) -> Iterator[Watchdog]:
     """End this process when a rank hangs, so that the run is restarted. The rest of the start is watched too."""
     with Watchdog(
         worker.rank,
@@ -325,6 +332,7 @@ def watched(config: RunConfig, worker: Worker) -> Iterator[Watchdog]:
         stall_seconds=config.scheduling.data_stall_seconds,
         compiles=config.engine.compiled,
         on_gpu=torch.cuda.is_available(),
+        launching=(*LAUNCHING, *launching),
     ) as watchdog:
         yield watchdog
 

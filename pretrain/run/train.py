@@ -43,6 +43,7 @@ from pretrain.training.fresh_state import FreshState
 from pretrain.training.optim import learning_rate, make_optimizer
 from pretrain.training.rates import rated_groups
 
+LAUNCHING = (make_objective.__module__,)  # only launches kernels on a GPU
 _FETCH_SECONDS = 86400.0  # the most that fetching a corpus to this machine may take
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     Returns when all steps are done; otherwise raises one of `pretrain.common.errors`.
     """
     config = PretrainConfig.model_validate(payload["config"])
-    with started(config, worker, resume=payload["resume"]) as (config, device, watchdog):
+    with started(config, worker, resume=payload["resume"], launching=LAUNCHING) as (config, device, watchdog):
         with watchdog.allow(_FETCH_SECONDS) if is_remote(config.corpus.dir) else contextlib.nullcontext():
             fetch_corpus(config.corpus)
         corpora = Corpora.open(config)

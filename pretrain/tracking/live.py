@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.records import METRICS, parse_record
+from pretrain.common.records import parse_record
+from pretrain.common.run_files import METRICS
 from pretrain.common.wording import clock, shown_scores
 from pretrain.common.worker import WAITING_FILE
 from pretrain.tracking import starting

@@ -20,7 +20,7 @@ from typing import Any
 from finetune.training import runs
 from finetune.training.config import load_config as load_finetuning
 from finetune.training.config import run_name
-from finetune.training.saved import MODEL, SCORES
+from finetune.training.saved import MODEL
 from finetune.workflows.adaptation.settings import (
     CONFIG_FILE,
     config_of,
@@ -36,9 +36,10 @@ from pretrain.common.addresses import hub_hint
 from pretrain.common.commands import as_stage, program
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, checkpoint_names, expect_other, write_json
+from pretrain.common.run_files import COMPARED, SCORES
 from pretrain.config import PretrainConfig, load_config
 from pretrain.corpus.sources import find_inputs
-from pretrain.reporting.gains import COMPARED, gain_lines
+from pretrain.reporting.gains import gain_lines
 
 RunCommand = Callable[[Sequence[str]], int]  # a command line: words -> exit code
 

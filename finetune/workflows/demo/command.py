@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.demo import stages as pretraining
-from finetune.training.saved import MODEL, SCORES
+from finetune.training.saved import MODEL
 from finetune.workflows.demo.data import write_sets
 from finetune.workflows.demo.stages import RunCommand
 from pretrain.common.commands import as_stage
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
+from pretrain.common.run_files import SCORES
 from pretrain.reporting.report import FINETUNED
 
 STARTS = {"pretrained": False, "random": True}  # name -> value of the setting random_weights

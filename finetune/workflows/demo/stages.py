@@ -16,7 +16,8 @@ from pathlib import Path
 
 from pretrain.common.commands import add_local_workers, add_set, as_stage, local_path, program, usual_workers
 from pretrain.common.errors import InputError, StoppedError
-from pretrain.common.files import ENVIRONMENT_FILE, MANIFEST, checkpoint_names
+from pretrain.common.files import MANIFEST, checkpoint_names
+from pretrain.common.run_files import ENVIRONMENT_FILE
 
 EXAMPLES = """
   ./launch.sh demo

@@ -15,14 +15,12 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import find_run
-from pretrain.common.records import METRICS, is_training, read_records
+from pretrain.common.records import is_training, read_records
+from pretrain.common.run_files import FAILED, METRICS, SCORES
 from pretrain.common.settings import read_values
 from pretrain.reporting.dashboard.panels import panels_for
 from pretrain.reporting.dashboard.subjects import Subject, subject
 
-# Files that a fine-tuning writes at its end: its scores, or the reason of its failure.
-SCORES = "scores.json"
-FAILED = "failed.json"
 UNFINISHED = "not finished"
 _ENDS = {"stop": "stopped", "diverged": "diverged"}  # event that ends a run -> its state
 

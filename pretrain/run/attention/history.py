@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pretrain.common.errors import RunError
 from pretrain.common.files import atomic_open
+from pretrain.common.run_files import HISTORY
 from pretrain.config import ModelConfig
 from pretrain.corpus.shards import TokenShards
 from pretrain.model.padded import PaddedEncoder
@@ -26,7 +27,6 @@ from pretrain.run.attention.kinds import HeadStatistics, MarkedTokens
 
 logger = logging.getLogger(__name__)
 
-HISTORY = "attention.json"
 FORMAT = 1
 # Tokens of a recorded text tell their neighbours and special tokens, but not the words that they belong to.
 RECORDED = ("self", "previous", "next", "first", "separator", "same_token")

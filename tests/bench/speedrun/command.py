@@ -19,10 +19,11 @@ from pretrain.common.commands import as_stage, overrides
 from pretrain.common.errors import DivergedError, InputError, StoppedError
 from pretrain.common.files import locked
 from pretrain.common.records import is_training, read_records
+from pretrain.common.run_files import ENVIRONMENT_FILE
 from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import stop_signals
 from pretrain.config import ModelConfig, PretrainConfig
-from pretrain.run.preflight import ENVIRONMENT_FILE, with_resolved_precision
+from pretrain.run.preflight import with_resolved_precision
 from tests.bench.speedrun import results, trial
 from tests.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_budget
 from tests.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, drawn_novels, novels_of, text_files
