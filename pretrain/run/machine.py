@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pretrain.batches.synthetic import VOCABULARY_SIZE, loader_rate
+from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.model.precision import is_faster_in_fp32, measure_matmul
+from pretrain.planning.work import Flops
 
 __all__ = ["deepspeed_ops", "is_faster_in_fp32", "loader_rate", "measure_matmul", "sequence_flops"]
 
@@ -14,19 +17,8 @@ def deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
     return deepspeed_ops()
 
 
-def loader_rate(seconds: float) -> float:
-    """Sequences of 128 tokens a second that one worker's loader makes, measured for `seconds`."""
-    from pretrain.batches.synthetic import loader_rate
-
-    return loader_rate(seconds)
-
-
 def sequence_flops() -> float:
     """FLOPs of training BERT-Base on a sequence of 128 tokens."""
-    from pretrain.batches.synthetic import VOCABULARY_SIZE
-    from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig
-    from pretrain.planning.work import Flops
-
     phase = PhaseConfig(sequence_length=128, global_sequences=1, steps=1, peak_learning_rate=1e-4)
     config = PretrainConfig(
         name="doctor", corpus=CorpusConfig(dir="nowhere"), model=ModelConfig(size="base"), phases=(phase,)
