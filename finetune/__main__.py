@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.demo import stages as pretraining_demo
 from finetune.scores import options as scores_options
 from finetune.workflows.adaptation import options
+from finetune.workflows.demo import stages as pretraining_demo
 from pretrain.common.addresses import hub_hint, local
 from pretrain.common.commands import (
     add_command,
@@ -75,14 +75,14 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from finetune.demo import command as demo
+    from finetune.workflows.demo import command as demo
     from pretrain.__main__ import main as pretrain
 
     return demo.run(arguments, pretrain, main)
 
 
 def _adapt(arguments: argparse.Namespace) -> int:
-    from finetune.adaptation import command
+    from finetune.workflows.adaptation import command
     from pretrain.__main__ import main as pretrain
 
     return command.run(arguments, pretrain, main)

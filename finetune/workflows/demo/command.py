@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.demo import stages as pretraining
 from finetune.training.saved import MODEL
+from finetune.workflows.demo import stages as pretraining
 from finetune.workflows.demo.data import write_sets
 from finetune.workflows.demo.stages import RunCommand
 from pretrain.common.commands import as_stage
