@@ -7,7 +7,6 @@ on the Python version or on the machine, so argparse's own formatting is not use
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
 import types
@@ -20,9 +19,10 @@ from unittest.mock import patch
 from pydantic_core import PydanticUndefined
 
 from pretrain.common import errors
+from pretrain.common.records import FORMER_NAMES
 from pretrain.common.settings import LocalPath, Location, Section, WritableLocation
 from pretrain.tracking.events import EVALUATION_FIELDS, EVENT_FIELDS, EVENTS
-from pretrain.tracking.metrics import FORMER_NAMES, TRAINING_METRICS, Metric
+from pretrain.tracking.metrics import TRAINING_METRICS, Metric
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -59,7 +59,7 @@ _UNITS = (
 
 def pages() -> dict[str, str]:
     """The text of every generated page, by file name."""
-    from finetune.config import FinetuneConfig
+    from finetune.training.config import FinetuneConfig
     from pretrain.config import PretrainConfig
 
     with patch.dict(os.environ, BERTRAIN_PROGRAM="./launch.sh"):  # not the name that this process was started by
@@ -144,9 +144,12 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
 
 
 def _subcommands(package: str) -> dict[str, argparse.ArgumentParser]:
-    module = importlib.import_module(f"{package}.__main__")
-    parser: argparse.ArgumentParser = getattr(module, "build_parser", None) or module._parser
-    parser = parser()  # type: ignore[operator]
+    from finetune import __main__ as finetune
+    from finetune import cli
+    from pretrain import __main__ as pretrain
+
+    makers = {"pretrain": pretrain.build_parser, "finetune": finetune.build_parser, "cluster": cli.cluster_parser}
+    parser = makers[package]()
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.adaptation import options
 from finetune.scores import options as scores_options
-from pretrain import demo as pretraining_demo
-from pretrain.commands import (
+from finetune.workflows.adaptation import options
+from finetune.workflows.demo import stages as pretraining_demo
+from pretrain.common.addresses import hub_hint, local
+from pretrain.common.commands import (
     add_command,
     add_dry_run,
     add_run_options,
@@ -22,20 +22,18 @@ from pretrain.commands import (
     exit_code,
     local_path,
     make_parser,
-    model_argument,
     overrides,
     positive_int,
+    run_argument,
     run_command,
-    run_path,
-    store_target,
     target_path,
 )
-from pretrain.common.addresses import hub_hint, local
 from pretrain.common.errors import InputError
 from pretrain.common.worker import torchrun_place
+from pretrain.run.arguments import run_path, store_target
 
 if TYPE_CHECKING:
-    from finetune.config import FinetuneConfig
+    from finetune.training.config import FinetuneConfig
 
 _PREDICT_FIELDS = {
     "text": "one text",
@@ -77,14 +75,14 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from finetune import demo
+    from finetune.workflows.demo import command as demo
     from pretrain.__main__ import main as pretrain
 
     return demo.run(arguments, pretrain, main)
 
 
 def _adapt(arguments: argparse.Namespace) -> int:
-    from finetune.adaptation import command
+    from finetune.workflows.adaptation import command
     from pretrain.__main__ import main as pretrain
 
     return command.run(arguments, pretrain, main)
@@ -100,7 +98,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         _dry_run(config, arguments)
         return
-    from finetune import runs
+    from finetune.training import runs
 
     trained = runs.start(config, resume=arguments.resume, ray=arguments.ray, no_ray=arguments.no_ray)
     if trained is not None:
@@ -108,8 +106,8 @@ def _finetune(arguments: argparse.Namespace) -> None:
 
 
 def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
-    from finetune import runs
-    from pretrain import launch, preflight
+    from finetune.training import runs
+    from pretrain.run import launch, preflight
 
     alone = launch.is_alone(config, arguments.no_ray)
     if launch.is_follower():
@@ -171,7 +169,7 @@ def _glue(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from finetune.artifacts.folders import model_folder
+    from finetune.training.folders import model_folder
 
     model_folder(arguments.model)  # before torch is loaded
     from finetune.artifacts.evaluation import evaluate
@@ -188,7 +186,7 @@ def _predict(arguments: argparse.Namespace) -> None:
         raise InputError(f"predict: got both {source} and --{next(iter(fields))}. Give one of them.")
     if not fields and source == "-" and sys.stdin.isatty():
         raise InputError("predict: no input. Give --text, a file, or lines on standard input.")
-    from finetune.artifacts.folders import model_folder
+    from finetune.training.folders import model_folder
 
     folder = model_folder(arguments.model)  # before torch is loaded
     from finetune.artifacts.prediction import predict
@@ -197,7 +195,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from finetune.artifacts.folders import model_folder
+    from finetune.training.folders import model_folder
 
     model_folder(arguments.model)  # before torch is loaded
     from finetune.artifacts.export import export
@@ -217,7 +215,7 @@ def _evaluate_pretrained(arguments: argparse.Namespace) -> None:
 
 
 def _config(arguments: argparse.Namespace) -> FinetuneConfig:
-    from finetune.config import load_config
+    from finetune.training.config import load_config
 
     return load_config(arguments.config, _overrides(arguments))
 
@@ -423,7 +421,7 @@ def _add_config(
     parser.add_argument(
         "--from",
         dest="start_from",
-        type=functools.partial(model_argument, named=True),
+        type=run_argument,
         metavar="DIR",
         help="checkpoint to start from: folder or address of a released model, an export or a run, or the name of a "
         "run in runs/ (overrides start_from)",

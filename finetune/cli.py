@@ -5,19 +5,24 @@ A command line is imported when one of its commands runs.
 
 from __future__ import annotations
 
-import importlib
+import argparse
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pretrain.commands import EXIT_CODES, program
+from pretrain.common.commands import EXIT_CODES, exit_code, make_parser, program, run_command
 from pretrain.common.files import find_run
 from pretrain.common.kinds import did_you_mean
+
+if TYPE_CHECKING:
+    from cluster.jobs.submission import Kind
 
 # launch.sh prints this file too, before there is a Python to run.
 COMMANDS_FILE = Path(__file__).with_name("commands.txt")
 
+MEASURES = "pretrain.run.machine"  # what `doctor` measures with, on every node
 _PRETRAIN = ("prepare", "pretrain", "report", "dashboard", "attention")
 _FINETUNE = ("demo", "adapt", "finetune", "evaluate", "predict", "sweep", "glue", "evaluate-pretrained")
 _CLUSTER = ("doctor", "manifest", "submit", "status", "logs", "list", "stop", "delete", "up", "down")
@@ -35,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         advice = f"{nearest} {program()} --help lists them.".lstrip()
         print(f"error: {words[0]!r} is not a command; {advice}", file=sys.stderr)
         return 2
-    return importlib.import_module(f"{package}.__main__").main(words)
+    return _MAINS[package](words)
 
 
 def usage() -> str:
@@ -73,6 +78,58 @@ def _exports_finetuned(words: Sequence[str]) -> bool:
     )
     files = ("finetune.json", "model/finetune.json")
     return run is not None and any((find_run(run) / name).is_file() for name in files)
+
+
+# ---------------------------------------------------------------- the command line of each package
+
+
+def _pretrain(words: Sequence[str]) -> int:
+    from pretrain.__main__ import main
+
+    return main(words)
+
+
+def _finetune(words: Sequence[str]) -> int:
+    from finetune.__main__ import main
+
+    return main(words)
+
+
+def _cluster(words: Sequence[str]) -> int:
+    return exit_code(lambda: run_command(cluster_parser(), words))
+
+
+_MAINS = {"pretrain": _pretrain, "finetune": _finetune, "cluster": _cluster}
+
+
+def cluster_parser() -> argparse.ArgumentParser:
+    """The parser of the commands for clusters, which are handed what they need to know of runs."""
+    from cluster.doctor import command as doctor
+    from cluster.jobs import command as jobs
+    from cluster.manifests import command as manifests
+
+    def config_type(path: Path) -> type[Any]:
+        from finetune.training.config import config_type
+
+        return config_type(path)
+
+    return make_parser(
+        "Check a machine or a cluster, submit jobs, or start a cluster on this machine.",
+        (
+            lambda commands: jobs.add_to(commands, job_kinds),
+            lambda commands: manifests.add_to(commands, config_type),
+            lambda commands: doctor.add_to(commands, MEASURES),
+        ),
+    )
+
+
+def job_kinds() -> Mapping[str, Kind]:
+    """What `submit` runs, by name."""
+    from cluster.jobs.submission import Kind
+    from finetune.training.config import load_config
+    from pretrain.__main__ import job_kinds
+
+    return {**job_kinds(), "finetune": Kind(load_config, "finetune.__main__")}
 
 
 if __name__ == "__main__":

@@ -59,9 +59,9 @@ class Cluster:
         self.state = state
 
     def command(self, *arguments: str, code: int | None = 0, seconds: float = 120) -> str:
-        """`python -m cluster ARGUMENTS`; what it printed."""
+        """`bertrain ARGUMENTS`; what it printed."""
         done = subprocess.run(
-            [sys.executable, "-m", "cluster", *arguments],
+            [sys.executable, "-m", "finetune.cli", *arguments],
             cwd=ROOT,
             env=self.environment,
             text=True,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.worker import Worker
-from pretrain.training.session import process_group
+from pretrain.run.session import process_group
 
 
 def count_start(payload: dict[str, Any], worker: Worker) -> int:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cluster.trials.request import TrialEvent
+from cluster.workers.trials.request import TrialEvent
 from pretrain.common.errors import RunError, StoppedError
 
 

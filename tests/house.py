@@ -72,7 +72,7 @@ def _functions(file: Path) -> Iterator[int]:
 
 def _settings() -> set[tuple[str, str]]:
     """(section, setting) of both kinds of config. A section in several places counts once."""
-    from finetune.config import FinetuneConfig
+    from finetune.training.config import FinetuneConfig
     from pretrain.config import PretrainConfig
 
     found: set[tuple[str, str]] = set()

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune.model.batches import Batches, LabelledBatch
 from finetune.tasks.base import Head, Windows
+from finetune.training.model.batches import Batches, LabelledBatch
 
 ROWS = 60
 LENGTHS = (1, 5, 18, 9)

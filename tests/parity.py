@@ -19,9 +19,9 @@ from torch import Tensor
 
 from finetune.artifacts.export import write_onnx
 from finetune.artifacts.padded import PaddedModel
-from finetune.model.batches import LabelledBatch
-from finetune.model.task_model import TaskModel, head_parameters
 from finetune.tasks.base import Head, Objective
+from finetune.training.model.batches import LabelledBatch
+from finetune.training.model.task_model import TaskModel, head_parameters
 from pretrain.batches.batch import MicroBatch
 from pretrain.checkpoint.layouts import read_config
 from pretrain.checkpoint.released import Released, read_released

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pretrain.config import PretrainConfig
-from pretrain.roofline import GPUS, step_times
-from pretrain.work import Flops, phase_work
+from pretrain.planning.roofline import GPUS, step_times
+from pretrain.planning.work import Flops, phase_work
 
 _VOCABULARY = {"bert": 30_528, "modernbert": 50_368}
 

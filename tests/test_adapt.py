@@ -13,19 +13,20 @@ from typing import Any
 import pytest
 
 from finetune.__main__ import build_parser
-from finetune.adaptation import settings
-from finetune.adaptation.command import _check, _finetuning, _folder, _Stages, run
-from finetune.adaptation.texts import held_out_share, sources_of
-from finetune.config import load_config as load_finetuning
-from pretrain import pace
+from finetune.training.config import load_config as load_finetuning
+from finetune.workflows.adaptation import settings
+from finetune.workflows.adaptation.command import _check, _finetuning, _folder, _Stages, run
+from finetune.workflows.adaptation.texts import held_out_share, sources_of
 from pretrain.__main__ import main as pretrain_main
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_manifest
+from pretrain.common.run_files import COMPARED
 from pretrain.config import ModelConfig, load_config
-from pretrain.continuation import Corpora
+from pretrain.planning import pace
 from pretrain.planning.text import PhaseText
-from pretrain.reporting.gains import COMPARED, gain_lines, gains
+from pretrain.reporting.gains import gain_lines, gains
+from pretrain.run.continuation import Corpora
 from tests.test_start import JARGON, make_pretrained, write_text
 from tests.tiny_checkpoints import WORDS, write_reviews
 

@@ -17,10 +17,10 @@ from tiny_checkpoints import make_bert, make_distilbert, make_roberta
 from pretrain import __main__ as command_line
 from pretrain.common.errors import InputError
 from pretrain.model.padded import PaddedEncoder
-from pretrain.reporting.attention.kinds import KINDS, HeadStatistics, MarkedTokens
 from pretrain.reporting.attention.page import strongest_heads, write_attention_page
 from pretrain.reporting.attention.strips import strip_chart
 from pretrain.reporting.attention.weights import AttentionModel, ShownTokens
+from pretrain.run.attention.kinds import KINDS, HeadStatistics, MarkedTokens
 from tests.test_families import CASES, VOCABULARY, Case, make_pair
 
 TEXT = "The film was good, the book was not: a zebra is a Film."

@@ -18,9 +18,10 @@ from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
 from pretrain.reporting import report
-from pretrain.reporting.attention import history, progress
-from pretrain.reporting.attention.history import AttentionHistory, read_history, unpacked
+from pretrain.reporting.attention import progress
 from pretrain.reporting.attention.strips import percent
+from pretrain.run.attention import history
+from pretrain.run.attention.history import AttentionHistory, read_history, unpacked
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
 
@@ -33,7 +34,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def starts(given: list[Start]) -> list[str]:
-    from pretrain import train
+    from pretrain.run import train
 
     return make_starts(train.main, given)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from finetune.config import FinetuneConfig
+from finetune.training.config import FinetuneConfig
 from pretrain.batches.batch import MicroBatch
 from pretrain.batches.filler import with_filler
 from pretrain.batches.loader import BatchMaker

@@ -17,7 +17,7 @@ from pretrain.batches.loader import BatchMaker, Loader, validation_batches
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.train import full_lengths
+from pretrain.run.train import full_lengths
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ def test_a_corpus_of_less_than_a_batch_is_refused(tmp_path: Path) -> None:
 TERMINATED = {
     "bench finetune": "from tests.bench.__main__ import main; sys.exit(main(['finetune', sys.argv[2]]))",
     "--minutes": (
-        "from pretrain import pace; from pretrain.config import load_config\n"
+        "from pretrain.planning import pace; from pretrain.config import load_config\n"
         "pace._time_steps(load_config(sys.argv[3]), 2)"
     ),
 }

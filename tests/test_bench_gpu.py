@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.roofline import GPUS
+from pretrain.planning.roofline import GPUS
 from tests.bench import gpu
 from tests.bench.__main__ import main
 from tests.bench.gpu import CASES, Case, gpu_of, host_reads, measure, table

@@ -14,7 +14,7 @@ from pretrain.config import PretrainConfig, load_config
 from pretrain.planning import published
 from pretrain.planning.candidates import effective_size, shape_name, with_shape, works
 from pretrain.planning.text import PhaseText, Text
-from pretrain.work import optimizer_flops
+from pretrain.planning.work import optimizer_flops
 from tests.bench.__main__ import main
 from tests.bench.law.command import fit_runs
 from tests.bench.law.points import Choice, read_runs

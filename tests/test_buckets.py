@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from pretrain.config import EngineConfig, OptimizerConfig
-from pretrain.training import loop
+from pretrain.run import loop
+from pretrain.run.passes import Passes
 from pretrain.training.engine import Engine, StepResult, buckets, gradient_sums
 from pretrain.training.engine.gradient_sums import GradientSums
 from pretrain.training.optim import make_optimizer, parameter_groups
-from pretrain.training.passes import Passes
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
 from tests.test_engine import (

@@ -33,6 +33,7 @@ from chaos import (
 )
 from corpora import make_corpus
 
+from cluster.jobs.client import run_folder
 from pretrain.reporting.dashboard.runs import find_folder
 
 pytestmark = pytest.mark.chaos
@@ -140,7 +141,7 @@ def test_a_finished_run_submitted_again_changes_nothing(
     seconds = time.time() - began
     assert written(undisturbed) == before
     monkeypatch.setenv("XDG_STATE_HOME", str(one_node.state))
-    assert find_folder("undisturbed") == undisturbed, "a dashboard finds the job's folder"
+    assert find_folder("undisturbed", find_job=run_folder) == undisturbed, "a dashboard finds the job's folder"
     report("19 rerun of a finished run", seconds=round(seconds, 1))
 
 
@@ -277,7 +278,7 @@ def drain(on: Cluster, node: int) -> None:
     described = on.described
     script = (
         "import sys, time\n"
-        "from cluster import local\n"
+        "from cluster.workers import local\n"
         "local.use_token(local.find())\n"
         "import ray\n"
         "from ray._raylet import GcsClient\n"

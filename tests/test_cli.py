@@ -17,11 +17,12 @@ import yaml
 from corpora import make_corpus
 
 from pretrain.__main__ import main
-from pretrain.commands import as_stage, exit_code, usual_workers
+from pretrain.common import records
+from pretrain.common.commands import as_stage, exit_code, usual_workers
 from pretrain.common.errors import DivergedError, MachineError, StoppedError
 from pretrain.common.worker import Worker
 from pretrain.config import load_config
-from pretrain.tracking import live, records
+from pretrain.tracking import live
 
 ROOT = Path(__file__).parent.parent
 
@@ -65,7 +66,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     from cluster.workers import launch
 
-    stand_in("pretrain.train", main=lambda payload, worker: seen.append(("train", (payload, worker))))
+    stand_in("pretrain.run.train", main=lambda payload, worker: seen.append(("train", (payload, worker))))
     monkeypatch.setattr(live, "follow", follow)
     monkeypatch.setattr(records, "note_end", lambda *given: seen.append(("end", given)))
     monkeypatch.setattr(launch, "run", lambda *given, **named: seen.append(("run", (given, named))))
@@ -90,7 +91,7 @@ def test_pretrain_records_the_run_and_starts_the_workers(config_file: Path, call
     (follow, run) = calls
     assert follow == ("follow", (Path("runs/trial"), 3))
     (target, payload), named = run[1]
-    assert target == "pretrain.train:main"
+    assert target == "pretrain.run.train:main"
     assert (payload["config"]["seed"], payload["resume"]) == (5, False)
     json.dumps(payload)  # it travels as JSON
     assert (named["name"], named["run_dir"], named["workers"]) == ("trial", Path("runs/trial"), 1)
@@ -377,7 +378,7 @@ def test_prepare_prepares_or_describes(config_file: Path, monkeypatch: pytest.Mo
 
 
 def test_two_at_once_in_one_run_folder_are_refused(config_file: Path, calls: Calls, capsys):
-    from pretrain import preflight
+    from pretrain.run import preflight
 
     with preflight.only_run(Path("runs/trial")):
         assert cli("pretrain", config_file) == 2
@@ -532,7 +533,7 @@ def test_a_failed_process_does_not_wait_for_a_group_that_is_left(
     program = f"""
 import atexit, sys
 import torch.distributed as dist
-from pretrain.commands import exit_code
+from pretrain.common.commands import exit_code
 from pretrain.common.errors import InputError
 dist.is_initialized, dist.get_backend = lambda: True, lambda: {backend!r}
 atexit.register(lambda: print("late"))

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from test_cluster import CORES, ROOT, _wait_for_port
 
-from cluster.trials.launch import run_trials
-from cluster.trials.request import TrialEvent, TrialRequest
 from cluster.workers.launch import end_session
+from cluster.workers.trials.launch import run_trials
+from cluster.workers.trials.request import TrialEvent, TrialRequest
 from pretrain.common.errors import DivergedError, InputError, MachineError
 from tests.distributed import free_port
 

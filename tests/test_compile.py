@@ -139,6 +139,7 @@ def test_rotating_what_flash_attention_reads_compiles_once() -> None:
 
 def test_a_launch_that_waits_for_the_device_does_not_hold_pythons_lock() -> None:
     """Else a rank behind a full queue would send no heartbeats."""
-    code = "import pretrain.train, finetune.train, torch._inductor.config as c; print(c.use_static_cuda_launcher)"
+    imported = "pretrain.run.train, finetune.training.train, torch._inductor.config as c"
+    code = f"import {imported}; print(c.use_static_cuda_launcher)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pretrain import preflight
 from pretrain.common.earlier import LEFT
 from pretrain.common.errors import InputError
 from pretrain.common.sections import Section, is_section
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig, changed_for_resume, load_config
+from pretrain.run import preflight
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs" / "pretrain").glob("*.yaml"))
 

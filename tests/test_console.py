@@ -8,22 +8,20 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import psutil
 import pytest
 
-from cluster.__main__ import build_parser as cluster_parser
 from cluster.doctor.verdicts import judge_versions
 from cluster.workers.launch import environment
 from finetune import cli
 from finetune.__main__ import build_parser as finetune_parser
 from pretrain.__main__ import build_parser as pretrain_parser
-from pretrain.commands import EXIT_CODES
+from pretrain.common.commands import EXIT_CODES
 
 ROOT = Path(__file__).parent.parent
-PARSERS = {"pretrain": pretrain_parser, "finetune": finetune_parser, "cluster": cluster_parser}
+PARSERS = {"pretrain": pretrain_parser, "finetune": finetune_parser, "cluster": cli.cluster_parser}
 HEAVY = ("torch", "ray", "transformers", "numpy", "pydantic", "yaml", "rich", "wandb", "deepspeed")
 
 
@@ -110,9 +108,7 @@ def test_a_command_reaches_its_package_whole(monkeypatch: pytest.MonkeyPatch, pa
 def stand_in(monkeypatch: pytest.MonkeyPatch, package: str, code: int) -> list[Any]:
     """Put a command line that returns `code` in the package's place; returns what it is called with."""
     seen: list[Any] = []
-    module = ModuleType(f"{package}.__main__")
-    module.main = lambda argv: seen.append(argv) or code  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, f"{package}.__main__", module)
+    monkeypatch.setitem(cli._MAINS, package, lambda argv: seen.append(argv) or code)
     return seen
 
 
@@ -147,7 +143,7 @@ def test_ray_and_its_workers_name_the_program_as_it_was_started(monkeypatch: pyt
     """Their own names are those of modules."""
     monkeypatch.delenv("BERTRAIN_PROGRAM", raising=False)
     monkeypatch.setattr(sys, "argv", ["/usr/bin/bertrain", "pretrain"])
-    code = "from pretrain.commands import program; print(program())"
+    code = "from pretrain.common.commands import program; print(program())"
     result = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     assert result.stdout == "bertrain\n"
 

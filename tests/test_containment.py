@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.datasets.containment import LABELS, containment_pairs
 from finetune.tasks.classification import Classification, ClassificationSettings
+from finetune.tasks.datasets.containment import LABELS, containment_pairs
 from pretrain.common.errors import InputError
 
 MARKS = ".,;:!?\"'"

@@ -21,7 +21,6 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from pretrain import estimate
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import locked
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceConfig
@@ -33,6 +32,7 @@ from pretrain.corpus.prepare import describe, prepare
 from pretrain.corpus.shards import open_shards, verify_shards
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stages import PreparationSettings
+from pretrain.planning import estimate
 
 ROOT = Path(__file__).parent.parent
 WORDS = [

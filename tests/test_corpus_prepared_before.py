@@ -16,7 +16,7 @@ from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards, verify_shards
-from pretrain.train import _check_state
+from pretrain.run.train import _check_state
 
 FIXTURES = Path(__file__).parent / "fixtures"
 sys.path.insert(0, str(FIXTURES))

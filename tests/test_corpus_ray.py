@@ -24,11 +24,11 @@ import pytest
 from test_corpus_prepare import text, write_wiki
 
 from cluster.workers.launch import end_session
-from pretrain import estimate
 from pretrain.common.errors import InputError, MachineError
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SchedulingConfig, SourceConfig
 from pretrain.corpus import stages
 from pretrain.corpus.prepare import WORK, describe, prepare
+from pretrain.planning import estimate
 from tests.distributed import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -254,7 +254,7 @@ def test_a_stopped_or_killed_preparation_resumes_here_or_on_a_cluster(folder: Pa
 
 def _driver(command: int) -> psutil.Process:
     (child,) = psutil.Process(command).children()
-    assert any("cluster.pool" in word for word in child.cmdline())
+    assert any("cluster.workers.pool" in word for word in child.cmdline())
     return child
 
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.adaptation.texts import sources_of
+from finetune.workflows.adaptation.texts import sources_of
 from pretrain.common.errors import InputError
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceConfig
 from pretrain.corpus import inputs, records

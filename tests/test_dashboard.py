@@ -17,12 +17,12 @@ from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.artifacts import saved
-from finetune.config import TASKS, FinetuneConfig
-from finetune.experiments import trials
 from finetune.tasks import registry
+from finetune.training.config import TASKS, FinetuneConfig
 from pretrain import __main__ as command_line
 from pretrain.common.errors import InputError
+from pretrain.common.records import is_training, note_end, read_records
+from pretrain.common.run_files import FAILED, SCORES
 from pretrain.config import DistillationConfig, ElectraConfig, PairsConfig
 from pretrain.objectives.distillation import Distillation
 from pretrain.objectives.masked import MaskedTokens
@@ -30,13 +30,12 @@ from pretrain.objectives.replaced_tokens import ReplacedTokens
 from pretrain.reporting import dashboard
 from pretrain.reporting.dashboard import curves, workspace
 from pretrain.reporting.dashboard.panels import PANELS, panels_for
-from pretrain.reporting.dashboard.runs import FAILED, SCORES, find_folder, read_runs
+from pretrain.reporting.dashboard.runs import find_folder, read_runs
 from pretrain.reporting.dashboard.subjects import subject
+from pretrain.run import loop
+from pretrain.run.progress import Progress, Window
+from pretrain.run.stragglers import RankTimes
 from pretrain.tracking.metrics import TRAINING_METRICS
-from pretrain.tracking.records import is_training, note_end, read_records
-from pretrain.training import loop
-from pretrain.training.progress import Progress, Window
-from pretrain.training.stragglers import RankTimes
 
 HOSTILE = "</script><script>alert(1)</script> | [x](y) \u2028 'q\""
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -202,9 +201,6 @@ class TestPanels:
         (scores,) = [panel for panel in panels_for(records) if panel.kind == "scores"]
         assert scores.metrics == ("f1",)
         assert "scores" not in {panel.kind for panel in panels_for([training(1)])}
-
-    def test_files_of_a_fine_tuning_are_named_as_there(self) -> None:
-        assert (SCORES, FAILED) == (saved.SCORES, trials.FAILED)
 
     @pytest.mark.parametrize("task", registry.TASKS)
     def test_a_task_is_recognised_by_its_training_file(self, task: type[registry.Task[Any]]) -> None:

@@ -12,7 +12,7 @@ from tests.starts import Start, make_starts, pretraining, records
 
 
 def starts(given: list[Start]) -> list[str]:
-    from pretrain import train
+    from pretrain.run import train
 
     return make_starts(train.main, given)
 

@@ -27,7 +27,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs/pretrain"
 
 
 def starts(given: list[Start]) -> list[str]:
-    from pretrain import train
+    from pretrain.run import train
 
     return make_starts(train.main, given)
 

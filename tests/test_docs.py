@@ -14,13 +14,14 @@ import pytest
 from pydantic import Field
 
 from docs import build, conf, generate
-from finetune import config as finetune_config
+from finetune.training import config as finetune_config
+from pretrain.common.records import FORMER_NAMES
 from pretrain.common.sections import Section
 from pretrain.config import resume
 from pretrain.reporting.dashboard.panels import EVENTS, PANELS
 from pretrain.tracking.events import EVALUATION_FIELDS
 from pretrain.tracking.events import EVENTS as EVENT_KINDS
-from pretrain.tracking.metrics import FORMER_NAMES, TRAINING_METRICS
+from pretrain.tracking.metrics import TRAINING_METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")])

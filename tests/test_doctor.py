@@ -21,11 +21,12 @@ from chaos import Cluster, cluster
 from rich.console import Console
 
 from cluster import doctor
-from cluster.__main__ import main as cli
 from cluster.doctor import driver, machine, nodes, reduce, remote, verdicts
 from cluster.doctor.machine import Device, Disk, MachineFacts
 from cluster.doctor.rows import FAIL, PASS, WARN, Finding, show
 from cluster.doctor.task import Probe
+from finetune.cli import MEASURES
+from finetune.cli import main as cli
 from pretrain.common.errors import MachineError
 
 GIB = 1 << 30
@@ -40,7 +41,7 @@ VERSIONS = {
     "Ray": "2.60.0",
     "bertrain": "01234567 (hash of the project's source files)",
 }
-CPU = Device("CPU, threads: 2", "CPU, threads: 2", bf16=800e9, fp32=200e9)
+CPU = Device("CPU, threads: 2", "CPU, threads: 2", bf16=800e9, fp32=200e9, prefers_fp32=False)
 FACTS = MachineFacts(
     system="Linux",
     cores=2,
@@ -60,6 +61,7 @@ FACTS = MachineFacts(
     visible=None,
     devices=(CPU,),
     sequences_per_second=50_000.0,
+    sequence_flops=87e9,
 )
 
 
@@ -88,7 +90,12 @@ def test_a_fit_machine_passes() -> None:
         ({"gpu_files": 8, "versions": {**VERSIONS, "CUDA": "none"}}, "GPUs", FAIL, "built for CPUs"),
         ({"gpu_files": 8, "visible": ""}, "GPUs", WARN, "Unset"),
         ({"gpus": 8, "versions": {**VERSIONS, "NCCL": "none"}}, "GPUs", FAIL, "with NCCL"),
-        ({"devices": (dataclasses.replace(CPU, bf16=100e9),)}, "matmul", WARN, "engine.precision: auto"),
+        (
+            {"devices": (dataclasses.replace(CPU, bf16=100e9, prefers_fp32=True),)},
+            "matmul",
+            WARN,
+            "engine.precision: auto",
+        ),
         ({"sequences_per_second": 1.0}, "loader", WARN, "A worker could train"),
         ({"versions": {**VERSIONS, "Python": "3.9.2"}}, "Python", FAIL, "3.10 to 3.13"),
         ({"versions": {**VERSIONS, "torch": "none: ImportError"}}, "torch", FAIL, ".venv"),
@@ -112,7 +119,7 @@ def test_a_node_that_holds_no_workers_is_not_measured() -> None:
 
 
 def test_this_machine_is_measured(tmp_path: Path) -> None:
-    facts = machine.inspect(tmp_path)
+    facts = machine.inspect(MEASURES, tmp_path)
     assert facts.cores == CORES
     assert facts.versions["torch"].startswith("2.")
     assert 0 < facts.memory_free <= facts.memory
@@ -155,7 +162,7 @@ def test_a_compiler_that_is_missing_is_detected(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_library_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    versions = machine.versions()
+    versions = machine.versions(machine.measures_of(MEASURES))
     assert versions["Ray"].startswith("none: ")
     assert [row.what for row in verdicts.judge_versions(versions) if row.mark == FAIL] == ["Ray"]
 
@@ -187,7 +194,7 @@ def test_other_sources_are_another_version(tmp_path: Path, monkeypatch: pytest.M
 def here(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """A machine of made rows; the test may add to them."""
     rows = [Finding("fine", "yes"), Finding("tight", "somewhat", WARN, "Mind it.")]
-    monkeypatch.setattr(doctor, "_machine", lambda: rows)
+    monkeypatch.setattr(doctor, "_machine", lambda measures: rows)
     return rows
 
 
@@ -208,7 +215,7 @@ def test_json_has_every_row(here: list[Finding], capsys: pytest.CaptureFixture[s
 
 def test_the_key_is_never_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret-canary")
-    monkeypatch.setattr(machine, "inspect", lambda folder: FACTS)
+    monkeypatch.setattr(machine, "inspect", lambda measures, folder: FACTS)
     monkeypatch.setattr(reduce, "row_here", lambda: Finding("all-reduce", "1 GB/s"))
     assert cli(["doctor"]) == 0
     printed = capsys.readouterr().out
@@ -239,12 +246,12 @@ def test_a_job_without_a_result_is_reported() -> None:
 def test_a_cluster_without_a_token_is_warned_of(
     is_open: bool, mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    log = f"{driver.MARK}{json.dumps({'rows': [], 'head': machine.versions()})}\n"
+    log = f"{driver.MARK}{json.dumps({'rows': [], 'head': machine.versions(machine.measures_of(MEASURES))})}\n"
     jobs = MagicMock()
     jobs.return_value.is_open.return_value = is_open
     jobs.return_value.log.return_value = log
     monkeypatch.setattr(remote.client, "Jobs", jobs)
-    row = remote.check("http://head:8265", tmp_path, plain_http=True)[0]
+    row = remote.check(MEASURES, "http://head:8265", tmp_path, plain_http=True)[0]
     assert (row.what, row.mark) == ("access", mark)
     assert ("RAY_AUTH_MODE=token" in row.advice) == is_open
     jobs.assert_called_once_with("http://head:8265", plain_http=True)
@@ -385,7 +392,7 @@ def test_storage_that_is_shared_and_not(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("cluster.doctor.task._SEEN_SECONDS", 0.2)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    probe, one, two = Probe("127.0.0.1", 1, True), str(tmp_path / "one"), str(tmp_path / "two")
+    probe, one, two = Probe("127.0.0.1", 1, True, MEASURES), str(tmp_path / "one"), str(tmp_path / "two")
     texts = {".doctor-0": "a", ".doctor-1": "b"}
     assert probe.write_probe(one, ".doctor-0", "a")[1] == ""
     assert probe.write_probe(two, ".doctor-1", "b")[1] == ""
@@ -399,7 +406,8 @@ def test_storage_that_is_shared_and_not(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     assert (
-        Probe("127.0.0.1", 1, True).write_probe(str(tmp_path / "no"), "x", "a")[1] == "is not a folder on this machine"
+        Probe("127.0.0.1", 1, True, MEASURES).write_probe(str(tmp_path / "no"), "x", "a")[1]
+        == "is not a folder on this machine"
     )
     assert not list(tmp_path.iterdir())
 
@@ -410,7 +418,7 @@ class OneProcessGroup:
     def __init__(self, folders: dict[str, Path]) -> None:
         self.folders = folders
         self.checked = dict.fromkeys(folders)
-        self.probes = {name: Probe("127.0.0.1", 1, True) for name in folders}
+        self.probes = {name: Probe("127.0.0.1", 1, True, MEASURES) for name in folders}
 
     def call(self, method: str, each: Any, among: Any = None) -> dict[str, Any]:
         return {
@@ -478,7 +486,7 @@ def test_a_real_cluster_and_a_node_that_is_not_fit(tmp_path: Path) -> None:
         assert {row.what for row in rows if row.mark == FAIL} == {"storage, write"}
 
         subprocess.run(
-            [sys.executable, "-m", "cluster", "up", "--join"],
+            [sys.executable, "-m", "finetune.cli", "up", "--join"],
             check=True,
             cwd=Path(__file__).parent.parent,
             env={**one.environment, "GLOO_SOCKET_IFNAME": "nowhere0"},

@@ -193,7 +193,7 @@ def settings(corpus: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def starts(given: list[Start]) -> list[str]:
-    from pretrain import train
+    from pretrain.run import train
 
     return make_starts(train.main, given)
 

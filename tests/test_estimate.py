@@ -13,7 +13,6 @@ from corpora import make_corpus
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
-from pretrain import estimate, roofline, work
 from pretrain.common.errors import InputError
 from pretrain.config import (
     AveragingConfig,
@@ -33,6 +32,7 @@ from pretrain.config import (
 from pretrain.model import cost
 from pretrain.model.cost import parameter_count
 from pretrain.model.heads import PretrainingModel
+from pretrain.planning import estimate, roofline, work
 from pretrain.training.engine import buckets, gradient_sums
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"
@@ -247,7 +247,7 @@ def test_more_workers_need_less_each(stage: int):
 
 def saved_bytes(config: PretrainConfig, vocabulary: int) -> int:
     """Bytes that torch keeps for the backward pass of one full micro-batch."""
-    from pretrain.train import full_batch
+    from pretrain.run.train import full_batch
 
     dtype = torch.float32 if config.engine.precision == "fp32" else torch.bfloat16
     model = PretrainingModel(
@@ -445,7 +445,7 @@ def test_a_mean_length_must_be_positive(length: float):
 
 
 def test_a_rehearsal_masks_a_token_however_rarely_training_does():
-    from pretrain.train import full_batch
+    from pretrain.run.train import full_batch
 
     config = make_config(masking={"probability": 0.003})
     batch = full_batch(config, [128, 64], 100)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.model.batches import Batches, LabelledBatch
 from finetune.tasks.base import Windows
+from finetune.training.model.batches import Batches, LabelledBatch
 from pretrain.common.errors import InputError
 
 

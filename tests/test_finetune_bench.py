@@ -15,12 +15,12 @@ import yaml
 from chaos import ROOT
 from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_reviews
 
-from finetune.config import load_config
+from finetune.training.config import load_config
 from pretrain.common.errors import InputError, MachineError
 from tests.bench import features as bench_features
 from tests.bench import finetuning
 
-# Earlier trainings in this process leave them set (pretrain/training/session.py). accelerate would then wait for ranks.
+# Earlier trainings in this process leave them set (pretrain/run/session.py). accelerate would then wait for ranks.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 

@@ -23,16 +23,16 @@ from hypothesis import strategies as st
 from tiny_checkpoints import make_bert
 from tokenizers import Tokenizer
 
-from finetune.config import FinetuneConfig, load_config
-from finetune.datasets.arrays import ragged
-from finetune.datasets.arrow import read_dataset
-from finetune.datasets.table import TableFormat
-from finetune.datasets.tables import read_table
-from finetune.datasets.text import TextEncoder
-from finetune.datasets.windows import cut_pairs
-from finetune.metrics import classification as metrics
 from finetune.tasks.base import Windows
 from finetune.tasks.classification import Classification, ClassificationSettings, Example
+from finetune.tasks.classification import metrics as metrics
+from finetune.tasks.datasets.arrays import ragged
+from finetune.tasks.datasets.arrow import read_dataset
+from finetune.tasks.datasets.table import TableFormat
+from finetune.tasks.datasets.tables import read_table
+from finetune.tasks.datasets.text import TextEncoder
+from finetune.tasks.datasets.windows import cut_pairs
+from finetune.training.config import FinetuneConfig, load_config
 from pretrain.common.errors import InputError
 from pretrain.common.settings import load
 
@@ -482,7 +482,7 @@ def test_a_hint_does_not_lead_to_another_task(write: Callable[..., str]) -> None
 
 
 def test_values_begin_at_their_mean(write: Callable[..., str], tmp_path: Path) -> None:
-    from finetune.train import make_model
+    from finetune.training.train import make_model
     from pretrain.checkpoint.released import read_released
 
     make_bert(tmp_path / "bert")

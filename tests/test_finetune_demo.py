@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from finetune import demo
 from finetune.__main__ import build_parser, main
+from finetune.workflows.demo import command as demo
 from pretrain.common.yaml_text import parse
 from pretrain.reporting import report
 from pretrain.reporting.report import FINETUNED

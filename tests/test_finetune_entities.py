@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from finetune.artifacts.predictor import Predictor
-from finetune.datasets.sentences import Sentence
-from finetune.datasets.text import TextEncoder
-from finetune.datasets.word_cuts import WordCuts
-from finetune.datasets.words import cut_words, joined
-from finetune.metrics import entities as metrics
 from finetune.tasks.base import Windows
+from finetune.tasks.datasets.sentences import Sentence
+from finetune.tasks.datasets.text import TextEncoder
+from finetune.tasks.datasets.word_cuts import WordCuts
+from finetune.tasks.datasets.words import cut_words, joined
 from finetune.tasks.entities import Entities, EntitiesSettings
+from finetune.tasks.entities import metrics as metrics
 from finetune.tasks.entities.decoding import best_sequences
 from pretrain.common.errors import InputError
 from pretrain.common.settings import load

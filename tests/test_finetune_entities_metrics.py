@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from seqeval.metrics import accuracy_score, classification_report
 from seqeval.scheme import IOB2, IOBES
 
-from finetune.metrics import entities as metrics
-from finetune.metrics.entities import Spans, compare, detect, find, slips, tagged, write
+from finetune.tasks.entities import metrics as metrics
+from finetune.tasks.entities.metrics import Spans, compare, detect, find, slips, tagged, write
 
 TYPES = ("-PER", "-LOC", "-a-b")
 BARE = (*TYPES, "")  # seqeval calls the type of a bare prefix `_`

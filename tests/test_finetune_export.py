@@ -20,14 +20,14 @@ from torch import Tensor
 import finetune
 from finetune.__main__ import main
 from finetune.artifacts import export
-from finetune.artifacts.card import CardFacts, model_card
 from finetune.artifacts.padded import PaddedModel
-from finetune.artifacts.saved import SetResult, save_model
-from finetune.config import FinetuneConfig
-from finetune.model.batches import LabelledBatch
-from finetune.model.task_model import TaskModel
 from finetune.tasks.base import Head, Objective, Task
 from finetune.tasks.registry import make_task
+from finetune.training.card import CardFacts, model_card
+from finetune.training.config import FinetuneConfig
+from finetune.training.model.batches import LabelledBatch
+from finetune.training.model.task_model import TaskModel
+from finetune.training.saved import SetResult, save_model
 from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.released_writer import write_released
 from pretrain.common.errors import InputError, MachineError

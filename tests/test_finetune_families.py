@@ -17,7 +17,7 @@ from tiny_checkpoints import write_reviews
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import finetune
-from finetune.datasets.text import TextEncoder
+from finetune.tasks.datasets.text import TextEncoder
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
 from pretrain.common.errors import InputError
@@ -159,7 +159,7 @@ def settings(root: Path, name: str, section: dict[str, Any], **changes: Any) -> 
 
 
 def starts(given: list[Start]) -> list[str]:
-    from finetune import train
+    from finetune.training import train
 
     return make_starts(train.main, given)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from finetune.datasets import glue
 from finetune.tasks.classification import Classification, ClassificationSettings
+from finetune.tasks.datasets import glue
 from pretrain.common.errors import InputError
 
 # One small file of each official form: (name, header, rows). Quotes are characters, and texts may begin with one.

@@ -12,9 +12,9 @@ import pytest
 import torch
 from tiny_checkpoints import make_bert
 
-from finetune.model.batches import Batches, LabelledBatch
-from finetune.model.task_model import TaskModel
 from finetune.tasks.base import Head, Objective, Windows
+from finetune.training.model.batches import Batches, LabelledBatch
+from finetune.training.model.task_model import TaskModel
 from pretrain.checkpoint.assembly import assemble
 from pretrain.checkpoint.layouts import HeadDropout, TaskHead, read_config
 from pretrain.checkpoint.released import read_released
@@ -192,7 +192,7 @@ def test_heads_drop_where_and_as_much_as_transformers(
     import transformers
 
     monkeypatch.setattr(torch.nn.Dropout, "forward", lambda self, x: x * (1 - self.p) if self.training else x)
-    for module in ("pretrain.model.block", "finetune.model.task_model"):
+    for module in ("pretrain.model.block", "finetune.training.model.task_model"):
         monkeypatch.setattr(f"{module}.hash_dropout", lambda x, keys, use, dropout: x * (1 - dropout))
     torch.manual_seed(0)
     if family == "Roberta":
@@ -265,7 +265,7 @@ def test_windows_of_an_example_are_averaged_before_the_loss(checkpoint: Path) ->
 
 
 def test_the_span_loss_has_a_right_gradient(checkpoint: Path) -> None:
-    from finetune.model.task_model import span_loss
+    from finetune.training.model.task_model import span_loss
 
     labels = np.zeros((len(ALL), 2), np.uint8)
     labels[FIRST] = 1

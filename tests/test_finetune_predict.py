@@ -15,20 +15,20 @@ import pytest
 import torch
 from tiny_checkpoints import make_bert, write_reviews
 
-from finetune import runs
 from finetune.__main__ import main
-from finetune.artifacts import evaluation, folders
+from finetune.artifacts import evaluation
 from finetune.artifacts.predictor import Predictor
-from finetune.artifacts.rows import write_rows
-from finetune.artifacts.saved import save_model
-from finetune.config import FinetuneConfig
-from finetune.datasets.table import TableFormat
-from finetune.datasets.tables import read_table
-from finetune.metrics.squad import squad_v2
-from finetune.model.task_model import TaskModel
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.task import Classification
+from finetune.tasks.datasets.table import TableFormat
+from finetune.tasks.datasets.tables import read_table
+from finetune.tasks.questions.metrics import squad_v2
 from finetune.tasks.registry import make_task
+from finetune.training import folders, runs
+from finetune.training.config import FinetuneConfig
+from finetune.training.model.task_model import TaskModel
+from finetune.training.rows import write_rows
+from finetune.training.saved import save_model
 from pretrain.checkpoint.released import read_released
 from pretrain.common.errors import InputError
 

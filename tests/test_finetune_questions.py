@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from finetune.datasets.squad import Answer, Question, read
-from finetune.datasets.text import TextEncoder
 from finetune.tasks.base import Task, Windows
+from finetune.tasks.datasets.squad import Answer, Question, read
+from finetune.tasks.datasets.text import TextEncoder
 from finetune.tasks.questions import Questions, QuestionsSettings
 from finetune.tasks.questions.decoding import _has_most_context
 from pretrain.common.errors import InputError

@@ -13,10 +13,10 @@ import torch
 from tiny_checkpoints import make_bert, write_reviews
 
 import finetune
-from finetune import train
 from finetune.artifacts.evaluation import evaluate
-from finetune.model.batches import LabelledBatch
-from finetune.model.task_model import TaskModel
+from finetune.training import train
+from finetune.training.model.batches import LabelledBatch
+from finetune.training.model.task_model import TaskModel
 from pretrain.checkpoint.layouts import TaskHead
 from pretrain.config import ModelConfig
 from tests.distributed import run_workers

@@ -12,11 +12,11 @@ import torch
 from tiny_checkpoints import make_bert, write_reviews
 from torch import Tensor
 
-from finetune.config import FinetuneConfig
-from finetune.model.start import initial_state, start_table
-from finetune.runs import plan
 from finetune.tasks.base import Task
-from finetune.train import make_model
+from finetune.training.config import FinetuneConfig
+from finetune.training.model.start import initial_state, start_table
+from finetune.training.runs import plan
+from finetune.training.train import make_model
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, read_config
 from pretrain.checkpoint.released_writer import their_tensors

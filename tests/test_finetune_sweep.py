@@ -18,17 +18,17 @@ import torch
 import yaml
 from rich.console import Console
 
-from cluster.trials.driver import trials_that_fit
-from cluster.trials.request import TrialEvent
-from finetune import runs
-from finetune.config import GRIDS, FinetuneConfig
-from finetune.datasets import glue
+from cluster.workers.trials.driver import trials_that_fit
+from cluster.workers.trials.request import TrialEvent
 from finetune.experiments import glue_runs, results, sweep, trials, trials_view
 from finetune.experiments.candidates import candidates, rank, to_drop
 from finetune.experiments.grid import Point, expand, parse_grid
 from finetune.experiments.outcomes import Outcome, Spread, Trial, failure, spreads
 from finetune.experiments.trials import TrialRuns, degenerate
 from finetune.tasks.classification import ClassificationSettings
+from finetune.tasks.datasets import glue
+from finetune.training import runs
+from finetune.training.config import GRIDS, FinetuneConfig
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 
 ROOT = Path(__file__).parent.parent
@@ -616,11 +616,11 @@ def test_runs_are_followed_on_the_terminal(
         poll([TrialEvent(2, "ended", StoppedError("stopped at step 3"))])
         raise StoppedError("runs/tiny: stopped with 1 runs to go.")
 
-    monkeypatch.setattr("cluster.trials.launch.run_trials", fake)
+    monkeypatch.setattr("cluster.workers.trials.launch.run_trials", fake)
     monkeypatch.setattr("finetune.experiments.trials_view._PLAIN_SECONDS", 0.0)
     seen: list[int] = []
     ran = trials.run_all(config, members, parallel=3, ended=lambda outcomes: seen.append(sum(map(bool, outcomes))))
-    assert handed == [("finetune.train:main", [0, 2, 3], 3)]
+    assert handed == [("finetune.training.train:main", [0, 2, 3], 3)]
     assert seen == [2, 3]
     assert [outcome and outcome.score for outcome in ran.outcomes] == [0.7, 0.9, None, None]
     assert ran.outcomes[3] is None
@@ -635,7 +635,7 @@ def test_runs_are_followed_on_the_terminal(
     # What diverged is not run again, what was stopped is.
     again: list[int] = []
     monkeypatch.setattr(
-        "cluster.trials.launch.run_trials",
+        "cluster.workers.trials.launch.run_trials",
         lambda target, tasks, **options: again.extend(task.payload["config"]["seed"] for task in tasks),
     )
     ran = trials.run_all(config, members)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from finetune.datasets.text import TextEncoder
+from finetune.tasks.datasets.text import TextEncoder
 from pretrain.common.errors import InputError
 
 # All kinds of spaces, combining marks, ideographs, and letters whose lower case has two characters.

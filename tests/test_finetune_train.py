@@ -19,17 +19,17 @@ import torch.distributed as dist
 from tiny_checkpoints import make_bert, make_roberta, write_reviews
 
 import finetune
-from finetune import runs, train
 from finetune.__main__ import main
-from finetune.config import PRESETS, FinetuneConfig, TrainingConfig
-from finetune.train import layered_groups
-from pretrain import launch
+from finetune.training import runs, train
+from finetune.training.config import PRESETS, FinetuneConfig, TrainingConfig
+from finetune.training.train import layered_groups
 from pretrain.checkpoint import store
 from pretrain.checkpoint.released import read_released
-from pretrain.commands import as_stage
+from pretrain.common.commands import as_stage
 from pretrain.common.errors import InputError
 from pretrain.common.files import verify_manifest
 from pretrain.common.settings import dump
+from pretrain.run import launch
 from pretrain.training.optim import learning_rate
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, records, with_changes
@@ -573,7 +573,7 @@ def test_a_short_training_is_not_rehearsed(root: Path) -> None:
 
 
 def starts_without_rehearsal(given: list[Start]) -> list[str]:
-    from pretrain.training import run
+    from pretrain.run import run
 
     run.rehearse = lambda *_: pytest.fail("rehearsed")  # type: ignore[assignment]
     return starts(given)

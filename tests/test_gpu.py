@@ -28,10 +28,10 @@ from pretrain.config import ModelConfig, OptimizerConfig, PretrainConfig
 from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
 from pretrain.objectives.masked import MaskedTokens
-from pretrain.training import session
+from pretrain.run import session
+from pretrain.run.passes import Passes
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
-from pretrain.training.passes import Passes
 from tests.batches_by_hand import make_batch
 from tests.bench.gpu import host_reads
 from tests.distributed import free_port
@@ -425,9 +425,9 @@ def _pretrain_over_nccl(root: Path, name: str, *options: str, stop: bool = False
 
 def stopped_run(path: str) -> int:
     """Train until the fifth step, in this process."""
-    from pretrain import train
     from pretrain.common.errors import StoppedError
     from pretrain.config import load_config
+    from pretrain.run import train
     from tests.starts import _StopsAt
 
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -513,7 +513,7 @@ def test_a_fine_tuned_model_predicts_what_it_does_on_the_cpu(tmp_path: Path) -> 
         "training": {"examples_per_step": 16, "learning_rate": 1e-2, "epochs": 3.0},
         "tracking": {"log_every_steps": 1, "wandb": "off"},
     }
-    from finetune.config import FinetuneConfig
+    from finetune.training.config import FinetuneConfig
 
     config = FinetuneConfig.model_validate(with_changes(values, {}))
     (tmp_path / "reviews.yaml").write_text(dump(config), encoding="utf-8")

@@ -11,7 +11,7 @@ import torch
 from corpora import make_corpus
 
 from pretrain.checkpoint.store import CheckpointReader, read_weights
-from pretrain.training import loop
+from pretrain.run import loop
 from tests.distributed import run_workers
 from tests.starts import Start, all_records, pretraining, records
 from tests.test_spikes import starts_with_bad_data

@@ -12,120 +12,59 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pretrain", "finetune", "cluster")
 
-# A component is a folder below a package, or a file beside those folders. From the bottom up, each with all those that
-# it may import; one that is not above cannot be named, so no circle and no import upward can be written down.
+# A component is a folder below a package; the files beside those folders are one, with the name of the package. From
+# the bottom up, each with all those that it may import; one that is not above cannot be named, so no circle and no
+# import upward can be written down.
 MAY_IMPORT: dict[str, str] = {
     "pretrain.common": "",
     "pretrain.config": "pretrain.common",
     "pretrain.storage": "pretrain.common",
-    "pretrain.commands": "pretrain.common pretrain.storage",
-    "cluster.workers": "pretrain.common pretrain.commands",
-    "cluster.local": "pretrain.common pretrain.commands cluster.workers",
-    "cluster.pool": "pretrain.common cluster.workers",
-    "cluster.trials": "pretrain.common cluster.workers",
     "pretrain.tracking": "pretrain.common pretrain.config",
-    "pretrain.corpus": "pretrain.common pretrain.storage pretrain.config cluster.pool",
+    "cluster.workers": "pretrain.common",
+    "pretrain.corpus": "pretrain.common pretrain.config pretrain.storage cluster.workers",
     "pretrain.batches": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.model": "pretrain.common pretrain.config",
-    "pretrain.checkpoint": (
-        "pretrain.common pretrain.storage pretrain.config pretrain.tracking pretrain.corpus pretrain.model"
-    ),
-    "pretrain.preflight": "pretrain.common pretrain.config pretrain.corpus",
-    "pretrain.work": "pretrain.config pretrain.model",
-    "pretrain.roofline": "pretrain.config pretrain.model pretrain.work",
-    "pretrain.estimate": (
-        "pretrain.common pretrain.storage pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint "
-        "pretrain.work pretrain.roofline"
-    ),
-    "pretrain.pace": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.preflight pretrain.work pretrain.estimate"
-    ),
+    "pretrain.checkpoint": "pretrain.common pretrain.config pretrain.storage pretrain.corpus pretrain.model",
     "pretrain.planning": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.work "
-        "pretrain.roofline pretrain.estimate pretrain.pace"
+        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint"
     ),
-    "pretrain.training": (
-        "pretrain.common pretrain.storage pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint "
-        "pretrain.preflight"
+    "pretrain.objectives": "pretrain.config pretrain.batches pretrain.model pretrain.checkpoint pretrain.planning",
+    "pretrain.training": "pretrain.common pretrain.config pretrain.model",
+    "pretrain.run": (
+        "pretrain.common pretrain.config pretrain.storage pretrain.tracking cluster.workers pretrain.corpus "
+        "pretrain.batches pretrain.model pretrain.checkpoint pretrain.planning pretrain.objectives "
+        "pretrain.training"
     ),
-    "pretrain.continuation": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.training"
-    ),
-    "pretrain.objectives": "pretrain.config pretrain.batches pretrain.model pretrain.checkpoint pretrain.work",
-    "finetune.datasets": "pretrain.common pretrain.config pretrain.corpus",
-    "pretrain.launch": (
-        "pretrain.common pretrain.storage pretrain.config cluster.workers pretrain.tracking pretrain.preflight"
-    ),
-    "finetune.metrics": "finetune.datasets",
-    "finetune.tasks": "pretrain.common finetune.datasets finetune.metrics",
-    "finetune.config": "pretrain.common pretrain.config finetune.tasks",
-    "cluster.jobs": (
-        "pretrain.common pretrain.config cluster.workers cluster.local pretrain.tracking pretrain.commands "
-        "finetune.config"
-    ),
-    "cluster.manifests": "pretrain.common pretrain.config cluster.workers pretrain.commands finetune.config",
+    "cluster.jobs": "pretrain.common pretrain.config cluster.workers",
+    "cluster.manifests": "pretrain.common pretrain.config cluster.workers",
+    "cluster.doctor": "pretrain.common cluster.workers cluster.jobs",
     "pretrain.reporting": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint cluster.jobs"
+        "pretrain.checkpoint pretrain.run"
     ),
-    "pretrain.train": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.estimate pretrain.training pretrain.continuation pretrain.objectives "
-        "pretrain.reporting"
+    "pretrain": "pretrain.common pretrain.run cluster.jobs pretrain.reporting",
+    "finetune.tasks": "pretrain.common pretrain.corpus",
+    "finetune.training": (
+        "pretrain.common pretrain.config pretrain.storage pretrain.batches pretrain.model pretrain.checkpoint "
+        "pretrain.training pretrain.run finetune.tasks"
     ),
-    "cluster.doctor": (
-        "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.work pretrain.commands "
-        "pretrain.training cluster.jobs pretrain.batches"
-    ),
-    "pretrain.demo": "pretrain.common pretrain.commands pretrain.reporting",
-    "pretrain.__main__": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.preflight "
-        "pretrain.estimate pretrain.pace pretrain.planning pretrain.commands pretrain.launch pretrain.reporting "
-        "pretrain.storage"
-    ),
-    "cluster.__main__": "pretrain.common cluster.local pretrain.commands cluster.jobs cluster.manifests cluster.doctor",
-    "finetune.model": (
-        "pretrain.common pretrain.config pretrain.batches pretrain.model pretrain.checkpoint finetune.datasets "
-        "finetune.tasks finetune.config"
-    ),
-    "finetune.artifacts": (
-        "pretrain.storage pretrain.common pretrain.config pretrain.model pretrain.checkpoint finetune.datasets "
-        "finetune.tasks finetune.config finetune.model"
-    ),
-    "finetune": "finetune.artifacts",
-    "finetune.train": (
-        "pretrain.storage pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint "
-        "pretrain.training finetune.datasets finetune.tasks finetune.config finetune.model finetune.artifacts"
-    ),
-    "finetune.runs": (
-        "pretrain.storage pretrain.common pretrain.config pretrain.checkpoint pretrain.preflight pretrain.estimate "
-        "pretrain.commands pretrain.tracking finetune.datasets pretrain.launch finetune.tasks finetune.config "
-        "finetune.model finetune.artifacts"
-    ),
+    "finetune.artifacts": "pretrain.common pretrain.model pretrain.checkpoint finetune.tasks finetune.training",
     "finetune.experiments": (
-        "pretrain.common pretrain.config cluster.trials pretrain.tracking pretrain.model "
-        "pretrain.preflight finetune.datasets finetune.tasks finetune.config finetune.artifacts finetune.runs"
+        "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.run finetune.tasks "
+        "finetune.training finetune.artifacts"
     ),
     "finetune.scores": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint "
-        "pretrain.commands pretrain.reporting pretrain.preflight finetune.tasks finetune.artifacts finetune.config "
-        "finetune.runs finetune.experiments"
+        "pretrain.common pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint pretrain.run "
+        "pretrain.reporting finetune.training finetune.experiments"
     ),
-    "finetune.adaptation": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.continuation "
-        "pretrain.pace pretrain.planning pretrain.commands pretrain.reporting finetune.artifacts finetune.config "
-        "finetune.runs"
+    "finetune.workflows": (
+        "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.planning "
+        "pretrain.reporting finetune.training"
     ),
-    "finetune.demo_data": "pretrain.common pretrain.corpus",
-    "finetune.demo": (
-        "pretrain.common pretrain.commands pretrain.reporting pretrain.demo finetune.artifacts finetune.demo_data"
+    "finetune": (
+        "pretrain.common pretrain.run cluster.jobs cluster.manifests cluster.doctor pretrain finetune.training "
+        "finetune.artifacts finetune.experiments finetune.scores finetune.workflows"
     ),
-    "finetune.__main__": (
-        "pretrain.common pretrain.preflight pretrain.commands pretrain.launch finetune.config pretrain.demo "
-        "pretrain.__main__ finetune.artifacts finetune.runs finetune.experiments finetune.demo "
-        "finetune.adaptation finetune.scores"
-    ),
-    "finetune.cli": "pretrain.common pretrain.commands",
 }
 
 # Libraries that one place owns: what another place needs of them goes through it.
@@ -172,7 +111,8 @@ def _arrows() -> dict[str, dict[str, int]]:
 
 
 def _component(module: str) -> str:
-    return ".".join(module.split(".")[:2])
+    package, *inner = _files()[module].relative_to(ROOT).parts
+    return f"{package}.{inner[0]}" if len(inner) > 1 else package
 
 
 def _circles(arrows: Mapping[str, Mapping[str, int]]) -> list[list[str]]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,14 @@ import yaml
 from pydantic import ValidationError
 
 from cluster import manifests
-from cluster.__main__ import main
-from cluster.manifests import KINDS, command, render
+from cluster.manifests import KINDS, command
 from cluster.manifests import kuberay as kuberay_manifest
 from cluster.manifests.base import RUN_COMMANDS, ManifestJob, ManifestSettings
 from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
-from finetune.config import load_config as load_finetuning
+from finetune.cli import main
+from finetune.training.config import config_type
+from finetune.training.config import load_config as load_finetuning
 from pretrain.common.errors import InputError
 from pretrain.config import load_config
 
@@ -59,6 +60,11 @@ EFA = [
     "place.placement_group=near",
 ]
 NEEDED = {"kuberay": [], "rayup": ["place.file_system=fs-0123abcd", *EFA], "slurm": []}
+
+
+def render(kind: str, config: Path | str, overrides: Sequence[str] = ()) -> str:
+    """The manifest of a run, as the command line makes it."""
+    return manifests.render(kind, config_type(Path(config)), config, overrides)
 
 
 @pytest.fixture

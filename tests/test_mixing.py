@@ -14,7 +14,7 @@ from pretrain.batches.loader import BatchMaker, validation_batches
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, load_config
 from pretrain.corpus.shards import open_shards
-from pretrain.preflight import check_corpus
+from pretrain.run.preflight import check_corpus
 from tests.starts import pretraining
 
 OWN = (1.0, 2.0, 0.5)

@@ -54,7 +54,7 @@ class Machine:
 
     def cluster(self, *arguments: str, seconds: float = 90) -> str:
         done = subprocess.run(
-            ["ip", "netns", "exec", self.name, sys.executable, "-m", "cluster", *arguments],
+            ["ip", "netns", "exec", self.name, sys.executable, "-m", "finetune.cli", *arguments],
             cwd=ROOT,
             text=True,
             env={**os.environ, "XDG_STATE_HOME": str(self.state)},

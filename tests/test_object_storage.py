@@ -23,12 +23,12 @@ from corpora import make_corpus
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
-from pretrain import launch
 from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import checkpoint_names, locked, verify_manifest, write_manifest
+from pretrain.run import launch
 from pretrain.storage import folders, objects, runs
 from pretrain.storage.objects import Listed, ObjectStore, _listed, _part_file
 from pretrain.storage.runs import StoredRun, fetched_model

@@ -11,13 +11,13 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from tiny_checkpoints import make_bert
 
-from finetune.config import FinetuneConfig
-from finetune.model.batches import Batches
-from finetune.model.output_layer import PENALTY, SHRINK, fit_output_layer
-from finetune.model.task_model import TaskModel
-from finetune.runs import course_lines
 from finetune.tasks.base import Objective, Windows
 from finetune.tasks.classification.checks import never_predicted
+from finetune.training.config import FinetuneConfig
+from finetune.training.model.batches import Batches
+from finetune.training.model.output_layer import PENALTY, SHRINK, fit_output_layer
+from finetune.training.model.task_model import TaskModel
+from finetune.training.runs import course_lines
 from pretrain.checkpoint.layouts import TaskHead
 from pretrain.checkpoint.released import read_released
 

@@ -18,9 +18,9 @@ from torch import Tensor
 import finetune
 from finetune.__main__ import main as finetune_main
 from finetune.artifacts.padded import PaddedModel
-from finetune.model.batches import LabelledBatch
-from finetune.model.task_model import TaskModel
 from finetune.tasks.base import Head, Objective
+from finetune.training.model.batches import LabelledBatch
+from finetune.training.model.task_model import TaskModel
 from pretrain.__main__ import main
 from pretrain.checkpoint import hf, store
 from pretrain.checkpoint.electra import discriminator_state, generator_state
@@ -232,8 +232,8 @@ def sequence_logits(model: TaskModel, batch: LabelledBatch) -> Tensor:
 
 
 def starts(pretrainings: list[Start], finetunings: list[Start]) -> list[str]:
-    from finetune import train as fine
-    from pretrain import train
+    from finetune.training import train as fine
+    from pretrain.run import train
 
     return [*make_starts(train.main, pretrainings), *make_starts(fine.main, finetunings)]
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from corpora import make_corpus
 
-from pretrain import pace, preflight
 from pretrain.common.errors import InputError, MachineError
 from pretrain.config import ModelConfig, PretrainConfig
+from pretrain.planning import pace
+from pretrain.run import preflight
 
 
 def make_config(folder: Path, *phases: dict[str, Any], **values: Any) -> PretrainConfig:

@@ -164,7 +164,7 @@ def test_the_precision_is_checked_where_it_is_known(monkeypatch: pytest.MonkeyPa
     """A run's config.yaml has the resolved precision, and must be read on any machine."""
     from pretrain.common.errors import MachineError
     from pretrain.config import changed_for_resume
-    from pretrain.training import session
+    from pretrain.run import session
     from tests.test_batches_loader import run_config
 
     config = run_config(engine={"cuda_graphs": True, "precision": "fp32", "micro_batch_tokens": 512})

@@ -12,15 +12,13 @@ from corpora import make_corpus, make_vocabulary, write_corpus
 from planned_laws import PLANTED, planted_law, planted_points
 from scipy.optimize import minimize
 
-from pretrain import estimate, pace, work
 from pretrain.__main__ import main
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig, load_config
-from pretrain.continuation import Corpora
-from pretrain.planning import published, recommend, speed, table
+from pretrain.planning import estimate, pace, published, recommend, speed, table, work
 from pretrain.planning.budget import Budget, parse_budget
 from pretrain.planning.candidates import effective_size, plan, with_batch, with_shape, with_workers, works
 from pretrain.planning.law import MOST_REPETITIONS, Law, effective_tokens, interval, useful_size
@@ -28,7 +26,8 @@ from pretrain.planning.published import Recipe
 from pretrain.planning.recommend import choose, recommendation
 from pretrain.planning.speed import Here
 from pretrain.planning.text import PhaseText, Text, read_text
-from pretrain.work import optimizer_flops
+from pretrain.planning.work import optimizer_flops
+from pretrain.run.continuation import Corpora
 from tests.bench.law.fitting import EXPONENT, FEWEST, Points, as_points, best_size, fit, objective
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"

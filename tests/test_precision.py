@@ -15,13 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pretrain import preflight
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 from pretrain.common.worker import Worker
 from pretrain.config import EngineConfig, PretrainConfig, changed_for_resume, keep_precision
 from pretrain.model import precision
 from pretrain.model.precision import Choice, Offer, choose
-from pretrain.training import session
+from pretrain.run import preflight, session
 from tests.distributed import run_workers
 
 
@@ -166,7 +165,7 @@ def test_a_model_runs_as_it_was_trained_where_that_is_not_slow(
 
 
 def test_the_dry_run_shows_the_precision_and_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from pretrain import estimate
+    from pretrain.planning import estimate
 
     monkeypatch.setattr(precision, "choose_here", lambda: Choice("fp32", "because it is faster"))
     text = estimate.dry_run(run_config(tmp_path), show_config=True)
@@ -181,8 +180,8 @@ def test_the_dry_run_shows_the_precision_and_its_reason(monkeypatch: pytest.Monk
 
 
 def test_all_runs_of_one_command_have_one_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from finetune.config import FinetuneConfig
     from finetune.experiments import trials
+    from finetune.training.config import FinetuneConfig
 
     answers = itertools.chain([Choice("fp32", "")], itertools.repeat(Choice("bf16", "the load has changed")))
     monkeypatch.setattr(trials, "choose_here", lambda: next(answers))
@@ -203,8 +202,8 @@ def test_all_runs_of_one_command_have_one_precision(monkeypatch: pytest.MonkeyPa
 
 def test_started_runs_keep_their_own_precision(tmp_path: Path) -> None:
     """On a cluster of several kinds of nodes each decides for itself: going on must not change that."""
-    from finetune.config import FinetuneConfig
     from finetune.experiments import trials
+    from finetune.training.config import FinetuneConfig
 
     given = {"name": "task", "run_dir": str(tmp_path), "classification": {"train": "train.csv"}}
     config = FinetuneConfig.model_validate(given)

@@ -17,7 +17,7 @@ from corpora import SPECIALS, write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from finetune.datasets.tables import read_table
+from finetune.tasks.datasets.tables import read_table
 from pretrain.batches.batch import MicroBatch
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, read_config

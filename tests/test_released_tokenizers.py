@@ -256,7 +256,7 @@ def test_masking_takes_words_and_draws_no_special_or_reserved_token(
     vocabulary = masker._scheme.vocabulary
     assert not vocabulary.continues[entries.index("\u0120the")]
     assert load_config(tmp_path / "trial.yaml").corpus.vocabulary.kind == "byte_bpe"
-    from pretrain.preflight import check_corpus
+    from pretrain.run.preflight import check_corpus
 
     check_corpus(load_config(tmp_path / "trial.yaml"))
 

@@ -18,7 +18,7 @@ from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain import demo
+from finetune.workflows.demo import stages as demo
 from pretrain.checkpoint import hf
 from pretrain.common.errors import InputError
 from pretrain.common.settings import dump

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cluster.trials.request import TrialRequest, TrialsRequest
 from cluster.workers.request import Attempt, DriverRequest, Launch, LaunchRequest
+from cluster.workers.trials.request import TrialRequest, TrialsRequest
 
 LAUNCH = Launch(
     "a1b2",

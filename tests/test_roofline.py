@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pretrain import estimate, roofline
 from pretrain.config import PretrainConfig, load_config
 from pretrain.model import cost
-from pretrain.roofline import GPUS, StepTimes, step_times
-from pretrain.work import Flops, phase_work
+from pretrain.planning import estimate, roofline
+from pretrain.planning.roofline import GPUS, StepTimes, step_times
+from pretrain.planning.work import Flops, phase_work
 from tests.published_speeds import RECORDS, Record, compare
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"

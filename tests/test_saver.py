@@ -20,7 +20,7 @@ from pretrain.checkpoint import saver as saver_module
 from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import MachineError
-from pretrain.training import loop
+from pretrain.run import loop
 from pretrain.training.engine import Fragment
 
 

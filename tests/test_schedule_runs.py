@@ -13,15 +13,15 @@ import yaml
 from corpora import make_corpus
 from safetensors.torch import load_file
 
-from pretrain import train
 from pretrain.batches.loader import BatchMaker, Loader
 from pretrain.checkpoint import hf, store
 from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig, PretrainConfig
-from pretrain.continuation import Corpora
 from pretrain.corpus.shards import open_shards
 from pretrain.objectives.masked import MaskedTokens
-from pretrain.train import Pretraining
+from pretrain.run import train
+from pretrain.run.continuation import Corpora
+from pretrain.run.train import Pretraining
 from tests.distributed import run_workers
 from tests.starts import Start, all_records, make_starts, pretraining, records
 

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from finetune.__main__ import main
-from finetune.config import load_config
 from finetune.scores import blimp, finetuning_runs, held_out, masked_model
 from finetune.scores.blimp import BlimpScore, ParadigmScore, blimp_score, pseudo_log_likelihoods, read_blimp
 from finetune.scores.finetuning import FinetuningScore, finetuning_scores
@@ -27,10 +26,11 @@ from finetune.scores.held_out import HeldOutSettings, held_out_score, masked_seq
 from finetune.scores.masked_model import MaskedModel, ModelSettings
 from finetune.scores.record import Record
 from finetune.scores.view import _finetuning_charts, score_notes, score_rows
+from finetune.training.config import load_config
 from pretrain.common.errors import InputError, MachineError
 from pretrain.model import compile as compiler
 from pretrain.model.compile import MARKS_UNKNOWN_SIZES
-from pretrain.preflight import only_run
+from pretrain.run.preflight import only_run
 from tests.fake_trials import hand_out
 from tests.tiny_checkpoints import SPECIALS, WORDS, make_bert, write_reviews
 
@@ -484,7 +484,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, int]]:
         handed.append((Path(config["start_from"]).name, config["random_weights"], config["seed"]))
         return 0.5 + 0.01 * config["seed"] if config["random_weights"] else 0.6 + 0.1 * config["seed"]
 
-    monkeypatch.setattr("cluster.trials.launch.run_trials", fake)
+    monkeypatch.setattr("cluster.workers.trials.launch.run_trials", fake)
     return handed
 
 

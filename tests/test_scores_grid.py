@@ -51,7 +51,7 @@ class Runs:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     runs = Runs()
-    monkeypatch.setattr("cluster.trials.launch.run_trials", runs)
+    monkeypatch.setattr("cluster.workers.trials.launch.run_trials", runs)
     return runs
 
 

@@ -21,7 +21,7 @@ from finetune.scores.masked_model import MaskedModel, fingerprint
 from finetune.scores.record import Record
 from finetune.scores.view import _finetuning_charts, score_notes, score_rows, score_table
 from pretrain.common.errors import DivergedError, InputError, RunError, StoppedError
-from pretrain.preflight import only_run
+from pretrain.run.preflight import only_run
 from tests.fake_trials import hand_out
 from tests.test_scores import make_masked_lm, write_blimp
 from tests.tiny_checkpoints import SPECIALS, write_reviews
@@ -215,7 +215,7 @@ class Runs:
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Runs:
     runs = Runs()
-    monkeypatch.setattr("cluster.trials.launch.run_trials", runs)
+    monkeypatch.setattr("cluster.workers.trials.launch.run_trials", runs)
     return runs
 
 

@@ -13,8 +13,8 @@ from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_rev
 
 from finetune.artifacts.export import export as export_run
 from finetune.artifacts.padded import PaddedModel
-from finetune.model.task_model import TaskModel
-from finetune.train import main
+from finetune.training.model.task_model import TaskModel
+from finetune.training.train import main
 from pretrain.checkpoint.layouts.pooled import MODELING_FILE
 from pretrain.checkpoint.released import read_released, read_shape
 from pretrain.checkpoint.released_writer import write_released

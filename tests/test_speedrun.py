@@ -20,12 +20,12 @@ from finetune.scores.finetuning import FinetuningScore
 from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.held_out import HeldOutScore
 from finetune.scores.record import Record
-from pretrain import work
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.config import PretrainConfig
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
+from pretrain.planning import work
 from tests.bench.speedrun import command, ground, page, results, scores, trial
 from tests.bench.speedrun.budget import SequenceCost, measured_costs, plan_budget
 from tests.bench.speedrun.options import make_parser

@@ -14,9 +14,9 @@ from corpora import make_corpus
 
 from pretrain.checkpoint.store import read_weights
 from pretrain.config import SpikeConfig
-from pretrain.training import loop, stragglers
-from pretrain.training.spikes import REMEMBERED, is_spike
-from pretrain.training.stragglers import RankTimes, find_stragglers
+from pretrain.run import loop, stragglers
+from pretrain.run.spikes import REMEMBERED, is_spike
+from pretrain.run.stragglers import RankTimes, find_stragglers
 from tests.distributed import run_workers
 from tests.starts import Start, all_records, make_starts, pretraining, records
 
@@ -88,7 +88,7 @@ def starts_with_bad_data(given: list[tuple[Start, dict[int, float]]]) -> list[st
 
 
 def _start_with_bad_data(start: Start, bad: dict[int, float]) -> str:
-    from pretrain import train
+    from pretrain.run import train
 
     whole, whole_totals = train.Pretraining.loss_weights, train.Pretraining.totals
 
@@ -160,7 +160,7 @@ def test_saves_and_stops_wait_for_a_good_step(corpus: Path, tmp_path: Path) -> N
 
 def starts_with_a_bad_update(given: list[Start]) -> list[str]:
     """Starts in whose first one the update of step 5 spoils a weight, so that every later loss is NaN."""
-    from pretrain import train
+    from pretrain.run import train
 
     launch, spoilt = loop._Fit.launch_step, list[int]()
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.metrics.squad import best_threshold, normalize_answer, score_v1, score_v2, squad_v1, squad_v2
+from finetune.tasks.questions.metrics import best_threshold, normalize_answer, score_v1, score_v2, squad_v1, squad_v2
 
 ASCII_PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 WORDS = [

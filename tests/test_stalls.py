@@ -19,10 +19,10 @@ from pretrain.common.errors import MachineError
 from pretrain.common.files import allow_open_files
 from pretrain.common.worker import HANG_FILE, Worker
 from pretrain.config import SchedulingConfig
-from pretrain.training import loop, session, stragglers
-from pretrain.training.plan import TrainingPlan
-from pretrain.training.progress import Progress
-from pretrain.training.stragglers import RankTimes
+from pretrain.run import loop, session, stragglers
+from pretrain.run.plan import TrainingPlan
+from pretrain.run.progress import Progress
+from pretrain.run.stragglers import RankTimes
 from pretrain.training.watchdog import Watchdog
 
 

@@ -15,7 +15,6 @@ import torch
 from corpora import make_corpus
 from tiny_checkpoints import WORDS, make_bert
 
-from pretrain import preflight
 from pretrain.__main__ import main
 from pretrain.batches.replay import mixture_weights, with_replay
 from pretrain.batches.sampler import Sampler
@@ -25,11 +24,12 @@ from pretrain.checkpoint.start import _table, log_frequencies, read_start, start
 from pretrain.common.errors import InputError
 from pretrain.common.yaml_text import Dumper
 from pretrain.config import AdaptationConfig, PairsConfig, PretrainConfig, load_config, run_folder
-from pretrain.continuation import Corpora
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.vocabulary import load_vocabulary, tokenizer_digest
 from pretrain.model.heads import PretrainingModel
+from pretrain.run import preflight
+from pretrain.run.continuation import Corpora
 from pretrain.storage.runs import fetched_model
 from pretrain.training.rates import rate_shares, rated_groups
 from tests.batches_by_hand import make_batch
@@ -88,7 +88,7 @@ def resolved(path: Path, *overrides: str) -> PretrainConfig:
 
 
 def starts(given: list[Start]) -> list[str]:
-    from pretrain import train
+    from pretrain.run import train
 
     return make_starts(train.main, given)
 

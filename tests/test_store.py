@@ -24,8 +24,8 @@ from torch.distributed import distributed_c10d
 from pretrain.checkpoint import store
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import put_manifest, verify_manifest
+from pretrain.run.session import newest_checkpoint
 from pretrain.training.engine.engine import SideGroup
-from pretrain.training.session import newest_checkpoint
 from tests.distributed import run_workers
 
 SHAPES = {"a": [4, 5], "b": [7]}

@@ -31,10 +31,10 @@ from pretrain.common.files import read_manifest, verify_manifest
 from pretrain.common.worker import Worker
 from pretrain.config import CorpusConfig, PretrainConfig
 from pretrain.corpus.vocabulary import tokenizer_digest
+from pretrain.run.session import _check_shared
 from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
 from pretrain.storage.runs import fetched_model
-from pretrain.training.session import _check_shared
 from tests.distributed import run_workers
 from tests.object_store import BUCKET, Fault, FaultyProxy, point_to, s3_server
 from tests.starts import _StopsAt, pretraining, records
@@ -321,7 +321,8 @@ def test_a_corpus_on_s3_is_that_on_disk_and_a_cut_upload_goes_on(proxy: FaultyPr
 
 def test_without_an_address_no_client_is_imported() -> None:
     code = (
-        "import sys, pretrain.commands, pretrain.launch, pretrain.corpus.stored, pretrain.storage.runs as runs\n"
+        "import sys, pretrain.common.commands, pretrain.run.launch, pretrain.corpus.stored\n"
+        "import pretrain.storage.runs as runs\n"
         "runs.fetched_model('runs/mini')\n"
         "print(sorted({'fsspec', 's3fs', 'botocore', 'aiohttp'} & set(sys.modules)))"
     )

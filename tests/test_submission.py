@@ -28,14 +28,15 @@ import requests
 import yaml
 from ray.job_submission import JobStatus
 
-from cluster import local
-from cluster.__main__ import _follow, main
 from cluster.jobs import client, entrypoint
 from cluster.jobs.client import Job
+from cluster.jobs.command import _follow
 from cluster.jobs.submission import read_job
-from cluster.local import LocalCluster, NodeProcess
+from cluster.workers import local
 from cluster.workers.address import check_dashboard
 from cluster.workers.launch import check_address
+from cluster.workers.local import LocalCluster, NodeProcess
+from finetune.cli import job_kinds, main
 from pretrain.common.errors import InputError, MachineError
 from pretrain.config import load_config
 
@@ -55,7 +56,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def read(config: Path, *more: str, workers: str | None = None) -> Job:
-    return read_job(["pretrain", str(config), *more], folder=Path("/shared"), workers=workers)
+    return read_job(["pretrain", str(config), *more], job_kinds(), folder=Path("/shared"), workers=workers)
 
 
 def test_a_checkpoint_on_the_cluster_decides_model_and_vocabulary(config: Path) -> None:
@@ -107,7 +108,7 @@ def test_a_job_trains_where_the_cluster_says_or_its_client(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BERTRAIN_RUNS", mine)
-    job = read_job(["pretrain", str(config)], folder=tmp_path, workers=None)
+    job = read_job(["pretrain", str(config)], job_kinds(), folder=tmp_path, workers=None)
     metadata = {**client._metadata(job), "job_submission_id": "trial"}
     monkeypatch.setenv("BERTRAIN_RUNS", of_cluster)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
@@ -118,7 +119,7 @@ def test_a_job_trains_where_the_cluster_says_or_its_client(
 
 
 def test_a_job_leaves_no_file_when_it_is_killed(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = read_job(["prepare", str(config), "--set", "seed=5"], folder=tmp_path, workers=None)
+    job = read_job(["prepare", str(config), "--set", "seed=5"], job_kinds(), folder=tmp_path, workers=None)
     seen: list[Any] = []
 
     def command(arguments: list[str]) -> int:
@@ -254,7 +255,7 @@ def test_a_name_stays_a_name(config: Path, name: str) -> None:
 def run(tmp_path: Path, *arguments: str, **environment: str) -> tuple[int, str, float]:
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "cluster", *arguments],
+        [sys.executable, "-m", "finetune.cli", *arguments],
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,
@@ -535,7 +536,6 @@ def test_mistakes_are_reported_before_anything_is_sent(
 
 def test_the_list_of_jobs_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """Whoever reaches the cluster names jobs."""
-    from cluster import __main__
 
     status = SimpleNamespace(value="RUNNING")
     job = SimpleNamespace(
@@ -548,7 +548,7 @@ def test_the_list_of_jobs_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatc
         message="",
     )
     monkeypatch.setattr(client, "Jobs", lambda *_, **__: SimpleNamespace(all=lambda: [job], queued=lambda _: {}))
-    assert __main__.main(["list"]) == 0
+    assert main(["list"]) == 0
     shown = capsys.readouterr().out
     assert "[/red]a\\x1b[2J" in shown
     assert "[bold]" in shown
@@ -556,7 +556,6 @@ def test_the_list_of_jobs_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatc
 
 def test_a_job_that_waits_is_named_as_such(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """To Ray it is running, like the job that it waits for and one that has waited."""
-    from cluster import __main__
 
     outputs = {
         "first": "step 1\n",
@@ -579,9 +578,9 @@ def test_a_job_that_waits_is_named_as_such(monkeypatch: pytest.MonkeyPatch, caps
     cluster.shown = "http://127.0.0.1:8265"
     cluster._client = SimpleNamespace(list_jobs=lambda: jobs[::-1], get_job_logs=outputs.__getitem__)  # type: ignore[assignment]
     monkeypatch.setattr(client, "Jobs", lambda *_, **__: cluster)
-    assert __main__.main(["list"]) == 0
+    assert main(["list"]) == 0
     assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[1:]] == ["running", "running", "queued"]
-    assert __main__.main(["status", "waits"]) == 0
+    assert main(["status", "waits"]) == 0
     assert capsys.readouterr().out.startswith("waits: queued behind first, started\n")
 
 

@@ -10,7 +10,7 @@ import pytest
 from corpora import SPECIALS, write_tokenizer
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers, processors
 
-from finetune.datasets.text import TextEncoder
+from finetune.tasks.datasets.text import TextEncoder
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import write_released
 from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer

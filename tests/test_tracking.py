@@ -27,12 +27,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pretrain.common.errors import InputError, MachineError
+from pretrain.common.records import note_end, read_records
 from pretrain.common.settings import dump
+from pretrain.common.wording import clock
 from pretrain.config import PretrainConfig
 from pretrain.tracking import live, mirror, starting
 from pretrain.tracking.live import follow
 from pretrain.tracking.mirror import wandb_names
-from pretrain.tracking.records import note_end, read_records
 from pretrain.tracking.rows import LAST_SENT
 from pretrain.tracking.tracker import Tracker
 from tests.wandb_files import history
@@ -756,7 +757,7 @@ class TestFollow:
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (67, "1:07"), (3599.6, "1:00:00"), (93784, "1 d 02:03")])
 def test_clock(seconds: float, text: str) -> None:
-    assert live.clock(seconds) == text
+    assert clock(seconds) == text
 
 
 @contextlib.contextmanager

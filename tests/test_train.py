@@ -23,8 +23,8 @@ import yaml
 from corpora import make_corpus, make_corpus_of_two_piece_words
 
 from cluster.workers.actors import PROCESS_TITLE
-from pretrain import preflight
 from pretrain.config import PretrainConfig, load_config
+from pretrain.run import preflight
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
 
@@ -44,7 +44,7 @@ def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
 
 
 def starts(given: list[Start]) -> list[str]:
-    from pretrain import train
+    from pretrain.run import train
 
     return make_starts(train.main, given)
 

@@ -13,11 +13,11 @@ import pytest
 
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import Worker
+from pretrain.run import run as running
+from pretrain.run.loop import LONG_SECONDS
+from pretrain.run.plan import TrainingPlan
+from pretrain.run.progress import Progress
 from pretrain.tracking import starting
-from pretrain.training import run as running
-from pretrain.training.loop import LONG_SECONDS
-from pretrain.training.plan import TrainingPlan
-from pretrain.training.progress import Progress
 
 RESTART = {"event": "restart", "time": 1.0, "message": "a node was lost"}
 

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from finetune.training import train as finetuning
+from pretrain.run import session, train
+from pretrain.run.session import collective_timeout
 from pretrain.training import watchdog as watchdogs
 from pretrain.training.heartbeats import Hang
-from pretrain.training.session import collective_timeout
 from pretrain.training.watchdog import Watchdog, _Clock, _ExchangeThread, _waits_for_others
 from tests.test_batches_loader import run_config
 
@@ -256,11 +258,13 @@ def test_a_collective_is_distinguished_from_work() -> None:
     scope: dict[str, Any] = {"__name__": "torch.distributed.distributed_c10d"}
     exec(code, scope)
     me = threading.get_ident()
-    seen["work"] = _waits_for_others(me, on_gpu=False)
-    scope["all_reduce"](lambda: seen.setdefault("collective", _waits_for_others(me, on_gpu=False)))
+    seen["work"] = _waits_for_others(me, ())
+    scope["all_reduce"](lambda: seen.setdefault("collective", _waits_for_others(me, ())))
     assert seen == {"work": False, "collective": True}
-    assert not _waits_for_others(-1, on_gpu=True), "a thread that has ended"
+    assert not _waits_for_others(-1, LAUNCHING), "a thread that has ended"
 
+
+LAUNCHING = (*watchdogs._LAUNCHING, *session.LAUNCHING, *train.LAUNCHING, *finetuning.LAUNCHING)
 
 # (module, function, whether it waits for others on a CPU, and on a GPU)
 WAITS = (
@@ -269,13 +273,13 @@ WAITS = (
     ("torch.autograd.graph", "_engine_run_backward", False, True),
     ("torch._inductor.runtime.compile_tasks.cabc", "call", False, True),
     ("pretrain.objectives.masked", "totals", False, True),
-    ("pretrain.training.passes", "launch", False, True),
-    ("pretrain.training.loop", "launch_step", False, True),
+    ("pretrain.run.passes", "launch", False, True),
+    ("pretrain.run.loop", "launch_step", False, True),
     ("pretrain.common.transfers", "to_device", False, True),
     ("torch.cuda.streams", "record", False, True),
-    ("finetune.train", "loss", False, True),
-    ("finetune.train", "evaluate", False, False),
-    ("pretrain.training.loop", "train", False, False),
+    ("finetune.training.train", "loss", False, True),
+    ("finetune.training.train", "evaluate", False, False),
+    ("pretrain.run.loop", "train", False, False),
     ("pretrain.batches.loader", "__next__", False, False),
 )
 
@@ -294,14 +298,14 @@ def test_a_host_behind_a_collective_waits_for_others(module: str, name: str, on_
         assert reader.ident is not None
         while sys._current_frames()[reader.ident].f_code.co_name != name:
             time.sleep(0.001)
-        assert _waits_for_others(reader.ident, on_gpu=False) == on_cpu
-        assert _waits_for_others(reader.ident, on_gpu=True) == on_gpu
+        assert _waits_for_others(reader.ident, ()) == on_cpu
+        assert _waits_for_others(reader.ident, LAUNCHING) == on_gpu
     reader.join()
     held.release()
 
 
 def test_modules_that_launch_kernels_exist() -> None:
-    for name in set(watchdogs._LAUNCHING) - {"triton"}:  # which is installed with CUDA
+    for name in set(LAUNCHING) - {"triton"}:  # which is installed with CUDA
         try:
             importlib.import_module(name)
         except ModuleNotFoundError:

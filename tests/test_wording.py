@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.artifacts.saved import result_lines
+from finetune.training.saved import result_lines
 from pretrain.common.wording import counted, shown_scores
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pretrain import estimate, work
 from pretrain.batches.batch import MicroBatch
 from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.model import cost
@@ -20,6 +19,7 @@ from pretrain.model.distillation import DistillingModel
 from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.parameters import is_hidden_matrix, stacked_parts
+from pretrain.planning import estimate, work
 from tests.batches_by_hand import make_batch
 
 VOCABULARY = 211

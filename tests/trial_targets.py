@@ -1,4 +1,4 @@
-"""What Ray Tune runs in the tests of cluster.trials; each call leaves its traces in the working directory."""
+"""What Ray Tune runs in the tests of cluster.workers.trials; each call leaves its traces in the working directory."""
 
 from __future__ import annotations
 

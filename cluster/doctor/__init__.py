@@ -14,6 +14,7 @@ from pretrain.common.errors import MachineError
 
 
 def main(
+    measures: str,
     *,
     cluster: bool = False,
     address: str = "",
@@ -24,6 +25,7 @@ def main(
     """Check this machine, or a cluster, and print the findings.
 
     Args:
+        measures: name of the module that measures a machine (`machine.Measures`).
         cluster: check a cluster rather than this machine.
         address: URL of its dashboard; empty uses the local one of `up`.
         folder: the folder that all machines of the cluster should share (default: the current one).
@@ -41,7 +43,7 @@ def main(
 
     what = f"the cluster {without_password(address)}".rstrip() if cluster else "this machine"
     with Console(stderr=True).status(escape(f"checking {what}")):
-        rows = _cluster(address, folder or Path.cwd(), plain_http) if cluster else _machine()
+        rows = _cluster(measures, address, folder or Path.cwd(), plain_http) if cluster else _machine(measures)
     if as_json:
         print(to_json(rows))
     else:
@@ -50,17 +52,17 @@ def main(
     return MachineError.exit_code if any(row.mark == FAIL for row in rows) else 0
 
 
-def _machine() -> list[Finding]:
+def _machine(measures: str) -> list[Finding]:
     from cluster.doctor import machine, reduce, verdicts
 
-    facts = machine.inspect(Path.cwd())
+    facts = machine.inspect(measures, Path.cwd())
     return [*verdicts.rows_here(facts), reduce.row_here(), verdicts.wandb_key()]
 
 
-def _cluster(address: str, folder: Path, plain_http: bool) -> list[Finding]:
+def _cluster(measures: str, address: str, folder: Path, plain_http: bool) -> list[Finding]:
     from cluster.doctor import remote
 
-    return remote.check(address, folder, plain_http=plain_http)
+    return remote.check(measures, address, folder, plain_http=plain_http)
 
 
 def _summary(rows: list[Finding]) -> str:

@@ -22,7 +22,7 @@ from cluster.workers.driver import choose_token, join_ray
 from cluster.workers.launch import environment
 from cluster.workers.nodes import usable_nodes
 from cluster.workers.outcomes import one_line
-from pretrain.commands import exit_code
+from pretrain.common.commands import exit_code
 
 MARK = "doctor: "  # before the line of JSON that is the result
 
@@ -53,7 +53,7 @@ class CheckedNode:
 class ProbeGroup:
     """A `Probe` on each node. A node that does not answer is reported once, in `rows`, and no longer called."""
 
-    def __init__(self, checked: Iterable[CheckedNode]) -> None:
+    def __init__(self, checked: Iterable[CheckedNode], measures: str) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -63,7 +63,7 @@ class ProbeGroup:
         self._probes = {
             name: probe.options(
                 num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)
-            ).remote(node.address, node.cpus, node.works)
+            ).remote(node.address, node.cpus, node.works, measures)
             for name, node in self.checked.items()
         }
 
@@ -104,18 +104,18 @@ class ProbeGroup:
 def main() -> int:
     """Check the cluster that this job runs on; returns 0 for any findings."""
     job = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
-    return exit_code(lambda: _check(job["folder"]))
+    return exit_code(lambda: _check(job["folder"], job["measures"]))
 
 
-def _check(folder: str) -> None:
+def _check(folder: str, measures: str) -> None:
     os.environ.update(environment())  # as for workers, which get our path
     address = os.environ["RAY_ADDRESS"]
     choose_token(address)
     join_ray(address, lambda error: print(f"error: {error}", flush=True))
     import ray
 
-    checked, head = _alive_nodes(), machine.versions()
-    probes = ProbeGroup(node for node in checked if node.answers)
+    checked, head = _alive_nodes(), machine.versions(machine.measures_of(measures))
+    probes = ProbeGroup((node for node in checked if node.answers), measures)
     rows = _about(probes, checked, head)
     rows += _clocks(probes)
     rows += _storage(probes, folder)

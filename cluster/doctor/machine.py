@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -14,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import psutil
 
@@ -28,6 +30,22 @@ _BUSY_SECONDS = 0.5
 _COMPILE_SECONDS = 20.0
 _OLD_LOCK_SECONDS = 600.0  # no single op of DeepSpeed compiles for so long
 _PACKAGES = ("cluster", "pretrain", "finetune")
+
+
+class Measures(Protocol):
+    """The module that knows what a run needs of a machine. It is handed by name, so that every node can import it."""
+
+    def deepspeed_ops(self) -> tuple[dict[str, bool], tuple[str, ...]]: ...
+    def measure_matmul(self, device: str, kind: Any) -> float: ...
+    def is_faster_in_fp32(self, bf16: float, fp32: float) -> bool: ...
+    def loader_rate(self, seconds: float) -> float: ...
+    def sequence_flops(self) -> float: ...
+
+
+def measures_of(name: str) -> Measures:
+    """The module `name`."""
+    module: Any = importlib.import_module(name)
+    return module
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,7 @@ class Device:
     kind: str  # devices of the same kind should be equally fast
     bf16: float
     fp32: float
+    prefers_fp32: bool
 
 
 @dataclass(frozen=True)
@@ -73,25 +92,26 @@ class MachineFacts:
     visible: str | None  # CUDA_VISIBLE_DEVICES
     devices: tuple[Device, ...]  # measured; empty without a measurement
     sequences_per_second: float  # of one worker's loader; 0 without a measurement
+    sequence_flops: float  # of training BERT-Base
 
 
-def inspect(folder: Path, threads: int = 0, measure: bool = True) -> MachineFacts:
+def inspect(name: str, folder: Path, threads: int = 0, measure: bool = True) -> MachineFacts:
     """The facts about this machine.
 
     Args:
+        name: of the module with the `Measures`.
         folder: where runs would be stored.
         threads: CPU threads for the measurements; 0 uses torch's default.
         measure: measure for about 3 s how fast the machine is.
     """
     import torch
 
-    from pretrain.batches.synthetic import loader_rate
-
+    measures = measures_of(name)
     busy, (memory, free) = psutil.cpu_percent(_BUSY_SECONDS) / 100, machine_memory()
     if threads:
         torch.set_num_threads(threads)
     compiler, headers, error = _compile()
-    ops, built = _deepspeed_ops()
+    ops, built = _deepspeed_ops(measures)
     return MachineFacts(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=len(os.sched_getaffinity(0)),
@@ -99,7 +119,7 @@ def inspect(folder: Path, threads: int = 0, measure: bool = True) -> MachineFact
         memory=memory,
         memory_free=free,
         disks=_disks(folder),
-        versions=versions(),
+        versions=versions(measures),
         compiler=compiler,
         headers=headers,
         compile_error=error,
@@ -109,12 +129,13 @@ def inspect(folder: Path, threads: int = 0, measure: bool = True) -> MachineFact
         gpu_files=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         gpus=torch.cuda.device_count(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        devices=_devices() if measure else (),
-        sequences_per_second=loader_rate(_LOADER_SECONDS) if measure else 0.0,
+        devices=_devices(measures) if measure else (),
+        sequences_per_second=measures.loader_rate(_LOADER_SECONDS) if measure else 0.0,
+        sequence_flops=measures.sequence_flops(),
     )
 
 
-def versions() -> dict[str, str]:
+def versions(measures: Measures) -> dict[str, str]:
     """Versions that must agree wherever workers run; "none" with the reason if an import fails."""
     libraries = {"Python": platform.python_version()}
     try:
@@ -129,14 +150,12 @@ def versions() -> dict[str, str]:
         }
     except Exception as error:  # a broken library may raise anything
         libraries |= {"torch": f"{NONE}: {one_line(error)}", "CUDA": NONE, "NCCL": NONE, "gloo": NONE}
-    return {**libraries, "DeepSpeed": _deepspeed_version(), "Ray": _ray_version(), "bertrain": _own_version()}
+    return {**libraries, "DeepSpeed": _deepspeed_version(measures), "Ray": _ray_version(), "bertrain": _own_version()}
 
 
-def _deepspeed_version() -> str:
+def _deepspeed_version(measures: Measures) -> str:
     try:
-        from pretrain.training.engine import deepspeed_ops
-
-        deepspeed_ops()
+        measures.deepspeed_ops()
         return importlib.metadata.version("deepspeed")
     except Exception as error:
         return f"{NONE}: {one_line(error)}"
@@ -198,11 +217,9 @@ def _compile() -> tuple[str, str, str]:
     return compiler, headers, error if done.returncode else ""
 
 
-def _deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
+def _deepspeed_ops(measures: Measures) -> tuple[dict[str, bool], tuple[str, ...]]:
     try:
-        from pretrain.training.engine import deepspeed_ops
-
-        return deepspeed_ops()
+        return measures.deepspeed_ops()
     except Exception:  # its version shows the reason
         return {}, ()
 
@@ -216,19 +233,18 @@ def _old_locks() -> tuple[str, ...]:
     return tuple(str(path) for path in root.glob("**/lock") if path.stat().st_mtime < old)
 
 
-def _devices() -> tuple[Device, ...]:
+def _devices(measures: Measures) -> tuple[Device, ...]:
     import torch
 
     cpu = f"CPU, threads: {torch.get_num_threads()}"
-    devices = [_measured(cpu, cpu, "cpu")]
+    devices = [_measured(measures, cpu, cpu, "cpu")]
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         name = f"GPU {number}, {properties.name}, {properties.total_memory / GIB:.0f} GiB"
-        devices.append(_measured(name, properties.name, f"cuda:{number}"))
+        devices.append(_measured(measures, name, properties.name, f"cuda:{number}"))
     return tuple(devices)
 
 
-def _measured(name: str, kind: str, device: str) -> Device:
-    from pretrain.model.precision import measure_matmul
-
-    return Device(name, kind, measure_matmul(device, "bf16"), measure_matmul(device, "fp32"))
+def _measured(measures: Measures, name: str, kind: str, device: str) -> Device:
+    bf16, fp32 = measures.measure_matmul(device, "bf16"), measures.measure_matmul(device, "fp32")
+    return Device(name, kind, bf16, fp32, measures.is_faster_in_fp32(bf16, fp32))

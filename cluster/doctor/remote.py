@@ -21,10 +21,10 @@ _JOB_SECONDS = 300.0  # more than the sum of the job's own limits
 _STOP_SECONDS = 10.0
 
 
-def check(address: str, folder: Path, *, plain_http: bool = False) -> list[Finding]:
+def check(measures: str, address: str, folder: Path, *, plain_http: bool = False) -> list[Finding]:
     """Check the cluster whose dashboard is at `address`, or the local one; `folder` should be shared by its machines.
 
-    `plain_http` as for `client.Jobs`.
+    `measures` as `doctor.main`, `plain_http` as for `client.Jobs`.
 
     Raises:
         InputError: no such cluster, or it refuses the token.
@@ -33,7 +33,7 @@ def check(address: str, folder: Path, *, plain_http: bool = False) -> list[Findi
     cluster = client.Jobs(address, plain_http=plain_http)
     access = nodes.judge_access(cluster.is_open())
     name = f"doctor-{secrets.token_hex(4)}"
-    metadata = {"bertrain": "doctor", "folder": str(folder.absolute())}
+    metadata = {"bertrain": "doctor", "folder": str(folder.absolute()), "measures": measures}
     cluster.start(name, "cluster.doctor.driver", metadata)
     try:
         job = cluster.wait(name, _JOB_SECONDS, "The cluster's head is too busy for the checks; try again later.")
@@ -43,7 +43,7 @@ def check(address: str, folder: Path, *, plain_http: bool = False) -> list[Findi
             cluster.stop(name, _STOP_SECONDS)
             cluster.delete(name)
     rows = [Finding(**row) for row in result["rows"]]
-    return [access, nodes.judge_client(machine.versions(), result["head"]), *rows]
+    return [access, nodes.judge_client(machine.versions(machine.measures_of(measures)), result["head"]), *rows]
 
 
 def _result(log: str, name: str, job: Any) -> dict[str, Any]:

@@ -28,10 +28,11 @@ class Probe:
         address: the node's, as Ray knows it.
         threads: the CPUs that Ray uses there.
         works: whether workers can be placed there, so that its speed matters.
+        measures: as `doctor.main`.
     """
 
-    def __init__(self, address: str, threads: int, works: bool) -> None:
-        self._address, self._threads, self._works = address, threads, works
+    def __init__(self, address: str, threads: int, works: bool, measures: str) -> None:
+        self._address, self._threads, self._works, self._measures = address, threads, works, measures
         self._listener: socket.socket | None = None
         self._held = contextlib.ExitStack()
 
@@ -40,7 +41,7 @@ class Probe:
         import torch
 
         return {
-            "versions": machine.versions(),
+            "versions": machine.versions(machine.measures_of(self._measures)),
             "cores": len(os.sched_getaffinity(0)),
             "gpus": torch.cuda.device_count(),
             "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
@@ -108,7 +109,7 @@ class Probe:
 
     def inspect(self, folder: str) -> machine.MachineFacts:
         """The facts of this machine; `folder` is the one whose disk is measured."""
-        return machine.inspect(Path(folder), self._threads, self._works)
+        return machine.inspect(self._measures, Path(folder), self._threads, self._works)
 
     def listen(self) -> int:
         """Open a port, on this node's address only, at which the members of a process group find each other."""

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from cluster.doctor.machine import GIB, NONE, Device, Disk, MachineFacts
 from cluster.doctor.rows import FAIL, PASS, WARN, Finding, above, below
-from pretrain.commands import LAUNCHER, program
-from pretrain.model.precision import is_faster_in_fp32
+from pretrain.common.commands import LAUNCHER, program
 
 _BUSY = 0.25
 _NEEDED = ("torch", "gloo", "DeepSpeed", "Ray", "bertrain")
@@ -30,7 +29,7 @@ def rows(facts: MachineFacts, where: str = "") -> list[Finding]:
         judge_ops(facts.ops, facts.built_ops, facts.old_locks),
         judge_gpus(facts.gpu_files, facts.gpus, facts.versions, facts.visible),
         *map(judge_matmul, facts.devices),
-        *([judge_loader(facts.sequences_per_second, facts.devices)] if facts.devices else []),
+        *([judge_loader(facts.sequences_per_second, facts.devices, facts.sequence_flops)] if facts.devices else []),
     ]
     return [Finding(row.what, row.found, row.mark, row.advice, where) for row in findings]
 
@@ -124,29 +123,16 @@ def judge_gpus(files: int, count: int, versions: Mapping[str, str], visible: str
 def judge_matmul(device: Device) -> Finding:
     """The row of a device's matrix products, in FLOP/s."""
     rates = f"{device.bf16 / 1e9:,.0f} GFLOP/s in bf16, {device.fp32 / 1e9:,.0f} in fp32"
-    slow = is_faster_in_fp32(device.bf16, device.fp32)
     advice = "fp32 is faster than bf16 here: engine.precision: auto trains in fp32; do not set bf16 in the config."
-    return Finding("matmul", f"{rates} ({device.name})", WARN if slow else PASS, advice)
+    return Finding("matmul", f"{rates} ({device.name})", WARN if device.prefers_fp32 else PASS, advice)
 
 
-def judge_loader(rate: float, devices: tuple[Device, ...]) -> Finding:
+def judge_loader(rate: float, devices: tuple[Device, ...], sequence_flops: float) -> Finding:
     """The batches of one worker's loader, against what its device could train of BERT-Base at its matmul peak."""
-    wanted = max(max(device.bf16, device.fp32) for device in devices) / _flops_per_sequence()
+    wanted = max(max(device.bf16, device.fp32) for device in devices) / sequence_flops
     text = f"{rate:,.0f} sequences/s of 128 for one worker"
     advice = f"A worker could train {wanted:,.0f} of BERT-Base: use faster cores, or close other programs."
     return Finding("loader", text, WARN if rate < wanted else PASS, advice)
-
-
-def _flops_per_sequence() -> float:
-    from pretrain.batches.synthetic import VOCABULARY_SIZE
-    from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig
-    from pretrain.work import Flops
-
-    phase = PhaseConfig(sequence_length=128, global_sequences=1, steps=1, peak_learning_rate=1e-4)
-    config = PretrainConfig(
-        name="doctor", corpus=CorpusConfig(dir="nowhere"), model=ModelConfig(size="base"), phases=(phase,)
-    )
-    return Flops(config, VOCABULARY_SIZE).of_models([128], round(0.15 * 128))
 
 
 def wandb_key() -> Finding:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster import local
 from cluster.jobs.job_queue import FINISHED, QUEUED
+from cluster.workers import local
 from cluster.workers.address import (
     answers_without_token,
     check_dashboard,
@@ -28,15 +28,13 @@ from cluster.workers.address import (
 from cluster.workers.driver import choose_token
 from cluster.workers.nodes import nodes_fit
 from cluster.workers.processes import JOB_ENTRYPOINT
-from pretrain.commands import program
 from pretrain.common.addresses import RUNS_VARIABLE, is_remote, local_run, runs
+from pretrain.common.commands import program
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import WAITING_FILE
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
-
-KINDS = ("pretrain", "finetune", "prepare")
 
 _JOB_BYTES = 90 << 20  # of a waiting job on the head: Ray's supervisor takes 73 MiB, our process 13
 _ANSWER_SECONDS = 5.0
@@ -59,6 +57,7 @@ class Job:
 
     Attributes:
         kind: pretrain, finetune or prepare.
+        module: the command line that runs it.
         name: the run's id.
         config: the resolved settings, as plain data for JSON.
         run_dir: the run folder, or the address of a run that is stored; the cluster decides where that one trains.
@@ -68,6 +67,7 @@ class Job:
     """
 
     kind: str
+    module: str
     name: str
     config: dict[str, Any]
     run_dir: str
@@ -387,7 +387,7 @@ def _waiting(run_dir: Path) -> list[str]:
 
 
 def _trained(run_dir: Path) -> list[str]:
-    from pretrain.tracking.records import is_training, read_records
+    from pretrain.common.records import is_training, read_records
 
     try:
         records = read_records(run_dir)
@@ -406,6 +406,7 @@ def _metadata(job: Job) -> dict[str, str]:
     return {
         **({"runs": str(runs())} if os.environ.get(RUNS_VARIABLE) else {}),
         "bertrain": job.kind,
+        "module": job.module,
         "config": json.dumps(job.config, separators=(",", ":")),
         "folder": str(job.folder),
         "run_dir": job.run_dir if is_remote(job.run_dir) else str(job.folder / job.run_dir),

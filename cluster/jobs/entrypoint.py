@@ -13,10 +13,8 @@ from collections.abc import Mapping
 
 from cluster.jobs.job_queue import wait_in_queue
 from cluster.workers.target import change_folder
-from pretrain.commands import exit_code
 from pretrain.common.addresses import RUNS_VARIABLE
-
-_COMMANDS = {"pretrain": "pretrain", "prepare": "pretrain", "finetune": "finetune"}
+from pretrain.common.commands import exit_code
 
 
 def main() -> int:
@@ -33,7 +31,7 @@ def _run(metadata: Mapping[str, str]) -> int:
     if kind != "prepare":
         wait_in_queue(name)
     config["scheduling"]["address"] = os.environ["RAY_ADDRESS"]
-    command = importlib.import_module(f"{_COMMANDS[kind]}.__main__")
+    command = importlib.import_module(metadata["module"])
     # In memory: a job that is killed leaves no file behind.
     with os.fdopen(os.memfd_create(f"{name}.yaml"), "w", encoding="utf-8") as file:
         file.write(json.dumps(config))  # JSON is YAML

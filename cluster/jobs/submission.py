@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cluster.jobs.client import KINDS, Job
-from pretrain.commands import local_path, model_argument
+from cluster.jobs.client import Job
+from pretrain.common.commands import local_path, run_argument
 from pretrain.common.errors import InputError
+from pretrain.config import PretrainConfig, RunConfig
 
-if TYPE_CHECKING:
-    from pretrain.config import RunConfig
+
+@dataclass(frozen=True)
+class Kind:
+    """What a job can run."""
+
+    load: Callable[[Path, Sequence[str]], RunConfig]  # reads its config, with overrides
+    module: str  # the command line that runs it, which the cluster imports
+    trains: bool = True
+
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
-def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> Job:
-    """The job of `pretrain|finetune|prepare CONFIG [--set KEY=VALUE]... [--from DIR]`.
+def read_job(arguments: Sequence[str], kinds: Mapping[str, Kind], *, folder: Path, workers: str | None) -> Job:
+    """The job of `KIND CONFIG [--set KEY=VALUE]... [--from DIR]`, with one of `kinds`.
 
     Raises `InputError` for any mistake that would end the run before its first step and is visible from here.
     """
-    options, unknown = _parser().parse_known_args(list(arguments))
+    options, unknown = _parser(tuple(kinds)).parse_known_args(list(arguments))
     if unknown:
         raise InputError(
             f"submit: unrecognized after `--`: {' '.join(unknown)}. Options of submit, such as --workers, go before "
@@ -34,17 +42,21 @@ def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> 
     overrides = list(options.set)
     if workers is not None:
         overrides += _workers(workers)
-    config = _load(options, overrides)
-    name = config.name if options.kind != "prepare" else f"prepare-{config.name}"[:63]
+    if options.start_from:
+        overrides.append(f"start_from={json.dumps(str(options.start_from))}")
+    kind = kinds[options.kind]
+    config = kind.load(options.config, overrides)
+    name = config.name if kind.trains else f"{options.kind}-{config.name}"[:63]
     values = config.model_dump(mode="json")
-    if options.kind != "finetune" and values["start_from"]:
+    if isinstance(config, PretrainConfig) and config.start_from:
         values |= _undecided(options.config, overrides, values)
-    if options.kind != "prepare":
+    if kind.trains:
         config.tracking.check_names()
         values["tracking"]["run_id"] = config.tracking.run_id or config.name
     scheduling = config.scheduling
     return Job(
         options.kind,
+        kind.module,
         name,
         values,
         config.address or str(config.folder),
@@ -57,25 +69,10 @@ def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> 
 def _undecided(path: Path, overrides: list[str], values: dict[str, Any]) -> dict[str, Any]:
     """The sections that a checkpoint on the cluster decides, only as they are given: defaults would contradict it."""
     from pretrain.common.settings import given_values
-    from pretrain.config import PretrainConfig
 
     given = given_values(path, PretrainConfig, overrides)
     vocabulary = given.get("corpus", {}).get("vocabulary", {})
     return {"model": given.get("model", {}), "corpus": {**values["corpus"], "vocabulary": vocabulary}}
-
-
-def _load(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
-    if options.kind == "finetune":
-        from finetune.config import load_config as load
-
-        if options.start_from:
-            overrides.append(f"start_from={json.dumps(str(options.start_from))}")
-        return load(options.config, overrides)
-    from pretrain.config import load_config
-
-    if options.start_from:
-        overrides.append(f"start_from={json.dumps(str(options.start_from))}")
-    return load_config(options.config, overrides)
 
 
 def _workers(text: str) -> list[str]:
@@ -86,10 +83,10 @@ def _workers(text: str) -> list[str]:
     return [f"scheduling.workers={high}", f"scheduling.min_workers={low if low < high else 0}"]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(kinds: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="submit --", allow_abbrev=False)
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kind", choices=kinds)
     parser.add_argument("config", type=local_path, metavar="CONFIG")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--from", dest="start_from", type=functools.partial(model_argument, named=True), metavar="DIR")
+    parser.add_argument("--from", dest="start_from", type=run_argument, metavar="DIR")
     return parser

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from pydantic import Field, create_model
 
-from finetune.config import TASKS, FinetuneConfig
 from pretrain.common import settings as yaml_settings
 from pretrain.common.addresses import cache, local
 from pretrain.common.errors import InputError
@@ -76,9 +75,8 @@ class ManifestJob:
         return [*(f"python -m {one} {arguments}" for one in before), f"python -m {last} {arguments} --resume"]
 
 
-def load(path: Path | str, kind: type[S], overrides: Sequence[str]) -> tuple[ManifestJob, S]:
+def load(path: Path | str, run_type: type[RunConfig], kind: type[S], overrides: Sequence[str]) -> tuple[ManifestJob, S]:
     """The run in the YAML file `path`, and the settings of its section `place`, with `overrides` of both."""
-    run_type = FinetuneConfig if yaml_settings.names(path) & set(TASKS) else PretrainConfig
     config_type = create_model(
         f"{run_type.__name__}WithPlace",
         __base__=run_type,
@@ -100,8 +98,8 @@ def locked_version(package: str) -> str:
 
 def _job(path: Path | str, config: RunConfig, settings: ManifestSettings) -> ManifestJob:
     scheduling = config.scheduling
-    finetunes = isinstance(config, FinetuneConfig)
-    if finetunes and not config.start_from:
+    finetunes = not isinstance(config, PretrainConfig)
+    if finetunes and not getattr(config, "start_from", ""):
         raise InputError(
             f"{path}: start_from is empty. Give the checkpoint's folder on the cluster: --set start_from=DIR."
         )

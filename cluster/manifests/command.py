@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pretrain.commands import add_command, local_path
+from pretrain.common.commands import add_command, local_path
 from pretrain.common.files import atomic_open, disk_errors, expect_other
+
+if TYPE_CHECKING:
+    from pretrain.config import RunConfig
 
 _KINDS = ("kuberay", "rayup", "slurm")
 
 
-def add_to(commands: Any) -> None:
-    """Add `manifest` to the subcommands of a parser."""
+def add_to(commands: Any, config_type: Callable[[Path], type[RunConfig]]) -> None:
+    """Add `manifest` to the subcommands of a parser; `config_type` says of what kind a config is."""
     parser = add_command(
         commands,
         "manifest",
-        _manifest,
+        functools.partial(_manifest, config_type),
         "write what a real cluster needs to run a config",
         """
   ./launch.sh manifest kuberay my.yaml --set place.image=registry/bertrain:1 --out my-run.yaml
@@ -40,12 +46,12 @@ The settings below place. say where it runs; cluster/manifests/{kuberay,rayup,sl
     )
 
 
-def _manifest(arguments: argparse.Namespace) -> None:
+def _manifest(config_type: Callable[[Path], type[RunConfig]], arguments: argparse.Namespace) -> None:
     from cluster.manifests import render
 
     if arguments.out is not None:
         expect_other([arguments.out], [arguments.config])
-    text = render(arguments.kind, arguments.config, arguments.set)
+    text = render(arguments.kind, config_type(arguments.config), arguments.config, arguments.set)
     if arguments.out is None:
         print(text, end="")
         return

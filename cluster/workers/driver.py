@@ -28,7 +28,7 @@ from cluster.workers.nodes import NodeSize, cpus_that_fit, nodes_fit, usable_nod
 from cluster.workers.outcomes import as_data, one_line
 from cluster.workers.request import DriverRequest, Launch, LaunchRequest, R
 from cluster.workers.supervisor import supervise
-from pretrain.commands import program
+from pretrain.common.commands import program
 from pretrain.common.errors import MachineError, RunError, StoppedError
 from pretrain.common.files import write_json
 

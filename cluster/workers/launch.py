@@ -29,7 +29,7 @@ from cluster.workers.address import without_password
 from cluster.workers.outcomes import error_from
 from cluster.workers.processes import DRIVER
 from cluster.workers.request import DriverRequest, Launch, LaunchRequest
-from pretrain.commands import program
+from pretrain.common.commands import program
 from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.common.files import append_open, disk_errors
 from pretrain.common.worker import Flag, clear_stop, stop_signals

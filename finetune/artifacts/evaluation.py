@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.artifacts.folders import MODEL, model_folder
 from finetune.artifacts.predictor import Predictor, RequestedPrecision
-from finetune.artifacts.saved import PREDICTIONS, SCORES, SetResult, result_lines, write_predictions
-from finetune.datasets.files import plain_stem
 from finetune.tasks.base import Task
+from finetune.tasks.datasets.files import plain_stem
+from finetune.training.folders import MODEL, model_folder
+from finetune.training.saved import PREDICTIONS, SetResult, result_lines, write_predictions
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
+from pretrain.common.run_files import SCORES
 
 _METRICS = "metrics.json"
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.artifacts.folders import MODEL, model_folder
-from finetune.artifacts.saved import SCORES, load_saved
+from finetune.training.folders import MODEL, model_folder
+from finetune.training.saved import load_saved
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import verify_manifest
+from pretrain.common.run_files import SCORES
 
 if TYPE_CHECKING:
     import torch
@@ -97,11 +98,10 @@ def write_onnx(model: PaddedModel, path: Path) -> float:
 def _add_onnx(folder: Path, aside: Path) -> str:
     """Add `ONNX` to `aside`, and a section about it to the card; returns a description for the terminal."""
     from finetune.artifacts.padded import PaddedModel
-    from finetune.tasks.registry import make_task
     from pretrain.checkpoint.released import read_released
 
     saved = load_saved(folder)
-    model = PaddedModel(read_released(folder), make_task(saved.config.task_settings, saved.state).head).eval()
+    model = PaddedModel(read_released(folder), saved.config.make_task(saved.state).head).eval()
     description = f"opset {OPSET}, logits within {write_onnx(model, aside / ONNX):.0e} of torch's"
     inputs, outputs = (", ".join(f"`{name}`" for name in names) for names in (model.inputs, model.outputs))
     card = (folder / _README).read_text(encoding="utf-8").partition(_HEADING)[0]

@@ -17,7 +17,7 @@ from pretrain.model.padded import PaddedEncoder, constants
 
 
 class PaddedModel(PaddedEncoder):
-    """Computes the same logits as `finetune.model.task_model.TaskModel` from the same weights.
+    """Computes the same logits as `finetune.training.model.task_model.TaskModel` from the same weights.
 
     Padding, where `attention_mask` is 0, is on the right: positions count from the left.
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.artifacts.predictor import Predictor, RequestedPrecision, read_records
-from finetune.artifacts.rows import as_line, write_rows
-from finetune.artifacts.saved import prediction_rows, write_predictions
+from finetune.training.rows import as_line, write_rows
+from finetune.training.saved import prediction_rows, write_predictions
 from pretrain.common.errors import InputError
 from pretrain.common.files import expect_other, is_stream
 from pretrain.common.thread_waits import sleeping_when_crowded

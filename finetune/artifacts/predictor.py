@@ -13,17 +13,16 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from finetune.artifacts.folders import model_folder
-from finetune.artifacts.saved import load_saved
-from finetune.datasets.surrogates import check_id
-from finetune.datasets.text import TextEncoder
-from finetune.model.batches import Batches
-from finetune.model.inference import inference_model, predict_logits
-from finetune.tasks.registry import make_task
+from finetune.tasks.datasets.surrogates import check_id
+from finetune.tasks.datasets.text import TextEncoder
+from finetune.training.config import FinetuneConfig
+from finetune.training.folders import model_folder
+from finetune.training.model.batches import Batches
+from finetune.training.model.inference import inference_model, predict_logits
+from finetune.training.saved import load_saved
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
-from pretrain.config import EngineConfig
 from pretrain.model.precision import Choice, allow_tf32, choose, offer, run_precision
 
 logger = logging.getLogger(__name__)
@@ -56,9 +55,9 @@ class Predictor:
         folder = model_folder(Path(folder))
         saved = load_saved(folder)
         self.config, self.scores = saved.config, saved.scores
-        self.task = make_task(saved.config.task_settings, saved.state)
+        self.task = saved.config.make_task(saved.state)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.precision, self.precision_reason = _choose_precision(precision, saved.config.engine, self.device)
+        self.precision, self.precision_reason = _choose_precision(precision, saved.config, self.device)
         self._budget = micro_batch_tokens or saved.config.engine.micro_batch_tokens
         released = read_released(folder)
         self.encoder = TextEncoder(
@@ -148,16 +147,16 @@ class Predictor:
         return self.task.score(examples, predictions), self.task.details(examples, predictions), predictions
 
 
-def _choose_precision(requested: RequestedPrecision, trained: EngineConfig, device: torch.device) -> Choice:
+def _choose_precision(requested: RequestedPrecision, trained: FinetuneConfig, device: torch.device) -> Choice:
     """The precision of the computation; also allows TF32 if training did."""
     if requested == "fp16" and device.type == "cpu":
         raise InputError("precision: fp16 needs a GPU. Use auto, which chooses the fastest precision of this machine.")
     if requested != "auto":
         choice = Choice(requested, "as requested")
-    elif trained.precision == "auto":  # a config whose precision no run has resolved
+    elif trained.engine.precision == "auto":  # a config whose precision no run has resolved
         choice = choose([offer(device)])
     else:
-        choice = run_precision(trained.resolved_precision, device)
+        choice = run_precision(trained.engine.resolved_precision, device)
     if allow_tf32(choice.precision, device):
         logger.info("matrix products of fp32 use TF32 tensor cores")
     return choice

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune import runs
 from finetune.artifacts.predictor import Predictor
-from finetune.artifacts.saved import MODEL, PREDICTIONS, write_predictions
-from finetune.config import FinetuneConfig, load_config
-from finetune.datasets import glue
 from finetune.experiments.outcomes import Outcome, Trial, spreads
 from finetune.experiments.results import SUMMARY, count_line, summary
 from finetune.experiments.trials import raise_failure, run_all, trial_config
 from finetune.tasks.classification import ClassificationSettings
+from finetune.tasks.datasets import glue
+from finetune.training import runs
+from finetune.training.config import FinetuneConfig, load_config
+from finetune.training.saved import MODEL, PREDICTIONS, write_predictions
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, write_json
 from pretrain.common.wording import counted

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from finetune.config import GRIDS, TASKS, FinetuneConfig
+from finetune.training.config import GRIDS, TASKS, FinetuneConfig
 from pretrain.common.errors import InputError
 
 _NO_AXES = ("seed", "name", "run_dir", "scheduling", "tracking")  # different in every run, or common to all

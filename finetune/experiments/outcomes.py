@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.config import FinetuneConfig
+from finetune.training.config import FinetuneConfig
 from pretrain.common.errors import MachineError, RunError
 
 

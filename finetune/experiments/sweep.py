@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from finetune import runs
-from finetune.artifacts.saved import MODEL
-from finetune.config import FinetuneConfig, load_config
 from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
 from finetune.experiments.grid import Grid, Point, check_effect, expand
 from finetune.experiments.outcomes import Outcome, Trial
 from finetune.experiments.results import SUMMARY, count_line, metric_of, seeds_table, show, summary, sweep_table
 from finetune.experiments.trials import TrialRuns, raise_failure, run_all, trial_config
+from finetune.training import runs
+from finetune.training.config import FinetuneConfig, load_config
+from finetune.training.saved import MODEL
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
 from pretrain.common.settings import dump

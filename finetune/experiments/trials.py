@@ -13,21 +13,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune import runs
-from finetune.artifacts.saved import MODEL, SCORES
-from finetune.config import FinetuneConfig, changed_for_resume
 from finetune.experiments.outcomes import Outcome, Trial, failure
 from finetune.experiments.trials_view import TrialLine, TrialsView
-from pretrain import preflight
+from finetune.training import runs
+from finetune.training.config import FinetuneConfig, changed_for_resume
+from finetune.training.saved import MODEL
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
+from pretrain.common.run_files import FAILED, SCORES
 from pretrain.config import Precision, with_precision
 from pretrain.model.precision import choose_here
+from pretrain.run import preflight
 
 if TYPE_CHECKING:
-    from cluster.trials.request import TrialEvent, TrialRequest
-
-FAILED = "failed.json"  # of a run that diverged
+    from cluster.workers.trials.request import TrialEvent, TrialRequest
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def run_all(
 
     `begin` is called before the run folders are read, when no other process uses them. `ended` is called with all
     outcomes whenever a trial finishes. `config.scheduling` sets retries, CPUs and the
-    cluster. `parallel` is as in `cluster.trials.launch.run_trials`.
+    cluster. `parallel` is as in `cluster.workers.trials.launch.run_trials`.
 
     Raises:
         InputError: a run folder holds a run with other settings or data, or another process uses the folders.
@@ -225,7 +224,7 @@ def _run(
     parallel: int,
     ended: Callable[[list[Outcome | None]], None],
 ) -> TrialRuns:
-    from cluster.trials.launch import run_trials
+    from cluster.workers.trials.launch import run_trials
     from pretrain.common.worker import STOP_FILE
 
     lines = [TrialLine(trial.label, trial.config.folder, trial.examples, trial.steps) for trial in trials]
@@ -236,7 +235,7 @@ def _run(
     with view:
         try:
             run_trials(
-                "finetune.train:main",
+                "finetune.training.train:main",
                 [_request(trials[number]) for number in pending],
                 name=config.name,
                 run_dir=config.folder,
@@ -253,7 +252,7 @@ def _run(
 
 
 def _request(trial: Trial) -> TrialRequest:
-    from cluster.trials.request import TrialRequest
+    from cluster.workers.trials.request import TrialRequest
 
     payload = {"config": trial.config.model_dump(mode="json"), "resume": True, "test_sets": trial.test_sets}
     return TrialRequest(trial.config.folder, payload)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.experiments.outcomes import Outcome
-from pretrain.tracking.live import clock
-from pretrain.tracking.records import METRICS, is_training, parse_record
+from pretrain.common.records import is_training, parse_record
+from pretrain.common.run_files import METRICS
+from pretrain.common.wording import clock
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.config import FinetuneConfig
 from finetune.experiments.grid import Point
 from finetune.experiments.outcomes import Outcome, Spread
 from finetune.experiments.trials import TrialRuns, raise_failure
@@ -25,9 +24,9 @@ from finetune.scores.finetuning_runs import (
 )
 from finetune.scores.masked_model import text_digest
 from finetune.scores.record import Record
-from finetune.tasks.registry import make_task
-from pretrain import preflight
+from finetune.training.config import FinetuneConfig
 from pretrain.common.errors import DivergedError
+from pretrain.run import preflight
 
 PART = "finetuning"  # of a record
 _NO_CHOICE = Point({})
@@ -179,7 +178,7 @@ def _hows(folder: Path, settings: FinetuningSettings) -> dict[str, dict[str, Any
 
 def _how(config: FinetuneConfig, settings: FinetuningSettings) -> dict[str, Any]:
     """The data are told apart by their texts and labels: their tokens are those of a model's own tokenizer."""
-    task = make_task(config.task_settings)
+    task = config.make_task()
     sets = {"train": task.read_train(), **task.read_held_out()}
     records = ([name, task.record(example)] for name, examples in sets.items() for example in examples)
     return {

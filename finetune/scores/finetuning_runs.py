@@ -15,19 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune import runs
-from finetune.artifacts.saved import MODEL
-from finetune.config import FinetuneConfig, load_config, run_name
 from finetune.experiments.grid import Point, check_effect, expand
 from finetune.experiments.outcomes import Outcome, Trial
 from finetune.experiments.trials import TrialRuns, read_outcome, run_all, trial_config
 from finetune.scores.masked_model import fingerprint, text_digest
-from finetune.tasks.registry import make_task
-from pretrain import preflight
+from finetune.training import runs
+from finetune.training.config import FinetuneConfig, load_config, run_name
+from finetune.training.saved import MODEL
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import is_run, read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.settings import given_values
+from pretrain.run import preflight
 
 RANDOM = "random-weights"  # in the folder of all results: the runs from random weights, by fingerprint
 _FINETUNED = "finetuned"  # the runs from checkpoints, by model
@@ -275,7 +274,7 @@ def run_fingerprint(config: FinetuneConfig) -> str:
         "model": released.model.model_dump(mode="json"),
         "vocabulary": released.vocabulary_size,
         "token_types": released.token_types,
-        "head": released.task_head(make_task(config.task_settings).head),
+        "head": released.task_head(config.make_task().head),
         **lasting(config),
     }
     tokenizer = read_tokenizer(folder, released.vocabulary_size).to_str()

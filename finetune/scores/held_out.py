@@ -38,7 +38,6 @@ from pretrain.batches.order import draw
 from pretrain.batches.plan import Rows
 from pretrain.batches.scheme import MaskingVocabulary
 from pretrain.common.errors import InputError
-from pretrain.config import MaskingConfig
 from pretrain.corpus.formats import documents_of, files_below
 from pretrain.corpus.inputs import Problems
 
@@ -167,12 +166,7 @@ def masked_sequences(
 ) -> Iterator[TextSequence]:
     """The masked sequences of all documents in order; a pure function of document and settings."""
     before, after = frame(special_ids)
-    masker = Masker(
-        _vocabulary(tokenizer, special_ids),
-        MaskingConfig(probability=how.share),
-        sequence_length=how.length,
-        max_predictions=0,
-    )
+    masker = Masker.of_texts(_vocabulary(tokenizer, special_ids), how.share, how.length)
     size = how.length - len(before) - len(after)
     if size < 1:
         raise InputError(f"--length: {how.length} leaves no room for text beside the special tokens. Raise it.")

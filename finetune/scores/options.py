@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from pretrain.commands import add_set, local_path, positive_int, run_path
+from pretrain.common.commands import add_set, local_path, positive_int
+from pretrain.run.arguments import run_path
 
 NAME = "evaluate-pretrained"
 PURPOSE = "say what a pretrained encoder is worth: bits of held-out words, BLiMP, fine-tunings beside random weights"

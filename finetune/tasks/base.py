@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 
-from finetune.datasets.text import TextEncoder
+from finetune.tasks.datasets.text import TextEncoder
 from pretrain.common.settings import Section
 
 Head = Literal["sequence", "tokens", "spans"]

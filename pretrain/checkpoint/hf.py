@@ -22,15 +22,15 @@ from pretrain.checkpoint.electra import GENERATOR_SUFFIX, discriminator_state, g
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, OWN, ReleasedFacts, layout_of, why_own, write_config
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_ids, released_tensors, with_position_table, written_facts
-from pretrain.checkpoint.start import START_FILE
 from pretrain.checkpoint.tokenizer import copy_tokenizer, corpus_of, read_tokenizer
 from pretrain.checkpoint.weight_files import WEIGHTS, read_json, save_weights, whole_folder
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
+from pretrain.common.records import read_records
+from pretrain.common.run_files import START_FILE
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig, load_config
 from pretrain.corpus.vocabulary import read_vocabulary
-from pretrain.tracking.records import read_records
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from pretrain.checkpoint.weight_files import read_json, read_weights
 from pretrain.common.addresses import hub_hint
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, load_config
+from pretrain.storage.runs import fetched_model
 
 __all__ = ["Released", "read_released", "read_shape", "why_not_transformers"]
 
@@ -50,8 +51,9 @@ def read_released(folder: Path) -> Released:
     return assemble(tensors, facts, config, where=str(path))
 
 
-def read_shape(folder: Path) -> ModelConfig:
-    """The shape of the model in `folder`, without its weights. Raises `InputError` if there is none."""
+def read_shape(location: Path | str) -> ModelConfig:
+    """The shape of the model in a folder or at an address, without its weights; `InputError` if there is none."""
+    folder = fetched_model(location)
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder. Give one with config.json and the weights.{hub_hint(folder)}")
     outer, folder = folder, released_folder(folder)

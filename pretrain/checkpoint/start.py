@@ -35,7 +35,6 @@ from pretrain.corpus.vocabulary import tokenizer_from_json, vocabulary_size
 from pretrain.model.heads import PretrainingModel
 from pretrain.storage.runs import fetched_model
 
-START_FILE = "start.json"  # in the run folder: what the run began with, and the release that it continues
 # Settings of the model that are no property of its weights.
 _FREE = ("hidden_dropout", "attention_dropout", "init_std")
 # Parameters with one row per entry of the vocabulary.

@@ -35,3 +35,13 @@ def shown_scores(scores: Mapping[str, float], metric: str = "accuracy") -> dict[
         return dict(scores)
     repeated = "accuracy" if metric == "micro_f1" else "micro_f1"
     return {name: value for name, value in scores.items() if name != repeated}
+
+
+def clock(seconds: float) -> str:
+    """0:07, 12:31, 3:02:05, 4 d 03:00."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour:02}:{minute:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -43,7 +43,7 @@ class Pool:
 
     def __enter__(self) -> Pool:
         if self._address:
-            from cluster.pool import RayPool
+            from cluster.workers.pool import RayPool
 
             self._executor = RayPool(
                 self._address,

@@ -178,6 +178,17 @@ def resolve_here(config: R) -> tuple[R, str]:
     return with_precision(config, choice.precision), choice.reason
 
 
+def resolve_precision(config: R, on: str = "") -> tuple[R, str]:
+    """(config with its precision chosen for the cluster `on`, or for this machine; the reason)."""
+    address = config.scheduling.address
+    if config.engine.precision != "auto" or not (address or on) or on == "here":
+        return resolve_here(config)
+    if not on:
+        return with_precision(config, "bf16"), f"assumed; the nodes of {address} decide when the run starts"
+    choice: Precision = "fp16" if on.upper().endswith("V100") else "bf16"
+    return with_precision(config, choice), f"supported by {on}"
+
+
 def run_precision(trained: Precision, device: torch.device) -> Choice:
     """The precision in which to run a model that was trained in `trained`: the same, unless the device is slow in it.
 

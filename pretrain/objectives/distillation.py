@@ -12,7 +12,7 @@ from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.checkpoint.teacher import read_teacher, student_weights
 from pretrain.config import PretrainConfig
 from pretrain.model.distillation import DistillationLosses, DistillingModel
-from pretrain.work import Flops
+from pretrain.planning.work import Flops
 
 
 class Distillation:

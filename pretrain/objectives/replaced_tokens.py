@@ -11,7 +11,7 @@ from torch import Tensor
 from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.config import PretrainConfig
 from pretrain.model.electra import ElectraLosses, ElectraModel
-from pretrain.work import Flops
+from pretrain.planning.work import Flops
 
 
 class ReplacedTokens:

@@ -1,1 +1,1 @@
-"""The recommendation for a budget: a scaling law, how fast a machine trains each size, and what that comes to."""
+"""What a run costs, by arithmetic or timed here, and which run to choose for a budget."""

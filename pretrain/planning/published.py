@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig
-from pretrain.estimate import vocabulary_entries
+from pretrain.planning.estimate import vocabulary_entries
 from pretrain.planning.law import Law
 
 PUBLISHED = Path(__file__).parent / "law.json"

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain import estimate, pace
 from pretrain.common.errors import InputError
 from pretrain.common.memory import machine_memory
 from pretrain.common.worker import torchrun_place
 from pretrain.config import PretrainConfig
-from pretrain.estimate import Cluster
-from pretrain.planning import published
+from pretrain.model.precision import resolve_precision
+from pretrain.planning import estimate, pace, published
 from pretrain.planning.budget import Budget, parse_budget
 from pretrain.planning.candidates import SHAPES, Plan, plan, volume, with_shape, with_workers, works
+from pretrain.planning.estimate import Cluster
 from pretrain.planning.law import Law, interval
 from pretrain.planning.published import PublishedLaw
 from pretrain.planning.speed import Here, Roofline, Speed
@@ -46,7 +46,7 @@ def recommendation(config: PretrainConfig, budget_text: str, on: str | None = No
     budget, (where, on) = parse_budget(budget_text), estimate.chosen_cluster(config, on)
     found = published.read(law)
     _check(config, budget, on, where)
-    config, _ = estimate.resolve_precision(config, on)
+    config, _ = resolve_precision(config, on)
     cluster = estimate.parse_cluster(on, config, where) if on else None
     text = read_text(config)
     shaped = [with_shape(config, *shape) for shape in _shapes(config)]

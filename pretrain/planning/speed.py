@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from pretrain.config import ModelConfig, Precision, PretrainConfig
-from pretrain.estimate import ASSUMED_MFU, Cluster, Device, used_devices, vocabulary_size
 from pretrain.model.parameters import layer_parameters
 from pretrain.model.precision import torch_dtype
-from pretrain.roofline import REACHED, step_bytes, step_times
-from pretrain.work import Flops, Work
+from pretrain.planning.estimate import ASSUMED_MFU, Cluster, Device, used_devices, vocabulary_size
+from pretrain.planning.roofline import REACHED, step_bytes, step_times
+from pretrain.planning.work import Flops, Work
 
 if TYPE_CHECKING:
     import torch

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain import pace
 from pretrain.common import settings
 from pretrain.common.wording import aligned, counted
 from pretrain.config import PretrainConfig
 from pretrain.config.families import Shape
+from pretrain.planning import pace
 from pretrain.planning.budget import Budget
 from pretrain.planning.candidates import MOST_EPOCHS, Plan, volume
 from pretrain.planning.published import PublishedLaw, Recipe

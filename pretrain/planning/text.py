@@ -21,7 +21,7 @@ from pretrain.config import PretrainConfig
 from pretrain.corpus.prepare import CountReadings, describe
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.stored import prepared_manifest
-from pretrain.work import expected_length
+from pretrain.planning.work import expected_length
 
 # Sequences of each phase. Lengths that differ as much as in a mixture of questions and books give a mean that is off by
 # 0.5 % (one deviation).

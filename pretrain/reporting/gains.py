@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.tracking.records import read_records
-
-COMPARED = "adaptation.json"  # in the run folder: scores of fine-tunings from the checkpoint and from the result
+from pretrain.common.records import read_records
+from pretrain.common.run_files import COMPARED
 
 
 @dataclass(frozen=True)

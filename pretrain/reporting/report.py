@@ -18,16 +18,15 @@ from typing import Any
 
 from pretrain.checkpoint.electra import GENERATOR_SUFFIX
 from pretrain.common.errors import InputError
+from pretrain.common.records import is_training, read_records
 from pretrain.common.settings import dump, names
-from pretrain.common.wording import counted
+from pretrain.common.wording import clock, counted
 from pretrain.config import PretrainConfig, load_config
 from pretrain.reporting.attention.progress import attention_section
 from pretrain.reporting.charts import Change, Series, change_chart, line_chart
 from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
 from pretrain.reporting.gains import gains
 from pretrain.reporting.pages import write_page
-from pretrain.tracking.live import clock
-from pretrain.tracking.records import is_training, read_records
 
 SENTENCES, SHOWN = 100, 10  # that the model fills a word in, and those of them on the page
 FINETUNED = "finetuned.json"

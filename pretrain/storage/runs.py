@@ -39,21 +39,12 @@ from pretrain.common.files import (
     verify_manifest,
     write_json,
 )
+from pretrain.common.run_files import STORED
 from pretrain.storage import folders
 from pretrain.storage.objects import RETRY_SECONDS, AccessError, ContentError, ObjectStore
 
 INDEX = "index.json"
 WRITER = "writer.json"
-RUN_FILES = (
-    "config.yaml",
-    "environment.json",
-    "metrics.jsonl",
-    "wandb-step.json",
-    "start.json",
-    "attention.json",
-    "adaptation.json",
-    "scores.json",
-)
 _STATE, _MODEL = "state.json", "model"
 _UNTRAINED = "step-00000000"  # the checkpoint with which a new run tries its largest batch
 _LOCK = ".fetch.lock"
@@ -278,7 +269,7 @@ class StoredRun:
 
     def put_files(self) -> None:
         """Store the run's small files as they are now."""
-        for name in RUN_FILES:
+        for name in STORED:
             path = self._folder / name
             if path.is_file():
                 content = path.read_bytes()
@@ -499,7 +490,7 @@ class StoredRun:
         self._states.pop(name, None)
 
     def _bring_files(self) -> None:
-        for name in RUN_FILES:
+        for name in STORED:
             content = self._objects.read(self._at(name))
             if content is None and not (self._folder / WRITER).is_file():  # of a run that was trained again
                 (self._folder / name).unlink(missing_ok=True)

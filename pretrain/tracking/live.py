@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.wording import shown_scores
+from pretrain.common.records import parse_record
+from pretrain.common.run_files import METRICS
+from pretrain.common.wording import clock, shown_scores
 from pretrain.common.worker import WAITING_FILE
 from pretrain.tracking import starting
-from pretrain.tracking.records import METRICS, parse_record
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,16 +54,6 @@ def follow(run_dir: Path, total_steps: int, console: Console | None = None) -> I
     finally:
         stop.set()
         thread.join()
-
-
-def clock(seconds: float) -> str:
-    """0:07, 12:31, 3:02:05, 4 d 03:00."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days} d {hour:02}:{minute:02}"
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def phases_of(config: Mapping[str, Any]) -> list[PhaseConfig]:

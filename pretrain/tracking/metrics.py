@@ -64,6 +64,3 @@ TRAINING_METRICS: dict[str, Metric] = {
     "memory_bytes": Metric("bytes", "Peak memory of worker 0."),
 }
 """Fields of a training record in metrics.jsonl: name -> unit and definition."""
-
-FORMER_NAMES = {"peak_fraction": "mfu"}
-"""Former field names -> today's, so that metrics.jsonl and benchmark results of older versions can be read."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.files import write_json
+from pretrain.common.run_files import LAST_SENT
 
-LAST_SENT = "wandb-step.json"
 """File of the run folder with the run's W&B id and the last step that was sent."""
 
 MESSAGE = "events/message"

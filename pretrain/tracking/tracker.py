@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.files import append_open, disk_errors
+from pretrain.common.records import keep_until, read_records
+from pretrain.common.run_files import METRICS
 from pretrain.config import RunConfig
 from pretrain.tracking.mirror import ID_NAME, WandbMirror, wandb_arguments, wandb_mode
-from pretrain.tracking.records import METRICS, keep_until, read_records
 from pretrain.tracking.rows import Rows
 
 

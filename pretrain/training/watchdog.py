@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -65,21 +65,15 @@ _DEVICE_WAITS = {
     ("torch.cuda", "synchronize"),
     ("torch.cuda.streams", "synchronize"),
 }
-# On a GPU, these modules and functions only launch kernels and copies. A host that stays in one has filled the device's
-# queue, whose first kernel is a collective that waits for another rank.
+# On a GPU, these modules and functions, and those that a watchdog is handed, only launch kernels and copies. A host
+# that stays in one has filled the device's queue, whose first kernel is a collective that waits for another rank.
 _LAUNCHING = (
     "deepspeed.runtime.engine",
     "deepspeed.runtime.fp16.loss_scaler",
-    "finetune.model.task_model",
-    "finetune.train.loss",
-    "finetune.train.totals",
     "pretrain.common.transfers",
     "pretrain.model",
-    "pretrain.objectives",
     "pretrain.training.engine",
-    "pretrain.training.loop.launch_step",
     "pretrain.training.optim",
-    "pretrain.training.passes",
     "torch._dynamo",
     "torch._functorch",
     "torch._inductor",
@@ -107,6 +101,7 @@ class Watchdog:
         stall_seconds: how long a rank may wait for data or storage instead; 0 sets no limit.
         compiles: torch.compile is used; each of its compilations may take half an hour.
         on_gpu: the model runs on a GPU, so that kernels are launched and not waited for.
+        launching: modules and functions of the training that then only launch kernels.
     """
 
     def __init__(
@@ -119,10 +114,11 @@ class Watchdog:
         stall_seconds: float = 0.0,
         compiles: bool = False,
         on_gpu: bool = False,
+        launching: Sequence[str] = (),
     ) -> None:
         self._rank, self._world_size, self._logs, self._limit = rank, world_size, logs, limit_seconds
         self._stall = stall_seconds or math.inf
-        self._compiles, self._on_gpu = compiles, on_gpu
+        self._compiles, self._launching = compiles, (*_LAUNCHING, *launching) if on_gpu else ()
         low, high = _ROUND_SECONDS
         self._round = min(high, max(low, limit_seconds / 16))
         self._count = self._pulses = self._position = 0
@@ -234,7 +230,7 @@ class Watchdog:
         return max(usual, first, stall)
 
     def _doing(self) -> str:
-        return self._awaited or (IN_COLLECTIVE if _waits_for_others(self._trainer, on_gpu=self._on_gpu) else "")
+        return self._awaited or (IN_COLLECTIVE if _waits_for_others(self._trainer, self._launching) else "")
 
     def _watch(self) -> None:
         """Judge the heartbeats, in a thread of its own: their exchange blocks while the store's server is stopped."""
@@ -421,12 +417,12 @@ class _Clock:
         return self._now
 
 
-def _waits_for_others(thread: int, *, on_gpu: bool) -> bool:
-    """Whether a thread is in a collective, as its Python frames show, or on a GPU behind one."""
+def _waits_for_others(thread: int, launching: tuple[str, ...]) -> bool:
+    """Whether a thread is in a collective, as its Python frames show, or where it launches kernels, behind one."""
     frame, modules = sys._current_frames().get(thread), []
     if frame is not None:
         module, name = frame.f_globals.get("__name__") or "", frame.f_code.co_name
-        if (module, name) in _DEVICE_WAITS or (on_gpu and f"{module}.{name}".startswith(_LAUNCHING)):
+        if (module, name) in _DEVICE_WAITS or f"{module}.{name}".startswith(launching):
             return True
     while frame is not None and len(modules) < _INNERMOST:
         modules.append(frame.f_globals.get("__name__") or "")

@@ -7,8 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from pretrain.commands import exit_code, program
 from pretrain.common.children import unwound_when_terminated
+from pretrain.common.commands import exit_code, program
 from pretrain.common.errors import InputError
 
 BENCHMARKS = {

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from finetune.config import FinetuneConfig
 from finetune.tasks.questions import QuestionsSettings
+from finetune.training.config import FinetuneConfig
 from pretrain.common.errors import InputError
 
 OURS, BASELINE = "ours", "run_qa"
@@ -26,7 +26,7 @@ def compare(config: FinetuneConfig, repeats: int) -> dict[str, Any]:
     """{"ours": [examples/s, ...], "run_qa": [...], "windows": {...}}, alternating, after one warm-up."""
     import torch
 
-    from finetune.datasets.text import TextEncoder
+    from finetune.tasks.datasets.text import TextEncoder
     from finetune.tasks.registry import make_task
     from pretrain.checkpoint.tokenizer import read_tokenizer
 

@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from finetune.artifacts.saved import SCORES
-from finetune.config import FinetuneConfig, load_config
 from finetune.tasks.registry import make_task
-from pretrain.commands import local_path, local_text, positive_int, program
+from finetune.training.config import FinetuneConfig, load_config
+from finetune.training.saved import SCORES
 from pretrain.common.children import run_program
+from pretrain.common.commands import local_path, local_text, positive_int, program
 from pretrain.common.errors import InputError, MachineError
+from pretrain.common.records import is_training, read_records
 from pretrain.common.settings import dump
 from pretrain.model.precision import resolve_here
 from pretrain.storage.runs import fetched_model
-from pretrain.tracking.records import is_training, read_records
 from tests.bench import environment
 
 OURS, BASELINE = "ours", "trainer"
@@ -203,7 +203,7 @@ def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
     import torch
     import transformers
 
-    from finetune.datasets.text import TextEncoder
+    from finetune.tasks.datasets.text import TextEncoder
     from pretrain.checkpoint.tokenizer import read_tokenizer
 
     torch.manual_seed(config.seed)

@@ -24,19 +24,19 @@ from typing import Any
 import torch
 
 from pretrain.batches.batch import StepBatch
-from pretrain.commands import positive_int, program
+from pretrain.common.commands import positive_int, program
 from pretrain.common.errors import InputError
 from pretrain.common.wording import aligned
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
 from pretrain.objectives.masked import MaskedTokens
-from pretrain.roofline import GPUS, Gpu, step_times
-from pretrain.train import full_batch
-from pretrain.training import session
+from pretrain.planning.roofline import GPUS, Gpu, step_times
+from pretrain.planning.work import Flops, phase_work
+from pretrain.run import session
+from pretrain.run.passes import Passes
+from pretrain.run.train import full_batch
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
-from pretrain.training.passes import Passes
-from pretrain.work import Flops, phase_work
 from tests.bench.baselines import bench_config
 
 _WARM_UP = 5  # steps that compile the model and allocate memory

@@ -27,8 +27,8 @@ from pydantic import ValidationError
 
 from pretrain.batches.loader import BatchMaker, Loader
 from pretrain.batches.synthetic import SPECIALS, of_shards, synthetic_corpus
-from pretrain.commands import local_path, positive_int, program
 from pretrain.common.children import run_program
+from pretrain.common.commands import local_path, positive_int, program
 from pretrain.common.errors import InputError
 from pretrain.common.setting_errors import first_problem
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig

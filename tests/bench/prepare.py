@@ -33,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pretrain.commands import local_path, program
+from pretrain.common.commands import local_path, program
 from pretrain.common.errors import InputError, MachineError
 from tests.bench.prepare_checks import check_ids, measure_memory
 from tests.bench.prepare_data import Vocabulary, read_documents, source_file, train_vocabulary

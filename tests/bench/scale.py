@@ -25,7 +25,7 @@ from pretrain.batches.loader import BatchMaker
 from pretrain.batches.synthetic import VOCABULARY_SIZE, synthetic_corpus
 from pretrain.checkpoint import store
 from pretrain.checkpoint.pieces import packed
-from pretrain.commands import positive_int, program
+from pretrain.common.commands import positive_int, program
 from pretrain.common.wording import aligned
 from pretrain.config import ModelConfig
 from pretrain.corpus.shards import TokenShards

@@ -22,12 +22,12 @@ import torch
 
 from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.loader import Loader
-from pretrain.commands import positive_int, program
+from pretrain.common.commands import positive_int, program
 from pretrain.common.errors import InputError
 from pretrain.config import Precision, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.model.precision import measure_matmul
-from pretrain.work import Flops
+from pretrain.planning.work import Flops
 from tests.bench.baselines import BARE, BASELINES, OURS, TrainerProcess, TrainerSpec, bench_config
 
 LEARNING_RATE = 1e-4

@@ -16,12 +16,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pretrain.commands import positive_int, program
 from pretrain.common.children import run_program
+from pretrain.common.commands import positive_int, program
 from pretrain.common.errors import InputError, MachineError
+from pretrain.common.records import is_training, read_records
 from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig
-from pretrain.tracking.records import is_training, read_records
 from tests.bench.baselines import BARE, TrainerProcess, TrainerSpec, bench_config
 
 _WINDOW = 10  # steps per record

@@ -106,7 +106,7 @@ def launch_what_would_be_recorded(graphs: Any, batch: Any, weights: tuple[float,
 def note_reads_of_evaluation(engine: Any, batch: Any) -> None:
     """Of two steps of two held-out micro-batches each, which are in the host's memory."""
     from pretrain.batches.batch import StepBatch
-    from pretrain.train import Pretraining
+    from pretrain.run.train import Pretraining
 
     task: Any = object.__new__(Pretraining)
     task._device = engine.device
@@ -124,7 +124,7 @@ def note_reads_of_evaluation(engine: Any, batch: Any) -> None:
 
 
 def model_of(case: dict[str, Any]) -> nn.Module:
-    from finetune.model.task_model import TaskModel
+    from finetune.training.model.task_model import TaskModel
     from pretrain.checkpoint.layouts import TaskHead
     from pretrain.config import ModelConfig
     from pretrain.model.heads import PretrainingModel
@@ -138,7 +138,7 @@ def model_of(case: dict[str, Any]) -> nn.Module:
 
 def batch_of(case: dict[str, Any]) -> Any:
     """Sequences of `LENGTHS`; for a task, of examples of two windows each."""
-    from finetune.model.batches import LabelledBatch
+    from finetune.training.model.batches import LabelledBatch
     from tests.batches_by_hand import make_batch
 
     batch = make_batch(LENGTHS, VOCABULARY, seed=0)
@@ -162,9 +162,9 @@ def batch_of(case: dict[str, Any]) -> Any:
 
 def fit_of(engine: Any) -> Any:
     """The loop's state, as far as it launches steps."""
-    from pretrain.training.loop import _Fit
-    from pretrain.training.passes import Passes
-    from pretrain.training.stragglers import RankTimes
+    from pretrain.run.loop import _Fit
+    from pretrain.run.passes import Passes
+    from pretrain.run.stragglers import RankTimes
 
     fit: Any = object.__new__(_Fit)
     fit.engine, fit.stragglers, fit.stalled_before = engine, RankTimes(engine, 1.5), 0.0

@@ -7,8 +7,8 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from finetune.datasets.labels import Label, listed
-from finetune.datasets.table import Table
+from finetune.tasks.datasets.labels import Label, listed
+from finetune.tasks.datasets.table import Table
 from pretrain.common.wording import counted
 
 _ZEROS = re.compile(r"(?<=\d)\.0*$")  # of 1.0

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from finetune.datasets.labels import Label, Problem
-from finetune.metrics import classification as metrics
+from finetune.tasks.classification import metrics as metrics
+from finetune.tasks.datasets.labels import Label, Problem
 
 THRESHOLD = 0.5  # least probability of a label, unless another is set or tuned
 _CANDIDATES = 100  # thresholds to try on the dev set, besides hundredths

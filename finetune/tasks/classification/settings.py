@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from finetune.datasets import glue
-from finetune.datasets.files import is_encoding
-from finetune.datasets.glue import Name as GlueName
-from finetune.datasets.labels import Problem
-from finetune.datasets.table import Format
-from finetune.metrics.classification import CLASS_SCORES, LABEL_SCORES, VALUE_SCORES
+from finetune.tasks.classification.metrics import CLASS_SCORES, LABEL_SCORES, VALUE_SCORES
+from finetune.tasks.datasets import glue
+from finetune.tasks.datasets.files import is_encoding
+from finetune.tasks.datasets.glue import Name as GlueName
+from finetune.tasks.datasets.labels import Problem
+from finetune.tasks.datasets.table import Format
 from pretrain.common.settings import SEVERAL_LINES, LocalPath, Section
 from pretrain.common.wording import counted
 

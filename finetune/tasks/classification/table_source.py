@@ -8,11 +8,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from finetune.datasets import glue, tables
-from finetune.datasets.arrow import read_dataset
-from finetune.datasets.files import plain_suffix
-from finetune.datasets.table import Key, Table, TableFormat
 from finetune.tasks.classification.settings import ClassificationSettings
+from finetune.tasks.datasets import glue, tables
+from finetune.tasks.datasets.arrow import read_dataset
+from finetune.tasks.datasets.files import plain_suffix
+from finetune.tasks.datasets.table import Key, Table, TableFormat
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import Quoting
 
@@ -141,7 +141,9 @@ class TableSource:
         if settings.glue:
             return glue.read_split(settings.glue, settings.glue_dir, part)
         if settings.containment and part == "train":
-            from finetune.datasets.containment import containment_pairs  # loads the readers of all formats of text
+            from finetune.tasks.datasets.containment import (
+                containment_pairs,  # loads the readers of all formats of text
+            )
 
             if self._made is None:
                 self._made = containment_pairs(Path(settings.containment).expanduser(), settings.containment_pairs)

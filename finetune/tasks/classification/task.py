@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from finetune.datasets import glue
-from finetune.datasets.labels import Problem
-from finetune.datasets.text import Column, Framed, Slices, TextEncoder, frame
-from finetune.datasets.windows import cut_pairs, slide, spread
 from finetune.tasks.base import Head, Objective, Task, Windows
 from finetune.tasks.classification import checks
 from finetune.tasks.classification.decoding import THRESHOLD, Outputs
 from finetune.tasks.classification.settings import SCORES, ClassificationSettings
 from finetune.tasks.classification.source import Example, ExampleSource
+from finetune.tasks.datasets import glue
+from finetune.tasks.datasets.labels import Problem
+from finetune.tasks.datasets.text import Column, Framed, Slices, TextEncoder, frame
+from finetune.tasks.datasets.windows import cut_pairs, slide, spread
 from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from finetune.datasets.sentences import Sentence
-from finetune.metrics import entities as metrics
 from finetune.tasks.base import Windows
+from finetune.tasks.datasets.sentences import Sentence
+from finetune.tasks.entities import metrics as metrics
 from pretrain.common.errors import InputError
 
 Predictions = Sequence[Mapping[str, Any]]

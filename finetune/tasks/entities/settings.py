@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from finetune.datasets.files import is_encoding
+from finetune.tasks.datasets.files import is_encoding
 from pretrain.common.settings import LocalPath, Section
 
 _FORM = (

@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from finetune.datasets.sentence_files import read_sentences
-from finetune.datasets.sentences import Cut, Remarks, Sentence
-from finetune.datasets.surrogates import check_whole, replaced
-from finetune.datasets.word_cuts import WordCuts
-from finetune.datasets.words import cut_words
-from finetune.metrics import entities as metrics
+from finetune.tasks.datasets.sentence_files import read_sentences
+from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence
+from finetune.tasks.datasets.surrogates import check_whole, replaced
+from finetune.tasks.datasets.word_cuts import WordCuts
+from finetune.tasks.datasets.words import cut_words
+from finetune.tasks.entities import metrics as metrics
 from finetune.tasks.entities.settings import EntitiesSettings
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted

@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from finetune.datasets.arrays import ragged
-from finetune.datasets.sentence_records import sentence
-from finetune.datasets.sentences import Remarks, Sentence, in_documents
-from finetune.datasets.text import Column, TextEncoder, frame
-from finetune.datasets.windows import slide
 from finetune.tasks.base import Head, Objective, Task, Windows
+from finetune.tasks.datasets.arrays import ragged
+from finetune.tasks.datasets.sentence_records import sentence
+from finetune.tasks.datasets.sentences import Remarks, Sentence, in_documents
+from finetune.tasks.datasets.text import Column, TextEncoder, frame
+from finetune.tasks.datasets.windows import slide
 from finetune.tasks.entities import decoding
 from finetune.tasks.entities.settings import EntitiesSettings
 from finetune.tasks.entities.source import SentenceSource

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from finetune.datasets.arrays import ragged
-from finetune.datasets.squad import Question
-from finetune.metrics.squad import Golds, best_threshold, score_v1, score_v2, squad_v1, squad_v2
 from finetune.tasks.base import Windows
+from finetune.tasks.datasets.arrays import ragged
+from finetune.tasks.datasets.squad import Question
+from finetune.tasks.questions.metrics import Golds, best_threshold, score_v1, score_v2, squad_v1, squad_v2
 from pretrain.common.errors import InputError
 
 _CELLS = 1 << 22  # largest table that decoding makes: 32 MiB of float64

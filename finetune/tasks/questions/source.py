@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from finetune.datasets import squad
-from finetune.datasets.squad import Question
+from finetune.tasks.datasets import squad
+from finetune.tasks.datasets.squad import Question
 from finetune.tasks.questions.settings import QuestionsSettings
 from pretrain.common.errors import InputError
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from finetune.datasets import squad
-from finetune.datasets.arrays import distinct
-from finetune.datasets.squad import Question
-from finetune.datasets.text import Column, Framed, TextEncoder, frame
-from finetune.datasets.windows import slide
 from finetune.tasks.base import Head, Objective, Task, Windows
+from finetune.tasks.datasets import squad
+from finetune.tasks.datasets.arrays import distinct
+from finetune.tasks.datasets.squad import Question
+from finetune.tasks.datasets.text import Column, Framed, TextEncoder, frame
+from finetune.tasks.datasets.windows import slide
 from finetune.tasks.questions.decoding import AnswerDecoder
 from finetune.tasks.questions.settings import QuestionsSettings
 from finetune.tasks.questions.source import QuestionSource

@@ -66,6 +66,12 @@ class Masker:
         self._scheme: MaskingScheme = load_kind(__name__, masking.scheme).Scheme(masking, vocabulary)
         self.has_exact_counts = self._scheme.has_exact_counts
 
+    @classmethod
+    def of_texts(cls, vocabulary: MaskingVocabulary, share: float, sequence_length: int) -> Masker:
+        """Masks a share of the tokens of texts that are in no corpus, each token on its own."""
+        masking = MaskingConfig(probability=share)
+        return cls(vocabulary, masking, sequence_length=sequence_length, max_predictions=0)
+
     def counts(
         self, lengths: np.ndarray, *, special_tokens: np.ndarray | int, share: np.ndarray | None = None
     ) -> np.ndarray:

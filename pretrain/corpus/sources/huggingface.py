@@ -25,7 +25,7 @@ class Reader(ColumnReader):
                 f"{where}.revision: empty. A hub data set changes over time; give the commit to read, as shown on "
                 f"https://huggingface.co/datasets/{source.dataset}/commits/main"
             )
-        dataset = hub_dataset(source, where)
+        dataset = hub_dataset(where, source.dataset, source.subset, source.split, source.revision)
         if dataset.column_names is not None:  # they are unknown until a row of some data sets is read
             _check_column(source, f"{where}.text_column: ", dataset.column_names)
         shards = dataset.num_shards
@@ -36,7 +36,7 @@ class Reader(ColumnReader):
             shard, shards = item.paths[0].rpartition("#")[2].split("/")
             yield Span(start=int(shard), end=int(shards))
             return
-        rows = len(saved_dataset(self.config))
+        rows = len(saved_dataset(self.config.dataset, self.config.split))
         step = max(1, rows * inputs.PIECE_BYTES // max(item.bytes, 1))
         for start in range(0, max(rows, 1), step):
             end = min(start + step, rows)
@@ -49,48 +49,42 @@ class Reader(ColumnReader):
                 _check_column(self.config, "", row)
                 yield row[column]
             return
-        dataset = saved_dataset(self.config).select_columns([column])
+        dataset = saved_dataset(self.config.dataset, self.config.split).select_columns([column])
         for start in range(piece.start, piece.end, ROWS_PER_READ):
             yield from dataset[start : min(start + ROWS_PER_READ, piece.end)][column]
 
 
-def saved_dataset(source: SourceConfig) -> Any:
+def saved_dataset(folder: str, split: str) -> Any:
     """The `datasets.Dataset` of the split in a folder written by save_to_disk; `InputError` if it is none."""
     import datasets
 
     try:
-        dataset = datasets.load_from_disk(source.dataset)
+        dataset = datasets.load_from_disk(folder)
     except (OSError, ValueError) as error:
-        raise InputError(f"{source.dataset}: not a folder written by save_to_disk ({error}).") from None
+        raise InputError(f"{folder}: not a folder written by save_to_disk ({error}).") from None
     except IndexError:  # of `datasets`, which writes no file for a data set without rows
-        raise InputError(f"{source.dataset}: no rows in it, or in one of its splits. Remove what is empty.") from None
+        raise InputError(f"{folder}: no rows in it, or in one of its splits. Remove what is empty.") from None
     if isinstance(dataset, datasets.DatasetDict):
-        if source.split not in dataset:
-            raise InputError(f"{source.dataset}: no split {source.split!r}; it has {', '.join(dataset)}.")  # pyright: ignore[reportArgumentType, reportCallIssue]
-        dataset = dataset[source.split]
+        if split not in dataset:
+            raise InputError(f"{folder}: no split {split!r}; it has {', '.join(dataset)}.")  # pyright: ignore[reportArgumentType, reportCallIssue]
+        dataset = dataset[split]
     return dataset
 
 
-def hub_dataset(source: SourceConfig, where: str) -> Any:
+def hub_dataset(where: str, name: str, subset: str, split: str, revision: str) -> Any:
     """The `datasets.IterableDataset` of the split on the hub, streamed. `where` is the config's place, for errors."""
     try:
-        return _streamed(source)
+        return _streamed(name, subset, split, revision)
     except Exception as error:  # any error of the hub's client: no network, no such name, commit or split
         raise InputError(
-            f"{where}.dataset: {source.dataset}@{source.revision}: {type(error).__name__}: {inputs.one_line(error)}"
+            f"{where}.dataset: {name}@{revision}: {type(error).__name__}: {inputs.one_line(error)}"
         ) from None
 
 
-def _streamed(source: SourceConfig) -> Any:
+def _streamed(name: str, subset: str, split: str, revision: str) -> Any:
     import datasets
 
-    return datasets.load_dataset(
-        source.dataset,
-        source.subset or None,
-        split=source.split,
-        revision=source.revision,
-        streaming=True,
-    )
+    return datasets.load_dataset(name, subset or None, split=split, revision=revision, streaming=True)
 
 
 def _hub_rows(source: SourceConfig, piece: Piece) -> Iterator[dict[str, Any]]:
@@ -102,7 +96,9 @@ def _hub_rows(source: SourceConfig, piece: Piece) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
 
     try:
-        yield from _streamed(source).shard(num_shards=piece.end, index=piece.start)
+        yield from _streamed(source.dataset, source.subset, source.split, source.revision).shard(
+            num_shards=piece.end, index=piece.start
+        )
     except pa.ArrowException:
         raise  # the data is at fault, which is counted
     except Exception as error:

@@ -12,10 +12,10 @@ import numpy as np
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import disk_errors
-from pretrain.reporting.attention.kinds import KINDS, HeadStatistics
 from pretrain.reporting.attention.strips import percent, strip_chart
 from pretrain.reporting.attention.weights import AttentionModel, ShownTokens
 from pretrain.reporting.pages import write_page
+from pretrain.run.attention.kinds import KINDS, HeadStatistics
 
 _MOST_WEIGHTS = 12_000_000  # of all heads on the page: 32 MB of text, which a phone still opens
 _WINDOW = 512  # tokens of a text of a file at a time, as in Clark et al.'s models

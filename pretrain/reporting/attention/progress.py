@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.reporting.attention.history import RECORDED, read_history, unpacked
-from pretrain.reporting.attention.kinds import KINDS
 from pretrain.reporting.attention.strips import percent
 from pretrain.reporting.charts import Series, line_chart
+from pretrain.run.attention.history import RECORDED, read_history, unpacked
+from pretrain.run.attention.kinds import KINDS
 
 _HEADS, _STEPS = 3, 6  # of the pictures
 _LEVELS = 6  # of opacity

@@ -17,7 +17,7 @@ import torch
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.model.padded import PaddedEncoder
-from pretrain.reporting.attention.kinds import MarkedTokens
+from pretrain.run.attention.kinds import MarkedTokens
 
 _PUNCTUATION = (".", ",")  # Clark et al. section 3.2
 _SPACE = re.compile(r"\s")

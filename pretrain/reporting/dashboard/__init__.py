@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pretrain.common.errors import InputError
 from pretrain.reporting.dashboard import page, workspace
-from pretrain.reporting.dashboard.runs import UNFINISHED, RunRecords, find_folder, read_runs
+from pretrain.reporting.dashboard.runs import UNFINISHED, RunRecords, find_folder, no_job, read_runs
 
 _FOLLOW_SECONDS = 10
 
 
 def write_dashboard(
-    name: str, out: Path | None = None, *, follow: bool = False, address: str = "", plain_http: bool = False
+    name: str,
+    out: Path | None = None,
+    *,
+    follow: bool = False,
+    address: str = "",
+    find_job: Callable[[str, str], Path | None] = no_job,
 ) -> str:
     """Write the HTML page of one or several runs to `out` and the W&B workspace next to it; returns a message.
 
@@ -23,12 +29,12 @@ def write_dashboard(
         out: the HTML file; None means dashboard.html in the run folder.
         follow: rewrite the page every 10 s, and let the browser reload it, until all runs have ended.
         address: URL of the cluster of a job.
-        plain_http: allow unencrypted http to the cluster.
+        find_job: the run folder of a job, by its name and `address`; None if there is no such job.
 
     Raises:
         InputError: there is no such run, it has no record, or `out` ends in .json.
     """
-    folder = find_folder(name, address, plain_http=plain_http)
+    folder = find_folder(name, address, find_job)
     out = out or folder / "dashboard.html"
     if out.suffix == ".json":
         raise InputError(f"{out}: the workspace is written to this file. Choose a name that ends in .html.")

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.wording import shown_scores
+from pretrain.common.wording import clock, shown_scores
 from pretrain.reporting.dashboard.curves import BUCKETS, curve_per_run, curves
 from pretrain.reporting.dashboard.panels import Panel, panels_for
 from pretrain.reporting.dashboard.runs import UNFINISHED, RunRecords, Score, read_scores
 from pretrain.reporting.dashboard.subjects import Subject, differing, starts
 from pretrain.reporting.pages import DATE, write_page
 from pretrain.reporting.report import short
-from pretrain.tracking.live import clock, phases_of, work
+from pretrain.tracking.live import phases_of, work
 
 _SEVERE = ("rollback", "hang")
 _MOST_SCORES = 5  # shown next to the main metric of a fine-tuning

@@ -8,21 +8,19 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import find_run
+from pretrain.common.records import is_training, read_records
+from pretrain.common.run_files import FAILED, METRICS, SCORES
 from pretrain.common.settings import read_values
 from pretrain.reporting.dashboard.panels import panels_for
 from pretrain.reporting.dashboard.subjects import Subject, subject
-from pretrain.tracking.records import METRICS, is_training, read_records
 
-# Files that a fine-tuning writes at its end: its scores, or the reason of its failure.
-SCORES = "scores.json"
-FAILED = "failed.json"
 UNFINISHED = "not finished"
 _ENDS = {"stop": "stopped", "diverged": "diverged"}  # event that ends a run -> its state
 
@@ -108,13 +106,18 @@ class Score:
     remark: str = ""
 
 
-def find_folder(name: str, address: str = "", *, plain_http: bool = False) -> Path:
+def no_job(name: str, address: str) -> Path | None:
+    """Finds no job's run folder."""
+    return None
+
+
+def find_folder(name: str, address: str = "", find_job: Callable[[str, str], Path | None] = no_job) -> Path:
     """The folder `name`, or runs/`name`, or the run folder of the job `name` on the cluster that runs on this machine.
 
     Args:
         name: folder, run or job.
         address: URL of a cluster's dashboard; `name` is then a job of that cluster.
-        plain_http: send the token over unencrypted http to other machines too.
+        find_job: as `write_dashboard`.
 
     Raises:
         InputError: there is no such run, or its folder is not accessible from this machine.
@@ -123,9 +126,7 @@ def find_folder(name: str, address: str = "", *, plain_http: bool = False) -> Pa
         folder = find_run(name)
         if folder.is_dir():
             return folder
-    from cluster.jobs.client import run_folder
-
-    folder = run_folder(name, address, plain_http=plain_http)
+    folder = find_job(name, address)
     if folder is None:
         raise InputError(
             f"{name}: not a folder, and runs/{name} is not a folder either. Give a run folder or the name of a run."

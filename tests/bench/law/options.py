@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from pretrain.commands import local_path, program
+from pretrain.common.commands import local_path, program
 
 _DESCRIPTION = """Fits a scaling law to runs of `bench speedrun`, and says how well it predicts others.
 

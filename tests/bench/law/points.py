@@ -16,7 +16,7 @@ from pretrain.config import PretrainConfig
 from pretrain.planning.candidates import shape_name
 from pretrain.planning.law import FLOPS_PER_PARAMETER
 from pretrain.planning.published import Point
-from pretrain.work import optimizer_flops, phase_work
+from pretrain.planning.work import optimizer_flops, phase_work
 from tests.bench.speedrun import results
 from tests.bench.speedrun.results import Trial
 

@@ -1,7 +1,7 @@
 """A budget of FLOPs as a number of steps: the phases of a config keep their proportions.
 
 What a sequence costs is measured on batches of the prepared corpus, so the lengths of its sequences are its own. The
-FLOPs are those of `pretrain.work.Flops.executed` and `optimizer_flops`: of training alone, without evaluations.
+FLOPs are those of `pretrain.planning.work.Flops.executed` and `optimizer_flops`: of training, without evaluations.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pretrain import work
 from pretrain.batches.batch import StepBatch
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
+from pretrain.planning import work
 
 MOST_EPOCHS = 10.0
 TOLERANCE = 0.01  # of a budget

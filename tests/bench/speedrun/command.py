@@ -15,15 +15,15 @@ import numpy as np
 from finetune.scores.blimp import read_blimp
 from finetune.scores.finetuning_runs import FinetuningSettings, read_configs
 from pretrain.__main__ import main as pretrain_command
-from pretrain.commands import as_stage, overrides
+from pretrain.common.commands import as_stage, overrides
 from pretrain.common.errors import DivergedError, InputError, StoppedError
 from pretrain.common.files import locked
+from pretrain.common.records import is_training, read_records
+from pretrain.common.run_files import ENVIRONMENT_FILE
 from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import stop_signals
 from pretrain.config import ModelConfig, PretrainConfig
-from pretrain.preflight import ENVIRONMENT_FILE, with_resolved_precision
-from pretrain.storage.runs import fetched_model
-from pretrain.tracking.records import is_training, read_records
+from pretrain.run.preflight import with_resolved_precision
 from tests.bench.speedrun import results, trial
 from tests.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_budget
 from tests.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, drawn_novels, novels_of, text_files
@@ -246,7 +246,7 @@ def _teacher(config: PretrainConfig) -> ModelConfig | None:
         return None
     from pretrain.checkpoint.released import read_shape
 
-    return read_shape(fetched_model(config.distillation.teacher))
+    return read_shape(config.distillation.teacher)
 
 
 def _curve(records: Sequence[dict[str, Any]], plan: Plan) -> tuple[tuple[float, float], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from finetune.scores.options import add_blimp, add_finetunings
-from pretrain.commands import add_set, add_workers, local_path, program
+from pretrain.common.commands import add_set, add_workers, local_path, program
 
 DEFAULT_BUDGETS = (0.5e15, 2e15, 4e15)
 NOVELS = 0.25  # share of the words that is drawn from them, about as in BERT's text

@@ -1,0 +1,246 @@
+"""The commands for a cluster on this machine and for the jobs of any. Each imports what it needs, as Ray, when run."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.common.commands import add_address, add_command, local_path, positive_int, program
+from pretrain.common.errors import printable
+from pretrain.common.wording import counted
+
+if TYPE_CHECKING:
+    from cluster.jobs.client import Jobs
+    from cluster.jobs.submission import Kind
+
+
+def add_to(commands: Any, kinds: Callable[[], Mapping[str, Kind]]) -> None:
+    """Add the commands to the subcommands of a parser; `kinds` tells what `submit` runs, by name."""
+    _add_submit(commands, kinds)
+    for add in (_add_list, _add_job_commands, _add_logs, _add_up, _add_down):
+        add(commands)
+
+
+# ---------------------------------------------------------------- what the commands do
+
+
+def _up(arguments: argparse.Namespace) -> None:
+    from cluster.workers import local
+
+    if arguments.join:
+        cluster = local.join(arguments.cpus_per_node, arguments.host)
+        print(f"added a node with {counted(cluster.nodes[-1].cpus, 'CPU')} to the cluster at {cluster.address}")
+        return
+    cluster = local.up(arguments.nodes, arguments.cpus_per_node, arguments.host)
+    print(
+        f"{counted(len(cluster.nodes), 'node')} with {counted(cluster.nodes[0].cpus, 'CPU')} each; jobs at "
+        f"{cluster.dashboard}, workers at "
+        f"{cluster.address}\nThe cluster's token is in {cluster.token_file}; only you can read it. "
+        f"Next: {program()} submit -- pretrain CONFIG"
+    )
+
+
+def _down(arguments: argparse.Namespace) -> None:
+    from cluster.workers import local
+
+    cluster = local.down()
+    print(f"stopped {counted(len(cluster.nodes), 'node')}" if cluster else "no cluster is running on this machine")
+
+
+def _submit(kinds: Callable[[], Mapping[str, Kind]], arguments: argparse.Namespace) -> int:
+    from cluster.jobs.submission import read_job
+
+    job = read_job(arguments.run, kinds(), folder=arguments.dir or Path.cwd(), workers=arguments.workers)
+    cluster = _jobs(arguments)
+    if cluster.is_open():
+        print(
+            f"warning: {cluster.shown}: this cluster accepts jobs without a token, so anyone who can connect to it can "
+            "run code there. Restart its Ray with RAY_AUTH_MODE=token; see SECURITY.md.",
+            file=sys.stderr,
+        )
+    cluster.submit(job, wait_for_nodes=arguments.wait_for_nodes)
+    if not arguments.follow:
+        print(f"{job.name}: submitted to {cluster.shown}. Follow it with {program()} logs -f {job.name}")
+        return 0
+    return _follow(cluster, job.name)
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    from cluster.jobs import client
+
+    cluster = _jobs(arguments)
+    job = cluster.get(arguments.job)
+    print(client.describe(job, cluster.queued(cluster.all()).get(arguments.job, "")))
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from cluster.jobs import client
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("job", "kind", "state", "submitted", "progress"):
+        table.add_column(column, overflow="fold")
+    cluster = _jobs(arguments)
+    jobs = cluster.all()
+    queued = cluster.queued(jobs)
+    for job in jobs:
+        metadata = job.metadata or {}
+        cells = (
+            str(job.submission_id),
+            metadata.get("bertrain", "other"),
+            client.state(job, queued.get(str(job.submission_id), "")),
+            client.clock(job.start_time),
+            "; ".join(client.progress(job)),
+        )
+        table.add_row(*map(printable, cells))
+    if table.row_count:
+        Console(markup=False).print(table)
+    else:
+        print("no jobs")
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    cluster = _jobs(arguments)
+    if arguments.follow:
+        return _follow(cluster, arguments.job)
+    sys.stdout.write(cluster.log(arguments.job))
+    return 0
+
+
+def _stop(arguments: argparse.Namespace) -> None:
+    from cluster.jobs import client
+
+    job = _jobs(arguments).stop(arguments.job)
+    print(f"{arguments.job}: {client.state(job)}")
+
+
+def _delete(arguments: argparse.Namespace) -> None:
+    _jobs(arguments).delete(arguments.job)
+    print(f"{arguments.job}: removed from the list; its run folder is kept")
+
+
+def _jobs(arguments: argparse.Namespace) -> Jobs:
+    """The jobs of the cluster at --address."""
+    from cluster.jobs import client
+
+    return client.Jobs(arguments.address, plain_http=arguments.allow_plain_http)
+
+
+def _follow(cluster: Jobs, name: str) -> int:
+    """Print the job's output until it finishes; returns its exit code. Ctrl-C leaves it running."""
+    from cluster.jobs import client
+
+    try:
+        for piece in cluster.follow(name):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        job = cluster.wait(name)
+    except KeyboardInterrupt:
+        print(f"\n{name}: still running. `stop {name}` stops it, `logs -f {name}` follows it again.", file=sys.stderr)
+        return 130
+    print(f"{name}: {client.state(job)}", file=sys.stderr)
+    return client.exit_code(job)
+
+
+# ---------------------------------------------------------------- their parsers
+
+
+def _add_submit(commands: Any, kinds: Callable[[], Mapping[str, Kind]]) -> None:
+    parser = add_command(
+        commands,
+        "submit",
+        functools.partial(_submit, kinds),
+        "run a config as a job on a cluster, or resume its run there",
+        """
+  ./launch.sh submit -- pretrain configs/pretrain/bert-mini.yaml
+  ./launch.sh submit --address http://127.0.0.1:8265 --workers 4-8 --follow -- pretrain my.yaml --set seed=1
+  ./launch.sh submit -- finetune configs/finetune/sst2.yaml --from runs/bert-mini""",
+    )
+    _add_address(parser)
+    parser.add_argument("--workers", metavar="N|MIN-MAX", help="number of worker processes, or an elastic range of it")
+    parser.add_argument("--follow", action="store_true", help="print the job's output until it finishes")
+    parser.add_argument(
+        "--wait-for-nodes",
+        action="store_true",
+        help="submit even if the cluster is too small now; an autoscaler will add nodes",
+    )
+    parser.add_argument(
+        "--dir",
+        type=local_path,
+        metavar="FOLDER",
+        help="working directory of the job, shared by the cluster's machines (default: the current directory)",
+    )
+    parser.add_argument(
+        "run",
+        nargs="+",
+        metavar="-- COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]",
+        help="pretrain, finetune or prepare, with its arguments",
+    )
+    # argparse would repeat the long name of the positional.
+    parser.usage = "%(prog)s [options] -- COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]"
+
+
+def _add_list(commands: Any) -> None:
+    parser = add_command(commands, "list", _list, "list the jobs of a cluster", "\n  ./launch.sh list")
+    _add_address(parser)
+
+
+def _add_job_commands(commands: Any) -> None:
+    for name, function, purpose in (
+        ("status", _status, "print the state and progress of a job"),
+        ("stop", _stop, "let a job save a checkpoint and stop, and wait for it"),
+        ("delete", _delete, "remove a finished job from the list; its run folder is kept"),
+    ):
+        parser = add_command(commands, name, function, purpose, f"\n  ./launch.sh {name} bert-mini")
+        _add_address(parser)
+        _add_job(parser)
+
+
+def _add_logs(commands: Any) -> None:
+    parser = add_command(commands, "logs", _logs, "print the output of a job", "\n  ./launch.sh logs -f bert-mini")
+    _add_address(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="continue until the job finishes")
+    _add_job(parser)
+
+
+def _add_up(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "up",
+        _up,
+        "start a Ray cluster on this machine",
+        """
+  ./launch.sh up
+  ./launch.sh up --nodes 3 --cpus-per-node 1
+  ./launch.sh up --join""",
+    )
+    parser.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="node processes (default: 1)")
+    parser.add_argument(
+        "--cpus-per-node",
+        type=positive_int,
+        default=0,
+        metavar="N",
+        help="CPUs of each node (default: the machine's cores, divided by the number of nodes)",
+    )
+    parser.add_argument(
+        "--host", default="", metavar="IP", help="address of this machine that other machines connect to"
+    )
+    parser.add_argument("--join", action="store_true", help="add a node to the cluster that already runs here")
+
+
+def _add_down(commands: Any) -> None:
+    add_command(commands, "down", _down, "stop the cluster that `up` started", "\n  ./launch.sh down")
+
+
+def _add_address(parser: argparse.ArgumentParser) -> None:
+    add_address(parser, "dashboard URL of the cluster (default: the cluster that `up` started here)")
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="JOB", help="name of the run")

@@ -1,0 +1,320 @@
+"""A pool of jobs on a Ray cluster, through Ray Data, with the interface of Python's own executors.
+
+As for training (`cluster.workers.launch`), Ray's driver lives in a child process in a session of its own; jobs and
+their results pass through a pipe. The child makes one data set of all waiting jobs, with one block for each. Ray Data
+runs one task per job, on any node with a free core, and runs it again if the task's process or node dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from cluster.workers.driver import choose_token, die_with, join_ray
+from cluster.workers.launch import check_address, end_session, environment, last_line
+from cluster.workers.outcomes import as_data, error_from, one_line
+from cluster.workers.target import change_folder
+from pretrain.common.errors import MachineError, RunError
+from pretrain.common.files import append_open, disk_errors
+
+logger = logging.getLogger(__name__)
+
+_MAX_RETRIES = 3  # of a job whose process died; Ray Data's own default is unlimited
+_LEAVE_SECONDS = 10.0  # for the child to leave the cluster when all is done
+
+# Set in the driver, which owns the tasks and therefore controls their retries.
+_RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_task_oom_retries": str(_MAX_RETRIES),  # counted separately, and unlimited by default
+}
+# Not `-m cluster.workers.pool`: as `__main__` its functions could not be found by the tasks.
+_DRIVER = "import sys; from cluster.workers.pool import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+
+
+@dataclass(frozen=True)
+class PoolRequest:
+    """What the driver needs to know; it is pickled, and sent before all jobs.
+
+    Attributes:
+        address: "host:port" of the cluster.
+        processes: how many jobs run at once; 0 leaves it to the cluster's cores.
+        working_dir: where jobs resolve relative paths.
+        setup: the pickled (initializer, its arguments).
+    """
+
+    address: str
+    processes: int
+    working_dir: str
+    setup: bytes
+
+
+class RayPool(Executor):
+    """Runs jobs on the Ray cluster at `address` ("host:port"), whose nodes must see the same files.
+
+    A job is a function of a module with its arguments; they and the result must survive pickling. It runs in this
+    process's working directory, in a process that has called `initializer(*initargs)`. A job whose process dies runs
+    again, at most 3 times, possibly while the first attempt still runs elsewhere: it must be idempotent. The child's
+    output goes to `log`.
+
+    Submitted jobs wait until a result is requested; then all waiting jobs go to Ray Data at once. `result()` raises the
+    `RunError` that the job raised, a `MachineError` if its process died every time or the cluster is lost, and a
+    `RuntimeError` with the remote traceback for a bug.
+
+    Args:
+        processes: how many jobs run at once; 0 leaves it to the cluster's cores.
+
+    Raises:
+        MachineError: the cluster is not reached within 10 s or has no cores.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        log: Path,
+        processes: int = 0,
+        initializer: Callable[..., None],
+        initargs: tuple[Any, ...] = (),
+    ) -> None:
+        check_address(address)
+        self._log = Path(log).absolute()
+        self._numbers = itertools.count()
+        self._waiting: list[tuple[int, bytes]] = []
+        self._futures: dict[int, Future[Any]] = {}
+        self._closing = False
+        self._error: RunError | None = None  # why the child exited
+        self._reader: threading.Thread | None = None
+        self._start(PoolRequest(address, processes, str(Path.cwd()), pickle.dumps((initializer, initargs))))
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Queue `fn(*args, **kwargs)`, all picklable; the future fails with a `RunError` if the pool dies."""
+        number, future = next(self._numbers), _Awaited(self._send)
+        self._futures[number] = future
+        self._waiting.append((number, pickle.dumps((fn, args, kwargs))))
+        if self._error is not None:
+            self._fail()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Leave the cluster: with `cancel_futures` at once, else when the jobs that were sent to Ray Data are done."""
+        self._closing = True
+        if not cancel_futures:
+            with contextlib.suppress(OSError):
+                self._connection.send(None)
+            if self._reader is not None:
+                self._reader.join()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(_LEAVE_SECONDS)
+        self._end()
+
+    def _start(self, request: PoolRequest) -> None:
+        """Start the child and wait until it has joined the cluster."""
+        self._connection, theirs = Pipe()
+        with disk_errors(self._log):
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            log = append_open(self._log)
+        with log, theirs:
+            self._child = subprocess.Popen(
+                [sys.executable, "-c", _DRIVER, str(theirs.fileno()), str(os.getpid())],
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        try:
+            self._connection.send(request)
+            kind, error = self._connection.recv()
+            if kind == "error":
+                raise error_from(error)
+        except (EOFError, OSError):
+            self._end()
+            raise self._lost() from None
+        except BaseException:  # Ctrl-C, too
+            self._end()
+            raise
+        self._reader = threading.Thread(target=self._read, daemon=True, name="ray-pool")
+        self._reader.start()
+
+    def _end(self) -> None:
+        """End the child and whatever it started. The cluster ends its tasks, having lost their driver."""
+        end_session(self._child.pid)
+        self._child.wait()
+        if self._reader is not None:
+            self._reader.join()  # it has reached the end of the pipe
+        self._connection.close()
+
+    def _send(self) -> None:
+        """Send all waiting jobs to the child, which makes one data set of them."""
+        jobs, self._waiting = self._waiting, []
+        if jobs:
+            with contextlib.suppress(OSError):  # the child is gone, which the reader reports
+                self._connection.send(jobs)
+
+    def _read(self) -> None:
+        """Set the futures' results as they arrive, until the child exits."""
+        reported: RunError | None = None
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number, data = self._connection.recv()
+                if number == "error":
+                    reported = error_from(data)
+                else:
+                    _settle(self._futures.pop(number), *pickle.loads(data))
+        self._error = reported or self._lost()
+        self._fail()
+
+    def _fail(self) -> None:
+        with contextlib.suppress(KeyError):
+            while True:
+                _, future = self._futures.popitem()
+                if self._closing:
+                    future.cancel()
+                else:
+                    future.set_exception(self._error)
+
+    def _lost(self) -> MachineError:
+        code = self._child.wait()
+        return MachineError(
+            f"{self._log}: Ray's driver exited with code {code}; last line of its log: {last_line(self._log)!r}. "
+            "Run the same command again; it resumes."
+        )
+
+
+class _Awaited(Future[Any]):
+    """A future that sends the waiting jobs when its result is requested."""
+
+    def __init__(self, send: Callable[[], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._send()
+        return super().result(timeout)
+
+
+def _settle(future: Future[Any], kind: str, value: Any) -> None:
+    if kind == "result":
+        future.set_result(value)
+    elif kind == "error":
+        future.set_exception(error_from(value))
+    else:
+        future.set_exception(RuntimeError(f"a bug in a job on the cluster\n{value}"))
+
+
+# ---------------------------------------------------------------- the child: Ray's driver
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Join the cluster that the first message names, and run lists of jobs until None arrives, or `parent` is gone."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    die_with(parent)
+    os.set_inheritable(descriptor, False)
+    os.environ.update(_RAY_ENVIRONMENT)
+    with Connection(descriptor) as connection:
+        try:
+            _serve(connection.recv(), connection)
+        except EOFError:
+            logger.info("the pool is closed")
+        except RunError as error:
+            connection.send(("error", as_data(error)))
+    import ray
+
+    ray.shutdown()  # nobody waits for it
+
+
+def _serve(request: PoolRequest, connection: Connection) -> None:
+    choose_token(request.address)  # Ray reads it while it is imported
+    join_ray(request.address, lambda error: connection.send(("error", as_data(error))))
+    import ray.data
+
+    if ray.cluster_resources().get("CPU", 0) < 1:
+        raise MachineError(
+            f"The cluster at {request.address} has no CPU cores. Start its nodes with some (--num-cpus)."
+        )
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    connection.send(("ready", None))
+    while (jobs := connection.recv()) is not None:
+        for result in _run(jobs, request):
+            connection.send(result)
+
+
+def _run(jobs: list[tuple[int, bytes]], request: PoolRequest) -> Iterator[tuple[int, bytes]]:
+    """(number, pickled outcome) of every job, in the order in which they finish."""
+    import ray.data
+    from ray import exceptions
+
+    dataset = ray.data.from_items(
+        [{"number": number, "job": job} for number, job in jobs], override_num_blocks=len(jobs)
+    ).map(
+        functools.partial(_run_job, setup=request.setup, working_dir=request.working_dir),
+        compute=ray.data.TaskPoolStrategy(request.processes or None),
+        num_cpus=1,
+        max_retries=_MAX_RETRIES,
+    )
+    # A block at a time, as soon as it is there.
+    batches: Iterable[Any] = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+    again = "run the same command again; it resumes."
+    try:
+        for batch in batches:
+            yield from zip(batch["number"].to_pylist(), batch["outcome"].to_pylist(), strict=True)
+    except (
+        exceptions.WorkerCrashedError,
+        exceptions.OutOfMemoryError,
+        exceptions.NodeDiedError,
+    ) as error:
+        logger.exception("ray.data")
+        raise MachineError(
+            f"A job's process on the cluster at {request.address} died {_MAX_RETRIES + 1} times, most likely "
+            f"out of memory ({type(error).__name__}). Set corpus.processes lower and {again}"
+        ) from None
+    except exceptions.RayError as error:
+        logger.exception("ray.data")
+        raise MachineError(
+            f"The cluster at {request.address} could not run a job ({one_line(error)}). All its nodes need the "
+            f"same .venv and the same files. Fix the cause and {again}"
+        ) from None
+
+
+# ---------------------------------------------------------------- the tasks
+
+_ready_for: tuple[bytes, str] | None = None  # the setup that this process has run
+
+
+def _run_job(row: dict[str, Any], setup: bytes, working_dir: str) -> dict[str, Any]:
+    """Run a row's job. Errors are results, too: an exception would make Ray Data drop the whole data set."""
+    try:
+        _make_ready(setup, working_dir)
+        function, arguments, named = pickle.loads(row["job"])
+        outcome = ("result", function(*arguments, **named))
+    except RunError as error:
+        outcome = ("error", as_data(error))
+    except Exception:
+        outcome = ("bug", traceback.format_exc())
+    return {"number": row["number"], "outcome": pickle.dumps(outcome)}
+
+
+def _make_ready(setup: bytes, working_dir: str) -> None:
+    """Initialise this process, unless it is already: Ray keeps processes from task to task."""
+    global _ready_for
+    if _ready_for != (setup, working_dir):
+        change_folder(working_dir)
+        initializer, arguments = pickle.loads(setup)
+        initializer(*arguments)
+        _ready_for = setup, working_dir

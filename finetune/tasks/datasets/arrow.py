@@ -1,0 +1,132 @@
+"""Parquet files and Hugging Face data sets, whose class numbers become names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from finetune.tasks.datasets.table import Key, Table, Wanted
+from pretrain.common.errors import InputError
+from pretrain.common.files import refuse_pointer
+
+
+def read_dataset(
+    name: str,
+    columns: Sequence[Key],
+    *,
+    subset: str = "",
+    split: str = "train",
+    revision: str = "",
+    where: str = "dataset",
+    optional: Collection[Key] = (),
+) -> Table:
+    """The named `columns` of a split of a folder written by save_to_disk, or of a data set on the hub.
+
+    Class numbers become names. `where` is the section of the config, for errors.
+    """
+    from pretrain.corpus.sources.huggingface import hub_dataset, saved_dataset
+
+    wanted = Wanted(columns, optional)
+    label = f"{name}[{split}]"
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if split != "train" and not (folder / "dataset_dict.json").exists():
+            raise InputError(f"{name}: has no splits, so no {split!r}. Give a folder written by a DatasetDict.")
+        dataset = saved_dataset(str(folder), split)
+        names = dataset.column_names
+        present = list(wanted.among(names, label).values())
+        values = dataset.with_format(None).select_columns(present)[:]
+    else:
+        if not revision:
+            raise InputError(
+                f"{where}.revision: empty, and {name} is not a folder. A hub data set changes over time; give the "
+                f"commit to read, as shown on https://huggingface.co/datasets/{name}/commits/main"
+            )
+        dataset = hub_dataset(where, name, subset, split, revision)
+        rows = list(dataset)
+        names = list(rows[0] if rows else dict.fromkeys(columns))
+        present = wanted.among(names, label).values()
+        values = {column: [row.get(column) for row in rows] for column in present}
+    return _with_classes(values, wanted.among(names, label), dataset.features or {}, label)
+
+
+def read_parquet(path: Path, wanted: Wanted) -> Table:
+    """The columns `wanted` of a Parquet file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        raise InputError(f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path.")
+    refuse_pointer(path)
+    try:
+        with pq.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            present = wanted.among(schema.names, str(path))
+            table = file.read(None if wanted.others else list(present.values()))
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{path}: not a Parquet file ({str(error).splitlines()[0]}).") from None
+    values = {name: _arrow_values(path, table[name]) for name in table.column_names}
+    made = _with_classes(values, present, _arrow_features(schema.metadata or {}), str(path))
+    if not wanted.others:
+        return made
+    rest = [name for name in values if name not in present.values()]
+    rows = zip(*(values[name] for name in rest), strict=True) if rest else [()] * len(made)
+    return replace(made, others=[dict(zip(rest, row, strict=True)) for row in rows])
+
+
+def _with_classes(
+    values: Mapping[str, list[Any]], present: Mapping[Key, str], features: Mapping[str, Any], source: str
+) -> Table:
+    """The columns `present` (column -> its name in `values`), with class names in place of numbers."""
+    classes: dict[Key, list[str]] = {
+        column: names for column, name in present.items() if (names := _class_names(features.get(name)))
+    }
+    named: dict[Key, list[Any]] = {
+        column: _with_class_names(values[name], classes.get(column, [])) for column, name in present.items()
+    }
+    rows = len(next(iter(named.values()), []))
+    return Table(named, source, range(1, 1 + rows), ": row ", classes)
+
+
+def _arrow_values(path: Path, column: Any) -> list[Any]:
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        for row, value in enumerate(column, 1):  # noqa: B007
+            try:
+                value.as_py()
+            except UnicodeDecodeError:
+                break
+        raise InputError(f"{path}: row {row}: bytes that are not UTF-8. Write the file again in UTF-8.") from None
+
+
+def _arrow_features(metadata: dict[bytes, bytes]) -> dict[str, Any]:
+    """Features that `datasets` wrote into a Parquet file; {} in files of other writers."""
+    try:
+        return json.loads(metadata[b"huggingface"])["info"]["features"]
+    except (KeyError, ValueError, TypeError):
+        return {}
+
+
+def _class_names(feature: Any) -> list[str]:
+    """The class names of a feature or of the items of a list feature; [] for others."""
+    for _ in range(2):
+        names = feature.get("names") if isinstance(feature, dict) else getattr(feature, "names", None)
+        if names:
+            return list(names)
+        feature = feature.get("feature") if isinstance(feature, dict) else getattr(feature, "feature", None)
+    return []
+
+
+def _with_class_names(values: list[Any], names: list[str]) -> list[Any]:
+    """Class numbers as names; -1, which `datasets` writes for a missing label, as None."""
+
+    def named(value: Any) -> Any:
+        if isinstance(value, list):
+            return [named(item) for item in value]
+        return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
+
+    return [named(value) for value in values] if names else values

@@ -1,0 +1,144 @@
+"""Sentences in CoNLL columns.
+
+One word per line. An empty line (spaces and tabs allowed) separates sentences; `-DOCSTART-` or `# newdoc` separates
+documents. The file's first word line decides whether tabs or runs of spaces separate columns. Lines before a sentence
+that start with `#` are comments, unless they have the columns and tag of a word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from finetune.tasks.datasets.sentences import Remarks, Sentence
+from pretrain.common.errors import InputError
+from pretrain.common.wording import counted
+
+_BLANKS = re.compile("[ \t]+")
+_LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z]+)*:")
+_TAG = re.compile(r"O|[BIESLU](?:-.+)?")
+_NEW_DOCUMENT = re.compile(r"#\s*newdoc\b")
+
+
+def read_columns(
+    path: str, lines: list[str], token_column: int, label_column: int, remarks: Remarks, *, labelled: bool
+) -> list[Sentence]:
+    """The sentences of CoNLL columns; `InputError` with file and line if the columns are uneven or missing.
+
+    Args:
+        path: the file, for messages.
+        lines: its text.
+        token_column, label_column: numbers from 0; negative ones count from the last.
+        remarks: takes what is odd.
+        labelled: the tags are required.
+    """
+    width, tabs = 0, False
+    words_alone = not labelled and _begin_with_a_word_alone(lines)
+    sentences: list[Sentence] = []
+    document: list[Sequence[str]] = []
+    words: list[str] = []
+    tags: list[str] | None = []
+    tokens_at = labels_at = 0
+    for number, line in enumerate([*lines, ""], 1):
+        line = line.rstrip(" \t\r")
+        if not words and _is_comment(line, width, tabs, token_column, label_column, words_alone=words_alone):
+            document = [] if _NEW_DOCUMENT.match(line) else document
+            continue
+        if not line or line.startswith("-DOCSTART-"):
+            if words:
+                document.append(words)
+                first, place = number - len(words), len(document) - 1
+                sentences.append(Sentence(words, tags, path, first, lined=True, document=document, place=place))
+                words, tags = [], None if tags is None else []
+            if line:
+                document = []
+            continue
+        if not width:
+            tabs = "\t" in line
+        fields = _fields(line, tabs)
+        if len(fields) != width:
+            if width:
+                raise InputError(_ragged(path, number, len(fields), width, tabs))
+            width = len(fields)
+            tokens_at = 0 if words_alone else _column(path, number, "token_column", token_column, width)
+            labels_at = 0 if words_alone else _column(path, number, "label_column", label_column, width)
+            tags = None if labels_at == tokens_at else []
+        words.append(fields[tokens_at])
+        if tags is not None:
+            tags.append(fields[labels_at])
+    return _without_language(sentences, remarks)
+
+
+def _fields(line: str, tabs: bool) -> list[str]:
+    # split() without an argument would split at no-break spaces, which may be words.
+    return line.split("\t") if tabs else _BLANKS.split(line.strip(" \t"))
+
+
+def _begin_with_a_word_alone(lines: list[str]) -> bool:
+    """Whether the first line that cannot be a comment has one column; all others must then have one too."""
+    word_lines = (line for line in lines if line.strip(" \t\r") and not line.startswith(("#", "-DOCSTART-")))
+    first = next(word_lines, "").rstrip(" \t\r")
+    return len(_fields(first, "\t" in first)) == 1
+
+
+def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_column: int, *, words_alone: bool) -> bool:
+    """Whether a line before a sentence is a comment: it starts with `#`, and lacks the columns or tag of a word.
+
+    `width` and `tabs` are those of the file, 0 and False before its first word. `words_alone`: the file has one column.
+    """
+    if not line.startswith("#"):
+        return False
+    fields = _fields(line, tabs if width else "\t" in line)
+    if len(fields) == 1:
+        return width > 1 or not (width or words_alone)
+    if (width and len(fields) != width) or not -len(fields) <= label_column < len(fields):
+        return True
+    return label_column % len(fields) != token_column % len(fields) and not _TAG.fullmatch(fields[label_column])
+
+
+def are_tagged(lines: list[str], label_column: int) -> bool:
+    """Whether all lines have the same number of columns and a tag in `label_column`, unlike plain text.
+
+    A B or an I alone is a tag only if there is an O, too: "so do I" is a text.
+    """
+    rows = [
+        _BLANKS.split(line.strip(" \t\r"))
+        for line in lines
+        if line.strip(" \t\r") and not line.startswith(("#", "-DOCSTART-"))
+    ]
+    widths = {len(row) for row in rows}
+    if len(widths) != 1 or not -max(widths) <= label_column < max(widths) or max(widths) < 2:
+        return False
+    tags = {row[label_column] for row in rows}
+    return all(map(_TAG.fullmatch, tags)) and ("O" in tags or any("-" in tag for tag in tags))
+
+
+def _column(path: str, line: int, name: str, wanted: int, width: int) -> int:
+    if not -width <= wanted < width:
+        raise InputError(
+            f"{path}:{line}: the line has {counted(width, 'column')}, numbered from 0, but {name} is "
+            f"{wanted}. Set {name} to one of them; -1 is the last."
+        )
+    return wanted % width
+
+
+def _ragged(path: str, line: int, count: int, width: int, tabs: bool) -> str:
+    separator = "tabs" if tabs else "spaces"
+    return (
+        f"{path}:{line}: {counted(count, 'column')}, separated by {separator}, but the first line of "
+        f"the file has {width}. Give every line the same number of columns, and separate sentences by an empty line."
+    )
+
+
+def _without_language(sentences: list[Sentence], remarks: Remarks) -> list[Sentence]:
+    """Remove the language prefix of WikiANN's files (Pan et al. 2017), `en:Paris`, if every word has it."""
+    if not sentences or not (match := _LANGUAGE.match(sentences[0].words[0])):
+        return sentences
+    prefix = match[0]
+    if not all(word.startswith(prefix) and word != prefix for one in sentences for word in one.words):
+        return sentences
+    remarks.add(f"every word begins with {prefix!r}, as in WikiANN's files; it is removed", sentences[0].where())
+    for one in sentences:
+        # In place, because the documents share these lists.
+        one.words[:] = [word[len(prefix) :] for word in one.words]  # pyright: ignore[reportIndexIssue]
+    return sentences

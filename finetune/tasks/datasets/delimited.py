@@ -1,0 +1,143 @@
+"""CSV, TSV, and lines of label and text, with the detection of how quotes are meant."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from finetune.tasks.datasets.table import Format, Key, Table, TableFormat, Wanted, listed, shown
+from pretrain.common.errors import InputError
+from pretrain.common.quoting import Quoting, QuotingError, bare_rows, detect_quoting, quoted_rows, split_lines
+from pretrain.common.wording import counted
+
+logger = logging.getLogger(__name__)
+
+
+def read_delimited(
+    path: Path,
+    text: str,
+    kind: Format,
+    layout: TableFormat,
+    wanted: Wanted,
+    skipped: Callable[[str], None] | None,
+) -> Table:
+    """The columns `wanted` of the text of a .csv, .tsv or `lines` file; `skipped` as in `tables.read_table`."""
+    quoting = _quoting(path, text, kind, layout)
+    rows = _rows(path, text, kind, _delimiter(kind, layout), quoting)
+    first_line, first = next(rows)
+    names: list[str] = []
+    if kind == "lines":
+        names = ["label", "text"]
+    elif layout.header:
+        names = first
+    if not names or kind == "lines":
+        rows = _chain(first_line, first, rows)
+    width = len(names) or len(first)
+    positions = _positions(path, wanted, names, width)
+    cells: list[list[str]] = [[] for _ in positions]
+    rest = {str(name): at for at, name in enumerate(names or range(width)) if at not in positions.values()}
+    others: list[dict[str, str]] = []
+    lines = []
+    filled = list(zip(cells, positions.values(), strict=True))
+    for line, fields in rows:
+        if len(fields) != width:
+            if skipped is None:
+                raise InputError(_ragged(path, line, len(fields), width, names, kind))
+            skipped(f"{path}:{line}")
+            continue
+        lines.append(line)
+        for column, position in filled:
+            column.append(fields[position])
+        if wanted.others:
+            others.append({name: fields[position] for name, position in rest.items()})
+    shown = quoting if kind == "tsv" and '"' in text else None
+    return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", others=others, quoting=shown)
+
+
+def _delimiter(kind: Format, layout: TableFormat) -> str:
+    return layout.delimiter or ("\t" if kind == "tsv" else ",")
+
+
+def _quoting(path: Path, text: str, kind: Format, layout: TableFormat) -> Quoting:
+    if kind == "lines":
+        return "none"
+    if layout.quoting != "auto":
+        return layout.quoting
+    return "standard" if kind == "csv" else _detected(path, text, _delimiter(kind, layout))
+
+
+def _rows(path: Path, text: str, kind: Format, delimiter: str, quoting: Quoting) -> Iterator[tuple[int, list[str]]]:
+    """(first line, fields) of each row that is not blank; in files of one column, also of blank rows between others."""
+    if kind == "lines":
+        yield from ((number, line.split(None, 1)) for number, line in enumerate(split_lines(opened(text)), 1) if line)
+        return
+    yield from _quoted_rows(path, text, delimiter) if quoting == "standard" else bare_rows(opened(text), delimiter)
+
+
+def opened(text: str) -> Iterable[str]:
+    """A text as the parts between its line ends, as `pretrain.common.quoting` wants it."""
+    return io.StringIO(text, newline="")
+
+
+def _quoted_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Rows by RFC 4180."""
+    try:
+        yield from quoted_rows(opened(text), delimiter)
+    except QuotingError as error:
+        raise InputError(
+            f"{path}:{error.line}: not CSV ({error.reason}). Double the quotes inside quoted texts, or set "
+            "`quoting: none`."
+        ) from None
+
+
+def _detected(path: Path, text: str, delimiter: str) -> Quoting:
+    """How the quotes of a .tsv file are meant, with a warning in the log if that is not certain."""
+    if '"' not in text:
+        return "none"
+    quoting, doubt = detect_quoting(lambda: opened(text), delimiter)
+    if doubt:
+        logger.warning(
+            "%s:%d: the cell %s looks quoted, but %s; quotes are read as part of the texts. If they are not, "
+            "set `quoting: standard`.",
+            path,
+            doubt.line,
+            shown(doubt.cell),
+            doubt.reason,
+        )
+    return quoting
+
+
+def _chain(line: int, fields: list[str], rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
+    yield line, fields
+    yield from rows
+
+
+def _positions(path: Path, wanted: Wanted, names: list[str], width: int) -> dict[Key, int]:
+    """The position of each column in a row."""
+    positions: dict[Key, int] = {}
+    for column in wanted.columns:
+        if isinstance(column, int) and 0 <= column < width:
+            positions[column] = column
+            continue
+        name = wanted.single(column, names, f"{path}:1")
+        if isinstance(name, str):
+            positions[column] = names.index(name)
+            continue
+        if column not in wanted.optional:
+            there = f"it has {listed(names)}" if names else f"its rows have {width}, numbered from 0"
+            raise InputError(f"{path}:1: no column {column!r}; {there}. Set the column, `header` or `delimiter`.")
+    return positions
+
+
+def _ragged(path: Path, line: int, count: int, width: int, names: list[str], kind: Format) -> str:
+    if kind == "lines":
+        return f"{path}:{line}: a label without a text; expected a label, a blank and a text."
+    origin = "the header has" if names else "the first row has"
+    hint = (
+        "Set `quoting: standard` if texts are quoted"
+        if kind == "tsv"
+        else "Quote texts that contain the delimiter, or set `delimiter`"
+    )
+    return f"{path}:{line}: {counted(count, 'column')}, but {origin} {width}. {hint}."

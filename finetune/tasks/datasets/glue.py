@@ -1,0 +1,415 @@
+"""The nine tasks of GLUE (Wang et al., 2018): their official files, scores, submissions, and the paper's table.
+
+Column names and positions are those of the official downloads, as google-research/bert run_classifier.py and
+transformers' data/processors/glue.py read them. The files have no quoting: a quote is an ordinary character.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from finetune.tasks.datasets.files import read_text
+from finetune.tasks.datasets.table import Key, Table, TableFormat
+from finetune.tasks.datasets.tables import read_table
+from pretrain.common.errors import InputError
+from pretrain.common.files import atomic_open
+
+logger = logging.getLogger(__name__)
+
+Name = Literal["", "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"]
+
+Results = Mapping[str, Mapping[str, Mapping[str, float]]]
+"""task -> set, such as dev -> score -> fraction of 1, as `Task.score` returns them."""
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """One task: the columns of its texts and labels, the names of its labels, and its scores."""
+
+    title: str  # name of its folder and its submission
+    text: Key
+    pair: Key | None
+    label: Key
+    labels: dict[str, str]  # the files' -> ours, in the order of `datasets`' glue; {} for values
+    scores: tuple[str, ...]  # reported by GLUE
+    metric: str  # the mean of two scores, as in GLUE's overall score (Wang et al., section 3)
+    folders: tuple[str, ...] = ()  # other names of its folder
+    header: bool = True
+    dev: tuple[str, ...] = ("dev",)
+    test: tuple[str, ...] = ("test",)
+
+
+_NLI = {"entailment": "entailment", "not_entailment": "not_entailment"}
+_ACCURACY_F1 = ("accuracy", "f1", "accuracy_and_f1")
+
+TASKS: dict[str, GlueTask] = {
+    "cola": GlueTask(
+        title="CoLA",
+        text=3,
+        pair=None,
+        label=1,
+        labels={"0": "unacceptable", "1": "acceptable"},
+        scores=("matthews", "accuracy"),
+        metric="matthews",
+        header=False,
+    ),
+    "sst2": GlueTask(
+        title="SST-2",
+        text="sentence",
+        pair=None,
+        label="label",
+        labels={"0": "negative", "1": "positive"},
+        scores=("accuracy",),
+        metric="accuracy",
+        folders=("sst",),
+    ),
+    "mrpc": GlueTask(
+        title="MRPC",
+        text="#1 String",
+        pair="#2 String",
+        label="Quality",
+        labels={"0": "not_equivalent", "1": "equivalent"},
+        scores=_ACCURACY_F1,
+        metric="accuracy_and_f1",
+    ),
+    "stsb": GlueTask(
+        title="STS-B",
+        text="sentence1",
+        pair="sentence2",
+        label="score",
+        labels={},
+        scores=("pearson", "spearman", "pearson_and_spearman"),
+        metric="pearson_and_spearman",
+        folders=("sts",),
+    ),
+    "qqp": GlueTask(
+        title="QQP",
+        text="question1",
+        pair="question2",
+        label="is_duplicate",
+        labels={"0": "not_duplicate", "1": "duplicate"},
+        scores=_ACCURACY_F1,
+        metric="accuracy_and_f1",
+        folders=("qqpclean",),
+    ),
+    "mnli": GlueTask(
+        title="MNLI",
+        text="sentence1",
+        pair="sentence2",
+        label="gold_label",
+        labels={name: name for name in ("entailment", "neutral", "contradiction")},
+        scores=("accuracy",),
+        metric="accuracy",
+        folders=("multinli",),
+        dev=("dev_matched", "dev_mismatched"),
+        test=("test_matched", "test_mismatched", "diagnostic"),
+    ),
+    "qnli": GlueTask(
+        title="QNLI",
+        text="question",
+        pair="sentence",
+        label="label",
+        labels=_NLI,
+        scores=("accuracy",),
+        metric="accuracy",
+        folders=("qnliv2",),
+    ),
+    "rte": GlueTask(
+        title="RTE",
+        text="sentence1",
+        pair="sentence2",
+        label="label",
+        labels=_NLI,
+        scores=("accuracy",),
+        metric="accuracy",
+    ),
+    "wnli": GlueTask(
+        title="WNLI",
+        text="sentence1",
+        pair="sentence2",
+        label="label",
+        labels={"0": "not_entailment", "1": "entailment"},
+        scores=("accuracy",),
+        metric="accuracy",
+    ),
+}
+
+
+# ---------------------------------------------------------------- files
+
+
+def read_split(name: str, folder: Path | str, split: str) -> Table | None:
+    """Columns `text`, `pair` and `label` (with our label names) of an official file; None if it is missing.
+
+    Args:
+        name: a key of `TASKS`.
+        folder: the parent of the tasks' folders, or the task's own; case and punctuation of names are ignored.
+        split: train, or one of the task's `dev` or `test`. Test sets have no labels, except MRPC's original one.
+    """
+    task = TASKS[name]
+    place = _task_folder(name, folder)
+    if name == "mrpc":
+        return _read_mrpc(place, split)
+    path = _find_diagnostic(place) if split == "diagnostic" else _find(place, f"{split}.tsv")
+    if path is None:
+        return None
+    if split in task.test:
+        text = task.text if isinstance(task.text, str) else "sentence"  # only CoLA's test file has a header
+        return _read(path, name, text, labelled=False)
+    return _read(path, name, task.text)
+
+
+def tasks_in(folder: Path | str) -> dict[str, str]:
+    """The tasks whose folder is in `folder` or is `folder`: name -> a description of missing files, "" if none."""
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise InputError(f"--glue-dir: {folder}: no such folder. Give the folder of GLUE's downloads.")
+    homes = [folder.resolve(), *(item for item in sorted(folder.iterdir()) if item.is_dir())]
+    tasks = {}
+    for name, task in TASKS.items():
+        place = next((home for home in homes if _plain(home.name) in (name, *task.folders)), None)
+        if place is not None:
+            missing = [f"{split}.tsv" for split in ("train", *task.dev) if not _has(place, name, split)]
+            tasks[name] = f"{place}: no {' and no '.join(missing)}" if missing else ""
+    return tasks
+
+
+def _has(place: Path, name: str, split: str) -> bool:
+    files = [f"{split}.tsv"]
+    if name == "mrpc":
+        files += ["msr_paraphrase_train.txt"] if split == "train" else ["dev_ids.tsv"]
+    return any(_find(place, file) for file in files)
+
+
+def read_file(name: str, path: Path | str, *, labelled: bool = True) -> Table:
+    """Read another file in the format of the task's dev file, or of its test file if not `labelled`."""
+    text = TASKS[name].text
+    if not labelled and isinstance(text, int) and "sentence" in _header(Path(path)):
+        return _read(Path(path), name, "sentence", labelled=False)
+    return _read(Path(path), name, text, may_lack_labels=not labelled)
+
+
+def _header(path: Path) -> list[str]:
+    return read_text(path).partition("\n")[0].rstrip("\r").split("\t")
+
+
+def expected_files(name: str, folder: Path | str, split: str) -> str:
+    """A description of the file that `read_split` expects, for messages."""
+    return f"{split}.tsv of {TASKS[name].title} in {_task_folder(name, folder)}"
+
+
+def _task_folder(name: str, folder: Path | str) -> Path:
+    """The folder with the task's training set: a subfolder of `folder`, or `folder`."""
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise InputError(f"classification.glue_dir: {folder}: no such folder. Give the folder of GLUE's downloads.")
+    below = {_plain(item.name): item for item in sorted(folder.iterdir()) if item.is_dir()}
+    for known in (name, *TASKS[name].folders):
+        if known in below:
+            return below[known]
+    if _plain(folder.resolve().name) in (name, *TASKS[name].folders) or _find(folder, "train.tsv"):
+        return folder
+    raise InputError(
+        f"classification.glue_dir: {folder}: has no folder {TASKS[name].title}. Its folders: "
+        f"{', '.join(item.name for item in below.values()) or 'none'}."
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    """A file by its lower-case name, ignoring case."""
+    return next((item for item in sorted(folder.iterdir()) if item.name.lower() == name), None)
+
+
+def _find_diagnostic(place: Path) -> Path | None:
+    """GLUE's diagnostic set, which MNLI models predict: AX.tsv or diagnostic.tsv, in MNLI's folder or another."""
+    homes = [item for item in sorted(place.parent.iterdir()) if item.is_dir()]
+    homes = [place, place.parent, *(item for item in homes if _plain(item.name) in ("ax", "diagnostic"))]
+    candidates = (_find(home, name) for home in homes for name in ("ax.tsv", "diagnostic.tsv"))
+    return next((path for path in candidates if path), None)
+
+
+def _read(path: Path, name: str, text: Key, *, labelled: bool = True, may_lack_labels: bool = False) -> Table:
+    task = TASKS[name]
+    columns = {"text": text, "pair": task.pair, "label": task.label if labelled else None}
+    wanted = {ours: theirs for ours, theirs in columns.items() if theirs is not None}
+    layout = TableFormat("tsv", quoting="none", header=isinstance(text, str))
+    # The official training set of QQP has broken rows; `datasets` skips them too (glue.py, _generate_examples).
+    broken: list[str] = []
+    skipped = broken.append if name == "qqp" and labelled else None
+    optional = [task.label] if may_lack_labels else []
+    table = read_table(path, list(wanted.values()), layout=layout, optional=optional, skipped=skipped)
+    if broken:
+        logger.warning("%s: skipped %d broken rows; the first is %s", path, len(broken), broken[0])
+    return _ours(table, wanted, task)
+
+
+def _ours(table: Table, wanted: Mapping[str, Key], task: GlueTask) -> Table:
+    columns: dict[Key, list[Any]] = {
+        ours: table.columns[theirs] for ours, theirs in wanted.items() if theirs in table.columns
+    }
+    if "label" in columns and task.labels:
+        columns["label"] = [task.labels.get(value, value) for value in columns["label"]]
+    return Table(columns, table.source, table.places, table.place)
+
+
+def _read_mrpc(place: Path, split: str) -> Table | None:
+    """MRPC in GLUE's splits (train.tsv, dev.tsv, test.tsv) or in Microsoft's original files (msr_paraphrase_*.txt).
+
+    GLUE's dev set is part of Microsoft's training set. Pairs listed in dev.tsv or dev_ids.tsv are not trained on.
+    """
+    if path := _find(place, f"{split}.tsv"):
+        return _read(path, "mrpc", "#1 String", labelled=split != "test")
+    source = _find(place, f"msr_paraphrase_{'test' if split == 'test' else 'train'}.txt")
+    if source is None:
+        return None
+    if split == "test":
+        return _read(source, "mrpc", "#1 String")
+    held_out = _mrpc_dev_ids(place)
+    if split == "dev" and not held_out:
+        return None
+    ids: tuple[Key, Key] = ("#1 ID", "#2 ID")
+    task = TASKS["mrpc"]
+    wanted: dict[str, Key] = {"text": task.text, "pair": "#2 String", "label": task.label}
+    table = read_table(source, [*wanted.values(), *ids], layout=TableFormat("tsv", quoting="none"))
+    pairs = zip(table.columns[ids[0]], table.columns[ids[1]], strict=True)
+    rows = [row for row, pair in enumerate(pairs) if (pair in held_out) == (split == "dev")]
+    kept: dict[Key, list[Any]] = {column: [cells[row] for row in rows] for column, cells in table.columns.items()}
+    return _ours(Table(kept, table.source, [table.places[row] for row in rows], table.place), wanted, task)
+
+
+def _mrpc_dev_ids(place: Path) -> set[tuple[str, str]]:
+    keys: tuple[Key, Key] = ("#1 ID", "#2 ID")
+    path = _find(place, "dev.tsv")
+    header = path is not None
+    if path is None:
+        path, keys = _find(place, "dev_ids.tsv"), (0, 1)
+    if path is None:
+        return set()
+    table = read_table(path, keys, layout=TableFormat("tsv", quoting="none", header=header))
+    return set(zip(table.columns[keys[0]], table.columns[keys[1]], strict=True))
+
+
+# ---------------------------------------------------------------- submission
+
+# File names of nyu-mll/jiant's submission formatter, and row counts of the official test sets.
+_SUBMISSIONS: dict[tuple[str, str], tuple[str, int]] = {
+    ("cola", "test"): ("CoLA.tsv", 1063),
+    ("sst2", "test"): ("SST-2.tsv", 1821),
+    ("mrpc", "test"): ("MRPC.tsv", 1725),
+    ("stsb", "test"): ("STS-B.tsv", 1379),
+    ("qqp", "test"): ("QQP.tsv", 390965),
+    ("mnli", "test_matched"): ("MNLI-m.tsv", 9796),
+    ("mnli", "test_mismatched"): ("MNLI-mm.tsv", 9847),
+    ("mnli", "diagnostic"): ("AX.tsv", 1104),
+    ("qnli", "test"): ("QNLI.tsv", 5463),
+    ("rte", "test"): ("RTE.tsv", 3000),
+    ("wnli", "test"): ("WNLI.tsv", 146),
+}
+
+
+def write_submission(
+    task: str, predictions: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path | str
+) -> list[Path]:
+    """Write the files for gluebenchmark.com: columns `index` (from 0) and `prediction`, separated by tabs.
+
+    Labels are those of GLUE's files; values have three decimals, clipped to [0, 5] (jiant's _write_glue_preds).
+
+    Args:
+        task: a key of `TASKS`.
+        predictions: of `Classification.decode`, by the set's name in `read_test`. A set whose length differs from the
+            official one is written with a warning, because the site rejects it.
+        folder: where to write them.
+    """
+    official = {ours: theirs for theirs, ours in TASKS[task].labels.items()}
+    paths = []
+    for part, items in predictions.items():
+        if (task, part) not in _SUBMISSIONS:
+            known = [name for known_task, name in _SUBMISSIONS if known_task == task]
+            raise InputError(f"{task}: GLUE has no test set {part!r}; it has {', '.join(known)}.")
+        name, rows = _SUBMISSIONS[task, part]
+        if len(items) != rows:
+            logger.warning("%s: %d predictions, but the official test set has %d rows", name, len(items), rows)
+        path = Path(folder) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_open(path) as file:
+            file.write(b"index\tprediction\n")
+            for index, item in enumerate(items):
+                written = official[item["label"]] if official else f"{min(max(item['value'], 0.0), 5.0):.3f}"
+                file.write(f"{index}\t{written}\n".encode())
+        paths.append(path)
+    return paths
+
+
+# ---------------------------------------------------------------- the paper's table
+
+COLUMNS: tuple[tuple[str, str, str, str], ...] = (
+    ("MNLI-m", "mnli", "matched", "accuracy"),
+    ("MNLI-mm", "mnli", "mismatched", "accuracy"),
+    ("QQP", "qqp", "", "f1"),
+    ("QNLI", "qnli", "", "accuracy"),
+    ("SST-2", "sst2", "", "accuracy"),
+    ("CoLA", "cola", "", "matthews"),
+    ("STS-B", "stsb", "", "spearman"),
+    ("MRPC", "mrpc", "", "f1"),
+    ("RTE", "rte", "", "accuracy"),
+)
+"""(heading, task, part of the set's name, score): the nine columns of Devlin et al., table 1; WNLI is left out."""
+
+PAPER: dict[str, tuple[float, ...]] = {
+    "BERT-Base, test": (84.6, 83.4, 71.2, 90.5, 93.5, 52.1, 85.8, 88.9, 66.4),
+    "BERT-Large, test": (86.7, 85.9, 72.1, 92.7, 94.9, 60.5, 86.5, 89.3, 70.1),
+}
+"""Rows of Devlin et al., table 1, scored by the GLUE server."""
+
+
+def paper_row(results: Results, split: str = "dev") -> list[float | None]:
+    """Our scores in per cent in the paper's columns, from the sets whose names start with `split`; None if missing."""
+    row: list[float | None] = []
+    for _, task, part, score in COLUMNS:
+        value = results.get(task, {}).get(f"{split}_{part}" if part else split, {}).get(score)
+        row.append(None if value is None else 100 * value)
+    return row
+
+
+def format_table(results: Results, *, name: str = "ours", split: str = "dev") -> str:
+    """A Markdown table of the paper's rows and ours, with averages and the list of missing columns.
+
+    The average is the mean of a row's columns. If ours lacks some, each row has a second average over our columns,
+    which is comparable.
+    """
+    ours = paper_row(results, split)
+    rows: dict[str, Sequence[float | None]] = {**PAPER, f"{name}, {split}": ours}
+    missing = [heading for (heading, *_), value in zip(COLUMNS, ours, strict=True) if value is None]
+    present = [column for column, value in enumerate(ours) if value is not None]
+    headings = ["", *(heading for heading, *_ in COLUMNS), "average"]
+    lines = [headings + (["of ours' columns"] if missing else [])]
+    for title, values in rows.items():
+        known = [value for value in values if value is not None]
+        line = [title, *map(_cell, values), _cell(_mean(known))]
+        if missing:
+            line.append(_cell(_mean([value for column in present if (value := values[column]) is not None])))
+        lines.append(line)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    text = "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    )
+    note = f"{len(present)} of {len(COLUMNS)} columns" + (f"; missing: {', '.join(missing)}" if missing else "")
+    return f"{text}\n\nF1 of QQP and MRPC, Matthews of CoLA, Spearman of STS-B, accuracy of the others. {note}.\n"
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _cell(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"

@@ -1,0 +1,177 @@
+"""Labels in files: a class name, a set of label names, or a value."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from finetune.tasks.datasets.surrogates import check_whole
+from pretrain.common.errors import InputError
+
+Problem = Literal["single_label", "multi_label", "regression"]
+
+_TRUTHS: dict[Any, bool] = {0: False, 1: True}  # also of 0.0 and True
+_TEXT_TRUTHS: dict[Any, bool] = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
+
+Label = str | tuple[str, ...] | float
+"""By problem: a class name, the names of a set of labels, or a value."""
+
+
+def parse(cell: Any, problem: Problem, separator: str, where: str) -> Label:
+    """Parse the label in a cell.
+
+    Args:
+        separator: separator of the labels of a set; "" if the cell is a JSON list.
+        where: the cell's place, for errors.
+    """
+    if problem == "single_label":
+        return _name(cell, where)
+    return _value(cell, where) if problem == "regression" else _set(cell, separator, where)
+
+
+def ordered(labels: Iterable[Label | None]) -> list[str]:
+    """The distinct names in `labels`, sorted, numerically if all are numbers."""
+    names = {str(name) for label in labels for name in (label if isinstance(label, tuple) else (label,))}
+    try:
+        numbers = {name: float(name) for name in names}
+    except ValueError:
+        return sorted(names)
+    if not all(map(math.isfinite, numbers.values())):  # a label called "nan" cannot be sorted
+        return sorted(names)
+    return sorted(names, key=lambda name: (numbers[name], name))
+
+
+def renamed(label: Label | None, names: Mapping[str, str], where: str) -> Label | None:
+    """A file's label mapped to our names; `InputError` with the closest known label if it is unknown."""
+    if isinstance(label, tuple):
+        return tuple(_renamed(name, names, where) for name in label)
+    return _renamed(label, names, where) if isinstance(label, str) else label
+
+
+def without_vectors(
+    cells: Sequence[Any],
+    separator: str,
+    names: Sequence[str],
+    where: Callable[[int], str],
+    *,
+    sure: bool,
+    wrong: dict[int, str] | None = None,
+) -> list[Any]:
+    """`cells` of sets of labels, with lists of names in place of vectors: rows of 0 and 1, all of the same length.
+
+    Args:
+        separator: as in `parse`.
+        names: of the labels, in the order of the vectors; empty if unknown.
+        where: the place of a row, for errors.
+        sure: whether they must be vectors; else rows of anything else are names.
+        wrong: takes the error of each row that cannot be read, in place of `InputError`.
+    """
+    given = {row: cell for row, cell in enumerate(cells) if cell is not None and cell != ""}
+    vectors = {row: _truths(_parts(cell, separator), texts=sure or bool(separator)) for row, cell in given.items()}
+    widths = {None if truths is None else len(truths) for truths in vectors.values()}
+    if not sure and (len(widths) != 1 or None in widths or (widths == {1} and len(names) != 1)):
+        return list(cells)
+    found = list(cells)
+    for row, truths in vectors.items():
+        if error := _vector_error(truths, names):
+            if wrong is None:
+                raise InputError(f"{where(row)}: labels is {shown(cells[row])}{error}")
+            wrong[row] = f"{where(row)}: labels is {shown(cells[row])}{error}"
+        else:
+            found[row] = [name for name, truth in zip(names, truths or (), strict=True) if truth]
+    return found
+
+
+def listed(names: Collection[Any]) -> str:
+    """Up to 20 names, for a message."""
+    shown = [str(name)[:40] for name in names]
+    return ", ".join(shown[:20]) + (f", ... ({len(shown)} in all)" if len(shown) > 20 else "")
+
+
+def shown(value: Any) -> str:
+    """A value, shortened for a message."""
+    text = "empty" if value is None or value == "" else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _vector_error(truths: list[bool] | None, names: Sequence[str]) -> str:
+    """Why these are not the labels of a row; empty if they are."""
+    if truths is None:
+        return f"; expected 0 or 1 for each of {listed(names)}."
+    if not names:
+        return ". Set `labels` to the names of these values, in order."
+    if len(truths) != len(names):
+        return f", but there are {len(names)} labels: {listed(names)}."
+    return ""
+
+
+def _name(cell: Any, where: str) -> str:
+    """Text without surrounding spaces; numbers and booleans in JSON notation."""
+    if isinstance(cell, float) and cell.is_integer():
+        cell = int(cell)  # integers in a column with missing values are read as floats
+    if isinstance(cell, bool | int) or (isinstance(cell, float) and math.isfinite(cell)):
+        return json.dumps(cell)
+    if not isinstance(cell, str) or not (name := cell.strip()):
+        raise InputError(f"{where}: label is {shown(cell)}. Give each example one, or remove it.")
+    check_whole(name, "the label", where)
+    return name
+
+
+def _set(cell: Any, separator: str, where: str) -> tuple[str, ...]:
+    parts = _parts(cell, separator)
+    if not isinstance(parts, list):
+        raise InputError(f"{where}: labels is {shown(cell)}, not a JSON list. Write one, or set `label_separator`.")
+    names = tuple(_name(part, where) for part in parts)
+    if len(set(names)) < len(names):
+        raise InputError(
+            f"{where}: labels is {shown(cell)}, where one occurs twice. Give each once; or if they are vectors of 0 "
+            "and 1, give every row the same number of them."
+        )
+    return names
+
+
+def _parts(cell: Any, separator: str) -> Any:
+    """The items of a set's cell; something else than a list if it is none."""
+    if not isinstance(cell, str):
+        return cell
+    if separator:
+        return [part.strip() for part in cell.split(separator) if part.strip()]
+    try:
+        return json.loads(cell) if cell.strip() else []
+    except (ValueError, RecursionError):
+        return None
+
+
+def _truths(values: Any, *, texts: bool) -> list[bool] | None:
+    """The values of a vector of 0 and 1, which may be `texts`; None if it is something else."""
+    known = _TRUTHS | (_TEXT_TRUTHS if texts else {})
+    plain = isinstance(values, list) and all(isinstance(value, int | float | str) for value in values)
+    keys = [value.strip().lower() if isinstance(value, str) else value for value in values] if plain else []
+    return [known[key] for key in keys] if keys and all(key in known for key in keys) else None
+
+
+def _value(cell: Any, where: str) -> float:
+    try:
+        value = float(cell)
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value) or isinstance(cell, bool):
+        raise InputError(f"{where}: label is {shown(cell)}, not a number. Correct or remove it.")
+    return value
+
+
+def _renamed(value: str, names: Mapping[str, str], where: str) -> str:
+    if (name := names.get(value)) is not None:
+        return name
+    # A column of whole numbers is written as 1 or, where cells are missing, as 1.0.
+    numbers = (one for one in names if _NUMBER.fullmatch(one)) if _NUMBER.fullmatch(value) else ()
+    if same := next((one for one in numbers if float(one) == float(value)), ""):
+        return names[same]
+    near = difflib.get_close_matches(value, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {listed(names)}."
+    raise InputError(f"{where}: label {shown(value)} is not in the training set or `labels`; {hint}")

@@ -1,0 +1,268 @@
+"""Sentences from records: JSON, Parquet rows, or a single object or text.
+
+JSON lines have one object per sentence, as has a list in a .json file. Adjacent ones with the same `document` (text or
+a number) form a document:
+
+    {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"]}
+    {"text": "Ann left", "entities": [{"start": 0, "end": 3, "type": "PER"}]}
+
+Names of other tools are accepted: `labels` and `ner_tags` for `tags`, `spans` for `entities`, an entity's `label` for
+its `type`, and the whole records of `span_forms`. Tokens that are strings are the words, also in a record with `text`
+and `entities`. If they are objects, as in Prodigy's files, the text is segmented instead. `start` and `end` count
+Unicode code points of the text, or of the tokens joined by spaces. A sentence without tags and entities is unlabelled.
+Parquet files have columns of the same names; class numbers become the names that `datasets` stored with them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.tasks.datasets.sentences import Cut, Remarks, Sentence, in_documents
+from finetune.tasks.datasets.span_forms import named_tags, usual_form
+from finetune.tasks.datasets.surrogates import check_id, replaced
+from finetune.tasks.datasets.table import Format
+from finetune.tasks.datasets.tables import json_values, read_table
+from finetune.tasks.datasets.words import cut_words
+from pretrain.common.errors import InputError
+from pretrain.common.wording import counted
+
+_TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
+_COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "label", "document")  # of a Parquet file
+
+
+def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Cut = cut_words) -> Sentence:
+    """A sentence from plain text, which `cut` splits into words, or from one JSON object, see above.
+
+    It has no context until `in_documents` groups the sentences.
+
+    Raises:
+        InputError: there is neither text nor tokens; the number of tags differs from that of the tokens; an entity
+            is outside the text or overlaps another.
+    """
+    record = {"text": record} if isinstance(record, str) else usual_form(record)
+    if not isinstance(record, Mapping):
+        raise InputError(f'{where}: {_shown(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
+    entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
+    text, tokens = record.get("text"), record.get("tokens")
+    # A record without words may have its empty list of tags.
+    without_tokens = not tokens and (bool(text) or tags is None)
+    if text is not None and (without_tokens or _are_objects(tokens)):
+        if tokens and tags is not None and entities is None:
+            raise InputError(f"{where}: tags need tokens that are strings. Give those, or entities.")
+        one, tags = _from_text(text, where, cut), None
+    elif tokens is not None:
+        if text is not None and entities is not None:
+            tags = None
+        one = _from_tokens(tokens, tags, text, where, "text" if entities is None else "tokens")
+    else:
+        raise InputError(
+            f'{where}: has neither "text" nor "tokens". Its keys: {", ".join(map(str, list(record)[:10])) or "none"}.'
+        )
+    check_id(record.get("id"), where)
+    one = replace(one, name=_document_name(record, where), id=record.get("id"))
+    return one if tags is not None or entities is None else _with_spans(one, entities, where, remarks)
+
+
+def json_records(path: Path, text: str, kind: Format) -> Iterator[tuple[str, int, Any]]:
+    """(path, line from 1, value) of each line that is not blank, or (place, 0, item) of the list in a .json file."""
+    place, numbered = json_values(path, text, kind)
+    for number, value in numbered:
+        yield (str(path), number, value) if place == ":" else (f"{path}{place}{number}", 0, value)
+
+
+def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
+    """(place, 0, record) of each row; `InputError` if the file has neither tokens nor text."""
+    table = read_table(path, _COLUMNS, optional=_COLUMNS)
+    if not table.columns.keys() & {"text", "tokens"}:
+        raise InputError(f"{path}: has neither a column tokens nor text. Rename the columns.")
+    for row in range(len(table)):
+        yield table.where(row), 0, {name: cells[row] for name, cells in table.columns.items()}
+
+
+def of_records(
+    records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: Cut, tag_names: Sequence[str] = ()
+) -> list[Sentence]:
+    """Sentences from (source, line or 0, record); `tag_names`: of tags that are numbers."""
+    sentences: list[Sentence] = []
+    for source, line, record in records:
+        record = named_tags(record, tag_names, _TAGS)
+        one = sentence(record, f"{source}:{line}" if line else source, remarks, cut)
+        sentences.append(replace(one, source=source, line=line))
+    labelled = [one.tags is not None for one in sentences]
+    if any(labelled) and not all(labelled):
+        raise InputError(
+            f"{sentences[labelled.index(False)].where()}: has neither tags nor entities, unlike "
+            f'{sentences[labelled.index(True)].where()}. Write "entities": [] for sentences without entities.'
+        )
+    return in_documents(sentences)
+
+
+def of_texts(path: str, lines: list[str], cut: Cut) -> list[Sentence]:
+    """One document per line; an empty line is an empty document."""
+    numbered = enumerate(lines if lines[-1] else lines[:-1], 1)
+    return [
+        replace(_from_text(line.removesuffix("\r"), f"{path}:{number}", cut), source=path, line=number)
+        for number, line in numbered
+    ]
+
+
+def _document_name(record: Mapping[str, Any], where: str) -> str | None:
+    name = record.get("document")
+    if name is None:
+        return None
+    if not isinstance(name, str | int):
+        raise InputError(f"{where}: document is {_shown(name)}; expected text or a number.")
+    return str(name)
+
+
+def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, needless: str) -> Sentence:
+    """Words with their tags; if `text` is given, their offsets are found in it from left to right."""
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise InputError(f"{where}: tokens is {_shown(tokens)}; expected a list of strings.")
+    words = [replaced(token) for token in tokens]
+    text, offsets = (None, None) if text is None else _find(words, text, where, needless)
+    if tags is None:
+        return Sentence(words, None, where, text=text, offsets=offsets)
+    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+        raise InputError(
+            f"{where}: tags is {_shown(tags)}; expected a list of strings such as B-PER and O. "
+            f"If they are numbers, set `tag_names`."
+        )
+    if len(tags) != len(words):
+        raise InputError(
+            f"{where}: {counted(len(words), 'token')} and {counted(len(tags), 'tag')}. Give each token one tag."
+        )
+    return Sentence(words, tags, where, text=text, offsets=offsets)
+
+
+def _find(words: list[str], text: Any, where: str, needless: str) -> tuple[str, np.ndarray]:
+    """The text, and int64 [W, 2]: character offsets of each word."""
+    if not isinstance(text, str):
+        raise InputError(f"{where}: text is {_shown(text)}; expected text.")
+    text, after = replaced(text), 0
+    offsets = np.zeros((len(words), 2), np.int64)
+    for number, word in enumerate(words):
+        begin = text.find(word, after)
+        if begin < 0:
+            raise InputError(
+                f"{where}: token {number}, {_shown(word)}, is not in the text from character {after} on. Leave out "
+                f'"{needless}", or give the tokens exactly as in the text.'
+            )
+        after = begin + len(word)
+        offsets[number] = begin, after
+    return text, offsets
+
+
+def _from_text(text: Any, where: str, cut: Cut) -> Sentence:
+    if not isinstance(text, str):
+        raise InputError(f"{where}: text is {_shown(text)}; expected text.")
+    text = replaced(text)
+    offsets = cut(text)
+    words = [text[begin:end] for begin, end in offsets.tolist()]
+    return Sentence(words, None, where, text=text, offsets=offsets, from_text=True)
+
+
+def _with_spans(one: Sentence, entities: Any, where: str, remarks: Remarks) -> Sentence:
+    text, offsets = one.characters()
+    spans = _spans(entities, text, where)
+    if one.text is None:
+        _check_edges(spans, offsets, where)
+    tags = _tags_of(spans, text, offsets, where, remarks)
+    return replace(one, tags=tags, from_spans=True)
+
+
+def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
+    """(start, end, type) of each entity, sorted; they are within the text and do not overlap."""
+    if not isinstance(entities, list):
+        raise InputError(f"{where}: entities is {_shown(entities)}; expected a list.")
+    spans = []
+    for number, entity in enumerate(entities):
+        name = f"{where}: entity {number}"
+        form = '{"start": 0, "end": 3, "type": "PER"}'
+        if not isinstance(entity, Mapping):
+            raise InputError(f"{name} is {_shown(entity)}; expected {form}.")
+        kind = entity.get("type", entity.get("label"))
+        begin, end = entity.get("start"), entity.get("end")
+        if not isinstance(kind, str) or not kind or type(begin) is not int or type(end) is not int:
+            raise InputError(f"{name} is {_shown(entity)}; expected {form}.")
+        if not 0 <= begin < end <= len(text):
+            raise InputError(
+                f"{name} is from {begin} to {end}, but the text has {len(text)} characters. Count Unicode "
+                f"characters from 0; `end` is the index after the last."
+            )
+        expected = entity.get("text")
+        if isinstance(expected, str) and replaced(expected) != text[begin:end]:
+            raise InputError(
+                f"{name} is {_shown(expected)}, but {begin} to {end} of the text is {_shown(text[begin:end])}. "
+                f"Count Unicode characters from 0, not bytes; `end` is the index after the last."
+            )
+        spans.append((begin, end, kind))
+    spans.sort()
+    for (begin, end, kind), (other_begin, other_end, other) in itertools.pairwise(spans):
+        if other_begin < end:
+            raise InputError(
+                f"{where}: entities {kind} from {begin} to {end} and {other} from {other_begin} to {other_end} "
+                f"overlap. A word can have one tag: keep one of them."
+            )
+    return spans
+
+
+def _check_edges(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: str) -> None:
+    """Check that entities align with tokens: without a text, other offsets probably count tokens."""
+    begins, ends = set(offsets[:, 0].tolist()), set(offsets[:, 1].tolist())
+    for begin, end, kind in spans:
+        if begin not in begins or end not in ends:
+            raise InputError(
+                f"{where}: the entity {kind} from {begin} to {end} does not begin and end with a token. "
+                f"Count characters of the tokens joined by spaces, not tokens; or give tags."
+            )
+
+
+def _tags_of(
+    spans: list[tuple[int, int, str]], text: str, offsets: np.ndarray, where: str, remarks: Remarks
+) -> list[str]:
+    """IOB2 tags of the words at `offsets`. A word belongs to the first entity that covers any of its characters."""
+    tags = ["O"] * len(offsets)
+    begins, ends = offsets[:, 0], offsets[:, 1]
+    taken = 0
+    for begin, end, kind in spans:
+        first = int(np.searchsorted(ends, begin, "right"))
+        stop = int(np.searchsorted(begins, end, "left"))
+        shown = _shown(text[begin:end])
+        if first >= stop:
+            raise InputError(f"{where}: the entity {kind} from {begin} to {end} is {shown}, which contains no word.")
+        if stop <= taken:
+            remarks.add(
+                "an entity shares its word with the one before it and is left out; give `tokens` that separate them",
+                f"{where}, {shown}",
+            )
+            continue
+        if begins[first] < begin or ends[stop - 1] > end:
+            remarks.add(
+                "an entity begins or ends inside a word; such entities are extended to whole words", f"{where}, {shown}"
+            )
+        first = max(first, taken)
+        for word in range(first, stop):
+            tags[word] = f"I-{kind}" if word > first else f"B-{kind}"
+        taken = stop
+    return tags
+
+
+def _first_of(record: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((record[name] for name in names if record.get(name) is not None), None)
+
+
+def _are_objects(tokens: Any) -> bool:
+    return isinstance(tokens, list) and bool(tokens) and all(isinstance(one, Mapping) for one in tokens)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,391 @@
+"""Span questions from files: SQuAD's nested JSON (v1.1 and v2.0), and flat records as on the Hugging Face hub.
+
+Nested (rajpurkar.github.io/SQuAD-explorer), one file:
+
+    {"version": "v2.0", "data": [{"title": "", "paragraphs": [{"context": "", "qas": [
+        {"id": "", "question": "", "answers": [{"text": "", "answer_start": 0}], "is_impossible": false}]}]}]}
+
+Flat, one object per line (.jsonl), or a list of them, optionally under "data" (.json):
+
+    {"id": "", "question": "", "context": "", "answers": {"text": [""], "answer_start": [0]}}
+    {"id": "", "question": "", "context": "", "answers": [{"text": "", "answer_start": 0}]}
+
+Tables (.parquet, .csv, .tsv) with columns of these names; in .csv and .tsv, `answers` is JSON.
+
+The keys determine the format. "version" does not, because it varies ("1.0" in SQuADShifts, "KorQuAD_v1.0"). Empty
+answers (`[]`), or a blank one at -1, mean that the context does not answer the question. `answer_start` counts Unicode
+code points, as SQuAD does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from finetune.tasks.datasets.files import plain_suffix, read_text
+from finetune.tasks.datasets.surrogates import check_whole
+from finetune.tasks.datasets.tables import read_table
+from pretrain.common.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+_COLUMNS = ("question", "context", "id", "answers")
+_SHOWN = 3  # bad answers that a message quotes
+_FORMS = (
+    'a SQuAD file ({"data": [{"paragraphs": [{"context", "qas"}]}]}) or flat records '
+    '({"id", "question", "context", "answers"})'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A span of the context; `start` is the index of its first character."""
+
+    text: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question about a context. answers: () if the context has none, None if unlabelled."""
+
+    id: str
+    text: str
+    context: str
+    answers: tuple[Answer, ...] | None = None
+
+
+def read(path: str, *, labelled: bool) -> list[Question]:
+    """The questions of a file (.json, .jsonl, .parquet, .csv, .tsv, also .gz, .bz2, .xz).
+
+    Questions about the same context share one string.
+
+    Answers are not checked against the context here; `without_bad_answers` does that.
+
+    Args:
+        path: the file.
+        labelled: whether every question must have answers.
+
+    Raises:
+        InputError: the file cannot be read, is not UTF-8, not JSON, has another format or is empty; two questions have
+            the same id; `labelled`, and a question has no answers.
+    """
+    records = _READERS.get(plain_suffix(Path(path)), _document)(path)
+    questions: list[Question] = []
+    places: dict[str, str] = {}
+    contexts: dict[str, str] = {}
+    for place, record, context in records:
+        question = _question(record, context, place, labelled=labelled)
+        if question.id in places:
+            raise InputError(
+                f"{place}: id {question.id!r} is already used in {places[question.id]}. Predictions are "
+                f"identified by their ids: give each question its own."
+            )
+        places[question.id] = place
+        shared = contexts.setdefault(question.context, question.context)
+        questions.append(replace(question, context=shared))
+    if not questions:
+        raise InputError(f"{path}: has no questions. Give {_FORMS}.")
+    return questions
+
+
+def from_record(record: Any, place: str) -> Question:
+    """An unlabelled question from one JSON object; without an id, its `place` is the id."""
+    if not isinstance(record, Mapping):
+        raise InputError(
+            f"{place}: is {_kind(record)}. A span question needs a context: "
+            f'write {{"question": "...", "context": "..."}}.'
+        )
+    bare = {key: value for key, value in record.items() if key != "answers"}
+    return _question({"id": place, **bare}, record.get("context"), place, labelled=False)
+
+
+def without_bad_answers(
+    questions: Sequence[Question], path: str, policy: Literal["stop", "skip"], *, training: bool
+) -> list[Question]:
+    """`questions` without bad answers: those whose text is not in the context at their answer_start.
+
+    With "skip", a training set loses its bad answers, and the questions that have no others. A set to score on keeps
+    them, because scorers compare only the texts. Either way, their number is logged.
+
+    Args:
+        questions: labelled or not.
+        path: their file, for messages.
+        policy: what to do about bad answers.
+        training: whether the model is trained on them.
+
+    Raises:
+        InputError: policy is "stop" and there are bad answers, or "skip" leaves no question to train on. The message
+            has their number and the first ones.
+    """
+    faults = [
+        f"question {question.id}: {fault}"
+        for question in questions
+        for answer in question.answers or ()
+        if (fault := _fault(question.context, answer, training=training))
+    ]
+    if not faults:
+        return list(questions)
+    total = sum(len(question.answers or ()) for question in questions)
+    summary = f"{path}: {len(faults)} of {total} answers are not at their answer_start ({_first(faults)})"
+    if policy == "stop":
+        raise InputError(
+            f"{summary}. Correct answer_start, which counts characters (Unicode code points) from 0, or skip them "
+            f"with bad_answers: skip."
+        )
+    if not training:
+        logger.warning("%s; kept, because scores compare only texts.", summary)
+        return list(questions)
+    good = [_with_good_answers(question) for question in questions]
+    kept = [question for question in good if question is not None]
+    logger.warning("%s; skipped, with %d questions that have no other answer.", summary, len(questions) - len(kept))
+    if not kept:
+        raise InputError(f"{path}: no question has a good answer ({_first(faults)}).")
+    return kept
+
+
+# ---------------------------------------------------------------- answers
+
+
+def _with_good_answers(question: Question) -> Question | None:
+    """The question with its good answers; None if it has only bad ones."""
+    answers = question.answers or ()
+    good = tuple(answer for answer in answers if not _fault(question.context, answer, training=True))
+    if len(good) == len(answers):
+        return question
+    return replace(question, answers=good) if good else None
+
+
+def _fault(context: str, answer: Answer, *, training: bool) -> str:
+    """Why an answer is bad: what the context has at its place; "" if it is good."""
+    text, start = answer.text, answer.start
+    if training and not text.strip():
+        return f"the answer {text!r} is blank"
+    actual = context[start : start + len(text)] if start >= 0 else ""
+    if actual == text:
+        return ""
+    fault = f"{_shown(text)} at {start}, where the context of {len(context)} characters has {_shown(actual)}"
+    places = [context.rfind(text, 0, max(start, 0) + len(text)), context.find(text, max(start, 0))]
+    if nearest := sorted((abs(place - start), place) for place in places if place >= 0):
+        return f"{fault}; it is at {nearest[0][1]}"
+    if "".join(text.split()) == "".join(actual.split()):
+        return f"{fault}; only white space differs"
+    return f"{fault}; the context does not contain it"
+
+
+# ---------------------------------------------------------------- files
+
+
+def _document(path: str) -> Iterator[tuple[str, Any, Any]]:
+    """(place, record, context) for every question of a .json file."""
+    text = _text(path)
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        hint = ' A file with one object per line must be named ".jsonl".' if error.msg == "Extra data" else ""
+        raise InputError(f"{path}:{error.lineno}: not JSON, {error.msg} at column {error.colno}.{hint}") from None
+    except RecursionError:
+        raise InputError(f"{path}: too deeply nested to be {_FORMS}.") from None
+    except ValueError as error:  # a number with more digits than Python reads
+        raise InputError(f"{path}: cannot be read ({error}).") from None
+    items = document.get("data") if isinstance(document, dict) else document
+    if not isinstance(items, list):
+        kind = f"an object of {_keys(document)}" if isinstance(document, dict) else _kind(document)
+        raise InputError(f"{path}: is {kind}; expected {_FORMS}.")
+    name = "data" if isinstance(document, dict) else "record"
+    for number, item in enumerate(items):
+        place = f"{path}: {name}[{number}]"
+        if not isinstance(item, dict):
+            raise InputError(f"{place}: is {_kind(item)}; expected {_FORMS}.")
+        if "paragraphs" in item:
+            yield from _article(item, place)
+        elif "question" in item and "context" in item:
+            yield place, {"id": str(number + 1), **item}, item["context"]
+        else:
+            raise InputError(f"{place}: is an object of {_keys(item)}; expected {_FORMS}.")
+
+
+def _article(article: dict[str, Any], place: str) -> Iterator[tuple[str, Any, Any]]:
+    for number, paragraph in enumerate(_list(article, "paragraphs", place)):
+        inner = f"{place}.paragraphs[{number}]"
+        if not isinstance(paragraph, dict):
+            raise InputError(f"{inner}: is {_kind(paragraph)}; expected an object of context and qas.")
+        for count, record in enumerate(_list(paragraph, "qas", inner)):
+            yield f"{inner}.qas[{count}]", record, paragraph.get("context")
+
+
+def _lines(path: str) -> Iterator[tuple[str, Any, Any]]:
+    """(place, record, context) for every non-blank line of a .jsonl file."""
+    # splitlines would also split at U+2028 and similar characters, which JSON may contain unescaped.
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        if not line or line.isspace():
+            continue
+        place = f"{path}:{number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(
+                f"{place}: not JSON, {error.msg} at column {error.colno}. A .jsonl file has one object per line."
+            ) from None
+        except RecursionError:
+            raise InputError(f"{place}: too deeply nested to be a question.") from None
+        except ValueError as error:  # a number with more digits than Python reads
+            raise InputError(f"{place}: cannot be read ({error}).") from None
+        if not isinstance(record, dict) or "question" not in record or "context" not in record:
+            kind = f"an object of {_keys(record)}" if isinstance(record, dict) else _kind(record)
+            is_nested = isinstance(record, dict) and "data" in record
+            hint = ' A nested SQuAD file must be named ".json".' if is_nested else ""
+            raise InputError(
+                f"{place}: is {kind}; expected a flat record with id, question, context and answers.{hint}"
+            )
+        yield place, {"id": str(number), **record}, record["context"]
+
+
+def _table(path: str) -> Iterator[tuple[str, Any, Any]]:
+    """(place, record, context) for every row."""
+    table = read_table(path, _COLUMNS, optional=("id", "answers"))
+    for row, cells in enumerate(zip(*table.columns.values(), strict=True)):
+        record = {
+            "id": str(table.places[row]),
+            **{str(name): cell for name, cell in zip(table.columns, cells, strict=True) if cell is not None},
+        }
+        if isinstance(record.get("answers"), str):
+            record["answers"] = _answers_cell(record["answers"], table.where(row))
+        yield table.where(row), record, record.get("context")
+
+
+def _answers_cell(cell: str, place: str) -> Any:
+    if not cell.strip():
+        return None
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError):
+        raise InputError(
+            f'{place}: answers is {_shown(cell)}, not JSON. Write [{{"text": "...", "answer_start": 0}}], or leave '
+            "the cell empty."
+        ) from None
+
+
+_READERS = {
+    **dict.fromkeys((".jsonl", ".ndjson"), _lines),
+    **dict.fromkeys((".parquet", ".csv", ".tsv"), _table),
+}
+
+
+def _text(path: str) -> str:
+    text = read_text(Path(path).expanduser())
+    if not text.strip():
+        raise InputError(f"{path}: is empty. Give {_FORMS}.")
+    return text
+
+
+# ---------------------------------------------------------------- records
+
+
+def _question(record: Any, context: Any, place: str, *, labelled: bool) -> Question:
+    if not isinstance(record, Mapping):
+        raise InputError(f"{place}: is {_kind(record)}; expected an object of id, question and answers.")
+    identity = record.get("id")
+    if isinstance(identity, int) and not isinstance(identity, bool):
+        identity = str(identity)
+    place_of = f"{place} (id {identity})" if isinstance(identity, str) and identity != place else place
+    text = _string(record.get("question"), "question", place_of)
+    return Question(
+        id=_string(identity, "id", place),
+        text=text,
+        context=_string(context, "context", place_of),
+        answers=_answers(record, place_of, labelled=labelled),
+    )
+
+
+def _answers(record: Mapping[str, Any], place: str, *, labelled: bool) -> tuple[Answer, ...] | None:
+    listed = record.get("answers")
+    if listed is None:
+        if not labelled:
+            return None
+        raise InputError(
+            f"{place}: has no answers. Training and evaluation need them. Write answers: [] for unanswerable questions."
+        )
+    if isinstance(listed, dict):
+        listed = _rows(listed, place)
+    if not isinstance(listed, list):
+        raise InputError(f'{place}: answers is {_kind(listed)}; expected [{{"text", "answer_start"}}].')
+    found = [_answer(item, place) for item in listed]
+    # Converters write a blank answer at -1 for questions without an answer.
+    answers = tuple(answer for answer in found if answer.text.strip() or answer.start != -1)
+    impossible = record.get("is_impossible")
+    if not (answers or labelled or impossible in (None, True)):
+        return None
+    if impossible is not None and bool(impossible) == bool(answers):
+        raise InputError(
+            f"{place}: is_impossible is {json.dumps(impossible)}, but there are {len(answers)} answers. "
+            f"Correct one of them."
+        )
+    return answers
+
+
+def _rows(columns: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    """[{"text", "answer_start"}] from {"text": [], "answer_start": []}."""
+    texts, starts = columns.get("text"), columns.get("answer_start")
+    if not isinstance(texts, list) or not isinstance(starts, list):
+        raise InputError(
+            f'{place}: answers is an object of {_keys(columns)}; expected {{"text": [...], "answer_start": [...]}}.'
+        )
+    if len(texts) != len(starts):
+        raise InputError(
+            f"{place}: answers has {len(texts)} text and {len(starts)} answer_start; expected the same number."
+        )
+    return [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
+
+
+def _answer(item: Any, place: str) -> Answer:
+    if not isinstance(item, dict):
+        raise InputError(f'{place}: an answer is {_kind(item)}; expected {{"text", "answer_start"}}.')
+    start = item.get("answer_start")
+    if not isinstance(start, int) or isinstance(start, bool):
+        raise InputError(f"{place}: answer_start is {_kind(start)}; expected a character index.")
+    return Answer(_string(item.get("text"), "the text of an answer", place), start)
+
+
+def _string(value: Any, name: str, place: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{place}: {name} is {_kind(value)}; expected text.")
+    check_whole(value, name, place)
+    return value
+
+
+def _list(holder: dict[str, Any], key: str, place: str) -> list[Any]:
+    value = holder.get(key)
+    if not isinstance(value, list):
+        raise InputError(f"{place}: {key} is {_kind(value)}; expected a list.")
+    return value
+
+
+# ---------------------------------------------------------------- wording
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "missing"
+    if isinstance(value, str):
+        return f"text ({_shown(value)})"
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    return f"a list of {len(value)}" if isinstance(value, list) else "an object"
+
+
+def _keys(mapping: Mapping[str, Any]) -> str:
+    return ", ".join(list(mapping)[:8]) or "no keys"
+
+
+def _shown(text: str) -> str:
+    """Quoted text, shortened for a message."""
+    return repr(text if len(text) <= 40 else f"{text[:37]}...")
+
+
+def _first(faults: Sequence[str]) -> str:
+    return "; ".join(faults[:_SHOWN]) + ("; ..." if len(faults) > _SHOWN else "")

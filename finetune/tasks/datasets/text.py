@@ -1,0 +1,194 @@
+"""Text to token ids with character offsets, for any tokenizer of the BERT family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+
+from finetune.tasks.datasets.arrays import distinct, ragged
+from pretrain.common.errors import InputError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_CHUNK = 4096  # texts per tokenizer call: encodings take 100 times the memory of their ids
+_WORDS_A_LINE = 64  # distinct words per text: one call and encoding per word would dominate the time
+
+
+@dataclass(frozen=True)
+class Column:
+    """N tokenized texts (or words), concatenated, without special tokens."""
+
+    ids: np.ndarray  # int32 [T]
+    starts: np.ndarray  # int64 [N + 1], token offset of each text
+    offsets: np.ndarray  # int32 [T, 2], first character of each token in its text, and the index after its last
+
+
+class TextEncoder:
+    """A tokenizer, and how it adds special tokens to one text or a pair.
+
+    Args:
+        tokenizer: with its post-processor; the encoder disables its truncation and padding.
+        max_length: maximum tokens per window, special tokens included.
+        segments: whether the model has token types for the two texts of a pair; if not, all tokens have type 0.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_length: int, *, segments: bool = True) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.tokenizer = tokenizer
+        self.max_length, self.segments = max_length, segments
+        # Encoding a pair shows the positions of the special tokens for every family.
+        pair = tokenizer.encode("a", "a")
+        ids = np.array(pair.ids, np.int32)
+        first, second = ([n for n, of in enumerate(pair.sequence_ids) if of == text] for text in (0, 1))
+        if not first or not second or not first[0] or second[-1] + 1 == len(ids):
+            raise InputError(
+                "tokenizer.json: adds no special tokens such as [CLS] and [SEP], so its post_processor does not belong "
+                "to this model. Add the model's own tokenizer files to the folder."
+            )
+        self.prefix, self.between, self.suffix = (
+            ids[: first[0]],
+            ids[first[-1] + 1 : second[0]],
+            ids[second[-1] + 1 :],
+        )
+        # Byte-level BPE: a word within a text and at its beginning has different tokens.
+        first, second, both = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", "b", "a b"))
+        self._begins_with_space = first + second != both
+        self._by_word = _cuts_at_spaces(tokenizer)
+
+    def capacity(self, *, pair: bool) -> int:
+        """Text tokens that fit a window, for both texts together."""
+        return self.max_length - len(self.prefix) - len(self.suffix) - (len(self.between) if pair else 0)
+
+    def encode(self, texts: Sequence[str]) -> Column:
+        """Tokenize texts in the tokenizer's own threads; repeated texts are tokenized once."""
+        if self._by_word:
+            return self._encode_by_word(texts)
+        once, which = distinct(texts)
+        return _gather(self._encode_whole(once), which)
+
+    def encode_words(self, words: Sequence[str]) -> Column:
+        """Tokenize pre-split words, each as a text of its own.
+
+        Equals `is_pretokenized` of the Hugging Face tokenizers (for byte-level BPE with `add_prefix_space`).
+        """
+        if not self._begins_with_space:
+            return self.encode(words)
+        column = self.encode([f" {word}" for word in words])
+        return replace(column, offsets=np.maximum(column.offsets - 1, 0))
+
+    def _encode_by_word(self, texts: Sequence[str]) -> Column:
+        """Tokenize each distinct string between spaces once, then gather its tokens for every occurrence."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        words = pc.split_pattern(pa.array(texts, pa.large_string()), " ")  # pyright: ignore[reportAttributeAccessIssue]
+        first_word_N = words.offsets.to_numpy()
+        coded = words.flatten().dictionary_encode()
+        word_W = coded.indices.to_numpy()
+        distinct, characters = self._encode_distinct(coded.dictionary)
+        place_W = np.concatenate([[0], np.cumsum(characters[word_W] + 1)])  # with the space after each word
+        place_W = place_W[:-1] - np.repeat(place_W[first_word_N[:-1]], np.diff(first_word_N))
+        count_W = np.diff(distinct.starts)[word_W]
+        rows = ragged(distinct.starts[word_W], count_W)
+        return Column(
+            ids=distinct.ids[rows],
+            starts=np.concatenate([[0], np.cumsum(count_W)])[first_word_N],
+            offsets=distinct.offsets[rows] + np.repeat(place_W, count_W).astype(np.int32)[:, None],
+        )
+
+    def _encode_distinct(self, words: pa.Array) -> tuple[Column, np.ndarray]:
+        """Tokens of each word, and its length in characters, int64 [words]. The tokenizer gets them as long lines."""
+        import pyarrow.compute as pc
+
+        spelt = words.to_pylist()
+        lines = [" ".join(spelt[n : n + _WORDS_A_LINE]) for n in range(0, len(spelt), _WORDS_A_LINE)]
+        column = self._encode_whole(lines)
+        characters = pc.utf8_length(words).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
+        ends = np.cumsum(characters + 1)
+        begins = ends - characters - 1  # of each word, in all lines joined with spaces
+        line_T = np.repeat(np.arange(len(lines)), np.diff(column.starts))
+        place_T = column.offsets[:, 0] + begins[line_T * _WORDS_A_LINE]
+        word_T = np.searchsorted(ends, place_T, side="right")
+        within = (begins[word_T] - begins[line_T * _WORDS_A_LINE]).astype(np.int32)
+        starts = np.searchsorted(word_T, np.arange(len(spelt) + 1))
+        return Column(column.ids, starts, column.offsets - within[:, None]), characters
+
+    def _encode_whole(self, texts: list[str]) -> Column:
+        ids, offsets = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)]
+        for first in range(0, len(texts), _CHUNK):
+            for encoding in self.tokenizer.encode_batch(texts[first : first + _CHUNK], add_special_tokens=False):
+                ids.append(np.array(encoding.ids, np.int32))
+                offsets.append(np.array(encoding.offsets, np.int32).reshape(-1, 2))
+        starts = np.cumsum([len(one) for one in ids], dtype=np.int64)
+        return Column(np.concatenate(ids), starts, np.concatenate(offsets))
+
+
+@dataclass(frozen=True)
+class Framed:
+    """F windows of text with special tokens."""
+
+    ids: np.ndarray  # int32 [T]
+    types: np.ndarray  # uint8 [T], 1 from the second text on
+    starts: np.ndarray  # int64 [F + 1]
+    first: np.ndarray  # int64 [F], row of the first text's first token
+    second: np.ndarray  # int64 [F], row of the second text's first token; that of the suffix if there is none
+
+
+Slices = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""(ids int32 [T], start int64 [F], length int64 [F]): a slice of a column for each of F windows."""
+
+
+def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> Framed:
+    """Windows of `first`, or of `first` and `second`, with the tokenizer's special tokens."""
+    count = len(first[1])
+    pieces = [_constant(encoder.prefix, count), first]
+    if second is not None:
+        pieces += [_constant(encoder.between, count), second]
+    pieces.append(_constant(encoder.suffix, count))
+    lengths_PF = np.stack([length for _, _, length in pieces])
+    starts = np.concatenate([[0], np.cumsum(lengths_PF.sum(0))])
+    begins_PF = starts[:-1] + np.cumsum(lengths_PF, 0) - lengths_PF
+    ids = np.empty(starts[-1], np.int32)
+    for (source, begin, length), at in zip(pieces, begins_PF, strict=True):
+        ids[ragged(at, length)] = source[ragged(begin, length)]
+    types = np.zeros(len(ids), np.uint8)
+    if second is not None and encoder.segments:
+        types[ragged(begins_PF[3], lengths_PF[3] + lengths_PF[4])] = 1
+    return Framed(ids, types, starts, begins_PF[1], begins_PF[3] if second is not None else begins_PF[2])
+
+
+def _cuts_at_spaces(tokenizer: Tokenizer) -> bool:
+    """Whether a text's tokens are the concatenated tokens of its strings between spaces.
+
+    That holds for BERT's normaliser, which depends only on a character and its combining marks, with BERT's
+    pre-tokenizer, which splits at every space, unless an added token contains or strips spaces.
+    """
+    return (
+        isinstance(tokenizer.model, WordPiece)
+        and isinstance(tokenizer.normalizer, BertNormalizer)
+        and isinstance(tokenizer.pre_tokenizer, BertPreTokenizer)
+        and not any(
+            token.lstrip or token.rstrip or " " in token.content
+            for token in tokenizer.get_added_tokens_decoder().values()
+        )
+    )
+
+
+def _constant(ids: np.ndarray, count: int) -> Slices:
+    return ids, np.zeros(count, np.int64), np.full(count, len(ids), np.int64)
+
+
+def _gather(column: Column, which: np.ndarray) -> Column:
+    """The texts with these indices, in this order, with repetitions."""
+    lengths = np.diff(column.starts)[which]
+    rows = ragged(column.starts[which], lengths)
+    return Column(column.ids[rows], np.concatenate([[0], np.cumsum(lengths)]), column.offsets[rows])

@@ -1,0 +1,196 @@
+"""Word segmentation of plain text, learnt from the words of a training set.
+
+Training sets segment differently: "U.S.", "anti-Spanish" and "@ann" are one word in some sets and several in others.
+The model tags the first token of each word, so plain text must be segmented like the training set.
+
+The segmenter is a unigram model of words. `cut_words` splits text into pieces. A piece is a class (word, number,
+initial or ideograph) or a symbol. A word is a sequence of pieces; its probability is that of their trigrams. Words of
+several pieces that occur more than once have their own frequency ("Mr.", "'s"). Text is split at white space, and
+each chunk between is segmented into the most probable words (Viterbi).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from finetune.tasks.datasets.words import cut_words, is_ideograph
+
+_MOST_ENTRIES = 5000  # of each table: the most frequent ones
+_MOST_PIECES = 48  # per word
+_START, _END = "start", "end"
+_WORD, _NUMBER, _INITIAL, _IDEOGRAPH = "word", "number", "initial", "ideograph"
+_SPELT = {_WORD, _NUMBER, _INITIAL, _IDEOGRAPH}
+_LETTER = math.log(1 / 50)  # log probability of any one letter; a symbol is its own class
+_UNSEEN = 0.1  # count of a symbol that is not in the training set
+# A training set does not show the spaces around a symbol: "a - b" and "a-b" may be the same three words. A symbol
+# between two words without spaces is rarely a word of its own.
+_ENCLOSED = math.log(0.01)
+_TYPED = str.maketrans("‘’“”‐‑", "''\"\"--")
+_NOT = "n't"
+_NOT_AT_AN_END = re.compile(rf"{_NOT}(?!\w)")
+
+
+class WordCuts:
+    """Segments text into words as its training set does.
+
+    Args:
+        total: number of words in the training set.
+        trigrams: counts of three consecutive classes or symbols in a word; a word of several pieces counts once.
+        kept: counts of words of several pieces.
+    """
+
+    def __init__(self, total: int, trigrams: Mapping[tuple[str, str, str], int], kept: Mapping[str, int]) -> None:
+        self._total, self._trigrams, self._kept = total, dict(trigrams), dict(kept)
+        contexts: Counter[tuple[str, str]] = Counter()
+        for (one, two, _), count in trigrams.items():
+            contexts[one, two] += count
+        words = contexts[_START, _START]
+        scale = math.log(words / total) if words else 0.0
+        self._log_trigrams = {
+            key: math.log(count / contexts[key[:2]]) + (scale if key[1] == _START else 0.0)
+            for key, count in trigrams.items()
+        }
+        self._log_kept = {word: math.log(count / total) for word, count in kept.items()}
+        self._longest_kept = max((len(_pieces(word)) for word in kept), default=0)
+        self._log_unseen = math.log(_UNSEEN / max(total, 1))
+        self._known: dict[str, tuple[int, ...]] = {}
+
+    @classmethod
+    def learn(cls, words: Iterable[str]) -> WordCuts:
+        """Count all words of a training set, repetitions included. Words that contain white space are ignored."""
+        trigrams: Counter[tuple[str, str, str]] = Counter()
+        kept: Counter[str] = Counter()
+        total = 0
+        for word, count in Counter(words).items():
+            word = word.translate(_TYPED)
+            pieces = _pieces(word)
+            if not pieces or any(letter.isspace() for letter in word):
+                continue
+            total += count
+            classes = [_class_of(piece) for piece in pieces]
+            if len(pieces) > 1 and count > 1:
+                kept[word] += count
+            if (_IDEOGRAPH, _IDEOGRAPH) in pairwise(classes):
+                continue  # such words are known only individually, through `kept`
+            weight = count if len(pieces) == 1 else 1
+            padded = [_START, _START, *classes, _END]
+            trigrams.update({key: weight * number for key, number in Counter(_threes(padded)).items()})
+        return cls(total, dict(trigrams.most_common(_MOST_ENTRIES)), dict(kept.most_common(_MOST_ENTRIES)))
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> WordCuts:
+        """Restore from the return value of `state`."""
+        return cls(
+            state["total"],
+            {(one, two, three): count for one, two, three, count in state["trigrams"]},
+            state["kept"],
+        )
+
+    def state(self) -> dict[str, Any]:
+        """{"total", "trigrams": [[class, class, class, count]], "kept": {word: count}}, ready for JSON."""
+        trigrams = [[*key, count] for key, count in self._trigrams.items()]
+        return {"total": self._total, "trigrams": trigrams, "kept": self._kept}
+
+    def __call__(self, text: str) -> np.ndarray:
+        """int64 [W, 2]: first character of each word of `text`, and the index after its last. Words have no spaces."""
+        pieces = cut_words(text)
+        if len(pieces) < 2:
+            return pieces
+        begins = np.flatnonzero(np.concatenate([[True], pieces[1:, 0] > pieces[:-1, 1]]))
+        counts = np.diff(np.append(begins, len(pieces)))
+        words = [pieces[begins[counts == 1]]]
+        for first, count in zip(begins[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
+            begin, end = int(pieces[first, 0]), int(pieces[first + count - 1, 1])
+            places = begin + np.array((0, *self._word_ends(text[begin:end])), np.int64)
+            words.append(np.stack([places[:-1], places[1:]], axis=1))
+        spans = np.concatenate(words)
+        return spans[np.argsort(spans[:, 0])]
+
+    def _word_ends(self, chunk: str) -> tuple[int, ...]:
+        """Ends of the words of a chunk without white space."""
+        ends = self._known.get(chunk)
+        if ends is None:
+            if len(self._known) > _MOST_ENTRIES:
+                self._known.clear()
+            ends = self._known[chunk] = self._viterbi(chunk.translate(_TYPED))
+        return ends
+
+    def _viterbi(self, chunk: str) -> tuple[int, ...]:
+        places = self._places(chunk)
+        pieces = [chunk[begin:end] for begin, end in pairwise(places)]
+        classes = [_class_of(piece) for piece in pieces]
+        count = len(pieces)
+        best, before = [0.0, *[-math.inf] * count], [0] * (count + 1)
+        for first in range(count):
+            for end, log_probability in self._words(chunk, places, pieces, classes, first):
+                if best[first] + log_probability > best[end]:
+                    best[end], before[end] = best[first] + log_probability, first
+        ends = []
+        while count:
+            ends.append(places[count])
+            count = before[count]
+        return tuple(reversed(ends))
+
+    def _words(
+        self, chunk: str, places: list[int], pieces: list[str], classes: list[str], first: int
+    ) -> Iterable[tuple[int, float]]:
+        """(piece after it, log probability) of each word that may begin with the piece `first`."""
+        one, two, sofar = _START, _START, 0.0
+        for end in range(first + 1, min(len(pieces), first + _MOST_PIECES) + 1):
+            three = classes[end - 1]
+            sofar += self._log_trigrams.get((one, two, three), -math.inf)
+            sofar += len(pieces[end - 1]) * _LETTER if three in _SPELT else 0.0
+            one, two = two, three
+            log_probability = sofar + self._log_trigrams.get((one, two, _END), -math.inf)
+            if end == first + 1:
+                unseen = self._log_unseen + (len(pieces[first]) * _LETTER if three in _SPELT else 0.0)
+                log_probability = max(log_probability, unseen)
+                if _is_enclosed(classes, first):
+                    log_probability += _ENCLOSED
+            log_probability = max(log_probability, self._log_kept.get(chunk[places[first] : places[end]], -math.inf))
+            if log_probability > -math.inf:
+                yield end, log_probability
+            if sofar == -math.inf and end - first >= self._longest_kept:
+                return
+
+    def _places(self, chunk: str) -> list[int]:
+        """Possible word boundaries: all piece boundaries, and before "n't" if the training set splits there."""
+        places = {0, *cut_words(chunk)[:, 1].tolist()}
+        if _NOT in self._kept:
+            places |= {match.start() for match in _NOT_AT_AN_END.finditer(chunk)}
+        return sorted(places)
+
+
+def _pieces(word: str) -> list[str]:
+    return [word[begin:end] for begin, end in cut_words(word).tolist()]
+
+
+def _class_of(piece: str) -> str:
+    if is_ideograph(piece[0]):
+        return _IDEOGRAPH
+    if piece.isdigit():
+        return _NUMBER
+    if not any(letter.isalnum() for letter in piece):
+        return piece
+    return _INITIAL if len(piece) == 1 and piece.isupper() else _WORD
+
+
+def _is_enclosed(classes: list[str], place: int) -> bool:
+    """Whether the piece is a symbol directly between two words."""
+    return (
+        classes[place] not in _SPELT
+        and 0 < place < len(classes) - 1
+        and classes[place - 1] in _SPELT
+        and classes[place + 1] in _SPELT
+    )
+
+
+def _threes(classes: list[str]) -> Iterable[tuple[str, str, str]]:
+    return zip(classes, classes[1:], classes[2:], strict=False)

@@ -1,0 +1,240 @@
+"""Entities from columns of tags, and their official scores: conlleval's, and those of seqeval's two modes.
+
+Tags are `O`, or a prefix and a type: `B-PER`. Prefixes are B and I; BIOES also has E and S. All functions work on the
+concatenated words of all sentences (W words), because a set has 100,000 words or more and a Python loop is slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+
+from finetune.tasks.datasets.arrays import ragged
+
+Rule = Literal["conlleval", "iob2", "bioes"]
+"""How tags are decoded to entities.
+
+    conlleval  every word that is not O belongs to an entity. A new one begins at B and S, after E, S and O, and
+               if the type changes (Tjong Kim Sang's conlleval, startOfChunk and endOfChunk; seqeval's default mode)
+    iob2       only B begins an entity; an I that does not continue one is ignored (seqeval mode="strict", scheme=IOB2)
+    bioes      S, or B I* E of one type (seqeval mode="strict", scheme=IOBES)
+"""
+
+Scheme = Literal["iob1", "iob2", "bioes"]
+
+OUTSIDE, BEGIN, INSIDE, END, SINGLE = range(5)
+PREFIXES = "OBIES"
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """The concatenated tags of N sentences, as integers."""
+
+    prefixes: np.ndarray  # uint8 [W], indices into PREFIXES
+    types: np.ndarray  # int64 [W], indices into `names`; -1 for O
+    starts: np.ndarray  # int64 [N + 1], first word of each sentence
+    names: tuple[str, ...]  # types in order of first occurrence
+
+    def __len__(self) -> int:
+        return len(self.prefixes)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """E entities of N sentences, in order of position."""
+
+    first: np.ndarray  # int64 [E], first word, counted over all sentences
+    end: np.ndarray  # int64 [E], index after the last word
+    types: np.ndarray  # int64 [E]
+
+
+def tagged(sentences: Sequence[Sequence[str]], names: Iterable[str] = ()) -> Tagged:
+    """Encode the tags of `sentences` as integers; types that are not in `names` are appended.
+
+    Raises:
+        ValueError: a tag is not O and does not begin with B, I, E or S. As in seqeval, the type is the text after
+            the first hyphen, or `_` if there is none.
+    """
+    lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    numbers: dict[str, int] = {}
+    flat = np.fromiter(
+        (numbers.setdefault(tag, len(numbers)) for tag in chain.from_iterable(sentences)),
+        np.int64,
+        starts[-1],
+    )
+    places = {name: place for place, name in enumerate(names)}
+    prefixes, types = np.zeros(len(numbers), np.uint8), np.full(len(numbers), -1, np.int64)
+    for tag, number in numbers.items():
+        prefix, name = split(tag)
+        prefixes[number] = prefix
+        if prefix != OUTSIDE:
+            types[number] = places.setdefault(name, len(places))
+    return Tagged(prefixes[flat], types[flat], starts, tuple(places))
+
+
+def split(tag: str) -> tuple[int, str]:
+    """A tag's prefix, as an index into PREFIXES, and its type; ValueError if the prefix is unknown."""
+    prefix = PREFIXES.find(tag[0]) if tag else -1
+    if prefix < 0 or (tag[1:2] not in ("", "-")):
+        raise ValueError(f"{tag!r} is not a tag: expected O, or one of B, I, E, S, a hyphen and a type")
+    return prefix, tag[2:] or "_"
+
+
+def find(tags: Tagged, rule: Rule = "conlleval") -> Spans:
+    """The entities in `tags`, decoded by `rule`."""
+    prefixes = tags.prefixes
+    previous, same = _before(tags)
+    if rule == "conlleval":
+        inside = prefixes != OUTSIDE
+        continues = inside & same & _is(prefixes, INSIDE, END) & _is(previous, BEGIN, INSIDE)
+        begins = inside & ~continues
+    elif rule == "iob2":
+        _refuse(prefixes, (END, SINGLE), rule)
+        begins = prefixes == BEGIN
+        continues = same & (prefixes == INSIDE)
+    else:
+        begins = _is(prefixes, BEGIN, SINGLE)
+        continues = same & _is(prefixes, INSIDE, END) & _is(previous, BEGIN, INSIDE)
+    first = np.flatnonzero(begins)
+    stops = np.append(np.flatnonzero(~continues), len(tags))
+    end = stops[np.searchsorted(stops, first, "right")]
+    if rule == "bioes":
+        whole = _is(prefixes[end - 1], END, SINGLE)
+        first, end = first[whole], end[whole]
+    return Spans(first, end, tags.types[first])
+
+
+def write(spans: Spans, starts: np.ndarray, scheme: Scheme) -> np.ndarray:
+    """uint8 [W]: the prefixes of `spans` in `scheme`, for sentences that begin at `starts` [N + 1]."""
+    prefixes = np.full(starts[-1], OUTSIDE, np.uint8)
+    lengths = spans.end - spans.first
+    prefixes[ragged(spans.first, lengths)] = INSIDE
+    if scheme == "iob2":
+        prefixes[spans.first] = BEGIN
+    elif scheme == "bioes":
+        prefixes[spans.end - 1] = END
+        prefixes[spans.first] = np.where(lengths == 1, SINGLE, BEGIN)
+    else:  # B only directly after an entity of the same type in the same sentence
+        touches = (spans.first[1:] == spans.end[:-1]) & (spans.types[1:] == spans.types[:-1])
+        touches &= ~np.isin(spans.first[1:], starts)
+        prefixes[spans.first[1:][touches]] = BEGIN
+    return prefixes
+
+
+def slips(tags: Tagged, scheme: Scheme) -> np.ndarray:
+    """int64: the words whose prefix violates `scheme`, given the entities that conlleval decodes."""
+    return np.flatnonzero(write(find(tags), tags.starts, scheme) != tags.prefixes)
+
+
+def detect(tags: Tagged) -> Scheme:
+    """BIOES if there is an E or S, else IOB1 or IOB2, whichever fewer tags violate.
+
+    In valid IOB2, no entity begins with I; in IOB1, almost all do.
+    """
+    if has_ends(tags):
+        return "bioes"
+    return "iob1" if len(slips(tags, "iob1")) < len(slips(tags, "iob2")) else "iob2"
+
+
+def has_ends(tags: Tagged) -> bool:
+    """Whether there is an E or S, which only BIOES has."""
+    return bool(_is(tags.prefixes, END, SINGLE).any())
+
+
+@dataclass(frozen=True)
+class EntityCounts:
+    """True, predicted and correctly predicted entities of each of K types."""
+
+    names: tuple[str, ...]
+    gold: np.ndarray  # int64 [K]
+    predicted: np.ndarray  # int64 [K]
+    correct: np.ndarray  # int64 [K], equal in both ends and type
+
+    @property
+    def overall(self) -> dict[str, float]:
+        """Precision, recall and f1 over all entities (micro), as fractions of 1; 0 if undefined."""
+        return shares(int(self.correct.sum()), int(self.predicted.sum()), int(self.gold.sum()))
+
+    @property
+    def by_type(self) -> dict[str, dict[str, float]]:
+        """Precision, recall, f1 and support of each type that occurs in gold or prediction, by name."""
+        return {
+            name: {**shares(int(correct), int(predicted), int(gold)), "support": int(gold)}
+            for name, gold, predicted, correct in sorted(
+                zip(self.names, self.gold, self.predicted, self.correct, strict=True)
+            )
+            if gold or predicted
+        }
+
+    @property
+    def macro_f1(self) -> float:
+        """Mean of the types' f1 (seqeval average="macro")."""
+        scores = [of["f1"] for of in self.by_type.values()]
+        return sum(scores) / len(scores) if scores else 0.0
+
+
+def count(gold: Tagged, predicted: Tagged, rule: Rule = "conlleval") -> EntityCounts:
+    """Count the entities of both, decoded by `rule`; `predicted.names` must start with `gold.names`."""
+    if not np.array_equal(gold.starts, predicted.starts):
+        raise ValueError("gold and predicted tags have different sentences")
+    theirs, ours = find(gold, rule), find(predicted, rule)
+    end, types = np.zeros(len(gold), np.int64), np.zeros(len(gold), np.int64)
+    end[theirs.first], types[theirs.first] = theirs.end, theirs.types
+    right = (end[ours.first] == ours.end) & (types[ours.first] == ours.types)
+    size = len(predicted.names)
+    return EntityCounts(
+        predicted.names,
+        gold=np.bincount(theirs.types, minlength=size),
+        predicted=np.bincount(ours.types, minlength=size),
+        correct=np.bincount(ours.types[right], minlength=size),
+    )
+
+
+def compare(
+    gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], rule: Rule = "conlleval"
+) -> EntityCounts:
+    """`count` for tags as text, one sequence per sentence."""
+    truth = tagged(gold)
+    return count(truth, tagged(predicted, truth.names), rule)
+
+
+def accuracy(gold: Tagged, predicted: Tagged) -> float:
+    """Fraction of words whose whole tag is correct; 0 without words."""
+    if not len(gold):
+        return 0.0
+    return float(((gold.prefixes == predicted.prefixes) & (gold.types == predicted.types)).mean())
+
+
+def shares(correct: int, predicted: int, gold: int) -> dict[str, float]:
+    """Precision, recall and F1, as fractions of 1, from numbers of entities; 0 where a denominator is 0."""
+    precision = correct / predicted if predicted else 0.0
+    recall = correct / gold if gold else 0.0
+    total = precision + recall
+    return {"precision": precision, "recall": recall, "f1": 2 * precision * recall / total if total else 0.0}
+
+
+def _before(tags: Tagged) -> tuple[np.ndarray, np.ndarray]:
+    """[W] each: the previous word's prefix, O at the start of a sentence; whether its type is the same."""
+    previous, same = np.zeros_like(tags.prefixes), np.zeros(len(tags), bool)
+    previous[1:], same[1:] = tags.prefixes[:-1], tags.types[1:] == tags.types[:-1]
+    fresh = tags.starts[:-1][tags.starts[:-1] < len(tags)]
+    previous[fresh], same[fresh] = OUTSIDE, False
+    return previous, same
+
+
+def _is(prefixes: np.ndarray, *wanted: int) -> np.ndarray:
+    table = np.zeros(len(PREFIXES), bool)
+    table[list(wanted)] = True
+    return table[prefixes]
+
+
+def _refuse(prefixes: np.ndarray, unknown: tuple[int, ...], rule: str) -> None:
+    if _is(prefixes, *unknown).any():
+        raise ValueError(
+            f"a tag begins with {' or '.join(PREFIXES[one] for one in unknown)}, which {rule} does not have"
+        )

@@ -1,0 +1,196 @@
+"""README.md of a fine-tuned model: its task, data, training and scores, with metadata for the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.tasks.base import Task
+from finetune.training.config import FinetuneConfig
+from pretrain.common.settings import dump
+from pretrain.common.wording import shown_scores
+from pretrain.config import ModelConfig
+
+_MOST_CLASSES = 20  # a larger confusion matrix is not shown in full
+_MOST_CONFUSIONS = 20  # shown of a larger matrix
+
+# Layouts that hold another family's model and have a name of their own.
+_ALIKE = {"distilbert": "DistilBERT", "roberta": "RoBERTa", "electra": "ELECTRA"}
+_PIPELINES = {
+    "sequence": "text-classification",
+    "tokens": "token-classification",
+    "spans": "question-answering",
+}
+_AUTO_MODELS = {
+    "sequence": "AutoModelForSequenceClassification",
+    "tokens": "AutoModelForTokenClassification",
+    "spans": "AutoModelForQuestionAnswering",
+}
+# Our scores -> the hub's metric names. Other scores are only in the text.
+_HUB_METRICS = {
+    "accuracy": "accuracy",
+    "subset_accuracy": "accuracy",
+    "f1": "f1",
+    "macro_f1": "f1",
+    "micro_f1": "f1",
+    "precision": "precision",
+    "recall": "recall",
+    "matthews": "matthews_correlation",
+    "pearson": "pearsonr",
+    "spearman": "spearmanr",
+    "exact": "exact_match",
+    "exact_match": "exact_match",
+}
+
+Scores = Mapping[str, Mapping[str, float]]
+"""set -> score -> value."""
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """Facts about a trained model for its card.
+
+    Attributes:
+        step: the training step of the weights.
+        chosen_on: the set that selected that step and tuned the task; "" for none.
+        examples: number of examples of each set; the training set is "train".
+        scores, details: of each labelled dev and test set, as the task gives them.
+        own: the settings of the model for which it is saved in our own layout; "" for a released one.
+        brings_code: transformers loads it with `trust_remote_code`.
+    """
+
+    family: str
+    shape: ModelConfig
+    parameters: int
+    step: int
+    chosen_on: str
+    examples: Mapping[str, int]
+    scores: Scores
+    details: Mapping[str, Any]
+    own: str = ""
+    brings_code: bool = False
+
+
+def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str:
+    """The card in Markdown."""
+    scores = facts.scores
+    repeated = config.repeated_sets()
+    metadata = _metadata(config, task, facts)
+    return _template().render(
+        metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),
+        config=config,
+        task=task,
+        facts=facts,
+        family=_ALIKE.get(facts.family, facts.shape.family_title),
+        auto_model=_AUTO_MODELS[task.head],
+        untouched=[name for name in scores if name not in (facts.chosen_on, *dict(repeated))],
+        remarks=[repeated_remark(*pair) for pair in repeated],
+        sets=[(name, task.origin(name), count) for name, count in facts.examples.items()],
+        score_names=list(
+            dict.fromkeys(name for values in scores.values() for name in shown_scores(values, task.metric))
+        ),
+        most_classes=_MOST_CLASSES,
+        confusions=_confusions,
+        config_yaml=dump(config).strip(),
+    )
+
+
+def repeated_remark(name: str, earlier: str) -> str:
+    """A remark, for terminal and card, that the set `name` is the same file as `earlier`."""
+    use = "trained the model" if earlier == "train" else "selected the checkpoint"
+    return f"{name} is the same file as {earlier}: its examples {use}, so its scores do not measure generalisation."
+
+
+def _template() -> Any:
+    import jinja2
+
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("finetune.training"),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters |= {"cell": _cell, "code": "`{}`".format, "number": _number, "literal": _literal}
+    return templates.get_template("model_card.md.j2")
+
+
+# ---------------------------------------------------------------- the hub's metadata
+# https://huggingface.co/docs/hub/model-cards
+
+
+def _metadata(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> dict[str, Any]:
+    pipeline, scores = _PIPELINES[task.head], facts.scores
+    known = {name: [score for score in values if score in _HUB_METRICS] for name, values in scores.items() if values}
+    library = "bertrain" if facts.own else "transformers"
+    metadata: dict[str, Any] = {"library_name": library, "pipeline_tag": pipeline}
+    if (base := _hub_name(config.start_from)) and not config.random_weights:
+        metadata["base_model"] = base
+    metadata["tags"] = list(dict.fromkeys(("bertrain", facts.family)))
+    if hub := task.hub_dataset("dev"):
+        metadata["datasets"] = [hub["type"]]
+    if known:
+        metadata["metrics"] = sorted({_HUB_METRICS[score] for chosen in known.values() for score in chosen})
+        results = [
+            {
+                "task": {"type": pipeline},
+                "dataset": task.hub_dataset(name) or _file_dataset(config, name),
+                "metrics": [_metric(score, scores[name][score]) for score in chosen],
+            }
+            for name, chosen in known.items()
+        ]
+        metadata["model-index"] = [{"name": config.name, "results": results}]
+    return metadata
+
+
+def _metric(score: str, value: float) -> dict[str, Any]:
+    return {"type": _HUB_METRICS[score], "name": score, "value": round(value, 6)}
+
+
+def _file_dataset(config: FinetuneConfig, name: str) -> dict[str, str]:
+    """Metadata of a set from a file; the hub requires a "type", which is the run's name."""
+    file = getattr(config.task_settings, name, "")
+    return {"name": Path(file or name).name, "type": config.name, "split": name}
+
+
+def _hub_name(folder: str) -> str | None:
+    """The hub's name of a model in its cache (.../models--google-bert--bert-base-uncased/snapshots/86b5e09...)."""
+    match = re.search(r"/models--([^/]+)/snapshots/[^/]+$", str(Path(folder).absolute()))
+    return match and match[1].replace("--", "/")
+
+
+# ---------------------------------------------------------------- the text
+
+
+def _confusions(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> list[tuple[str, str, int]]:
+    """(true, predicted, count) of the most frequent errors."""
+    wrong = [
+        (labels[true], labels[predicted], count)
+        for true, row in enumerate(counts)
+        for predicted, count in enumerate(row)
+        if true != predicted and count
+    ]
+    return sorted(wrong, key=lambda mistake: -mistake[2])[:_MOST_CONFUSIONS]
+
+
+def _cell(value: Any) -> str:
+    """Text escaped for a cell of a Markdown table."""
+    text = " ".join(str(value).split()).replace("\\", "\\\\")
+    return re.sub(r"([|*_`<\[])", r"\\\1", text)
+
+
+def _number(value: float, name: str = "") -> str:
+    """Scores with four decimals, counts as integers. A count may be a float whose name ends in "total"."""
+    is_count = isinstance(value, int) or name.endswith("total")
+    return f"{value:,.0f}" if is_count else f"{value:.4f}"
+
+
+def _literal(value: Any) -> str:
+    """Text, or a dict of texts, as Python code with double quotes."""
+    return json.dumps(value, ensure_ascii=False)

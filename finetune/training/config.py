@@ -1,0 +1,335 @@
+"""One YAML file is one fine-tuning: the starting checkpoint, one task, and its training."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, create_model, model_validator
+
+from finetune.tasks import registry
+from pretrain.common import settings
+from pretrain.common.settings import Location, Section
+from pretrain.config import (
+    FREE_ON_RESUME,
+    CheckpointConfig,
+    EngineConfig,
+    OptimizerConfig,
+    PhaseConfig,
+    PretrainConfig,
+    RunConfig,
+    SpikeConfig,
+    keep_precision,
+)
+
+TASKS = tuple(task.kind for task in registry.TASKS)
+"""The sections that name a task. A config has exactly one of them."""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Rate and epochs by the model's width and the number of examples (`FinetuneConfig.filled`).
+    "auto": {"examples_per_step": 32, "warmup_share": 0.1},
+    # Devlin et al. 2019, appendix A.3; the middle of the grid. google-research/bert run_classifier.py: warm-up a tenth.
+    "devlin": {"examples_per_step": 32, "learning_rate": 3e-5, "epochs": 3.0, "warmup_share": 0.1},
+    # Mosbach et al. 2021, "On the stability of fine-tuning BERT", section 6: a small rate, warm-up, bias
+    # correction (which torch's AdamW always has) and 20 epochs even for small sets.
+    "stable": {"examples_per_step": 16, "learning_rate": 2e-5, "epochs": 20.0, "warmup_share": 0.1},
+    # Zhang et al. 2021, "Revisiting few-sample BERT fine-tuning", sections 5 and 6: re-initialise pooler and
+    # top layers, and train longer than three epochs of a small set. The paper chooses the number of layers by task, up
+    # to 6 of 24; one suits models of any depth.
+    "few-sample": {
+        "examples_per_step": 32,
+        "learning_rate": 2e-5,
+        "epochs": 10.0,
+        "warmup_share": 0.1,
+        "reinitialised_layers": 1,
+        "reinitialise_pooler": True,
+    },
+    # google-research/bert README.md, the 24 smaller models: 4 epochs at a rate from 3e-4 to 3e-5.
+    "small-bert": {"examples_per_step": 32, "learning_rate": 1e-4, "epochs": 4.0, "warmup_share": 0.1},
+    # Liu et al. 2019, appendix C; fairseq examples/roberta/README.glue.md.
+    "roberta": {"examples_per_step": 16, "learning_rate": 2e-5, "epochs": 10.0, "warmup_share": 0.06},
+}
+
+# What the source of a preset sets in other sections.
+_PRESET_DEFAULTS: dict[str, dict[str, dict[str, float]]] = {
+    # asappresearch/revisit-bert-finetuning, sample_commands/reinit.sh.
+    "few-sample": {"optimizer": {"weight_decay": 0.0}},
+    # fairseq examples/roberta/README.glue.md.
+    "roberta": {
+        "optimizer": {"weight_decay": 0.1, "beta2": 0.98, "epsilon": 1e-6},
+        "engine": {"gradient_clip_norm": 0.0},
+    },
+}
+
+GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
+    # Devlin et al. 2019, appendix A.3.
+    "devlin": {
+        "training.examples_per_step": (16, 32),
+        "training.learning_rate": (5e-5, 3e-5, 2e-5),
+        "training.epochs": (2.0, 3.0, 4.0),
+    },
+    # google-research/bert README.md.
+    "small-bert": {
+        "training.examples_per_step": (8, 16, 32, 64, 128),
+        "training.learning_rate": (3e-4, 1e-4, 5e-5, 3e-5),
+        "training.epochs": (4.0,),
+    },
+}
+
+
+_POSITIVE = ("examples_per_step", "learning_rate", "epochs")  # 0 means not given
+
+# BERT-Base's rate (Devlin et al. 2019, appendix A.3) and width: smaller models need higher rates; decision 0155.
+_BASE_RATE, _BASE_WIDTH = 3e-5, 768
+_LOWEST_RATE, _HIGHEST_RATE = 1e-5, 1e-3
+_EPOCHS, _MOST_EPOCHS = 3.0, 20.0
+_LEAST_STEPS = 300  # more epochs than `_EPOCHS` of few examples, up to `_MOST_EPOCHS`
+
+
+class TrainingConfig(Section):
+    """Length, batch size and learning rate. `preset` fills what is not given, here and in optimizer and engine."""
+
+    preset: Literal["auto", "devlin", "stable", "few-sample", "small-bert", "roberta"] = Field(
+        default="auto",
+        description="Source of the values that are not given: auto chooses learning rate and epochs by the model's "
+        "width and the number of examples; the others are published recipes, for thousands of examples (devlin), few "
+        "(stable, few-sample), models below BERT-Base (small-bert) and RoBERTa (roberta).",
+    )
+    output_layer: Literal["fitted", "random"] = Field(
+        default="fitted",
+        description="First weights of a new output layer: fitted to the features of the frozen encoder (linear "
+        "probing, then fine-tuning), or random.",
+    )
+    examples_per_step: int = Field(
+        default=0,
+        ge=0,
+        description="Examples per optimizer step over all workers; windows in entities and questions.",
+    )
+    learning_rate: float = Field(
+        default=0.0, ge=0, description="Peak learning rate; 0 is the preset's, with auto by the model's width."
+    )
+    epochs: float = Field(
+        default=0.0,
+        ge=0,
+        description="Epochs: how often each training example is seen; 0 is the preset's, with auto by their number.",
+    )
+    steps: int = Field(default=0, ge=0, description="Optimizer steps; more than 0 overrides epochs.")
+    warmup_share: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Fraction of the steps over which the learning rate rises linearly to its peak.",
+    )
+    decay: Literal["linear", "constant"] = Field(
+        default="linear", description="Learning rate after the warm-up: falls linearly to 0, or stays constant."
+    )
+    layer_decay: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Learning rate of a layer divided by that of the layer above it; 1 is the same rate for all.",
+    )
+    reinitialised_layers: int = Field(default=0, ge=0, description="Number of top layers to re-initialise.")
+    reinitialise_pooler: bool = Field(default=False, description="Re-initialise the pooler as well.")
+    patience: int = Field(
+        default=0,
+        ge=0,
+        description="Stop after this number of successive evaluations without a better score; 0 never stops early.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        preset = values.get("preset", "auto")
+        chosen = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+        given = {key: value for key, value in values.items() if key not in _POSITIVE or value != 0}
+        return {**chosen, **given}
+
+
+class FinetuneEvaluationConfig(Section):
+    """How often the dev sets are scored."""
+
+    every_epochs: float = Field(
+        default=1.0,
+        gt=0,
+        description="Epochs between two evaluations; 0.5 evaluates twice per epoch.",
+    )
+
+
+class _Start(RunConfig):
+    start_from: Location = Field(
+        default="",
+        description="Folder or address of the checkpoint to start from: a released one, an export or a run. --from "
+        "sets it, too.",
+    )
+    random_weights: bool = Field(
+        default=False, description="Take only shape and tokenizer from start_from; weights are initialised at random."
+    )
+    max_length: int = Field(
+        default=128,
+        ge=8,
+        description="Tokens of a window, special tokens included. Longer texts are cut into several windows.",
+    )
+
+
+def _section_field(task: type[registry.Task[Any]]) -> tuple[Any, Any]:
+    description = (task.settings_type.__doc__ or "").partition("\n")[0]
+    return task.settings_type | None, Field(default=None, description=description)
+
+
+# A section for each task of the registry.
+_SECTIONS: dict[str, Any] = {task.kind: _section_field(task) for task in registry.TASKS}
+_WithTask = create_model("_WithTask", __base__=_Start, **_SECTIONS)
+
+
+class FinetuneConfig(_WithTask):
+    """The complete config of a fine-tuning."""
+
+    training: TrainingConfig = Field(
+        default=TrainingConfig(), description="Length of the training, batch size and learning rate."
+    )
+    evaluation: FinetuneEvaluationConfig = Field(
+        default=FinetuneEvaluationConfig(), description="When to evaluate on the dev set."
+    )
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The optimizer.")
+    engine: EngineConfig = Field(default=EngineConfig(), description="Precision, ZeRO stage and micro-batches.")
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig(keep_last=1), description="When to save checkpoints, and how many to keep."
+    )
+    # Losses of small batches jump without anything being wrong.
+    guard: SpikeConfig = Field(default=SpikeConfig(spike_sigmas=0), description="Reaction to loss spikes.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        training = values.get("training") if isinstance(values, dict) else None
+        preset = training.get("preset") if isinstance(training, dict) else None
+        besides = _PRESET_DEFAULTS.get(preset, {}) if isinstance(preset, str) else {}
+        for section, settings_of in besides.items():
+            given = values.get(section, {})
+            if isinstance(given, dict):
+                values = {**values, section: {**settings_of, **given}}
+        return values
+
+    @model_validator(mode="after")
+    def _check_task(self) -> FinetuneConfig:
+        given = [name for name in TASKS if getattr(self, name) is not None]
+        if len(given) != 1:
+            present = " and ".join(given) or "none of them"
+            raise ValueError(
+                f"{given[1] if given else 'name'} - exactly one task is needed, one of {', '.join(TASKS)}; found "
+                f"{present}"
+            )
+        for name in ("cuda_graphs", "static_shapes"):
+            if getattr(self.engine, name):
+                raise ValueError(f"engine.{name} is for pretraining. Set it to false")
+        if self.max_length > self.engine.micro_batch_tokens:
+            raise ValueError(
+                f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than max_length "
+                f"({self.max_length})"
+            )
+        if self.training.examples_per_step < self.scheduling.workers:
+            raise ValueError(
+                f"training.examples_per_step ({self.training.examples_per_step}) is smaller than scheduling.workers "
+                f"({self.scheduling.workers}); every worker needs an example"
+            )
+        return self
+
+    @property
+    def task_name(self) -> str:
+        """The name of the task's section, such as classification."""
+        return next(name for name in TASKS if getattr(self, name) is not None)
+
+    @property
+    def task_settings(self) -> Section:
+        """The task's section."""
+        return getattr(self, self.task_name)
+
+    def make_task(self, state: Mapping[str, Any] | None = None) -> registry.Task[Any]:
+        """The task that the config describes; `state` is what a trained model kept of it."""
+        return registry.make_task(self.task_settings, state)
+
+    def repeated_sets(self) -> list[tuple[str, str]]:
+        """(set, earlier set) for each of dev and test with the same file, or split of a data set, as an earlier one."""
+        section = self.task_settings
+        is_split = bool(getattr(section, "dataset", ""))
+        places: dict[str, str] = {}
+        repeated = []
+        for name in ("train", "dev", "test"):
+            given = getattr(section, name, "")
+            if is_split and name == "train":
+                given = given or "train"
+            if given:
+                place = given if is_split else str(Path(given).expanduser().resolve())
+                if (earlier := places.setdefault(place, name)) != name:
+                    repeated.append((name, earlier))
+        return repeated
+
+    def filled(self, width: int, examples: int) -> FinetuneConfig:
+        """The config with learning rate and epochs, those that the preset leaves to the model and the training set.
+
+        The rate falls with the square of the width from BERT-Base's on. Few examples are seen more often, so that
+        training has enough steps.
+        """
+        training = self.training
+        rate = _BASE_RATE * (_BASE_WIDTH / width) ** 2
+        epochs = _LEAST_STEPS * training.examples_per_step / max(1, examples)
+        filled = {
+            "learning_rate": training.learning_rate or float(f"{min(max(rate, _LOWEST_RATE), _HIGHEST_RATE):.1e}"),
+            "epochs": training.epochs or round(min(max(epochs, _EPOCHS), _MOST_EPOCHS), 1),
+        }
+        return self.model_copy(update={"training": training.model_copy(update=filled)})
+
+    def total_steps(self, examples: int) -> int:
+        """Optimizer steps over a training set of this many examples."""
+        steps = math.ceil(examples * self.training.epochs / self.training.examples_per_step)
+        return self.training.steps or max(1, steps)
+
+    def phase(self, examples: int) -> PhaseConfig:
+        """The schedule over a training set of this many examples, as a phase of pretraining."""
+        training, steps = self.training, self.total_steps(examples)
+        return PhaseConfig(
+            sequence_length=self.max_length,
+            global_sequences=training.examples_per_step,
+            steps=steps,
+            peak_learning_rate=training.learning_rate,
+            warmup_steps=round(training.warmup_share * steps),
+            decay=training.decay,
+        )
+
+    def evaluate_every_steps(self, examples: int) -> int:
+        """Optimizer steps between two evaluations of a training set of `examples`, at least 1."""
+        return math.ceil(examples * self.evaluation.every_epochs / self.training.examples_per_step)
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> FinetuneConfig:
+    """The fine-tuning described by the YAML file `path` with `key.path=value` overrides."""
+    return settings.load(path, FinetuneConfig, overrides)
+
+
+def config_type(path: Path | str) -> type[RunConfig]:
+    """That of a config: of a fine-tuning if it has the section of a task, else of a pretraining."""
+    return FinetuneConfig if settings.names(path) & set(TASKS) else PretrainConfig
+
+
+def run_name(text: str) -> str:
+    """`text`, such as one with the name of a file, as the `name` of a run. It has to begin with a letter or digit."""
+    return re.sub(r"[^a-z0-9-]", "-", text.lower())[:63]
+
+
+# What may differ between a run and its continuation.
+_FREE_ON_RESUME = (
+    *FREE_ON_RESUME,
+    "start_from",
+    "training.patience",
+)
+
+
+def changed_for_resume(before: FinetuneConfig, after: FinetuneConfig) -> list[str]:
+    """Dotted names of the settings that differ although a resumed run must keep them, with both values."""
+    return settings.differences(before, keep_precision(after, before), free=_FREE_ON_RESUME)

@@ -1,0 +1,184 @@
+"""Labelled windows as unpadded micro-batches: order of the examples and balance across ranks (invariants 1 to 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finetune.tasks.base import Windows
+from finetune.tasks.datasets.arrays import ragged
+from pretrain.batches.batch import moved, pinned
+from pretrain.batches.dealing import balance
+from pretrain.batches.order import draw, permute, root_key
+from pretrain.common.errors import InputError
+
+
+@dataclass(frozen=True)
+class LabelledBatch:
+    """Input of one forward pass: S windows of E examples, concatenated to T tokens, by ascending length."""
+
+    input_ids: Tensor  # int64 [T]
+    token_types: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    cu_seqlens: Tensor  # int32 [S + 1]
+    token_keys: Tensor  # int32 [T], seeds of dropout
+    rows: Tensor  # int64 [R], ascending: query positions, the token rows that the head sees
+    sequence: Tensor  # int64 [R], the window (0 .. S-1) of each of these rows
+    owners: Tensor  # int64 [S], the example (0 .. E-1) of each window
+    examples: int  # E
+    labels: Tensor  # [R] or [R, C], see `finetune.tasks.base.Objective`
+    weights: Tensor  # fp32 [R]
+    lengths: tuple[int, ...]  # tokens of each window, ascending
+    query_rows: np.ndarray  # int64 [R], index of each row in `Windows.queries`
+
+    def to(self, device: torch.device) -> LabelledBatch:
+        """A copy on `device`."""
+        return moved(self, device)
+
+
+@dataclass(frozen=True)
+class LabelledStep:
+    """One rank's part of an optimizer step, with the global weight that normalises the loss (invariant 3)."""
+
+    micro_batches: tuple[LabelledBatch, ...]  # the same number on every rank
+    sequences: int  # examples over all ranks
+    tokens: int  # over all ranks
+    weight: float  # over all ranks
+    epoch: int  # of the first example
+
+    def to(self, device: torch.device) -> LabelledStep:
+        """A copy on `device`, for which nothing waits."""
+        batches = map(pinned, self.micro_batches) if device.type == "cuda" else self.micro_batches
+        return dataclasses.replace(self, micro_batches=tuple(batch.to(device) for batch in batches))
+
+
+class Batches:
+    """Makes the batches of any step from a set of windows, in an endless sequence of shuffled epochs.
+
+    Example i of that sequence is a pure function of (seed, i), so the state of the data is one integer (invariant 1).
+
+    Args:
+        windows: the set.
+        seed: determines the order and dropout.
+        budget: maximum tokens per micro-batch.
+        rank, world_size: of this worker.
+    """
+
+    def __init__(self, windows: Windows, *, seed: int, budget: int, rank: int, world_size: int) -> None:
+        self.windows, self.budget = windows, budget
+        self.rank, self.world_size = rank, world_size
+        self._lengths_F = np.diff(windows.starts)
+        self._first_query = np.searchsorted(windows.queries, windows.starts)  # [F + 1], first query of each window
+        numbers, self._first = np.unique(windows.examples, return_index=True)
+        self.examples = len(numbers)
+        self._windows_of = np.append(self._first, len(windows))  # [N + 1]
+        self._tokens_N = np.add.reduceat(self._lengths_F, self._first) if self.examples else self._lengths_F
+        self._order_key, self._dropout_key = draw(root_key("finetune", seed), np.arange(2))
+
+    def check(self, where: str) -> None:
+        """Raise `InputError` if an example does not fit into a micro-batch."""
+        largest = int(self._tokens_N.max(initial=0))
+        # Two examples must fit if the ranks may get different numbers of examples (`balance`).
+        capacity = self.budget if self.world_size == 1 else self.budget // 2
+        if largest > capacity:
+            raise InputError(
+                f"{where}: an example has {largest} tokens in all its windows, but a micro-batch fits {capacity}. "
+                "Raise engine.micro_batch_tokens; for classification, lowering max_windows helps too."
+            )
+
+    def step(self, first: int, count: int) -> LabelledStep:
+        """This rank's part of the examples `first` to `first + count - 1` of the sequence."""
+        numbers = np.arange(first, first + count)
+        epochs, slots = np.divmod(numbers, self.examples)
+        members = permute(slots, self.examples, draw(self._order_key, epochs))
+        keys = draw(self._dropout_key, numbers)
+        dealt = balance(self._tokens_N[members], self.world_size, self.budget)
+        own = map(dealt.members, range(self.rank, self.world_size * dealt.rounds, self.world_size))
+        weights = self._weights_of(self._windows_in(members)[0])
+        return LabelledStep(
+            tuple(self._batch(members[batch], keys[batch]) for batch in own),
+            sequences=count,
+            tokens=int(self._tokens_N[members].sum()),
+            weight=float(weights.sum()),
+            epoch=int(epochs[0]),
+        )
+
+    def largest(self) -> LabelledStep:
+        """One micro-batch of the longest examples, as full as the budget allows."""
+        by_length = np.argsort(-self._tokens_N, kind="stable")
+        fitting = max(1, int(np.searchsorted(np.cumsum(self._tokens_N[by_length]), self.budget, side="right")))
+        members = by_length[:fitting]
+        batch = self._batch(members, draw(self._dropout_key, members))
+        weight = float(batch.weights.sum())
+        return LabelledStep((batch,), len(members), int(self._tokens_N[members].sum()), weight or 1.0, epoch=0)
+
+    def every_window(self) -> Iterator[LabelledBatch]:
+        """Every window once over all ranks, by length. Every rank yields the same number of batches.
+
+        A rank without a batch repeats the last one with weights of 0, because all workers must run the same number of
+        forward passes.
+        """
+        by_length = np.argsort(self._lengths_F, kind="stable")
+        batches, begin = [], 0
+        while begin < len(by_length):
+            # Lengths ascend: as many as fit if all are as long as the last.
+            tokens = np.cumsum(self._lengths_F[by_length[begin:]])
+            end = begin + max(1, int(np.searchsorted(tokens, self.budget, side="right")))
+            batches.append(by_length[begin:end])
+            begin = end
+        for first in range(0, len(batches), self.world_size):
+            members = batches[min(first + self.rank, len(batches) - 1)]
+            owners = np.arange(len(members))
+            batch = self._make(members, owners, np.zeros(len(members), np.uint64))
+            is_repeated = first + self.rank >= len(batches)
+            yield dataclasses.replace(batch, weights=batch.weights * 0) if is_repeated else batch
+
+    def _batch(self, members: np.ndarray, keys: np.ndarray) -> LabelledBatch:
+        """The micro-batch of whole examples; `keys` uint64 [E]."""
+        windows, owners = self._windows_in(members)
+        order = np.argsort(self._lengths_F[windows], kind="stable")
+        windows, owners = windows[order], owners[order]
+        # Windows of one example must not share their random numbers.
+        keys_S = draw(keys[owners], windows - self._windows_of[members[owners]])
+        return self._make(windows, owners, keys_S)
+
+    def _windows_in(self, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(windows, example index of each window) of the examples `members`."""
+        counts = self._windows_of[members + 1] - self._windows_of[members]
+        return ragged(self._windows_of[members], counts), np.repeat(np.arange(len(members)), counts)
+
+    def _weights_of(self, windows: np.ndarray) -> np.ndarray:
+        begins = self._first_query[windows]
+        return self.windows.weights[ragged(begins, self._first_query[windows + 1] - begins)]
+
+    def _make(self, windows: np.ndarray, owners: np.ndarray, keys_S: np.ndarray) -> LabelledBatch:
+        lengths = self._lengths_F[windows]
+        tokens = ragged(self.windows.starts[windows], lengths)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        positions = np.arange(len(tokens)) - np.repeat(starts[:-1], lengths)
+        begins, ends = self._first_query[windows], self._first_query[windows + 1]
+        query_rows = ragged(begins, ends - begins)
+        sequence = np.repeat(np.arange(len(windows)), ends - begins)
+        rows = self.windows.queries[query_rows] - self.windows.starts[windows][sequence] + starts[sequence]
+        token_keys = draw(np.repeat(keys_S, lengths), positions).astype(np.uint32).view(np.int32)
+        labels = self.windows.labels[query_rows]
+        return LabelledBatch(
+            input_ids=torch.from_numpy(self.windows.ids[tokens].astype(np.int64)),
+            token_types=torch.from_numpy(self.windows.types[tokens].astype(np.int64)),
+            positions=torch.from_numpy(positions),
+            cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+            token_keys=torch.from_numpy(token_keys),
+            rows=torch.from_numpy(rows),
+            sequence=torch.from_numpy(sequence),
+            owners=torch.from_numpy(owners),
+            examples=int(owners.max()) + 1,
+            labels=torch.from_numpy(labels),
+            weights=torch.from_numpy(self.windows.weights[query_rows]),
+            lengths=tuple(lengths.tolist()),
+            query_rows=query_rows,
+        )

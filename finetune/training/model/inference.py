@@ -1,0 +1,66 @@
+"""Inference: the logits for `evaluate`, `predict` and the scores of a finished run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finetune.tasks.base import Task
+from finetune.training.model.batches import Batches, LabelledBatch
+from finetune.training.model.task_model import Output, TaskModel
+from pretrain.checkpoint.released import Released
+from pretrain.common.transfers import arrivals, to_host
+from pretrain.config import Precision
+from pretrain.model.precision import torch_dtype
+
+
+def inference_model(
+    task: Task[Any],
+    released: Released,
+    weights: Mapping[str, Tensor],
+    device: torch.device,
+    precision: Precision,
+    *,
+    compile: bool = False,
+) -> TaskModel:
+    """A model with the checkpoint's architecture, `task`'s head and these weights, in evaluation mode.
+
+    Args:
+        weights: fp32, by `TaskModel`'s names.
+        precision: of the model; the weights are rounded to it.
+    """
+    model = TaskModel(
+        released.model,
+        released.vocabulary_size,
+        task.head,
+        task.objective,
+        task.outputs,
+        released.task_head(task.head),
+        compile=compile,
+    )
+    model.load_state_dict(weights)
+    return model.eval().to(device, torch_dtype(precision))
+
+
+def predict_logits(
+    forward: Callable[[LabelledBatch], Output],
+    batches: Batches,
+    outputs: int,
+    device: torch.device,
+    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+) -> np.ndarray:
+    """float32 [R, C]: the logits of every query position of a set, on all ranks.
+
+    Which windows share a forward pass does not depend on the number of ranks, so neither do the logits.
+    """
+    copies = ((batch.query_rows, to_host(forward(batch.to(device)).logits.float())) for batch in batches.every_window())
+    mine = [(query_rows, values.numpy().copy()) for query_rows, values in arrivals(copies)]
+    logits = np.zeros((len(batches.windows.queries), outputs), np.float32)
+    for part in gather(mine):
+        for query_rows, values in part:
+            logits[query_rows] = values
+    return logits

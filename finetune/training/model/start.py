@@ -1,0 +1,136 @@
+"""The start of a fine-tuning: the tensors that it loads from a checkpoint, and the table of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from finetune.training.config import FinetuneConfig
+from pretrain.common.errors import InputError
+from pretrain.common.setting_errors import shortened
+from pretrain.model.parameters import layer_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from finetune.tasks.base import Task
+    from finetune.tasks.datasets.text import TextEncoder
+    from pretrain.checkpoint.released import Released
+    from pretrain.config import ModelConfig
+
+# Tokens of a whole training times layers and width: below it, a compiled run ends later than one that is not, on a CPU
+# (docs/benchmarks/lab-notes.md).
+_SHORT = 2e9
+_SAMPLE = 256  # examples whose tokens are counted
+_SHOWN = 60  # characters of a wrong value in a message
+
+
+def is_short(
+    config: FinetuneConfig, task: Task[Any], examples: Sequence[Any], encoder: TextEncoder, shape: ModelConfig
+) -> bool:
+    """Whether the training is too short to gain from a compiled model, or from a rehearsal of its largest batch.
+
+    A function of config and data only, so that a resumed run does as its first start did. Never on a GPU, for which
+    nobody has measured it.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return False
+    sample = examples[:_SAMPLE]
+    windows = task.windows(sample, encoder, training=True)
+    units = max(1, windows.training_examples)
+    total = units * len(examples) // max(1, len(sample))
+    steps = config.filled(shape.hidden, total).total_steps(total)
+    tokens = steps * config.training.examples_per_step * len(windows.ids) / units
+    return tokens * shape.layers * shape.hidden < _SHORT
+
+
+def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -> dict[str, Tensor]:
+    """The checkpoint's tensors that the task's model loads, by `finetune.training.model.task_model.TaskModel`'s names.
+
+    All others are initialised randomly.
+    """
+    heads = {f"head.{name}": tensor for name, tensor in released.head.items()}
+    return {
+        name: tensor
+        for name, tensor in {**released.backbone, **heads}.items()
+        if not _why_left_out(name, config, task, released)
+    }
+
+
+def fits_output_layer(config: FinetuneConfig, task: Task[Any], released: Released) -> bool:
+    """Whether the output layer is new and `finetune.training.model.output_layer` finds its first weights.
+
+    The features of random weights have nothing to fit.
+    """
+    training = config.training
+    trained = not (config.random_weights or training.reinitialised_layers or training.reinitialise_pooler)
+    new = "head.out_weight" not in initial_state(config, task, released)
+    return training.output_layer == "fitted" and trained and new
+
+
+def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> str:
+    """`mapping_table` of this fine-tuning, and the parts of its head that the checkpoint lacks, if any."""
+    from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
+
+    mapping = [
+        tensor._replace(target=f"{LEFT_OUT}{reason}")
+        if tensor.is_read and (reason := _why_left_out(tensor.target, config, task, released))
+        else tensor
+        for tensor in released.mapping
+    ]
+    filled = initial_state(config, task, released)
+    head = released.task_head(task.head)
+    fitted = fits_output_layer(config, task, released)
+    parts = {"head.dense": head.activation, "head.norm": head.norm, "head.out": not fitted}
+    empty = [f"{part}.*" for part, there in parts.items() if there and f"{part}_weight" not in filled]
+    lines = [mapping_table(mapping), *([f"initialised at random: {', '.join(empty)}"] if empty else [])]
+    if task.head == "sequence" and head.pooling != "cls":
+        lines.append(f"pooling: {head.pooling} of all tokens")
+    if fitted:
+        lines.append("head.out.*: fitted to the frozen encoder's features")
+    return "\n".join(lines)
+
+
+def _why_left_out(name: str, config: FinetuneConfig, task: Task[Any], released: Released) -> str:
+    """Why a fine-tuning does not load the parameter `name` from the checkpoint; "" if it does."""
+    if config.random_weights:
+        return "initialised at random (random_weights)"
+    part, _, rest = name.partition(".")
+    again, layers = config.training.reinitialised_layers, released.model.layers
+    if layers - again < layer_of(name, layers) <= layers:
+        return f"initialised at random (training.reinitialised_layers: {again})"
+    if part == "heads":
+        return "pretraining heads"
+    if rest.startswith(("dense_", "norm_")) and part == "head":
+        if not released.task_head(task.head).activation:
+            return f"the head of {config.task_name} has only one layer"
+        if config.training.reinitialise_pooler:
+            return "initialised at random (training.reinitialise_pooler)"
+    if rest.startswith("out_") and part == "head" and not _same_outputs(config, task, released):
+        return "an output layer of another task or of other labels"
+    return ""
+
+
+def _same_outputs(config: FinetuneConfig, task: Task[Any], released: Released) -> bool:
+    """Whether the checkpoint's output layer fits this task: the same labels, a value, or a span."""
+    weight = released.head.get("out_weight")
+    if weight is None or len(weight) != task.outputs:
+        return False
+    classes = released.config.get("architectures") or ()
+    if task.head == "spans":
+        return any(name.endswith("ForQuestionAnswering") for name in classes)
+    if task.objective == "value":
+        # transformers also treats a single output without a problem_type as a regression (modeling_bert.py, forward).
+        kind = released.config.get("problem_type") or "regression"
+        return kind == "regression" and any(name.endswith("ForSequenceClassification") for name in classes)
+    given = released.config.get("id2label") or {}
+    try:
+        names = {int(number): name for number, name in given.items()}
+    except (AttributeError, ValueError):
+        raise InputError(
+            f"{config.start_from}: id2label in config.json is {shortened(repr(given), _SHOWN)}; expected a label for "
+            "each number from 0. Correct it, or remove it to train a new output layer."
+        ) from None
+    return bool(names) and tuple(names[n] for n in sorted(names)) == task.labels

@@ -1,0 +1,224 @@
+"""The encoder with a task's head, and the loss of each objective.
+
+Shape letters: T tokens, S windows, E examples, R rows that the head sees, C outputs, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from finetune.tasks.base import Head, Objective
+from finetune.training.model.batches import LabelledBatch
+from pretrain.checkpoint.layouts import HeadDropout, TaskHead
+from pretrain.config import ModelConfig
+from pretrain.model.activations import get_activation
+from pretrain.model.encoder import Encoder
+from pretrain.model.hash_rng import hash_dropout
+from pretrain.model.heads import pool as pool_tokens
+from pretrain.model.initialisation import create_parameters
+from pretrain.model.norms import get_norm
+from pretrain.model.parameters import Parameter, linear_parameters
+
+_NO_DROPOUT = HeadDropout()
+_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # streams of a token's key that the encoder does not use
+
+
+class Output(NamedTuple):
+    """What `TaskModel` returns."""
+
+    loss: Tensor  # fp32 scalar: weighted sum over rows, examples or windows
+    logits: Tensor  # fp32 [R, C]
+
+
+class TaskModel(Encoder):
+    """An encoder with one task head. The head computes in fp32 for every precision of the encoder.
+
+    bf16 has 8 significant bits, so the outputs of a regression would take only a dozen distinct values.
+
+    Args:
+        shape: sizes and dropout of the encoder.
+        vocabulary_size: rows of the word embeddings.
+        head: kind of head.
+        objective: kind of loss.
+        outputs: width C of the output layer.
+        layers: what the family has between the encoder and the output layer.
+        compile, activation_checkpointing: as `Encoder`.
+    """
+
+    def __init__(
+        self,
+        shape: ModelConfig,
+        vocabulary_size: int,
+        head: Head,
+        objective: Objective,
+        outputs: int,
+        layers: TaskHead,
+        *,
+        compile: bool = False,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        super().__init__(shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing)
+        self.embeddings.tied = False
+        self.objective, self.loss = objective, LOSSES[head, objective]
+        self.pooling = layers.pooling if head == "sequence" else "cls"
+        self.every_row = head == "spans" or self.pooling != "cls"
+        self.head = OutputHead(shape, outputs, layers)
+
+    def forward(self, batch: LabelledBatch) -> Output:
+        """Loss and logits of one micro-batch."""
+        logits_RC = self.head.outputs(self._features(batch))
+        return Output(self.loss(logits_RC, batch), logits_RC)
+
+    def features(self, batch: LabelledBatch) -> Tensor:
+        """fp32 [R, H]: what the output layer reads, without a graph."""
+        with torch.no_grad():
+            return self._features(batch).float()
+
+    def _features(self, batch: LabelledBatch) -> Tensor:
+        hidden_RH = self.encode(batch, None if self.every_row else batch.rows)
+        keys_R = batch.token_keys if self.pooling == "late" else batch.token_keys[batch.rows]
+        return self.head(hidden_RH, keys_R, None if self.pooling == "cls" else batch.cu_seqlens)
+
+
+class OutputHead(nn.Module):
+    """A task's head: the layers that the family has, then a linear layer, at each row or once for each window."""
+
+    # norm_weight [H] and norm_bias [H] as well, if the family has them
+    dense_weight: nn.Parameter  # [H, H]
+    dense_bias: nn.Parameter
+    out_weight: nn.Parameter  # [C, H]
+    out_bias: nn.Parameter
+
+    def __init__(self, shape: ModelConfig, outputs: int, layers: TaskHead) -> None:
+        super().__init__()
+        self.layers, self.eps = layers, shape.layer_norm_eps
+        self.norm_kinds = tuple(get_norm(layers.norm).parameters) if layers.norm else ()
+        create_parameters(self, head_parameters(shape, outputs, layers), shape.init_std)
+
+    def forward(self, hidden_RH: Tensor, keys_R: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """What the output layer reads, [R, H] of the rows given.
+
+        Args:
+            hidden_RH: last hidden states; of all tokens if `cu_seqlens` is given.
+            keys_R: int32, seeds of dropout, of the rows that it applies to.
+            cu_seqlens: int32 [S + 1], the bounds of the windows, which are pooled: [S, H].
+        """
+        before_dense, before_out = self.layers.dropout if self.training else _NO_DROPOUT
+        if cu_seqlens is not None and self.layers.pooling != "late":
+            hidden_RH, cu_seqlens = _POOL[self.layers.pooling](hidden_RH, cu_seqlens), None
+        hidden_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_DENSE, before_dense)
+        if self.layers.activation:
+            bias = self.dense_bias if self.layers.bias else None
+            hidden_RH = get_activation(self.layers.activation).function(
+                _linear_fp32(hidden_RH, self.dense_weight, bias)
+            )
+        if self.norm_kinds:
+            weights = (getattr(self, f"norm_{kind}").float() for kind in self.norm_kinds)
+            hidden_RH = get_norm(self.layers.norm).function(hidden_RH, *weights, eps=self.eps)
+        hidden_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_OUT, before_out)
+        if cu_seqlens is not None:
+            hidden_RH = window_means(hidden_RH, cu_seqlens)
+        return hidden_RH
+
+    def outputs(self, features_RH: Tensor) -> Tensor:
+        """[R, C] of what `forward` returns."""
+        return _linear_fp32(features_RH, self.out_weight, self.out_bias)
+
+
+def head_parameters(shape: ModelConfig, outputs: int, layers: TaskHead) -> tuple[Parameter, ...]:
+    """The parameters of `OutputHead`."""
+    hidden = shape.hidden
+    norm = get_norm(layers.norm).parameters if layers.norm else {}
+    return (
+        *(linear_parameters("dense", hidden, hidden, bias=layers.bias) if layers.activation else ()),
+        *(Parameter(f"norm_{kind}", (hidden,), initial) for kind, initial in norm.items()),
+        *linear_parameters("out", outputs, hidden),
+    )
+
+
+def window_means(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """fp32 [S, X]: the mean of the rows of each window."""
+    lengths_S = cu_seqlens.diff().long()
+    windows_S = torch.arange(len(lengths_S), device=values_TX.device)
+    # Without the size the host would read it from the device.
+    window_T = windows_S.repeat_interleave(lengths_S, output_size=len(values_TX))
+    values_TX = values_TX.float()
+    sums_SX = values_TX.new_zeros(len(lengths_S), values_TX.shape[1]).index_add(0, window_T, values_TX)
+    return sums_SX / lengths_S[:, None]
+
+
+def window_maxima(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """fp32 [S, X]: the maximum of the rows of each window."""
+    return pool_tokens(values_TX.float(), cu_seqlens, "max")
+
+
+_POOL = {"mean": window_means, "max": window_maxima}
+
+
+def _linear_fp32(hidden_RH: Tensor, weight_CH: Tensor, bias_C: Tensor | None) -> Tensor:
+    """fp32 [R, C]"""
+    return F.linear(hidden_RH.float(), weight_CH.float(), None if bias_C is None else bias_C.float())
+
+
+def pool(logits_RC: Tensor, batch: LabelledBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean logits of each example's windows [E, C], its labels [E] or [E, C], its weight [E])."""
+    example_R = batch.owners[batch.sequence]
+    count = batch.examples
+    windows_E = logits_RC.new_zeros(count).index_add(0, example_R, logits_RC.new_ones(len(example_R)))
+    sums_EC = logits_RC.new_zeros(count, logits_RC.shape[1]).index_add(0, example_R, logits_RC)
+    labels_E = batch.labels.new_zeros(count, *batch.labels.shape[1:])
+    labels_E[example_R] = batch.labels  # all windows of an example have the same labels
+    weights_E = batch.weights.new_zeros(count).index_add(0, example_R, batch.weights)
+    return sums_EC / windows_E[:, None], labels_E, weights_E
+
+
+def class_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+    """Sum of the weighted cross-entropies of all rows, in nats, fp32 scalar; logits fp32 [R, C]."""
+    return (F.cross_entropy(logits_RC, batch.labels.long(), reduction="none") * batch.weights).sum()
+
+
+def pooled_class_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+    """As `class_loss`, of the mean logits of each example's windows."""
+    logits_EC, labels_E, weights_E = pool(logits_RC, batch)
+    return (F.cross_entropy(logits_EC, labels_E.long(), reduction="none") * weights_E).sum()
+
+
+def labels_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+    """Sum over examples of the weighted mean binary cross-entropy of their C labels, in nats, fp32 scalar."""
+    logits_EC, labels_EC, weights_E = pool(logits_RC, batch)
+    losses_EC = F.binary_cross_entropy_with_logits(logits_EC, labels_EC.float(), reduction="none")
+    return (losses_EC.mean(1) * weights_E).sum()
+
+
+def value_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+    """Sum over examples of the weighted squared error, fp32 scalar; logits fp32 [R, 1]."""
+    values_E1, labels_E, weights_E = pool(logits_RC, batch)
+    return ((values_E1[:, 0] - labels_E.float()).square() * weights_E).sum()
+
+
+def span_loss(logits_R2: Tensor, batch: LabelledBatch) -> Tensor:
+    """Mean cross-entropy of start and end, each a softmax over a window's rows."""
+    starts = batch.cu_seqlens[:-1].long()  # every token of a window is a query position
+    windows = len(starts)
+    tops_S2 = logits_R2.detach().new_full((windows, 2), -torch.inf)
+    index_R2 = batch.sequence[:, None].expand(-1, 2)
+    tops_S2 = tops_S2.scatter_reduce(0, index_R2, logits_R2.detach(), "amax")
+    shifted_R2 = logits_R2 - tops_S2[batch.sequence]
+    sums_S2 = shifted_R2.new_zeros(windows, 2).index_add(0, batch.sequence, shifted_R2.exp())
+    log_probabilities_R2 = shifted_R2 - sums_S2.log()[batch.sequence]
+    losses_S2 = -torch.zeros_like(sums_S2).index_add(0, batch.sequence, log_probabilities_R2 * batch.labels)
+    return (losses_S2.mean(1) * batch.weights[starts]).sum()
+
+
+LOSSES: dict[tuple[Head, Objective], Callable[[Tensor, LabelledBatch], Tensor]] = {
+    ("sequence", "classes"): pooled_class_loss,
+    ("sequence", "labels"): labels_loss,
+    ("sequence", "value"): value_loss,
+    ("tokens", "classes"): class_loss,
+    ("spans", "span"): span_loss,
+}

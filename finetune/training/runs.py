@@ -1,0 +1,334 @@
+"""A fine-tuning run before and after training: what is checked and printed before it starts, and printed at its end."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from finetune.tasks.base import Task, data_digest
+from finetune.tasks.datasets.text import TextEncoder
+from finetune.training.card import repeated_remark
+from finetune.training.config import FinetuneConfig, changed_for_resume, load_config
+from finetune.training.model.start import is_short, start_table
+from finetune.training.saved import MODEL, load_saved, read_details, result_lines
+from pretrain.common.commands import next_step, program
+from pretrain.common.errors import InputError
+from pretrain.common.files import MANIFEST
+from pretrain.common.records import read_records
+from pretrain.common.run_files import CONFIG_FILE
+from pretrain.common.wording import counted
+from pretrain.config import ModelConfig
+from pretrain.run import launch
+from pretrain.storage.runs import fetched_model
+
+if TYPE_CHECKING:
+    from pretrain.checkpoint.released import Released
+
+_STILL_FALLS, _STILL_HIGH = 0.93, 0.2  # the last loss beside the one before it, and beside the first
+
+
+@dataclass(frozen=True)
+class FinetunePlan:
+    """What is known about a run before it trains."""
+
+    examples: int
+    units: int  # what a step counts: examples, or windows if the model does not combine an example's windows
+    tokens: int  # of all training examples; 0 if they are not tokenized before the training
+    held_out: dict[str, int]  # examples of each held-out set
+    labels: tuple[str, ...]
+    steps: int
+    short: bool  # as `is_short`
+    key_mapping: str  # where each tensor of the checkpoint goes, as lines
+    family: str
+    parameters: int
+    model: ModelConfig  # the checkpoint's shape
+
+    def steps_of(self, config: FinetuneConfig) -> int:
+        """Steps of a run of the same data and checkpoint with these settings."""
+        return config.filled(self.model.hidden, self.units).total_steps(self.units)
+
+
+def start(config: FinetuneConfig, *, resume: bool, ray: bool = False, no_ray: bool = False) -> FinetuneConfig | None:
+    """Check, record and train the run, as `pretrain.run.launch.start_run` does."""
+
+    def check(config: FinetuneConfig, alone: bool) -> int | None:
+        if is_finished(config, resume):
+            return None
+        run_plan = plan(config, alone)
+        print(describe_start(config, run_plan))
+        return run_plan.steps
+
+    if resume:
+        launch.bring(config.run_dir)
+    return launch.start_run(
+        "finetune.training.train:main",
+        config,
+        resume=resume,
+        ray=ray,
+        no_ray=no_ray,
+        check=check,
+        is_finished=lambda config: is_finished(config, resume=True),
+        changed=changed_for_resume,
+    )
+
+
+# ---------------------------------------------------------------- checked before the start
+
+
+def is_finished(config: FinetuneConfig, resume: bool) -> bool:
+    """Whether the run folder holds the finished model of this run.
+
+    Raises:
+        InputError: it holds one and `resume` is off, or its run had other settings.
+    """
+    finished = has_model(config)
+    if finished and not resume:
+        raise InputError(
+            f"{config.folder}: already holds a finished model. Choose another name or run_dir, or remove it."
+        )
+    if finished:
+        check_same(config, over=True)
+    return finished
+
+
+def has_model(config: FinetuneConfig) -> bool:
+    """Whether the run folder holds a finished model."""
+    return (config.folder / MODEL / MANIFEST).is_file()
+
+
+def check_same(config: FinetuneConfig, *, over: bool) -> None:
+    """Raise `InputError` if the run in the folder has other settings.
+
+    `over`: the run has finished, so that settings which a resumed run may change must be the same, too.
+    """
+    path = config.folder / CONFIG_FILE
+    if not path.is_file():
+        return
+    before = load_config(path)
+    others = changed_for_resume(before, config)
+    if Path(before.start_from).resolve() != Path(config.start_from).resolve():
+        others.append(f"start_from ({before.start_from} -> {config.start_from})")
+    patience = before.training.patience, config.training.patience
+    if over and patience[0] != patience[1]:
+        others.append(f"training.patience ({patience[0]} -> {patience[1]})")
+    if others:
+        raise InputError(
+            f"{path}: the run had other settings: {', '.join(others)}. Choose another name or run_dir, or remove it."
+        )
+
+
+def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> FinetunePlan:
+    """Read the data files and the checkpoint; reports the user's mistakes in seconds, before training starts.
+
+    Args:
+        config: the run.
+        alone: this process trains, so no workers need to fit on the machine.
+        test_sets: the run predicts the test sets at its end, so they are read too.
+
+    Raises:
+        InputError: a file, the checkpoint or a setting is missing or wrong.
+        MachineError: the workers do not fit on this machine.
+    """
+    if not config.start_from:
+        raise InputError("--from: missing. Give the folder of the initial checkpoint, or set start_from in the config.")
+    task = config.make_task()
+    examples = task.read_train()
+    held_out = task.read_held_out()
+    if test_sets:
+        task.read_test()
+    launch.check_cores(config, alone)
+    released, encoder = _read_start(config)
+    check_fit(config, released.model)
+    task.check(encoder)
+    units, tokens = _measured(config, task, examples, encoder)
+    from pretrain.checkpoint.sentence_transformers import remarks
+
+    return FinetunePlan(
+        examples=len(examples),
+        units=units,
+        tokens=tokens,
+        held_out={name: len(members) for name, members in held_out.items()},
+        labels=task.labels,
+        steps=config.filled(released.model.hidden, units).total_steps(units),
+        short=is_short(config, task, examples, encoder, released.model),
+        key_mapping="\n".join(
+            [start_table(config, task, released), *remarks(fetched_model(config.start_from), config.max_length)]
+        ),
+        family=released.family,
+        parameters=sum(tensor.numel() for tensor in released.backbone.values()),
+        model=released.model,
+    )
+
+
+def _measured(
+    config: FinetuneConfig, task: Task[Any], examples: Sequence[Any], encoder: TextEncoder
+) -> tuple[int, int]:
+    """`units` and `tokens` of the plan. Windows, which take long, are cut only if units or fit depend on them.
+
+    Raises:
+        InputError: an example does not fit into a micro-batch.
+    """
+    from finetune.training.model.batches import Batches
+
+    workers, budget = config.scheduling.workers, config.engine.micro_batch_tokens
+    if task.head == "sequence" and task.most_windows * config.max_length * min(workers, 2) <= budget:
+        return len(examples), 0
+    windows = task.windows(examples, encoder, training=True)
+    Batches(windows, seed=config.seed, budget=budget, rank=0, world_size=workers).check(
+        f"{config.task_name}, training set"
+    )
+    return windows.training_examples, len(windows.ids)
+
+
+def check_fit(config: FinetuneConfig, model: ModelConfig) -> None:
+    """Raise `InputError` if the settings need more positions or layers than the checkpoint has."""
+    if config.max_length > model.max_positions:
+        raise InputError(
+            f"max_length: {config.max_length}, but {config.start_from} has {model.max_positions} positions. "
+            "Lower it to that."
+        )
+    if config.training.reinitialised_layers > model.layers:
+        raise InputError(
+            f"training.reinitialised_layers: {config.training.reinitialised_layers}, but {config.start_from} has "
+            f"{model.layers} layers. Lower it to that or less."
+        )
+
+
+def digest(config: FinetuneConfig, *, test_sets: bool = True) -> str:
+    """`data_digest` of the data files as they are now; with `test_sets`, labelled test sets are included."""
+    _, encoder = _read_start(config)
+    task = config.make_task()
+    training = task.windows(task.read_train(), encoder, training=True)
+    scored = task.read_held_out()
+    tests = task.read_test() if test_sets else {}
+    scored |= {name: members for name, members in tests.items() if task.is_labelled(members)}
+    windows = {name: task.windows(members, encoder, training=False) for name, members in scored.items()}
+    return data_digest(task.labels, training, windows)
+
+
+def _read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
+    """The checkpoint to start from, and its tokenizer with windows of the config's length."""
+    from pretrain.checkpoint.released import read_released
+    from pretrain.checkpoint.tokenizer import read_tokenizer
+
+    released = read_released(fetched_model(config.start_from))
+    tokenizer = read_tokenizer(fetched_model(config.start_from), released.vocabulary_size)
+    return released, TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
+
+
+# ---------------------------------------------------------------- printed before the start
+
+
+def describe(config: FinetuneConfig, plan: FinetunePlan, *, show_config: bool = False) -> str:
+    """The dry run: the data, the precision and the checkpoint; with `show_config` also the resolved config."""
+    from pretrain.common.settings import dump
+    from pretrain.model.precision import resolve_precision
+
+    config, why = resolve_precision(config)
+    precision = f"precision {config.engine.precision}: {why}"
+    parts = [f"{_describe_data(config, plan)}\n{precision}", describe_checkpoint(config, plan)]
+    if show_config:
+        parts.append("\n".join(["Resolved config", *(f"  {line}" for line in dump(config).splitlines())]))
+    return "\n\n".join(parts)
+
+
+def describe_start(config: FinetuneConfig, plan: FinetunePlan) -> str:
+    """The checkpoint, the data and the number of steps."""
+    return f"{describe_checkpoint(config, plan)}\n{_describe_data(config, plan)}"
+
+
+def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
+    shown = ", ".join(plan.labels[:8]) + (", ..." if len(plan.labels) > 8 else "")
+    examples = counted(plan.examples, "training example")
+    tokens = f" of {plan.tokens:,} tokens" if plan.tokens else ""
+    windows = f" in {counted(plan.units, 'window')}" if plan.units != plan.examples else ""
+    compiled = ", too few to compile the model" if plan.short and config.engine.compile == "auto" else ""
+    lines = [
+        f"{config.task_name}: {examples}{windows}{tokens}, {counted(plan.steps, 'step')}{compiled}",
+        f"  {_describe_held_out(config, plan)}",
+    ]
+    if plan.labels:
+        lines.append(f"  {counted(len(plan.labels), 'label')}: {shown}")
+    lines += [f"  note: {repeated_remark(*pair)}" for pair in config.repeated_sets()]
+    return "\n".join(lines)
+
+
+def _describe_held_out(config: FinetuneConfig, plan: FinetunePlan) -> str:
+    """The sets that choose the checkpoint, or that there are none."""
+    share = getattr(config.task_settings, "dev_share", None)
+    if not plan.held_out:
+        hint = f"{config.task_name}.dev" + ("" if share is None else f" or {config.task_name}.dev_share")
+        return f"no held-out set: the last checkpoint is kept. To keep the best one by a score, set {hint}."
+    sets = ", ".join(f"{name} ({counted(count, 'example')})" for name, count in plan.held_out.items())
+    origin = f", {share:.3g} of the training set, by a hash of the texts (dev_share)" if share else ""
+    return f"held out: {sets}{origin}"
+
+
+def describe_checkpoint(config: FinetuneConfig, plan: FinetunePlan) -> str:
+    """The checkpoint that the run starts from, and its key mapping."""
+    lines = [
+        f"{config.start_from}: {plan.family}, {plan.parameters / 1e6:.1f} M parameters"
+        + (", weights re-initialised at random" if config.random_weights else ""),
+        *(f"  {line}" for line in plan.key_mapping.splitlines()),
+    ]
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- printed at the end
+
+
+def summary(config: FinetuneConfig) -> str:
+    """The scores, where the model is, and what to do next."""
+    saved, details = load_saved(config.folder), read_details(config.folder)
+    task = config.make_task(saved.state)
+    lines = [
+        line
+        for name, scores in saved.scores.items()
+        for line in result_lines(task, name, scores, details.get(name, {}))
+    ]
+    lines += course_lines(read_records(config.folder), task.metric)
+    lines.append(f"{config.folder / MODEL}: finished.{next_step(_prediction(config))}")
+    return "\n".join(lines)
+
+
+def course_lines(records: Sequence[Mapping[str, Any]], metric: str) -> list[str]:
+    """The score of the frozen linear model, and warnings if training did not improve on it or ended too soon.
+
+    Args:
+        records: of the run's metrics.jsonl.
+        metric: the score that chose the checkpoint.
+    """
+    scored = [record for record in records if record.get("split") == "validation" and metric in record]
+    losses = [record["loss"] for record in records if "lr" in record]
+    lines = []
+    if scored and scored[0]["step"] == 0:
+        frozen, best = scored[0][metric], max(record[metric] for record in scored)
+        lines.append(f"frozen linear model, before training: {metric} {frozen:.4f}")
+        if best <= frozen:
+            lines.append(
+                "  warning: training did not improve on it, so the linear model was kept. Lower "
+                "training.learning_rate, or train on more examples."
+            )
+    tail = max(2, len(losses) // 5)
+    if len(losses) >= 3 * tail:
+        before, last = mean(losses[-2 * tail : -tail]), mean(losses[-tail:])
+        if _STILL_HIGH * losses[0] < last < _STILL_FALLS * before:
+            lines.append(
+                f"  warning: the loss still falls ({before:.3f} to {last:.3f} in the last steps). Train longer "
+                "(training.epochs)."
+            )
+    return lines
+
+
+def next_command(config: FinetuneConfig) -> str:
+    """The command that predicts with a finished model."""
+    return f"Next: {program()} {_prediction(config)}"
+
+
+def _prediction(config: FinetuneConfig) -> str:
+    given = " ".join(f"--{name} ..." for name in config.make_task().input_fields)
+    return f"predict {shlex.quote(str(config.address or config.folder))} {given}"

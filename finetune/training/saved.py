@@ -1,0 +1,229 @@
+"""A fine-tuned model on disk: a Hugging Face folder with `finetune.json`, which holds config and task state.
+
+runs/NAME/model/       config.json model.safetensors tokenizer.json ... README.md finetune.json manifest.json
+runs/NAME/scores.json  scores of every labelled dev and test set, their training step, and the set that chose it
+runs/NAME/predictions/SET.jsonl, and files for the task's official scorers
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.tasks.base import Task
+from finetune.training.card import CardFacts, model_card
+from finetune.training.config import FinetuneConfig
+from finetune.training.folders import MODEL, SETTINGS, model_folder
+from finetune.training.rows import write_rows
+from pretrain.common.errors import InputError
+from pretrain.common.files import atomic_open, expect_other, is_stream, write_json
+from pretrain.common.run_files import SCORES
+from pretrain.common.wording import shown_scores
+from pretrain.storage.runs import fetched_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pretrain.checkpoint.released import Released
+
+PREDICTIONS = "predictions"
+FORMAT = 1
+
+_PROBLEM = {
+    "classes": "single_label_classification",
+    "labels": "multi_label_classification",
+    "value": "regression",
+}
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """A set and the finished model's predictions; an unlabelled set has no scores."""
+
+    examples: Sequence[Any]
+    predictions: list[dict[str, Any]]
+    scores: dict[str, float]
+    details: dict[str, Any]
+
+    @classmethod
+    def of(cls, task: Task[Any], examples: Sequence[Any], predictions: list[dict[str, Any]]) -> SetResult:
+        """With the scores and details that the task computes."""
+        if not task.is_labelled(examples):
+            return cls(examples, predictions, {}, {})
+        return cls(examples, predictions, task.score(examples, predictions), task.details(examples, predictions))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The content of `finetune.json`."""
+
+    config: FinetuneConfig
+    state: dict[str, Any]  # of the task
+    scores: dict[str, dict[str, float]]
+
+
+def save_model(
+    config: FinetuneConfig,
+    task: Task[Any],
+    released: Released,
+    weights: Mapping[str, Tensor],
+    *,
+    step: int,
+    results: Mapping[str, SetResult],
+    chosen_on: str,
+    training_examples: int,
+    data: str,
+) -> None:
+    """Write predictions, scores and model into the run folder. The model comes last: it marks the run as complete.
+
+    Args:
+        weights: by the names of `finetune.training.model.task_model.TaskModel`.
+        step: the training step of the weights.
+        results: of every dev and test set, by name.
+        chosen_on: the set that selected the step and tuned the task; "" for none.
+        training_examples: number of examples in the training set.
+        data: the digest of the training data and of all scored data.
+    """
+    for name, result in results.items():
+        write_predictions(config.folder / PREDICTIONS / f"{name}.jsonl", task, result.examples, result.predictions)
+    from pretrain.checkpoint.layouts import OWN, brings_code, why_own
+
+    facts = CardFacts(
+        family=released.family,
+        shape=released.model,
+        parameters=sum(tensor.numel() for tensor in weights.values()),
+        step=step,
+        chosen_on=chosen_on,
+        examples={"train": training_examples, **{name: len(result.examples) for name, result in results.items()}},
+        scores={name: result.scores for name, result in results.items() if result.scores},
+        details={name: result.details for name, result in results.items() if result.details},
+        own=why_own(released.model) if released.family == OWN.family else "",
+        brings_code=task.head == "sequence" and brings_code(released.family, released.model, released.config),
+    )
+    _write_scores(config, task, facts, data)
+    _write_model(config, task, released, weights, facts)
+
+
+def _write_scores(config: FinetuneConfig, task: Task[Any], facts: CardFacts, data: str) -> None:
+    write_json(
+        config.folder / SCORES,
+        {
+            "metric": task.metric,
+            "step": facts.step,
+            "chosen_on": facts.chosen_on,
+            "data": data,
+            "scores": facts.scores,
+            "details": facts.details,
+        },
+    )
+
+
+def _write_model(
+    config: FinetuneConfig, task: Task[Any], released: Released, weights: Mapping[str, Tensor], facts: CardFacts
+) -> None:
+    from pretrain.checkpoint.released_writer import write_released
+
+    settings = {
+        "format": FORMAT,
+        "config": config.model_dump(mode="json"),
+        "state": task.state(),
+        "scores": facts.scores,
+    }
+    write_released(
+        config.folder / MODEL,
+        family=released.family,
+        model=released.model,
+        backbone={name: tensor for name, tensor in weights.items() if not name.startswith("head.")},
+        head={name.removeprefix("head."): tensor for name, tensor in weights.items() if name.startswith("head.")},
+        purpose=task.head,
+        config={**_kept(released.config), **_labels(task)},
+        tokenizer=fetched_model(config.start_from),
+        card=model_card(config, task, facts),
+        extra={SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False)},
+    )
+
+
+def load_saved(folder: Path) -> Saved:
+    """Config, state and scores of the model in `folder`, or of a run folder's model."""
+    path = model_folder(folder) / SETTINGS
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return Saved(FinetuneConfig.model_validate(values["config"]), values["state"], values["scores"])
+    except (ValueError, KeyError) as error:
+        raise InputError(f"{path}: damaged ({' '.join(str(error).split())[:200]}). Fine-tune again.") from None
+
+
+def write_predictions(
+    path: Path,
+    task: Task[Any],
+    examples: Sequence[Any],
+    predictions: Sequence[Mapping[str, Any]],
+    inputs: Iterable[Path | str] = (),
+) -> None:
+    """Write `prediction_rows` to `path`, and the task's `scorer_files` beside it under its name, unless it is a pipe.
+
+    `InputError` if one of these files is one of `inputs`; then none is written.
+    """
+    beside = {} if is_stream(path) else task.scorer_files(examples, predictions)
+    files = {path.with_name(path.stem + suffix): content for suffix, content in beside.items()}
+    expect_other([path, *files], inputs)
+    write_rows(path, prediction_rows(task, examples, predictions))
+    for beside_it, content in files.items():
+        with atomic_open(beside_it, "w") as file:
+            file.write(content)
+
+
+def prediction_rows(
+    task: Task[Any], examples: Iterable[Any], predictions: Iterable[Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """For each example its record, then the prediction."""
+    for example, made in zip(examples, predictions, strict=True):
+        yield {**task.record(example), **made}
+
+
+def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], details: Mapping[str, Any]) -> list[str]:
+    """The scores of the set `name` for the terminal, and a warning of what is suspicious in its `details`."""
+    remarks = [f"  warning: {name}: {remark}" for remark in task.result_remarks(details)]
+    line = ", ".join(f"{key} {value:.4f}" for key, value in shown_scores(scores, task.metric).items())
+    return [f"{name}: {line}", *remarks]
+
+
+def read_details(run: Path) -> dict[str, dict[str, Any]]:
+    """set -> details, from the scores.json of a finished run; {} if it has none."""
+    try:
+        return json.loads((run / SCORES).read_text(encoding="utf-8")).get("details", {})
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InputError(f"{run / SCORES}: damaged ({error}). Restore it, or fine-tune again.") from None
+
+
+# Keys of the starting checkpoint's config.json that do not apply to the new model.
+_STALE = (
+    "architectures",
+    "id2label",
+    "label2id",
+    "num_labels",
+    "problem_type",
+    "finetuning_task",
+    "_name_or_path",
+)
+
+
+def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _STALE}
+
+
+def _labels(task: Task[Any]) -> dict[str, Any]:
+    """config.json's label maps. transformers counts outputs by them, so a regression has one label, too."""
+    if task.head == "spans":
+        return {}
+    names = task.labels or tuple(f"LABEL_{n}" for n in range(task.outputs))
+    maps = {
+        "id2label": {str(n): name for n, name in enumerate(names)},
+        "label2id": {name: n for n, name in enumerate(names)},
+    }
+    return maps | ({"problem_type": _PROBLEM[task.objective]} if task.head == "sequence" else {})

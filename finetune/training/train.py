@@ -1,0 +1,393 @@
+"""Fine-tuning on one worker: checkpoint, task, engine and training loop put together.
+
+`main` runs the same in one process, under torchrun and under Ray (cluster/workers/launch.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finetune.tasks.base import Task, Windows, data_digest
+from finetune.tasks.datasets.text import TextEncoder
+from finetune.training.config import FinetuneConfig, changed_for_resume
+from finetune.training.model.batches import Batches, LabelledBatch, LabelledStep
+from finetune.training.model.inference import inference_model, predict_logits
+from finetune.training.model.output_layer import fit_output_layer
+from finetune.training.model.start import fits_output_layer, initial_state, is_short
+from finetune.training.model.task_model import Output, TaskModel
+from finetune.training.saved import MODEL, SetResult, save_model
+from pretrain.checkpoint import store
+from pretrain.checkpoint.released import Released, read_released
+from pretrain.checkpoint.start import digest
+from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.common.errors import InputError
+from pretrain.common.worker import Worker
+from pretrain.config import ModelConfig
+from pretrain.model.cost import encoder_flops
+from pretrain.model.parameters import layer_of
+from pretrain.run.loop import LONG_SECONDS
+from pretrain.run.plan import TrainingPlan
+from pretrain.run.progress import check_settings, read_state
+from pretrain.run.run import Training, run
+from pretrain.run.session import check_same_data, started
+from pretrain.storage.runs import fetched_model
+from pretrain.training.engine import Engine
+from pretrain.training.fresh_state import FreshState
+from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
+
+LAUNCHING = (TaskModel.__module__, f"{__name__}.loss", f"{__name__}.totals")  # only launch kernels on a GPU
+
+
+def main(payload: dict[str, Any], worker: Worker) -> None:
+    """Train `payload["config"]` (a dumped FinetuneConfig), from the newest checkpoint with `payload["resume"]`.
+
+    Test sets are predicted at the end unless `payload["test_sets"]` is present and false.
+    Leaves the best model, its scores and predictions in the run folder, or raises one of `pretrain.common.errors`.
+    """
+    config = FinetuneConfig.model_validate(payload["config"])
+    with started(config, worker, resume=payload["resume"], launching=LAUNCHING) as (config, device, watchdog):
+        task = config.make_task()
+        examples = task.read_train()
+        released = read_released(fetched_model(config.start_from))
+        if worker.world_size > 1:
+            labels = hashlib.sha256(json.dumps(task.labels).encode()).hexdigest()
+            check_same_data({"start_from": digest(released.backbone), config.task_name: labels})
+        encoder = _text_encoder(config, released)
+        short = is_short(config, task, examples, encoder, released.model)
+        model = make_model(_uncompiled(config) if short else config, task, released, examples)
+        weights = model.state_dict()
+        fitted = fits_output_layer(config, task, released)
+        engine = Engine(
+            model,
+            lambda named: make_optimizer(config.optimizer, layered_groups(config, named, released.model.layers)),
+            config.engine,
+            watchdog,
+        )
+        job = Finetuning(config, task, examples, encoder, released.model, engine, device)
+        config = job.config
+        if fitted and not (payload["resume"] and _has_checkpoint(config, engine)):
+            weights |= job.fitted_output_layer(released, weights)
+        engine.load(FreshState(weights), 0)
+        del weights
+        held_out = job.data_digest({})
+        check_same_data({config.task_name: held_out})
+        training = Training(
+            job,
+            _plan(config, job, evaluate_first=fitted, rehearse=not short),
+            job_type="finetune",
+            card={"examples": len(examples), "labels": list(task.labels)},
+            identity={"data": job.digest, "held_out": held_out},
+            check=lambda state, checkpoint: _check_state(state, checkpoint, config, job),
+            finish=lambda tracker: _finish(
+                config, job, released, engine, tracker.log_artifact, test_sets=payload.get("test_sets", True)
+            ),
+        )
+        run(training, engine, worker, payload)
+        engine.close()
+
+
+def _has_checkpoint(config: FinetuneConfig, engine: Engine) -> bool:
+    """Whether rank 0 sees a checkpoint; `run` verifies and reads it later."""
+    return store.agree(engine, lambda: bool(store.list_checkpoints(config.folder / "checkpoints")))
+
+
+def make_model(config: FinetuneConfig, task: Task[Any], released: Released, examples: Sequence[Any] = ()) -> TaskModel:
+    """The model to start with: the checkpoint's weights, and initialised ones for what it lacks.
+
+    A new output layer for values begins at the task's `first_value` for the `examples`.
+    """
+    model = TaskModel(
+        released.model,
+        released.vocabulary_size,
+        task.head,
+        task.objective,
+        task.outputs,
+        released.task_head(task.head),
+        compile=config.engine.compiled,
+        activation_checkpointing=config.engine.activation_checkpointing,
+    )
+    given = {} if config.random_weights else initial_state(config, task, released)
+    model.load_state_dict(given, strict=False)
+    if examples and task.objective == "value" and "head.out_bias" not in given:
+        with torch.no_grad():
+            model.head.out_bias.fill_(task.first_value(examples))
+    return model
+
+
+def layered_groups(config: FinetuneConfig, named: Sequence[tuple[str, Tensor]], layers: int) -> list[dict[str, Any]]:
+    """Optimizer groups, one pair for each depth whose rate differs (Howard and Ruder 2018, discriminative rates)."""
+    decay = config.training.layer_decay
+    if decay == 1:
+        return parameter_groups(named, config.optimizer.weight_decay)
+    groups: list[dict[str, Any]] = []
+    for depth in range(layers + 2):  # embeddings, layers, head
+        members = [(name, parameter) for name, parameter in named if layer_of(name, layers) == depth]
+        share = decay ** (layers + 1 - depth)
+        groups += [{**group, "rate_share": share} for group in parameter_groups(members, config.optimizer.weight_decay)]
+    return groups
+
+
+class Finetuning:
+    """Labelled examples as a `TrainingTask`."""
+
+    def __init__(
+        self,
+        config: FinetuneConfig,
+        task: Task[Any],
+        examples: list[Any],
+        encoder: TextEncoder,
+        shape: ModelConfig,
+        engine: Engine,
+        device: torch.device,
+    ) -> None:
+        self.config, self.task, self.encoder = config, task, encoder
+        self._shape, self._engine, self._device = shape, engine, device
+        self.training_examples = len(examples)
+        self.held_out = task.read_held_out()
+        self._batches = self._cut(task.windows(examples, encoder, training=True), config.seed)
+        self._batches.check(f"{config.task_name}, training set")
+        self._held_out_windows = {name: self._windows(members) for name, members in self.held_out.items()}
+        self.units = self._batches.examples
+        self.digest = self._batches.windows.digest(task.labels)
+        self.config = config.filled(shape.hidden, self.units)
+        self.total_steps = self.config.total_steps(self.units)
+        self._stalled = 0.0
+
+    def fitted_output_layer(self, released: Released, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`fit_output_layer` of a model with these weights, the same on all ranks."""
+
+        def fit() -> dict[str, Tensor]:
+            model = inference_model(self.task, released, weights, self._device, self.config.engine.resolved_precision)
+            alone = Batches(
+                self._batches.windows,
+                seed=self.config.seed,
+                budget=self.config.engine.micro_batch_tokens,
+                rank=0,
+                world_size=1,
+            )
+            return fit_output_layer(model, alone, self._device)
+
+        with self._engine.allow(LONG_SECONDS):
+            return store.agree(self._engine, lambda: fit() if self._engine.rank == 0 else {})
+
+    def data_digest(self, tests: Mapping[str, list[Any]]) -> str:
+        """A digest of the examples that it is trained and scored on, labelled test sets included."""
+        scored = {name: self._windows(members) for name, members in tests.items() if self.task.is_labelled(members)}
+        return data_digest(self.task.labels, self._batches.windows, {**self._held_out_windows, **scored})
+
+    def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[LabelledStep]:
+        count = self.config.training.examples_per_step
+        behind = sum(passed for _, passed in passed_over)
+        for step in range(start_step + behind, self.total_steps + behind):
+            began = time.perf_counter()
+            made = self._batches.step(step * count, count).to(self._device)
+            self._stalled += time.perf_counter() - began
+            yield made
+
+    def pass_over(self, step: int, count: int) -> list[tuple[int, int]]:
+        return [(step, count)]
+
+    def largest(self) -> LabelledStep:
+        return self._batches.largest().to(self._device)
+
+    def loss_weights(self, step: LabelledStep) -> tuple[float, ...]:
+        return (1 / step.weight,)
+
+    def loss(self, output: Output, weights: Sequence[float] | Tensor) -> Tensor:
+        return output.loss * weights[0]
+
+    def totals(self, output: Output) -> Tensor:
+        return output.loss[None]
+
+    def counts(self, step: LabelledStep) -> Tensor:
+        return torch.tensor([step.weight], dtype=torch.float64)
+
+    def flops(self, micro_batch: LabelledBatch) -> float:
+        return encoder_flops(self._shape, micro_batch.lengths, len(micro_batch.rows))
+
+    def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
+        return {"loss": totals[0] / counts[0]}
+
+    def evaluate(self, engine: Engine) -> dict[str, float]:
+        scores: dict[str, float] = {}
+        for number, name in enumerate(self.held_out):
+            predictions, loss = self.predictions(name, tune=number == 0)
+            if engine.rank == 0:
+                means = {"loss": loss, **self.task.score(self.held_out[name], predictions)}
+                scores |= means if number == 0 else {f"{name}/{key}": value for key, value in means.items()}
+        return engine.gather_objects(scores)[0]
+
+    def predictions(self, name: str, *, tune: bool) -> tuple[list[dict[str, Any]], float]:
+        """Rank 0: the predictions on a held-out set, and the mean loss; nothing on other ranks.
+
+        `tune` lets the task choose on this set, such as a threshold; the predictions use what it chose.
+        """
+        return self._predict(self.held_out[name], self._held_out_windows[name], tune=tune)
+
+    def predictions_of(self, model: TaskModel, examples: list[Any], *, tune: bool) -> list[dict[str, Any]]:
+        """Rank 0: the predictions of `model`, of which every rank has a copy; nothing on other ranks."""
+        windows = self._windows(examples)
+
+        def forward(batch: LabelledBatch) -> Output:
+            self._engine.beat()
+            return model(batch)
+
+        with torch.inference_mode():
+            logits = predict_logits(
+                forward, self._cut(windows, 0), self.task.outputs, self._device, self._engine.gather_objects
+            )
+        return [] if self._engine.rank else self._decode(examples, windows, logits, tune=tune)
+
+    def to_minimise(self, means: dict[str, float]) -> float:
+        return -means[self.task.metric]
+
+    def validation_set(self) -> str:
+        return next(iter(self.held_out), "")
+
+    def stalled_seconds(self) -> float:
+        return self._stalled
+
+    def close(self) -> None:
+        """Nothing: no file is open between steps."""
+
+    def _windows(self, examples: list[Any]) -> Windows:
+        return self.task.windows(examples, self.encoder, training=False)
+
+    def _cut(self, windows: Windows, seed: int) -> Batches:
+        engine = self._engine
+        return Batches(
+            windows,
+            seed=seed,
+            budget=self.config.engine.micro_batch_tokens,
+            rank=engine.rank,
+            world_size=engine.world_size,
+        )
+
+    def _predict(self, examples: list[Any], windows: Windows, *, tune: bool) -> tuple[list[dict[str, Any]], float]:
+        engine, losses = self._engine, torch.zeros(2, dtype=torch.float64, device=self._device)
+
+        def forward(batch: LabelledBatch) -> Output:
+            output = engine.forward(batch)
+            losses.add_(torch.stack([output.loss.double(), batch.weights.sum().double()]))
+            return output
+
+        engine.module.eval()
+        with torch.no_grad():
+            logits = predict_logits(
+                forward, self._cut(windows, 0), self.task.outputs, self._device, engine.gather_objects
+            )
+        engine.module.train()
+        engine.sum_over_workers(losses)
+        if engine.rank:
+            return [], 0.0
+        total, weight = losses.tolist()
+        return self._decode(examples, windows, logits, tune=tune), total / (weight or 1.0)
+
+    def _decode(self, examples: list[Any], windows: Windows, logits: np.ndarray, *, tune: bool) -> list[dict[str, Any]]:
+        if tune:
+            self.task.tune(examples, windows, logits)
+        return self.task.decode(examples, windows, logits)
+
+
+def _text_encoder(config: FinetuneConfig, released: Released) -> TextEncoder:
+    tokenizer = read_tokenizer(fetched_model(config.start_from), released.vocabulary_size)
+    return TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
+
+
+def _uncompiled(config: FinetuneConfig) -> FinetuneConfig:
+    """`config` without compilation, unless it asks for that."""
+    engine = config.engine
+    compile = engine.compile if engine.compile != "auto" else False
+    return config.model_copy(update={"engine": engine.model_copy(update={"compile": compile})})
+
+
+def _plan(config: FinetuneConfig, job: Finetuning, *, evaluate_first: bool, rehearse: bool) -> TrainingPlan:
+    evaluations, phase = config.evaluate_every_steps(job.units), config.phase(job.units)
+    return TrainingPlan(
+        config,
+        total_steps=job.total_steps,
+        learning_rate=lambda step: learning_rate([phase], step),
+        evaluate_every_steps=evaluations,
+        checkpoint_every_steps=min(evaluations, config.checkpoint.every_steps),
+        keep_best=True,
+        patience=config.training.patience,
+        evaluate_first=evaluate_first,
+        rehearse=rehearse,
+    )
+
+
+def _check_state(state: dict[str, Any], checkpoint: Path, config: FinetuneConfig, job: Finetuning) -> None:
+    if state.get("data", job.digest) != job.digest:
+        raise InputError(
+            f"{checkpoint}: was trained on other data, or with another tokenizer, than {config.start_from} and the "
+            f"files of {config.task_name} give now. Put them back as they were, or choose another name or run_dir."
+        )
+    held_out = job.data_digest({})
+    if state.get("held_out", held_out) != held_out:
+        raise InputError(
+            f"{checkpoint}: was scored on another dev set than the files of {config.task_name} give now, and scores on "
+            "it choose the model. Put the dev set back as it was, or choose another name or run_dir."
+        )
+    check_settings(state, checkpoint, config, changed_for_resume)
+
+
+def _finish(
+    config: FinetuneConfig,
+    job: Finetuning,
+    released: Released,
+    engine: Engine,
+    log_artifact: Callable[[Path], None],
+    *,
+    test_sets: bool,
+) -> None:
+    """Score and predict with the best checkpoint, save it as a model, and delete the checkpoints.
+
+    The scores are those of the model as `evaluate` loads it, so that both agree.
+    """
+    checkpoints = config.folder / "checkpoints"
+
+    def choose() -> str | None:
+        best = store.best_intact(checkpoints) if engine.rank == 0 else None
+        return best and best.name
+
+    name = store.agree(engine, choose)
+    if name is None:
+        raise InputError(f"{checkpoints}: has no complete checkpoint. Start the run again.")
+    state = read_state(engine, checkpoints / name)
+    weights = store.read_weights(checkpoints / name)
+    if released.token_types == 1:
+        # The second row got no gradient. It must not turn the model into one with two token types.
+        weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
+    model = inference_model(job.task, released, weights, engine.device, config.engine.resolved_precision)
+    predictions: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {}
+    for number, (split, examples) in enumerate(job.held_out.items()):
+        predictions[split] = examples, job.predictions_of(model, examples, tune=number == 0)
+    tests = job.task.read_test() if test_sets else {}
+    for split, examples in tests.items():
+        predictions[split] = examples, job.predictions_of(model, examples, tune=False)
+    engine.barrier()  # every rank has read the checkpoint
+    if engine.rank == 0:
+        save_model(
+            config,
+            job.task,
+            released,
+            weights,
+            step=state["step"],
+            chosen_on=job.validation_set(),
+            results={split: SetResult.of(job.task, *both) for split, both in predictions.items()},
+            training_examples=job.training_examples,
+            data=job.data_digest(tests),
+        )
+        log_artifact(config.folder / MODEL)
+        shutil.rmtree(checkpoints)
+    engine.barrier()

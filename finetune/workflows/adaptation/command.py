@@ -1,0 +1,244 @@
+"""The stages of `adapt`: prepare, pretrain, export, fine-tune before and after, report.
+
+Each stage is a command that a user would type, run through the same command line. The same command again continues
+where an earlier one stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.training import runs
+from finetune.training.config import load_config as load_finetuning
+from finetune.training.config import run_name
+from finetune.training.saved import MODEL
+from finetune.workflows.adaptation.settings import (
+    CONFIG_FILE,
+    config_of,
+    corpus_values,
+    run_values,
+    sequences_of,
+    steps_of,
+    write_config,
+)
+from finetune.workflows.adaptation.texts import held_out_share, sources_of
+from pretrain.common import settings
+from pretrain.common.addresses import hub_hint
+from pretrain.common.commands import as_stage, program
+from pretrain.common.errors import InputError
+from pretrain.common.files import MANIFEST, checkpoint_names, expect_other, write_json
+from pretrain.common.run_files import COMPARED, SCORES
+from pretrain.config import PretrainConfig, load_config
+from pretrain.corpus.sources import find_inputs
+from pretrain.reporting.gains import gain_lines
+
+RunCommand = Callable[[Sequence[str]], int]  # a command line: words -> exit code
+
+
+def run(arguments: argparse.Namespace, pretrain: RunCommand, finetune: RunCommand) -> int:
+    """Run all stages; returns the exit code of the first one that fails, or 0.
+
+    Args:
+        arguments: those of `add_options`.
+        pretrain: the command line of `python -m pretrain`.
+        finetune: the command line of `python -m finetune`.
+
+    Raises:
+        InputError: a path, or options that contradict those with which the folder was begun.
+    """
+    _check(arguments)
+    started = time.monotonic()
+    stages = _Stages(arguments)
+    code = 0
+    for command, line in stages.all(pretrain, finetune):
+        with as_stage():
+            code = line(command)
+        if code == InputError.exit_code:
+            return code  # the same command would be refused again
+        if code:
+            print(f"The adaptation stopped. Run the same command again to continue it in {arguments.out}.")
+            return code
+    _finish(arguments, started)
+    return code
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.minutes is not None and not 0 < arguments.minutes < math.inf:
+        raise InputError(f"--minutes: {arguments.minutes:g}; expected a number above 0.")
+    if not 0 <= arguments.replay < 1:
+        raise InputError(f"--replay: {arguments.replay:g}; expected a share from 0 to below 1.")
+    if arguments.seeds and not arguments.finetune:
+        raise InputError("--seeds: counts the runs of each fine-tuning, so it needs --finetune CONFIG.")
+    for path in arguments.finetune or ():
+        if not path.is_file():
+            raise InputError(f"--finetune: {path}: no such file. Give the config of a fine-tuning.")
+    stems = [path.stem for path in arguments.finetune or ()]
+    if len(set(stems)) < len(stems):
+        raise InputError("--finetune: two configs have the same file name, and so would their results. Rename one.")
+    if not arguments.start_from.is_dir():
+        hint = hub_hint(arguments.start_from)
+        raise InputError(f"--from: {arguments.start_from}: no such folder. Give one with a checkpoint.{hint}")
+    written = [arguments.out / f"{name}.{suffix}" for name in ("corpus", "general") for suffix in ("jsonl", "yaml")]
+    read = [*arguments.texts, *(arguments.general or ()), *(arguments.finetune or ())]
+    expect_other([*written, arguments.out / CONFIG_FILE], read)
+    for path in arguments.finetune or ():
+        _check_finetuning(path, arguments)
+
+
+def _check_finetuning(path: Path, arguments: argparse.Namespace) -> None:
+    """Refuse a fine-tuning that cannot run, or has no score to compare: it begins when all else has been done."""
+    folder = _folder(arguments.out, str(path), "before", 0)
+    config = load_finetuning(path, _settings(folder, str(arguments.start_from), 0))
+    runs.is_finished(config, resume=True)  # refuses one with other settings
+    if not runs.plan(config, alone=True).held_out:
+        raise InputError(f"--finetune: {path}: no dev set, so there is no score to compare. Give one.")
+
+
+class _Stages:
+    """The commands of an adaptation, made one after another: later ones depend on what earlier ones wrote."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._out: Path = arguments.out
+        runs = 2 * len(arguments.finetune or ()) * (arguments.seeds or 1)
+        self._count = 3 + bool(arguments.general) + (runs > 0)
+        self._number = 0
+
+    def all(self, pretrain: RunCommand, finetune: RunCommand) -> Iterator[tuple[list[str], RunCommand]]:
+        """(words, command line) of each stage."""
+        arguments, out = self._arguments, self._out
+        corpus = self._corpus("corpus", arguments.texts, arguments.new_words)
+        yield self._titled("tokenizing the text", ["prepare", str(corpus)]), pretrain
+        if arguments.general:
+            general = self._corpus("general", arguments.general, 0)
+            yield self._titled("tokenizing the general text", ["prepare", str(general)]), pretrain
+        config = self._run_config(corpus)
+        resume = ["--resume"] if checkpoint_names(out / "run") else []
+        alone = ["--no-ray"] if load_config(config).scheduling.workers == 1 else []
+        yield self._titled("training", ["pretrain", str(config), *alone, *resume]), pretrain
+        yield self._titled("export", ["export", str(out / "run"), str(out / "model")]), pretrain
+        yield from ((words, finetune) for words in self._finetunings(load_config(config)))
+
+    def _titled(self, title: str, words: list[str]) -> list[str]:
+        self._number += 1
+        print(f"\n[{self._number}/{self._count}] {title}: {program()} {shlex.join(words)}", flush=True)
+        return words
+
+    def _corpus(self, name: str, texts: Sequence[Path], added_words: int) -> Path:
+        """Write the config of a corpus; returns its path."""
+        sources = sources_of(texts, self._out / f"{name}.jsonl")
+        size = sum(file.stat().st_size for path in texts for file in ([path] if path.is_file() else path.rglob("*")))
+        values = corpus_values(name, self._out / name, self._arguments.start_from, sources, held_out_share(size))
+        if added_words:
+            values["corpus"]["vocabulary"] = {"added_words": added_words}
+        config = config_of(values, _of_corpus(self._arguments.set))
+        for number, source in enumerate(config.corpus.sources):
+            find_inputs(source, f"--set corpus.sources.{number}")  # refuses a table without the column of texts
+        write_config(
+            self._out / f"{name}.yaml",
+            config,
+            begun=(self._out / name).exists(),
+        )
+        return self._out / f"{name}.yaml"
+
+    def _run_config(self, corpus: Path) -> Path:
+        """Write the config of the run, whose batch and steps follow from the prepared text; returns its path."""
+        arguments, path = self._arguments, self._out / CONFIG_FILE
+        section = settings.read_values(corpus)["corpus"]
+        section["vocabulary"] = {"added_words": arguments.new_words}
+        model = load_config(corpus).model
+        sequences = sequences_of(config_of(run_values(arguments, section, model, 1), arguments.set))
+        begun = path.is_file() and bool(checkpoint_names(self._out / "run"))  # training may have refused it
+        if begun and not arguments.steps:
+            steps = load_config(path).total_steps
+        else:
+            one_step = run_values(arguments, section, model, 1, sequences)
+            steps = steps_of(config_of(one_step, arguments.set), arguments)
+        values = run_values(arguments, section, model, steps, sequences)
+        write_config(path, config_of(values, arguments.set), begun=begun)
+        return path
+
+    def _finetunings(self, config: PretrainConfig) -> Iterator[list[str]]:
+        """The commands of the fine-tunings that are not finished, and what all of them came to."""
+        named = config.adaptation.finetuning
+        if not named:
+            return
+        self._titled("fine-tuning before and after", ["finetune", *named])
+        starts = {"before": config.start_from, "after": str(self._out / "model")}
+        for path in named:
+            for seed in range(config.adaptation.finetuning_seeds):
+                for when, start in starts.items():
+                    folder = _folder(self._out, path, when, seed)
+                    if not (folder / MODEL / MANIFEST).is_file():
+                        yield _finetuning(path, folder, start, seed)
+        write_json(
+            config.folder / COMPARED, [self._compared(path, config.adaptation.finetuning_seeds) for path in named]
+        )
+
+    def _compared(self, path: str, seeds: int) -> dict[str, Any]:
+        """The scores of a fine-tuning before and after, for the report."""
+        found = {
+            when: [
+                json.loads((_folder(self._out, path, when, seed) / SCORES).read_text("utf-8")) for seed in range(seeds)
+            ]
+            for when in ("before", "after")
+        }
+        metric, part = (found["before"][0][name] for name in ("metric", "chosen_on"))
+        scores = {when: [one["scores"][part][metric] for one in ones] for when, ones in found.items()}
+        return {"title": Path(path).stem, "metric": metric, "set": part, **scores}
+
+
+def _of_corpus(overrides: Sequence[str]) -> list[str]:
+    """Those overrides that a corpus's config takes, too."""
+    return [text for text in overrides if text.startswith("corpus.") and not text.startswith("corpus.dir")]
+
+
+def _folder(out: Path, path: str, when: str, seed: int) -> Path:
+    """The run folder of a fine-tuning from the checkpoint ("before") or from the result ("after")."""
+    return out / "finetuned" / f"{Path(path).stem}-{when}-{seed}"
+
+
+def _settings(folder: Path, start: str, seed: int) -> list[str]:
+    """The overrides of a fine-tuning in this run folder."""
+    values = {
+        "name": run_name(f"adapt-{folder.name}"),
+        "run_dir": str(folder),
+        "start_from": start,
+        "seed": seed,
+        "scheduling.workers": 1,
+    }
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def _finetuning(path: str, folder: Path, start: str, seed: int) -> list[str]:
+    resume = bool(checkpoint_names(folder))
+    if not resume:
+        shutil.rmtree(folder, ignore_errors=True)
+    words = [word for one in _settings(folder, start, seed) for word in ("--set", one)]
+    return ["finetune", path, "--no-ray", *words, *(["--resume"] if resume else [])]
+
+
+def _finish(arguments: argparse.Namespace, started: float) -> None:
+    """Write the report, and say what was gained, what was lost, and what comes next."""
+    from pretrain.reporting import report
+
+    out: Path = arguments.out
+    with contextlib.suppress(OSError):  # where links do not exist, the report shows no predictions
+        (out / "run" / "export").symlink_to(Path("..") / "model")
+    page = report.write_report(out / "run", out / "run" / "report.html")
+    print(f"\n{report.summary(out / 'run')}")
+    print("\n".join(["\nGained and lost", *(f"  {line}" for line in gain_lines(out / "run"))]))
+    if not arguments.general:
+        print("  What the model lost on other text is unknown: name some with --general.")
+    print(f"\nAll stages took {time.monotonic() - started:.0f} s. Curves and scores: {page.resolve().as_uri()}")
+    following = shlex.join(["finetune", "CONFIG", "--from", str(out / "model")])
+    print(f"{out / 'model'}: finished. Next: {program()} {following}")

@@ -1,0 +1,75 @@
+"""The command line of `adapt`. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+
+from pretrain.common.commands import add_local_workers, add_set, local_path, positive_int
+
+PURPOSE = "continue a checkpoint on your own text, and show what it gained and lost"
+EXAMPLES = """
+  ./launch.sh adapt novels/ --from bert-base-uncased/ --out adapted/
+  ./launch.sh adapt notes.txt papers.jsonl --from runs/bert-mini --out adapted/ --minutes 30
+  ./launch.sh adapt notes.txt --from bert-base-uncased/ --out adapted/ --general wiki.txt --new-words 500
+  ./launch.sh adapt notes.txt --from bert-base-uncased/ --out adapted/ --finetune my-task.yaml --seeds 3"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `adapt`."""
+    parser.add_argument(
+        "texts",
+        nargs="+",
+        type=local_path,
+        metavar="TEXT",
+        help="text to adapt to: plain text, JSONL, CSV, Parquet, a Wikipedia dump or WikiExtractor's files, or folders",
+    )
+    parser.add_argument(
+        "--from",
+        dest="start_from",
+        type=local_path,
+        required=True,
+        metavar="DIR",
+        help="checkpoint to continue from: a released model, an export or a run folder",
+    )
+    parser.add_argument("--out", type=local_path, required=True, metavar="DIR", help="folder of all that is written")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--steps", type=positive_int, metavar="N", help="optimizer steps (default: by the size of the text)"
+    )
+    length.add_argument(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="train about this long on this machine: time a few steps first, then choose how many",
+    )
+    parser.add_argument(
+        "--general",
+        action="append",
+        type=local_path,
+        metavar="TEXT",
+        help="text like that which the checkpoint was trained on; may be repeated; shows what is lost",
+    )
+    parser.add_argument(
+        "--replay",
+        type=float,
+        default=0.2,
+        metavar="SHARE",
+        help="share of the training sequences that come from --general (default: 0.2)",
+    )
+    parser.add_argument(
+        "--new-words",
+        type=positive_int,
+        default=0,
+        metavar="N",
+        help="add up to N words of the text to the vocabulary (default: 0)",
+    )
+    parser.add_argument(
+        "--finetune",
+        action="append",
+        type=local_path,
+        metavar="CONFIG",
+        help="fine-tune with this config from the checkpoint and from the result, and compare; may be repeated",
+    )
+    parser.add_argument("--seeds", type=positive_int, metavar="N", help="fine-tunings of each config (default: 1)")
+    add_local_workers(parser)
+    add_set(parser, "override a setting of the pretraining; may be repeated")

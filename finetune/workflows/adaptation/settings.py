@@ -1,0 +1,136 @@
+"""The config of an adaptation, from the options of the command and the size of the text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pretrain.common import settings
+from pretrain.common.commands import usual_workers
+from pretrain.common.errors import InputError
+from pretrain.common.files import atomic_open, read_manifest
+from pretrain.config import ModelConfig, PretrainConfig, load_config
+from pretrain.planning import pace
+from pretrain.planning.text import measured_phases
+
+CONFIG_FILE = "adapt.yaml"
+# What may change once a stage was begun: fine-tunings come after all others.
+_FREE = ("adaptation.finetuning", "adaptation.finetuning_seeds")
+_LENGTH = 128
+_SEQUENCES = 32  # of a step, if the text has so many
+# How often the text is read: more often if there is less of it (tokens, passes), as Gururangan et al. 2020, "Don't Stop
+# Pretraining", do: one pass over gigabytes of a domain, 100 over the text of a task.
+_PASSES = ((1e6, 10), (1e7, 5), (1e8, 2))
+_STEPS = (100, 50_000)
+# Peak rates by width: about half of the rates at which models of that width are pretrained here from random weights.
+_RATES = ((384, 3e-4), (512, 2e-4), (768, 1e-4))
+
+
+def corpus_values(name: str, folder: Path, start: Path, sources: list[dict[str, Any]], share: float) -> dict[str, Any]:
+    """A config to prepare a corpus with; its phases are not used."""
+    corpus = {
+        "dir": str(folder),
+        "sources": sources,
+        "min_document_words": 0,  # the texts of a domain may be short: reviews, questions, messages
+        "validation_fraction": round(share, 6),
+    }
+    return {
+        "name": name,
+        "start_from": str(start),
+        "corpus": corpus,
+        "phases": [_phase(1, 1e-4, 8)],
+    }
+
+
+def run_values(
+    arguments: argparse.Namespace,
+    corpus: dict[str, Any],
+    model: ModelConfig,
+    steps: int,
+    sequences: int = _SEQUENCES,
+) -> dict[str, Any]:
+    """The config of the run, whose `corpus` section is that of the prepared one; `sequences` are those of a step."""
+    out: Path = arguments.out
+    workers = min(usual_workers(), sequences) if arguments.workers is None else arguments.workers
+    adaptation: dict[str, Any] = {
+        "finetuning": [str(path) for path in arguments.finetune or ()],
+        "finetuning_seeds": arguments.seeds or 1,
+    }
+    if arguments.general:
+        adaptation |= {"general": str(out / "general"), "replay_share": arguments.replay}
+    every = max(1, steps // 5)
+    return {
+        "name": "adapt",
+        "run_dir": str(out / "run"),
+        "start_from": str(arguments.start_from),
+        "corpus": corpus,
+        "pairs": {"objective": "none"},
+        "phases": [_phase(steps, rate_of(model.hidden), min(_LENGTH, model.max_positions), sequences)],
+        "engine": {"micro_batch_tokens": 4096},
+        "evaluation": {"every_steps": every, "sequences": 512},
+        "checkpoint": {"every_steps": every},
+        "scheduling": {"workers": workers},
+        "adaptation": adaptation,
+    }
+
+
+def config_of(values: dict[str, Any], overrides: list[str]) -> PretrainConfig:
+    """A config, complete with the model and the vocabulary that the checkpoint decides; `InputError` if it is wrong."""
+    from pretrain.checkpoint.start import start_overrides
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / CONFIG_FILE
+        path.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
+        return load_config(path, [*overrides, *start_overrides(path, overrides)])
+
+
+def write_config(path: Path, config: PretrainConfig, *, begun: bool) -> None:
+    """Write a config of the folder; `InputError` if its stage was `begun` with another one, fine-tunings aside."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if begun and path.is_file():
+        others = settings.differences(load_config(path), config, free=_FREE)
+        if others:
+            raise InputError(
+                f"{path}: was begun with other options: {', '.join(others)}. Give the same ones, or another --out."
+            )
+    with atomic_open(path, "w") as file:
+        file.write(settings.dump(config))
+
+
+def sequences_of(config: PretrainConfig) -> int:
+    """Sequences of a step: no more than the prepared text has, replayed text included."""
+    # Counted as training does: the number of tokens does not tell, since a document of 1.4 sequences gives two.
+    return min(_SEQUENCES, int(measured_phases(config)[0].samples_per_epoch))
+
+
+def steps_of(config: PretrainConfig, arguments: argparse.Namespace) -> int:
+    """Steps of a run: as given, as many as fit the given minutes here, or by the size of the prepared text."""
+    if arguments.steps:
+        return arguments.steps
+    lengths = [phase.mean_length for phase in measured_phases(config)]
+    if arguments.minutes:
+        return pace.fit(config, arguments.minutes, lengths).total_steps
+    phase, shards = config.phases[0], read_manifest(config.corpus.folder)["shards"]
+    tokens = sum(shard["tokens"] for shard in shards if shard["split"] == "train")
+    tokens = tokens / (1 - config.adaptation.replay_share)
+    passes = next((passes for most, passes in _PASSES if tokens < most), 1)
+    steps = passes * tokens / (phase.global_sequences * lengths[0])
+    return round(min(max(steps, _STEPS[0]), _STEPS[1]))
+
+
+def rate_of(width: int) -> float:
+    """The peak learning rate of a model of this hidden size."""
+    return next((rate for most, rate in _RATES if width <= most), 5e-5)
+
+
+def _phase(steps: int, rate: float, length: int, sequences: int = _SEQUENCES) -> dict[str, Any]:
+    return {
+        "sequence_length": length,
+        "global_sequences": sequences,
+        "steps": steps,
+        "peak_learning_rate": rate,
+        "warmup_steps": round(0.06 * steps),
+    }

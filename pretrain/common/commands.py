@@ -1,0 +1,275 @@
+"""The parts that all command lines of the project share. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from pretrain.common.addresses import check_address, is_remote
+from pretrain.common.errors import InputError, RunError, StoppedError, printable
+from pretrain.common.files import check_local, find_run
+
+LAUNCHER = "./launch.sh"
+EXIT_CODES = (
+    "Exit codes: 0 success, 1 a check found a difference, or a bug with its traceback, 2 invalid input, "
+    "3 unsuitable machine or cluster, 4 training diverged, 75 stopped and resumable, 130 interrupted."
+)
+
+
+def program() -> str:
+    """The name that the user types before a command: `bertrain` for the console command, otherwise ./launch.sh.
+
+    launch.sh runs the console command too, and names itself in BERTRAIN_PROGRAM.
+    """
+    called = Path(sys.argv[0]).name if sys.argv else ""
+    return os.environ.get("BERTRAIN_PROGRAM") or ("bertrain" if called == "bertrain" else LAUNCHER)
+
+
+_is_stage: ContextVar[bool] = ContextVar("is_stage", default=False)
+
+
+@contextlib.contextmanager
+def as_stage() -> Iterator[None]:
+    """Within it, the commands are stages of a larger one, which says itself how to go on: no advice is printed."""
+    token = _is_stage.set(True)
+    try:
+        yield
+    finally:
+        _is_stage.reset(token)
+
+
+def next_step(command: str) -> str:
+    """What a finished command tells the user to type next, without the program's name; "" for a stage."""
+    return "" if _is_stage.get() else f" Next: {program()} {command}"
+
+
+def exit_code(run: Callable[[], int | None]) -> int:
+    """Call `run` and return its exit code, 0 for None.
+
+    A `RunError` is printed as `error: ...` and gives its own exit code. A bug keeps its traceback. A reader of the
+    output that ends, such as `head`, ends the command quietly, with the code of SIGPIPE.
+
+    One of torchrun's processes that has failed beside others ends at once, as `_has_group` says why.
+    """
+    try:
+        code = _exit_code(run)
+    except Exception:
+        if not _has_group():
+            raise
+        traceback.print_exc()
+        code = 1
+    if code and _has_group():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _has_group() -> bool:
+    """Whether NCCL's process group is left: the interpreter's end would wait for its other ranks."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized() and distributed.get_backend() == "nccl"
+
+
+def _exit_code(run: Callable[[], int | None]) -> int:
+    try:
+        code = run() or 0
+        sys.stdout.flush()
+        return code
+    except RunError as error:
+        message = str(error).removesuffix(StoppedError.CONTINUE) if _is_stage.get() else str(error)
+        for line in message.split("\n"):
+            print(f"error: {printable(line)}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        if not _output_is_cut():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        return 128 + signal.SIGPIPE
+
+
+def _output_is_cut() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+# ---------------------------------------------------------------- parsers
+
+
+class _Parser(argparse.ArgumentParser):
+    """Accepts options before an optional positional, as in `evaluate RUN --precision fp32 FILE`.
+
+    argparse gives such a positional its default as soon as the one before it is read.
+    """
+
+    _is_inside = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        if self._is_inside or all(action.nargs != "?" for action in self._get_positional_actions()):
+            return super().parse_known_args(args, namespace)
+        self._is_inside = True  # parse_known_intermixed_args calls this method again
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_inside = False
+
+
+def make_parser(description: str, adders: Sequence[Callable[[Any], None]]) -> argparse.ArgumentParser:
+    """A parser with the command of each of `adders`, which get what `add_subparsers` returns."""
+    parser = _Parser(prog=program(), description=description, epilog=EXIT_CODES, allow_abbrev=False)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in adders:
+        add(commands)
+    return parser
+
+
+def run_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
+    """Parse `argv` and run its command; returns its exit code."""
+    arguments = parser.parse_args(argv)
+    return arguments.command(arguments) or 0
+
+
+def overrides(arguments: argparse.Namespace) -> list[str]:
+    """The settings given on the command line, as key.path=value: those of --set, then that of --workers."""
+    workers = getattr(arguments, "workers", None)
+    return [*arguments.set, *([] if workers is None else [f"scheduling.workers={workers}"])]
+
+
+def add_command(
+    commands: Any, name: str, function: Callable[[argparse.Namespace], Any], purpose: str, examples: str
+) -> argparse.ArgumentParser:
+    """Add a command and return its parser.
+
+    Args:
+        commands: what `add_subparsers` returned.
+        name: the command.
+        function: called with the parsed arguments; stored as `arguments.command`.
+        purpose: one sentence without its full stop, in the imperative mood.
+        examples: lines that name the program as ./launch.sh.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=purpose,
+        description=f"{purpose[0].upper()}{purpose[1:]}.",
+        epilog=f"examples:{examples}".replace(LAUNCHER, program()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=function)
+    return parser
+
+
+def add_set(parser: argparse.ArgumentParser, purpose: str = "override a setting; may be repeated") -> None:
+    """Add --set KEY=VALUE."""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=purpose)
+
+
+def add_address(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Add --address URL and --allow-plain-http, for commands that talk to a cluster."""
+    parser.add_argument("--address", default="", metavar="URL", help=purpose)
+    parser.add_argument(
+        "--allow-plain-http",
+        action="store_true",
+        help="send the token over unencrypted http to another machine; whoever reads it can run code on the cluster",
+    )
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add --resume, --ray and --no-ray, which every training run takes."""
+    parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--ray", action="store_true", help="use Ray also for one worker on this machine")
+    how.add_argument(
+        "--no-ray", action="store_true", help="train in this process, without Ray (implied under torchrun)"
+    )
+
+
+def add_dry_run(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Add --dry-run, and --show-config, which goes with it."""
+    parser.add_argument("--dry-run", action="store_true", help=purpose)
+    parser.add_argument("--show-config", action="store_true", help="with --dry-run: also print the resolved config")
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    """Add --workers N."""
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="number of worker processes (overrides scheduling.workers)"
+    )
+
+
+def add_local_workers(parser: argparse.ArgumentParser) -> None:
+    """Add --workers N to a command that trains on this machine alone; `usual_workers` is its default."""
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="number of worker processes (default: one for each GPU; without GPUs 2, or 1 on a single core)",
+    )
+
+
+def usual_workers() -> int:
+    """How many workers train on this machine if nobody says."""
+    import torch
+
+    return torch.cuda.device_count() or min(2, len(os.sched_getaffinity(0)))
+
+
+# ---------------------------------------------------------------- argument types
+
+
+def local_text(text: str) -> str:
+    """An argument that may be a path: `InputError` if it is a remote address."""
+    try:
+        check_local(text)
+    except ValueError as error:
+        raise InputError(f"{error}") from None
+    return text
+
+
+def local_path(text: str) -> Path:
+    """An argument that is a path of this machine; `InputError` if it is a remote address."""
+    return Path(local_text(text))
+
+
+def run_argument(text: str) -> Path | str:
+    """An argument that is a run folder or model, as a path, the name of a run (`find_run`), or an address."""
+    return checked_address(text) if is_remote(text) else find_run(local_path(text))
+
+
+def model_argument(text: str) -> Path | str:
+    """An argument for `start_from`: a path, or an address, which each machine fetches."""
+    return checked_address(text) if is_remote(text) else local_path(text)
+
+
+def checked_address(text: str, *, written: bool = False) -> str:
+    """An address that is an argument; `InputError` if it names nothing in a bucket, or cannot be `written` to."""
+    try:
+        check_address(text, written=written)
+    except ValueError as error:
+        raise InputError(f"{error}") from None
+    return text.rstrip("/")
+
+
+def target_path(text: str) -> Path | str:
+    """An argument that is a folder to write, as a path, or an address; `InputError` if that cannot be written to."""
+    return checked_address(text, written=True) if is_remote(text) else local_path(text)
+
+
+def positive_int(text: str) -> int:
+    """An argument that is a whole number above 0."""
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)

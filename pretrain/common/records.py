@@ -1,0 +1,130 @@
+"""Reads metrics.jsonl, the source of truth about a run, and truncates it when a run resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from pretrain.common.errors import InputError
+from pretrain.common.files import atomic_open, disk_errors, open_regular
+from pretrain.common.run_files import METRICS
+
+FORMER_NAMES = {"peak_fraction": "mfu"}
+"""Former field names -> today's, so that metrics.jsonl and benchmark results of older versions can be read."""
+
+_TEXT_FIELDS = ("split", "event", "message")
+# Larger values, infinities and NaN break the arithmetic of reports and dashboards.
+_LARGEST = 1e300
+# The end of the year 9999, the last that datetime can show.
+_LATEST_TIME = 253_402_300_799
+
+
+def read_records(run_dir: Path) -> list[dict[str, Any]]:
+    """All records of a run's metrics.jsonl in file order, under today's field names; [] without a file.
+
+    An incomplete last line is ignored: a killed process may leave one.
+    Raises `InputError` with the line number if a line before the last one is not a valid record.
+    """
+    path = run_dir / METRICS
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(_record(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise InputError(f"{path}:{number}: {error}. Remove the line, or restore the file.") from None
+    return records
+
+
+def note_end(run_dir: Path, event: str, message: str) -> None:
+    """Append the event that ended the run, in place of an incomplete last line.
+
+    Does nothing if the run has no training record yet.
+    """
+    path = run_dir / METRICS
+    if not path.is_file():
+        return
+    with disk_errors(path), os.fdopen(open_regular(path, os.O_RDWR), "r+b") as file:
+        data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        found = (parse_record(line) for line in reversed(whole.splitlines()))
+        last = next((record for record in found if record is not None and is_training(record)), None)
+        if last is None:
+            return
+        record = {"event": event, "step": last["step"], "time": time.time(), "message": message}
+        file.truncate(len(whole))
+        file.seek(len(whole))
+        file.write(json.dumps(record).encode() + b"\n")
+
+
+def is_training(record: dict[str, Any]) -> bool:
+    """Whether a record describes training steps; the others describe evaluations and events."""
+    return "split" not in record and "event" not in record
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line of metrics.jsonl, under today's field names; None if the line is not a valid record."""
+    try:
+        return _record(line)
+    except ValueError:
+        return None
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """The record in a line. Raises `ValueError` with the reason if it is not valid."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")
+    record: dict[str, Any] = content
+    for key, value in record.items():
+        expected = _expected(key, value, in_event="event" in record)
+        if expected:
+            shown = repr(value)
+            raise ValueError(f"{key} is {shown[:60]}{'...' * (len(shown) > 60)}; expected {expected}")
+    return {FORMER_NAMES.get(key, key): value for key, value in record.items()}
+
+
+def _expected(key: str, value: Any, *, in_event: bool) -> str:
+    """The kind of value that `key` needs, if `value` is of another kind; "" if it is valid."""
+    if key in _TEXT_FIELDS:
+        return "" if isinstance(value, str) else "text"
+    if key == "step":
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        return "" if is_integer and 0 <= value < 2**63 else "a step"
+    if key == "time":
+        return "" if _is_number(value) and 0 <= value <= _LATEST_TIME else "seconds since 1970"
+    if in_event:  # the other fields depend on the kind of event
+        return ""
+    numbers = value if isinstance(value, list) else [value]
+    return "" if all(number is None or _is_number(number) for number in numbers) else "a number"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and -_LARGEST < value < _LARGEST
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop the records after `step` from metrics.jsonl. The file is rewritten only if something changes.
+
+    Events after `step` stay if the run resumes (`step` >= 0), because they did happen.
+    """
+    if not path.is_file():
+        return
+    lines = [
+        json.dumps(record)
+        for record in read_records(path.parent)
+        if record.get("step", 0) <= step or ("event" in record and step >= 0)
+    ]
+    text = "".join(f"{line}\n" for line in lines)
+    if text.encode() != path.read_bytes():
+        with atomic_open(path, "w") as file:
+            file.write(text)

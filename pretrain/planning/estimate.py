@@ -1,0 +1,563 @@
+"""The cost of a run, by arithmetic alone: parameters, memory per worker by ZeRO stage, FLOPs and time.
+
+`pretrain/model/cost.py` has the costs of an architecture; here they are added up for a run. No torch is
+needed, except to measure this machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pretrain.common.errors import InputError
+from pretrain.common.settings import dump
+from pretrain.common.wording import counted
+from pretrain.config import ModelConfig, Precision, PretrainConfig
+from pretrain.corpus.stored import prepared_manifest
+from pretrain.model import cost
+from pretrain.model.parameters import total
+from pretrain.model.precision import allow_tf32, matmul_peak, resolve_precision, unsupported
+from pretrain.planning.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
+from pretrain.planning.work import ASSUMED_FILL, Flops, Work, models, optimizer_flops, phase_work
+
+Device = Literal["cpu", "cuda"]
+
+# Assumed MFU of this machine: our step on CPU has half of the measured matmul peak. By this definition NVIDIA's
+# BERT-Large on 8 A100 had 0.44 at length 128 (DeepLearningExamples README).
+ASSUMED_MFU = {"cuda": 0.40, "cpu": 0.50}
+
+
+def dry_run(
+    config: PretrainConfig,
+    on: str | None = None,
+    mean_length: float | None = None,
+    *,
+    measured: Sequence[float] = (),
+    readings: Sequence[str] = (),
+    show_config: bool = False,
+) -> str:
+    """All estimates as text for the terminal.
+
+    Args:
+        on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
+        mean_length: mean tokens per sequence, for every phase; by default `measured`.
+        measured: the mean of each phase on the prepared corpus; without them, `expected_length` is assumed.
+        readings: lines on how often an epoch reads a token.
+        show_config: add the resolved config.
+
+    Raises:
+        InputError: `on` is not a known cluster or has too many workers for a batch, `mean_length` is not above 0, the
+            model has no such norm or activation, or the prepared corpus is damaged.
+    """
+    if mean_length is not None and not 0 < mean_length < math.inf:
+        raise InputError(f"--mean-length: {mean_length:g}; expected a number above 0.")
+    size = vocabulary_size(config)
+    where, on = chosen_cluster(config, on)
+    config, why = resolve_precision(config, on)
+    cluster = parse_cluster(on, config, where) if on else None
+    if cluster:
+        _check_batches(config, cluster.workers, where)
+    has_gpus = bool(config.scheduling.address) or Path("/proc/driver/nvidia").exists()
+    device: Device = cluster.device if cluster else "cuda" if has_gpus else "cpu"
+    lengths = [mean_length] * len(config.phases) if mean_length else measured or [None] * len(config.phases)
+    pairs, teacher = zip(config.phases, lengths, strict=True), teacher_shape(config)
+    work = [phase_work(config, phase, size, length, teacher) for phase, length in pairs]
+    parts = [
+        f"Precision\n  {config.engine.precision}: {why}",
+        "Parameters\n" + _parameter_lines(config, size),
+        "Memory per worker\n" + _memory_lines(config, cluster.workers if cluster else None, device),
+        "Work\n" + _work_lines(config, work, _mean_note(config, mean_length, measured)),
+        "Time\n" + _time_lines(config, work, size, cluster),
+        "Corpus\n" + _corpus_lines(config),
+        *(["Reading\n" + _indent("\n".join(readings))] if readings else []),
+        *(["Resolved config\n" + _indent(dump(config))] if show_config else []),
+    ]
+    return "\n\n".join(parts)
+
+
+def chosen_cluster(config: PretrainConfig, on: str | None) -> tuple[str, str]:
+    """Where the cluster was chosen, to begin an error with, and the cluster for `parse_cluster`.
+
+    `on` comes before `scheduling.cluster`, of which the run has as many GPUs as it has workers now; "" without either.
+    """
+    if on:
+        return f"--on {on}", on
+    given = config.scheduling.cluster
+    kind = re.sub(r"^\s*\d+\s*[xX]\s*", "", given)
+    own = f"{config.scheduling.workers}x{kind}" if kind and kind != "here" else kind
+    return f"scheduling.cluster: {given}", own
+
+
+def _check_batches(config: PretrainConfig, workers: int, where: str) -> None:
+    """Raise `InputError`, which begins with `where`, if a batch cannot be balanced across so many workers."""
+    for number, phase in enumerate(config.phases):
+        for name in ("ramp_from", "global_sequences"):
+            sequences = getattr(phase, name)
+            if sequences and (why := config.why_not_balanced(number, sequences, workers)):
+                raise InputError(f"{where}: phases.{number}.{name} ({sequences}) {why}.")
+
+
+def teacher_shape(config: PretrainConfig) -> ModelConfig | None:
+    """The shape of the run's teacher; None without one, or if it cannot be read yet."""
+    if not config.distillation.teacher:
+        return None
+    from pretrain.checkpoint.released import read_shape
+
+    try:
+        return read_shape(config.distillation.teacher)
+    except InputError:  # the run can be estimated before its teacher is trained
+        return None
+
+
+def vocabulary_size(config: PretrainConfig) -> int:
+    """Rows of the word embeddings for the entries of the vocabulary."""
+    return config.model.rows(vocabulary_entries(config))
+
+
+def vocabulary_entries(config: PretrainConfig) -> int:
+    """Entries of the prepared corpus's vocabulary, else of the given one, else of that to train."""
+    manifest = prepared_manifest(config.corpus)
+    given = Path(config.corpus.vocabulary.path).expanduser()
+    if manifest:
+        return int(manifest["vocabulary_size"])
+    if config.corpus.vocabulary.path and given.exists():
+        from pretrain.corpus.vocabulary import given_entries
+
+        return len(given_entries(given))
+    return config.corpus.vocabulary.size
+
+
+# ---- Memory
+
+# DeepSpeed 0.19.8 reduces ZeRO 0 gradients in flattened copies of at most this many entries
+# (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE). Those of ZeRO 1 to 3 are in training/engine/buckets.py, and how many
+# are sent at the same time in gradient_sums.py.
+_WHOLE_BUCKET = 500_000_000
+_BUCKET, _IN_FLIGHT = 10_000_000, 8
+# ZeRO 3 keeps gathered weights until this many are live (stage3_max_live_parameters, by default 1e9).
+_MAX_LIVE_PARAMETERS = 1_000_000_000
+# Resident set of a CPU worker without the model: Python, torch, DeepSpeed, Ray and their threads (measured).
+_PROCESS_BYTES = 450 << 20
+_COMPILER_BYTES = 200 << 20  # what torch.compile adds to it
+
+
+def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Device = "cpu") -> dict[str, int]:
+    """Peak memory of one worker in bytes, by its use; the values add up to the total.
+
+    On CUDA this is what torch allocates. Tensors that are not needed at the same time share memory: activations are
+    freed before the optimizer steps. On CPU it is the resident set of the process, which keeps freed memory and cannot
+    always use it again, so there the two add up.
+
+    weights       compute copy: whole, or a shard and the gathered ones (ZeRO 3)
+    optimizer     fp32 master weights, the optimizer's moments, and the mean of the weights if they are averaged
+    gradients     kept from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
+    activations   saved for the backward pass of one micro-batch, and the working space of one layer
+    logits        scores of the masked tokens and their gradient; both twice with CUDA graphs
+    teacher       its weights, and what its forward pass needs, in a distillation; 0 if it cannot be read
+    copies        gradients in communication, and what DeepSpeed copies to take a step
+    checkpoint    the copy that is written in the background (CPU; on CUDA it is in the host's memory)
+    process       the interpreter and its libraries (CPU)
+    """
+    size = vocabulary_size(config)
+    p = cost.trained_parameters(config.model, config.electra, size, config.pairs.has_classifier)
+    half = config.engine.precision != "fp32"
+    activations, logits = _micro_batch_bytes(config, size, workers)
+    # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The second one is
+    # computed last in the backward pass, when activations are freed.
+    embedding = (6 if half else 12) * size * (config.model.embedding or config.model.hidden)
+    states, during, after = _zero_states(stage, half, p, workers)
+    more = _more_than_adamw(config, p)
+    states["optimizer"] += more // (workers if stage else 1)
+    if device == "cuda":
+        copies = during + max(0, max(after - during, embedding) - activations - logits)
+        if config.engine.cuda_graphs:  # recordings keep their memory; passes that are launched have their own
+            activations, logits = 2 * activations, 2 * logits
+    else:
+        copies = max(during + embedding, after)
+    return {
+        **states,
+        "activations": activations,
+        "logits": logits,
+        "teacher": _teacher_bytes(config, size, workers),
+        "copies": copies,
+        "checkpoint": (12 * p + more) // workers if config.checkpoint.background and device == "cpu" else 0,
+        "process": _PROCESS_BYTES + config.engine.compiled * _COMPILER_BYTES if device == "cpu" else 0,
+    }
+
+
+def _teacher_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
+    """The weights of a distillation's teacher, which every worker has whole, and the work space of its forward pass."""
+    teacher = teacher_shape(config)
+    if teacher is None:
+        return 0
+    itemsize = 4 if config.engine.precision == "fp32" else 2
+    tokens = micro_batch_tokens(config, workers)
+    scores = min(round(config.largest_masking_share * tokens) * vocabulary, cost.LOGITS_PER_PIECE)
+    weights = cost.parameter_count(teacher, vocabulary, next_sentence=False).total
+    return itemsize * (weights + scores) + cost.working_bytes(teacher, tokens, itemsize)
+
+
+def _more_than_adamw(config: PretrainConfig, p: int) -> int:
+    """Bytes of optimizer state besides AdamW's, over all workers; negative if there is less, as with Muon."""
+    averages = 4 * p if config.averaging.share else 0
+    matrices = sum(total(cost.hidden_matrices(model)) for model in models(config))
+    return averages - (4 * matrices if config.optimizer.name == "muon" else 0)
+
+
+def _zero_states(stage: int, half: bool, p: int, w: int) -> tuple[dict[str, int], int, int]:
+    """What the engine keeps with DeepSpeed 0.19.8, in bytes; then the largest temporary copies.
+
+    Args:
+        stage: of ZeRO.
+        half: whether the precision is bf16 or fp16.
+        p: parameters.
+        w: workers.
+
+    Returns:
+        (bytes by use, copies during the backward pass, copies after it).
+    """
+    b = 2 if half else 4  # bytes of a weight in the forward pass, and of its gradient
+    if stage == 0:
+        # FP16_UnfusedOptimizer: one flattened copy to reduce, then an fp32 copy of all gradients to step with.
+        states = {"weights": b * p, "optimizer": (12 if half else 8) * p, "gradients": b * p}
+        return states, 0, max(b * min(p, _WHOLE_BUCKET), 4 * p if half else 0)
+    entries = min(p, _BUCKET)
+    bucket = b * entries
+    if stage < 3:
+        # Pieces on their way, and this worker's part of each as it arrives.
+        sent = b * min(p, _IN_FLIGHT * _BUCKET)
+        on_their_way = sent + sent // w if w > 1 else 0
+        states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
+        if stage == 1 or w == 1:
+            return states, on_their_way, 0
+        # Whole gradients only of buckets that are not complete: some layer's, and that of all biases and norms.
+        return {**states, "gradients": 4 * p // w}, on_their_way + 2 * bucket, 0
+    # The bucket stays; in the backward pass it is scattered from one copy to another. The step reads its gradients from
+    # one flat copy.
+    states = {
+        "weights": b * p // w + b * min(p, _MAX_LIVE_PARAMETERS),
+        "optimizer": 12 * p // w,
+        "gradients": 4 * p // w + bucket,
+    }
+    return states, 2 * bucket, 4 * p // w
+
+
+def micro_batch_tokens(config: PretrainConfig, workers: int) -> int:
+    """Tokens of the largest micro-batch that a worker can get: the budget, or all of its share of a batch."""
+    shares = (-(-phase.global_sequences // workers) * phase.sequence_length for phase in config.phases)
+    return min(config.engine.micro_batch_tokens, max(shares))
+
+
+def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> tuple[int, int]:
+    """(activations, logits) in bytes of the largest micro-batch that a worker can get."""
+    engine, tokens = config.engine, micro_batch_tokens(config, workers)
+    masked = round(config.largest_masking_share * tokens)
+    queries = masked + tokens // max(phase.sequence_length for phase in config.phases)
+    every_token = config.electra.is_on or (config.distillation.teacher and config.distillation.cosine_weight)
+    if every_token or (config.pairs.has_classifier and config.model.pooling != "cls"):
+        queries = tokens
+    itemsize = 4 if engine.precision == "fp32" else 2
+    activations = sum(
+        cost.activation_bytes(
+            model,
+            tokens,
+            rows,
+            itemsize=itemsize,
+            compiled=engine.compiled,
+            checkpointing=engine.activation_checkpointing,
+        )
+        for model, rows in zip(models(config), (queries, masked), strict=False)
+    )
+    return activations, cost.logits_bytes(config.model, vocabulary, masked, itemsize=itemsize, compiled=engine.compiled)
+
+
+# ---- Time
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines for which the time is estimated."""
+
+    name: str
+    workers: int
+    device: Device
+    peak_flops: float  # of all workers together, FLOP/s
+    gpu: Gpu | None = None  # None for this machine
+    kind: str = ""  # name of the GPU in `roofline.GPUS`
+
+
+def parse_cluster(text: str, config: PretrainConfig, where: str = "") -> Cluster:
+    """`8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second.
+
+    Raises `InputError`, which begins with `where` (by default --on), if there is no such cluster or the run cannot
+    compute there.
+    """
+    where = where or f"--on {text}"
+    if text == "here":
+        device, peak = _measure_peak(config.engine.resolved_precision)
+        return Cluster("this machine", config.scheduling.workers, device, peak * used_devices(config))
+    match = re.fullmatch(r"(?:(\d{1,9})\s*[xX]\s*)?([A-Za-z0-9]+)", text.strip())
+    names = {name.upper(): name for name in GPUS}
+    count = int(match[1] or 1) if match else 0
+    if not match or match[2].upper() not in names or not count:
+        known = ", ".join(GPUS)
+        raise InputError(f"{where}: not a known cluster. Give here, or COUNTxNAME with one of {known}.")
+    name = names[match[2].upper()]
+    if config.engine.precision == "fp32":
+        raise InputError(f"{where}: its figures are for bf16 and fp16; engine.precision is fp32.")
+    gpu = GPUS[name]
+    if why := unsupported(config.engine, gpu.capability):
+        raise InputError(f"{where}: {why}; {name} has {gpu.capability[0]}.{gpu.capability[1]}.")
+    return Cluster(f"{count} x {name}", count, "cuda", count * gpu.peak_flops, gpu, name)
+
+
+def _measure_peak(precision: Precision) -> tuple[Device, float]:
+    """(device, FLOP/s) of matrix products on all cores, or on one GPU."""
+    import torch
+
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    allow_tf32(precision, torch.device(device))  # as the run does
+    return device, matmul_peak(device, precision)
+
+
+def used_devices(config: PretrainConfig) -> int:
+    """GPUs of this machine that the run uses, one for each worker; 1 for CPUs, whose cores all workers share."""
+    import torch
+
+    return max(1, min(torch.cuda.device_count(), config.scheduling.workers))
+
+
+# ---- Text
+
+
+def _parameter_lines(config: PretrainConfig, size: int) -> str:
+    model, pairs = config.model, config.pairs
+    if config.electra.is_on:
+        discriminator, generator = cost.electra_parameter_count(model, config.electra, size)
+        rows = [
+            ("model", discriminator, f"{_shape(model)}; the discriminator, which fine-tuning uses"),
+            ("generator", generator, f"{_shape(config.electra.generator(model))}; without what it shares"),
+            ("total", discriminator + generator, "trained"),
+        ]
+    else:
+        count = cost.parameter_count(model, size, pairs.has_classifier)
+        rows = [
+            ("embeddings", count.embeddings, _embedding_note(model, size)),
+            ("layers", count.layers, _shape(model)),
+            ("heads", count.heads, _head_note(config)),
+            ("total", count.total, _total_note(model)),
+        ]
+    return "\n".join(f"  {label:<12}{number:>14,}  {note}" for label, number, note in rows)
+
+
+def _embedding_note(model: ModelConfig, size: int) -> str:
+    positions = f", {model.max_positions} positions" if model.positions == "learned" else ""
+    return f"{size:,} words{positions}{', 2 segments' if model.token_types else ''}"
+
+
+def _head_note(config: PretrainConfig) -> str:
+    model, pairs = config.model, config.pairs
+    parts = {
+        "MLM transform": model.mlm_transform,
+        "decoder": not model.tied_decoder,
+        "bias": model.decoder_bias,
+        f"pooler, {pairs.objective.upper()}": pairs.has_classifier,
+    }
+    return ", ".join(name for name, has in parts.items() if has) or "none"
+
+
+def _total_note(model: ModelConfig) -> str:
+    return "the decoder is the word embeddings, counted once" if model.tied_decoder else "with a decoder of its own"
+
+
+def _shape(model: ModelConfig) -> str:
+    return f"{model.layers} of hidden {model.hidden}, {model.heads} heads, feed-forward {model.intermediate}"
+
+
+def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -> str:
+    count = workers or config.scheduling.workers
+    columns = [memory_bytes(config, stage, count, device) for stage in range(4)]
+    chosen = config.engine.zero_stage
+    head = [f"ZeRO {stage}{'*' if stage == chosen else ''}" for stage in range(4)]
+    rows = [(name, [column[name] for column in columns]) for name in columns[0]]
+    rows.append(("total", [sum(column.values()) for column in columns]))
+    lines = [f"  {'GiB':<14}" + "".join(f"{name:>9}" for name in head)]
+    for name, values in rows:
+        if any(values):
+            lines.append(f"  {name:<14}" + "".join(f"{value / 2**30:>9.2f}" for value in values))
+    engine = config.engine
+    assumed = " (assumed)" if config.scheduling.address and not workers else ""
+    kind = "GPU worker" if device == "cuda" else "CPU worker"
+    lines.append(
+        f"  * configured. {counted(count, kind)}{assumed}, {engine.precision}, "
+        f"{engine.micro_batch_tokens:,} tokens per micro-batch"
+        + (", activations recomputed" if engine.activation_checkpointing else "")
+        + (", compiled" if engine.compiled else "")
+    )
+    return "\n".join(lines)
+
+
+def _mean_note(config: PretrainConfig, given: float | None, measured: Sequence[float]) -> str:
+    """Where the mean lengths come from."""
+    if given:
+        return "as given"
+    if measured:
+        return f"measured on {config.corpus.dir}"
+    return f"assumed, {ASSUMED_FILL:g} of the length; `prepare` the corpus, and it is measured"
+
+
+def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str:
+    head = ("phase", "length", "mean", "steps", "sequences", "tokens", "FLOP/token", "FLOP/step", "FLOP", "executed")
+    rows = [
+        (
+            str(number),
+            str(phase.sequence_length),
+            f"{w.mean_length:.1f}",
+            f"{w.steps:,}",
+            f"{w.sequences:,}",
+            f"{w.tokens:.4g}",
+            f"{w.flops / w.tokens:.4g}",
+            f"{w.flops / w.steps:.3g}",
+            f"{w.flops:.3g}",
+            f"{w.executed:.3g}",
+        )
+        for number, (phase, w) in enumerate(zip(config.phases, work, strict=True))
+    ]
+    total = (
+        "total",
+        "",
+        "",
+        f"{sum(w.steps for w in work):,}",
+        f"{sum(w.sequences for w in work):,}",
+        f"{sum(w.tokens for w in work):.4g}",
+        "",
+        "",
+        f"{sum(w.flops for w in work):.3g}",
+        f"{sum(w.executed for w in work):.3g}",
+    )
+    widths = [max(len(row[i]) for row in [head, *rows, total]) for i in range(len(head))]
+    lines = [
+        "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in [head, *rows, total]
+    ]
+    lines.append("  FLOP: useful; no padding, MLM head only at masked tokens")
+    lines.append(f"  mean: tokens per sequence, {mean_note}")
+    lines.append(
+        "  executed: without the rows that the last layer skips, with what the backward pass computes again"
+        + (" and the optimizer's products" if config.optimizer.name == "muon" else "")
+    )
+    if config.distillation.teacher:
+        told = (
+            "both count the teacher's forward pass"
+            if teacher_shape(config)
+            else "the teacher cannot be read: not counted"
+        )
+        lines.append(f"  {config.distillation.teacher}: {told}")
+    if config.optimizer.name == "muon":
+        flops = optimizer_flops(config)
+        shares = ", ".join(f"{flops / (w.flops / w.steps):.2g}" for w in work)
+        lines.append(f"  Muon takes {flops:.3g} FLOP per step: {shares} of a step's useful ones (phase by phase)")
+    if timescale := config.optimizer.decay_timescale:
+        steps = f"{timescale * config.total_steps:,.0f}"
+        lines.append(
+            f"  weight decay is {config.weight_decay:.3g}: alone, it divides the matrices by e in {steps} steps"
+        )
+    return "\n".join(lines)
+
+
+def _time_lines(config: PretrainConfig, work: list[Work], size: int, cluster: Cluster | None) -> str:
+    if cluster is None:
+        return "  give a cluster with --on 8xH100, or measure this machine with --on here"
+    if cluster.gpu is not None:
+        flops = Flops(config, size, teacher_shape(config))
+        times = [
+            step_times(config, phase, w, flops, cluster.gpu, cluster.workers)
+            for phase, w in zip(config.phases, work, strict=True)
+        ]
+        return _roofline_lines(work, times, cluster)
+    rate = cluster.peak_flops * ASSUMED_MFU[cluster.device]
+    lines = [
+        f"  phase {number}: {_duration(w.flops / rate)}, {w.sequences / (w.flops / rate):,.0f} sequences/s, "
+        f"{w.tokens / (w.flops / rate):,.0f} tokens/s"
+        for number, w in enumerate(work)
+    ]
+    lines.append(
+        f"  total:   {_duration(sum(w.flops for w in work) / rate)} on {cluster.name}, assuming an MFU of "
+        f"{ASSUMED_MFU[cluster.device]:.0%} at the measured {config.engine.precision} matmul peak of "
+        f"{cluster.peak_flops / 1e12:,.4g} TFLOP/s"
+    )
+    return "\n".join(lines)
+
+
+def _roofline_lines(work: list[Work], times: list[StepTimes], cluster: Cluster) -> str:
+    """What a step takes at least, part by part, and what that means for the run."""
+    names = [name for name, _ in times[0].rows()]
+    lines = [f"  {'ms of a step, at least':<24}" + "".join(f"{name:>11}" for name in names) + "  limit"]
+    for number, step in enumerate(times):
+        parts = "".join(f"{1e3 * seconds:>11.2f}" for _, seconds in step.rows())
+        lines.append(f"  phase {number:<18}{parts}  {1e3 * step.limit:.2f}, by {step.limited_by}")
+    for number, (w, step) in enumerate(zip(work, times, strict=True)):
+        seconds = w.steps * step.limit
+        lines.append(
+            f"  phase {number}: at most {w.sequences / seconds:,.0f} sequences/s, {w.tokens / seconds:,.0f} tokens/s, "
+            f"{w.flops / seconds / cluster.peak_flops:.0%} MFU"
+        )
+    least = sum(w.steps * step.limit for w, step in zip(work, times, strict=True))
+    lines += [
+        f"  total:   at least {_duration(least)} on {cluster.name}; about {_duration(least / REACHED)} at the share of "
+        f"this limit that public trainers reached, {REACHED:.2f}",
+        "  products, attention and memory follow one another on the GPU; the rest passes beside them",
+    ]
+    return "\n".join(lines)
+
+
+def _corpus_lines(config: PretrainConfig) -> str:
+    folder, manifest = config.corpus.dir, prepared_manifest(config.corpus)
+    if not manifest:
+        from pretrain.corpus.prepare import describe
+
+        try:
+            return preparation_lines(describe(config))
+        except InputError as error:  # the run can be estimated before its text is there
+            return f"  {folder}: not prepared, and cannot be prepared yet: {error}"
+    lines = []
+    for split in ("train", "validation"):
+        shards = [shard for shard in manifest["shards"] if shard["split"] == split]
+        kinds = ("documents", "sentences", "tokens")
+        lines.append(f"  {split}: " + ", ".join(f"{sum(s[kind] for s in shards):,} {kind}" for kind in kinds))
+    names = ", ".join(source["name"] for source in manifest["sources"])
+    lines.append(f"  {folder}: {manifest['vocabulary_size']:,} vocabulary entries, sources {names}")
+    return "\n".join(lines)
+
+
+def preparation_lines(plan: dict[str, Any]) -> str:
+    """The result of `pretrain.corpus.prepare.describe` as text."""
+    lines = [
+        f"  {source['name']}: {source['kind']}, {counted(source['files'], 'file')}, {source['bytes'] / 1e6:,.1f} MB, "
+        f"weight {source['weight']:g}"
+        for source in plan["sources"]
+    ]
+    who = counted(plan["processes"], "process", "processes") if plan["processes"] else "all cores"
+    where = f" of the Ray cluster at {plan['address']}" if plan["address"] else ""
+    read = f"{plan['bytes'] / 1e6:,.1f} MB to read by {who}{where}"
+    finished = "finished and up to date" if plan["sources_compared"] else "finished; its sources are not compared"
+    lines.append(f"  {plan['dir']}: " + (finished if plan["state"] == "finished" else f"{plan['state']}; {read}"))
+    return "\n".join(lines)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 4 * 86400 else f"{seconds / 86400:.1f} days"
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.rstrip().splitlines())

@@ -1,0 +1,157 @@
+"""A schedule for a given time on this machine: a few steps of the run are timed, then its steps are scaled."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.common.children import run_program, unwound_when_terminated
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.records import is_training, read_records
+from pretrain.common.run_files import CONFIG_FILE
+from pretrain.common.settings import dump, load
+from pretrain.common.worker import torchrun_place
+from pretrain.config import PretrainConfig
+from pretrain.model.precision import resolve_precision
+from pretrain.planning.estimate import ASSUMED_MFU, parse_cluster, teacher_shape, vocabulary_size
+from pretrain.planning.work import Work, phase_work
+
+TRAINING_SHARE = 0.95  # of the time; evaluations and checkpoints take the rest, 2 to 3 % in the demo
+_TIMED_SECONDS = 15  # of training, about
+_TIMED_STEPS = (4, 60)  # fewest, most
+_UNTIMED_STEPS = 2  # the first, slower ones
+_OVER = 1.1  # a schedule takes longer than the time by more than rounding
+_SCHEDULE = ("steps", "warmup_steps", "decay_steps", "ramp_steps")  # of a phase, in steps
+_REGULAR = ("checkpoint", "evaluation")  # sections with every_steps
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a run trains on this machine."""
+
+    timed: int  # steps
+    seconds: float  # of a step of the first phase, the median
+    per_flop: float  # seconds
+
+    def minutes(self, work: Sequence[Work]) -> float:
+        """Of a run whose phases have the work `work`, with evaluations and checkpoints."""
+        return self.per_flop * sum(one.executed for one in work) / TRAINING_SHARE / 60
+
+
+def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None = None) -> PretrainConfig:
+    """The config with its steps scaled so that the run takes about `minutes` on this machine; prints what was chosen.
+
+    Batches and rates stay; warm-up, decay, ramps, evaluations and checkpoints are scaled with the steps.
+
+    Args:
+        lengths: mean tokens of a sequence of each phase; None takes those that are assumed.
+
+    Raises:
+        InputError: `minutes` is not above 0, or other processes than this one's would train.
+        MachineError: the timed run failed.
+    """
+    if not 0 < minutes < math.inf:
+        raise InputError(f"--minutes: {minutes:g}; expected a number above 0.")
+    if config.scheduling.address or torchrun_place():
+        raise InputError("--minutes: times steps on this machine alone; leave out scheduling.address and torchrun.")
+    print(f"timing steps for --minutes {minutes:g} ...", flush=True)
+    pace = measure(config, lengths)
+    fitted = scale(config, minutes / pace.minutes(_works(config, lengths)))
+    needed = pace.minutes(_works(fitted, lengths))
+    # Every phase has a step at least.
+    about = f"{needed:.3g} min, not {minutes:g}" if needed > _OVER * minutes else f"{minutes:g} min"
+    chosen = f"{fitted.total_steps:,} steps take about {about} ({config.total_steps:,} in the config)"
+    print(f"{pace.timed} steps timed here, {pace.seconds:.3g} s each: {chosen}", flush=True)
+    return fitted
+
+
+def measure(config: PretrainConfig, lengths: Sequence[float] | None = None) -> Pace:
+    """Time a few steps of the first phase, in a run with the same workers in a temporary folder; `lengths` as `fit`.
+
+    Raises `MachineError` with the last words of the run if it fails.
+    """
+    resolved, _ = resolve_precision(config)
+    cluster = parse_cluster("here", resolved)
+    first = _works(config, lengths)[0]
+    # All of the phase's batches count as full ones: the timed run has no ramp.
+    of_step = first.executed / first.sequences * config.phases[0].global_sequences
+    guess = of_step / (cluster.peak_flops * ASSUMED_MFU[cluster.device])
+    fewest, most = _TIMED_STEPS
+    steps = min(most, max(fewest, round(_TIMED_SECONDS / guess)))
+    seconds = _time_steps(config, steps)
+    return Pace(steps, seconds, seconds / of_step)
+
+
+def _works(config: PretrainConfig, lengths: Sequence[float] | None) -> list[Work]:
+    """The work of each phase."""
+    rows, teacher = vocabulary_size(config), teacher_shape(config)
+    pairs = zip(config.phases, lengths or [None] * len(config.phases), strict=True)
+    return [phase_work(config, phase, rows, length, teacher) for phase, length in pairs]
+
+
+def scale(config: PretrainConfig, factor: float) -> PretrainConfig:
+    """The config with `factor` times its steps; every phase keeps at least one."""
+    phases = []
+    for phase in config.phases:
+        steps = max(1, round(factor * phase.steps))
+        # Rounded down, so that the parts of a phase still fit into it.
+        parts = {name: int(getattr(phase, name) * steps / phase.steps) for name in _SCHEDULE[1:]}
+        if phase.decay_steps:  # 0 is not a short decay, but one of all steps after the warm-up
+            parts["decay_steps"] = max(1, parts["decay_steps"])
+        least = len(phase.batch_sizes) - 1  # steps of a ramp
+        phases.append({**parts, "ramp_steps": max(parts["ramp_steps"], least), "steps": max(steps, least)})
+    regular = {name: max(1, round(factor * getattr(config, name).every_steps)) for name in _REGULAR}
+    return _with_schedule(config, phases, regular)
+
+
+def recorded(config: PretrainConfig) -> PretrainConfig:
+    """The config with the schedule of the run that its folder holds, which `--minutes` once fitted."""
+    path = config.folder / CONFIG_FILE
+    before = load(path, PretrainConfig) if path.is_file() else config
+    if len(before.phases) != len(config.phases):
+        return config
+    phases = [{name: getattr(phase, name) for name in _SCHEDULE} for phase in before.phases]
+    return _with_schedule(config, phases, {name: getattr(before, name).every_steps for name in _REGULAR})
+
+
+def _with_schedule(config: PretrainConfig, phases: list[dict[str, int]], every_steps: dict[str, int]) -> PretrainConfig:
+    values: dict[str, Any] = config.model_dump()
+    for phase, schedule in zip(values["phases"], phases, strict=True):
+        phase.update(schedule)
+    for name, steps in every_steps.items():
+        values[name]["every_steps"] = steps
+    return PretrainConfig.model_validate(values)
+
+
+def _time_steps(config: PretrainConfig, steps: int) -> float:
+    """Seconds per step, the median of `steps` steps."""
+    with unwound_when_terminated(), tempfile.TemporaryDirectory(prefix="bertrain-pace-") as folder:
+        run, path = Path(folder) / "run", Path(folder) / CONFIG_FILE
+        path.write_text(dump(_timed_run(config, run, _UNTIMED_STEPS + steps)), encoding="utf-8")
+        alone = ["--no-ray"] if config.scheduling.workers == 1 else []
+        command = [sys.executable, "-m", "pretrain", "pretrain", str(path), *alone]
+        done = run_program(command)
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+            raise MachineError(f"The run that times steps failed: {said[-1]}")
+        ends = [record["seconds"] for record in read_records(run) if is_training(record)]
+    timed = ends[_UNTIMED_STEPS - 1 :]
+    return statistics.median(after - before for before, after in itertools.pairwise(timed))
+
+
+def _timed_run(config: PretrainConfig, run: Path, steps: int) -> PretrainConfig:
+    """`steps` steps of the first phase, with full batches."""
+    values: dict[str, Any] = config.model_dump()
+    phase = {**values["phases"][0], **dict.fromkeys(_SCHEDULE, 0), "steps": steps, "ramp_from": 0}
+    values.update(run_dir=str(run), phases=[phase], averaging={})
+    values["evaluation"].update(every_steps=steps, sequences=config.scheduling.workers, attention=False)
+    values["checkpoint"]["every_steps"] = steps
+    values["tracking"].update(wandb="off", log_every_steps=1)
+    return PretrainConfig.model_validate(values)

@@ -1,0 +1,282 @@
+"""The shortest time that a training step can take on GPUs, by arithmetic alone: a roofline model. No torch is needed.
+
+Four things happen side by side, and the longest of them is the limit:
+
+    device    matrix products, attention and what lies between them, one kernel after another
+    launches  the host's share of each kernel
+    network   gradients to their owners, and weights back
+    loader    one thread that makes this rank's share of the next batch
+
+Every constant has its source beside it. A test compares the model with published results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from pretrain.config import PhaseConfig, PretrainConfig
+from pretrain.model import cost
+from pretrain.model.parameters import Parameter, head_parameters, layer_parameters
+from pretrain.planning.work import Flops, Work, models, optimizer_flops
+
+
+class Gpu(NamedTuple):
+    """A kind of GPU, in an eight-GPU machine that is sold with it; rates are those of one GPU and one direction."""
+
+    peak_flops: float  # dense tensor cores at bf16 (V100: fp16), FLOP/s
+    memory: float  # bytes/s
+    link: float  # bytes/s to the GPUs of the same machine
+    network: float  # bytes/s to other machines
+    # Shares of the peak that the best matrix product and long attention of heads of 64 reach.
+    product_share: float
+    attention_share: float
+    capability: tuple[int, int]  # CUDA's compute capability
+
+
+# Data sheets. Networks: DGX-1 has 4 cards of 100 Gb/s for 8 GPUs, DGX A100 200 Gb/s and DGX H100 400 Gb/s per GPU.
+# product_share: measured by mamf-finder.py (stas00/ml-engineering, compute/accelerator, August 2026); 0.8 where it has
+# no figure. attention_share: flash attention 2, forward and backward (Dao 2023, figures 4 and 7: 171 TFLOP/s on A100,
+# about 300 on H100); on B200 that of H100; on V100, which it does not support, 0.2 is a guess.
+GPUS = {
+    "V100": Gpu(125e12, 0.9e12, 150e9, 6.25e9, 0.8, 0.2, (7, 0)),
+    "A100": Gpu(312e12, 2.039e12, 300e9, 25e9, 0.869, 0.55, (8, 0)),
+    "L4": Gpu(121e12, 0.3e12, 32e9, 12.5e9, 0.8, 0.55, (8, 9)),
+    "L40S": Gpu(362e12, 0.864e12, 32e9, 25e9, 0.8, 0.55, (8, 9)),
+    "RTX4090": Gpu(165e12, 1.008e12, 32e9, 12.5e9, 0.8, 0.55, (8, 9)),
+    "H100": Gpu(989e12, 3.35e12, 450e9, 50e9, 0.803, 0.30, (9, 0)),
+    "H200": Gpu(989e12, 4.8e12, 450e9, 50e9, 0.803, 0.30, (9, 0)),
+    "B200": Gpu(2250e12, 8e12, 900e9, 50e9, 0.776, 0.30, (10, 0)),
+}
+GPUS_PER_MACHINE = 8
+REACHED = 0.64  # share of the limit that public trainers reached: the median of tests/published_speeds.py
+# A product of 256 x 256 x 256 takes 5.2 us on an H100, one of 1024 x 1024 x 1024 9.1, of which 2.7 at the best rate
+# (openxla/xla, matmul_interpolator_data.h).
+_KERNEL_SECONDS = 5e-6
+_MEMORY_SHARE = 0.9  # a copy on an H100 reaches 3.0 of 3.35 TB/s
+# At this length attention has half of that rate: the tiles of flash attention are 64 to 128 rows. The figures of Dao
+# 2023 at 512 are 0.8 of those at 16,384.
+_ATTENTION_LENGTH = 128
+# Numbers that kernels between the products read and write, for each that a compiled layer keeps for its backward pass.
+# By hand for BERT's layer: the activation 8 H forward and 12 H backward, two norms 6 H and 8 H, bias gradients 9 H;
+# together 43 H, and 11 H are kept.
+_TRAFFIC = 4
+_LOGITS_TRAFFIC = 3  # the loss reads the scores, and writes and reads their gradient
+_OPTIMIZER_BYTES = 30  # AdamW in fp32 reads 16 bytes for each parameter and writes 12, and 2 of the bf16 weight
+_SUM_BYTES = 10  # a bf16 gradient that is added to an fp32 sum
+# PyTorch's host time for a kernel, and our kernels: forward and backward of a layer, compiled or not, and outside the
+# layers; for each parameter, its gradient that is added to its sum.
+_LAUNCH_SECONDS = 6e-6
+_LAYER_KERNELS, _PLAIN_LAYER_KERNELS, _OTHER_KERNELS, _PARAMETER_KERNELS = 30, 75, 100, 3
+# For each round of matrices of one shape, of 2^24 entries on each worker: five iterations of three products, and copies
+# (tests/launches.py).
+_MUON_KERNELS, _MUON_ENTRIES = 28, 1 << 24
+# nccl-tests reach 0.8 of the links (stas00/ml-engineering, network). Seconds of a small collective, within one machine
+# and between machines: an assumption.
+_NETWORK_SHARE = 0.8
+_COLLECTIVE_SECONDS = (25e-6, 60e-6)
+_BUCKET = 10_000_000  # entries of a gradient bucket (engine/buckets.py)
+# One core of an EPYC (Zen 5), `bench scale`: planning a step on up to 8, 64 and more ranks; `bench loader`: a token.
+_PLANNING_SECONDS = ((8, 3e-3), (64, 10e-3), (math.inf, 15e-3))
+_TOKEN_SECONDS = 1e-7
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one optimizer step on one rank."""
+
+    products: float  # matrix products
+    attention: float
+    memory: float  # kernels between the products, sums of gradients and the optimizer
+    launches: float
+    network: float
+    loader: float
+
+    @property
+    def device(self) -> float:
+        """The kernels of the GPU, one after another."""
+        return self.products + self.attention + self.memory
+
+    @property
+    def limit(self) -> float:
+        """The shortest time of a step."""
+        return max(self.device, self.launches, self.network, self.loader)
+
+    @property
+    def limited_by(self) -> str:
+        """What takes the longest: for the device, its longest part."""
+        if self.limit > self.device:
+            return next(name for name in ("launches", "network", "loader") if getattr(self, name) == self.limit)
+        return max(("products", "attention", "memory"), key=lambda name: getattr(self, name))
+
+    def rows(self) -> list[tuple[str, float]]:
+        """(name, seconds) of each part."""
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+
+
+def step_times(
+    config: PretrainConfig, phase: PhaseConfig, work: Work, flops: Flops, gpu: Gpu, workers: int
+) -> StepTimes:
+    """The parts of a mean step of a phase on `workers` GPUs.
+
+    Args:
+        work: of the phase (`pretrain.planning.work.phase_work`).
+        flops: counts the FLOPs of the run; a generator's or a teacher's are taken to run at the rate of the model's.
+    """
+    batch = _Batch.of(config, phase, work, workers)
+    more = _more_than_own(config, work, flops)
+    itemsize = 4 if config.engine.precision == "fp32" else 2
+    muon = optimizer_flops(config) / workers / (gpu.product_share * gpu.peak_flops)
+    return StepTimes(
+        products=more * batch.micro_batches * _product_seconds(config, flops.vocabulary, batch, gpu, itemsize) + muon,
+        attention=more * batch.micro_batches * _attention_seconds(config, batch, gpu),
+        memory=step_bytes(config, phase, work, flops, workers) / (_MEMORY_SHARE * gpu.memory),
+        launches=_launches(config, batch.micro_batches, workers) * _LAUNCH_SECONDS,
+        network=_network_seconds(config, _parameters(config, flops) * itemsize, batch.micro_batches, gpu, workers),
+        loader=_loader_seconds(batch, workers),
+    )
+
+
+def step_bytes(config: PretrainConfig, phase: PhaseConfig, work: Work, flops: Flops, workers: int) -> float:
+    """What one of `workers` reads and writes in a mean step beside its products, in bytes; arguments as `step_times`.
+
+    The kernels between the products, sums of gradients, and the optimizer.
+    """
+    batch = _Batch.of(config, phase, work, workers)
+    itemsize = 4 if config.engine.precision == "fp32" else 2
+    states = workers if config.engine.zero_stage else 1
+    between = _memory_bytes(config, flops.vocabulary, batch, itemsize) * batch.micro_batches
+    updates = _parameters(config, flops) * (_SUM_BYTES * batch.micro_batches + _OPTIMIZER_BYTES / states)
+    return _more_than_own(config, work, flops) * between + updates
+
+
+def _parameters(config: PretrainConfig, flops: Flops) -> int:
+    return cost.trained_parameters(config.model, config.electra, flops.vocabulary, config.pairs.has_classifier)
+
+
+def _more_than_own(config: PretrainConfig, work: Work, flops: Flops) -> float:
+    """FLOPs of a sequence with a generator or a teacher, over those of the model alone."""
+    own = Flops(config.model_copy(update={"electra": type(config.electra)()}), flops.vocabulary)
+    lengths = [work.mean_length]
+    return flops.executed(lengths, work.masked) / own.executed(lengths, work.masked)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A rank's share of a mean step, and one of its micro-batches."""
+
+    micro_batches: int
+    length: float  # mean, tokens
+    sequences: float  # of a micro-batch
+    masked: float  # tokens of a micro-batch that are predicted
+
+    @property
+    def tokens(self) -> float:
+        return self.sequences * self.length
+
+    @property
+    def last_rows(self) -> float:
+        """Query positions of the last layer."""
+        return min(self.tokens, self.masked + self.sequences)
+
+    @classmethod
+    def of(cls, config: PretrainConfig, phase: PhaseConfig, work: Work, workers: int) -> _Batch:
+        share = work.sequences / work.steps / workers
+        tokens = share * work.mean_length
+        count = max(1, math.ceil(tokens / max(config.engine.micro_batch_tokens, phase.sequence_length)))
+        return cls(count, work.mean_length, share / count, share / count * work.masked)
+
+
+def _product_seconds(config: PretrainConfig, vocabulary: int, batch: _Batch, gpu: Gpu, itemsize: int) -> float:
+    """Forward and backward passes of the matrix products of a micro-batch."""
+    again = config.engine.activation_checkpointing
+
+    def seconds(rows: float, outputs: int, inputs: int) -> float:
+        numbers = rows * inputs + inputs * outputs + rows * outputs
+        rates = gpu.product_share * gpu.peak_flops, _MEMORY_SHARE * gpu.memory
+        return _KERNEL_SECONDS + max(2 * rows * outputs * inputs / rates[0], itemsize * numbers / rates[1])
+
+    # The backward pass has two products of the same size: for the gradients of the input and of the weight.
+    layers = sum((4 if again else 3) * seconds(*product) for product in _layer_products(config, batch))
+    return layers + sum(3 * seconds(*product) for product in _head_products(config, vocabulary, batch))
+
+
+def _layer_products(config: PretrainConfig, batch: _Batch) -> Iterator[tuple[float, int, int]]:
+    """(rows, outputs, inputs) of each product in the layers; the last one computes only the rows that are read."""
+    model = config.model
+    for depth in range(model.depth):
+        for parameter in _matrices(layer_parameters(model, depth % model.layers)):
+            late = depth == model.depth - 1 and parameter.name.partition("_")[0] not in ("qkv", "q", "kv")
+            yield batch.last_rows if late else batch.tokens, *parameter.shape  # pyright: ignore[reportReturnType]
+
+
+def _head_products(config: PretrainConfig, vocabulary: int, batch: _Batch) -> Iterator[tuple[float, int, int]]:
+    model = config.model
+    for parameter in _matrices(head_parameters(model, vocabulary, config.pairs.has_classifier)):
+        if parameter.name != "decoder":
+            rows = batch.masked if parameter.name.startswith("mlm") else batch.sequences
+            yield rows, *parameter.shape  # pyright: ignore[reportReturnType]
+    yield batch.masked, vocabulary, model.embedding or model.hidden
+
+
+def _matrices(parameters: tuple[Parameter, ...]) -> Iterator[Parameter]:
+    return (parameter for parameter in parameters if len(parameter.shape) == 2)
+
+
+def _attention_seconds(config: PretrainConfig, batch: _Batch, gpu: Gpu) -> float:
+    """Forward and backward passes of attention; the backward pass computes the scores again."""
+    model, total = config.model, 0.0
+    for depth in range(model.depth):
+        window = model.window(depth % model.layers)
+        seen = min(batch.length, 2 * window + 1) if window else batch.length
+        rate = gpu.attention_share * gpu.peak_flops * seen / (seen + _ATTENTION_LENGTH)
+        total += 14 * model.hidden * batch.tokens * seen / rate
+    return total
+
+
+def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: _Batch, itemsize: int) -> float:
+    """What the kernels between the products of a micro-batch read and write."""
+    tokens, rows = round(batch.tokens), round(batch.last_rows)
+    kept = cost.activation_bytes(config.model, tokens, rows, itemsize=itemsize, compiled=True, checkpointing=False)
+    kept -= cost.working_bytes(config.model, tokens, itemsize)
+    return _TRAFFIC * kept + _LOGITS_TRAFFIC * itemsize * batch.masked * vocabulary
+
+
+def _launches(config: PretrainConfig, micro_batches: int, workers: int) -> float:
+    """Kernels and CUDA graphs that the host starts in a step."""
+    trained = models(config)
+    layer = _LAYER_KERNELS if config.engine.compiled else _PLAIN_LAYER_KERNELS
+    parameters = sum(len(layer_parameters(model, number)) for model in trained for number in range(model.layers))
+    depth = sum(model.depth for model in trained)
+    of_micro_batch = depth * layer + _PARAMETER_KERNELS * parameters + _OTHER_KERNELS * len(trained)
+    if config.engine.cuda_graphs:
+        of_micro_batch = 1
+    muon = 0
+    if config.optimizer.name == "muon":
+        entries = sum(math.prod(matrix.shape) for model in trained for matrix in cost.hidden_matrices(model))
+        muon = _MUON_KERNELS * math.ceil(entries / (_MUON_ENTRIES * workers))
+    return micro_batches * of_micro_batch + muon
+
+
+def _network_seconds(config: PretrainConfig, size: float, micro_batches: int, gpu: Gpu, workers: int) -> float:
+    """The collectives of a step for `size` bytes of parameters (Rajbhandari et al. 2020, section 7).
+
+    A ring over several machines crosses each boundary once for all GPUs of a machine, so it has all of their network
+    cards.
+    """
+    if workers == 1:
+        return 0.0
+    stage = config.engine.zero_stage
+    units = {0: 2, 1: 2, 2: micro_batches + 1, 3: 2 * micro_batches}[stage]
+    far = workers > GPUS_PER_MACHINE
+    rate = min(gpu.link, GPUS_PER_MACHINE * gpu.network) if far else gpu.link
+    count = units * size / 2 / _BUCKET
+    transfer = units * size * (workers - 1) / workers / (_NETWORK_SHARE * rate)
+    return transfer + count * _COLLECTIVE_SECONDS[far]
+
+
+def _loader_seconds(batch: _Batch, workers: int) -> float:
+    planning = next(seconds for most, seconds in _PLANNING_SECONDS if workers <= most)
+    return planning + _TOKEN_SECONDS * batch.tokens * batch.micro_batches

@@ -1,0 +1,168 @@
+"""What the heads of a model in training attend to, recorded at its evaluations: `attention.json` in the run folder.
+
+A few held-out texts, the same at every evaluation and for every number of workers. Recording reads the weights and
+nothing else: it draws no random number and changes no state of the training.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pretrain.common.errors import RunError
+from pretrain.common.files import atomic_open
+from pretrain.common.run_files import HISTORY
+from pretrain.config import ModelConfig
+from pretrain.corpus.shards import TokenShards
+from pretrain.model.padded import PaddedEncoder
+from pretrain.run.attention.kinds import HeadStatistics, MarkedTokens
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+# Tokens of a recorded text tell their neighbours and special tokens, but not the words that they belong to.
+RECORDED = ("self", "previous", "next", "first", "separator", "same_token")
+_TEXTS, _LENGTH = 8, 64
+_PICTURE_LENGTH = 24  # tokens of the text whose matrices are kept
+_PICTURES = 24  # heads whose matrices are kept, spread over the model
+_MOST_RECORDS = 32  # per file, which stays below about 1 MB; of more, they are thinned evenly
+
+
+class AttentionHistory:
+    """Writes the history of one run.
+
+    Args:
+        folder: of the run.
+        model: shape of the encoder.
+        held_out: the validation split, from which the texts are taken.
+    """
+
+    def __init__(self, folder: Path, model: ModelConfig, held_out: TokenShards) -> None:
+        self._path, self._model = folder / HISTORY, model
+        self._texts = _texts(held_out, min(_LENGTH, model.max_positions))
+        self._picture = self._texts[0][:_PICTURE_LENGTH].copy() if self._texts else np.zeros(0, np.int64)
+        if len(self._picture) == _PICTURE_LENGTH:
+            self._picture[-1] = held_out.special_ids["sep"]
+        self._special = held_out.special_ids
+
+    def rewind(self, step: int) -> None:
+        """Drop what was recorded after `step`, from which training continues."""
+        records = [record for record in self._records() if record["step"] <= step]
+        if self._path.is_file():
+            self._write(records)
+
+    def record(self, step: int, parameters: Mapping[str, Tensor]) -> None:
+        """Add the attention of the weights after `step` steps, unless there is a record of that step.
+
+        Averaged weights are evaluated at the same step, after the weights that are trained.
+        A file that cannot be written is reported in the log; the training goes on.
+
+        Args:
+            step: optimizer steps taken.
+            parameters: the encoder's, by name, whole, in any precision and on any device; heads are ignored.
+        """
+        earlier = self._records()
+        if not self._texts or any(one["step"] == step for one in earlier):
+            return
+        encoder = PaddedEncoder(self._model, {name: tensor.detach() for name, tensor in parameters.items()})
+        statistics = HeadStatistics()
+        for ids in self._texts:
+            statistics.add(self._weights(encoder, ids), _marked(ids, self._special))
+        pictures = self._weights(encoder, self._picture)
+        record = {
+            "step": step,
+            "shares": {kind: statistics.shares[kind].round(4).tolist() for kind in RECORDED},
+            "entropy": statistics.entropy.round(4).tolist(),
+            "matrices": [_packed(pictures[layer][head]) for layer, head in self._heads()],
+        }
+        even = {kind: round(statistics.even_shares[kind], 4) for kind in RECORDED}
+        self._write(_thinned([*earlier, record]), even, statistics.even_entropy)
+
+    def _weights(self, encoder: PaddedEncoder, ids: np.ndarray) -> list[np.ndarray]:
+        some = next(encoder.parameters())
+        ids_1L = torch.from_numpy(ids)[None].to(some.device)
+        collected: list[Tensor] = []
+        with torch.no_grad():
+            encoder.encode(ids_1L, torch.ones_like(ids_1L), None, attention=collected)
+        return [layer_1NLL[0].float().cpu().numpy() for layer_1NLL in collected]
+
+    def _heads(self) -> list[tuple[int, int]]:
+        """(layer, head) of the heads whose matrices are kept: all, or as many in even distances."""
+        count = self._model.depth * self._model.heads
+        kept = min(count, _PICTURES)
+        return [divmod(number * count // kept, self._model.heads) for number in range(kept)]
+
+    def _records(self) -> list[dict[str, Any]]:
+        return read_history(self._path.parent).get("records", [])
+
+    def _write(
+        self, records: list[dict[str, Any]], even: dict[str, float] | None = None, even_entropy: float = 0.0
+    ) -> None:
+        written = read_history(self._path.parent)
+        content = {
+            "format": FORMAT,
+            "picture": self._picture.tolist(),
+            "heads": self._heads(),
+            "even_shares": written.get("even_shares", {}) if even is None else even,
+            "even_entropy": written.get("even_entropy", 0.0) if even is None else round(even_entropy, 4),
+            "records": records,
+        }
+        try:
+            with atomic_open(self._path, "w") as file:
+                json.dump(content, file, separators=(",", ":"))
+        except (OSError, RunError) as error:
+            logger.warning("the attention of the heads is not recorded: %s", error)
+
+
+def read_history(run_dir: Path) -> dict[str, Any]:
+    """The content of a run's attention.json; {} if there is none that this version reads."""
+    try:
+        content = json.loads((run_dir / HISTORY).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) and content.get("format") == FORMAT else {}
+
+
+def unpacked(matrix: str) -> np.ndarray:
+    """Float32 [L, L], the attention weights in a record's `matrices`, to 1/255."""
+    packed = np.frombuffer(base64.b64decode(matrix), np.uint8)
+    side = round(len(packed) ** 0.5)
+    return packed.reshape(side, side).astype(np.float32) / 255
+
+
+def _packed(weights_LL: np.ndarray) -> str:
+    return base64.b64encode(np.rint(weights_LL * 255).astype(np.uint8).tobytes()).decode()
+
+
+def _texts(shards: TokenShards, length: int) -> list[np.ndarray]:
+    """Up to `_TEXTS` sequences of at most `length` tokens, from documents that are far apart: int64 [L]."""
+    special, texts = shards.special_ids, []
+    documents = [(shard, number) for shard in shards.shards for number in range(len(shard.documents) - 1)]
+    for number in range(min(_TEXTS, len(documents))):
+        shard, document = documents[number * len(documents) // _TEXTS if len(documents) > _TEXTS else number]
+        begin, end = (int(shard.documents[at, 1]) for at in (document, document + 1))
+        tokens = shard.tokens[begin : min(end, begin + length - 2)].astype(np.int64)
+        texts.append(np.array([special["cls"], *tokens, special["sep"]], np.int64))
+    return texts
+
+
+def _marked(ids: np.ndarray, special: Mapping[str, int]) -> MarkedTokens:
+    none = np.full(len(ids), -1)
+    first, separator = ids == special["cls"], ids == special["sep"]
+    return MarkedTokens(ids, first, separator, np.zeros(len(ids), bool), word=none, place=none)
+
+
+def _thinned(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most `_MOST_RECORDS`: the one between the nearest neighbours goes first, the first and last never."""
+    while len(records) > _MOST_RECORDS:
+        gaps = [records[at + 1]["step"] - records[at - 1]["step"] for at in range(1, len(records) - 1)]
+        del records[1 + gaps.index(min(gaps))]
+    return records

@@ -1,0 +1,138 @@
+"""A pretraining that continues from a checkpoint, on one worker: its corpora, its first weights, its rates.
+
+Without `start_from` all of this is as if it were not there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from pretrain.batches.replay import with_replay
+from pretrain.batches.sampler import SAMPLER
+from pretrain.checkpoint.start import read_start
+from pretrain.common.addresses import local
+from pretrain.common.files import write_json
+from pretrain.common.run_files import START_FILE
+from pretrain.config import PretrainConfig
+from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.corpus.vocabulary import tokenizer_digest
+from pretrain.run.session import check_same_data
+from pretrain.training.engine import Engine
+from pretrain.training.fresh_state import FreshState
+from pretrain.training.rates import rate_shares
+
+_WORDS = "embeddings.word"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """The token shards of a run: its own corpus and, if one is named, the general one.
+
+    Attributes:
+        own: training split of the run's corpus.
+        training: what is trained on: `own`, and replayed text of the general corpus.
+        held_out: validation split of the run's corpus.
+        general: validation split of the general corpus; None without one, or if `held_out` is empty.
+    """
+
+    own: TokenShards
+    training: TokenShards
+    held_out: TokenShards
+    general: TokenShards | None = None
+
+    @classmethod
+    def open(cls, config: PretrainConfig) -> Corpora:
+        """Open what `config` names; raises as `open_shards` and `with_replay`."""
+        folder, adaptation = config.corpus.folder, config.adaptation
+        own, held_out = open_shards(folder, "train"), open_shards(folder, "validation")
+        if not adaptation.general:
+            return cls(own, own, held_out)
+        general = local(adaptation.general)
+        training = own
+        if adaptation.replay_share:
+            training = with_replay(own, open_shards(general, "train"), adaptation.replay_share)
+        if not held_out.shards:
+            return cls(own, training, held_out)
+        return cls(own, training, held_out, open_shards(general, "validation"))
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of each corpus, by the setting that names it."""
+        replayed = None if self.training is self.own else self.training
+        parts = {"corpus.dir": self.own, "adaptation.replay_share": replayed, "adaptation.general": self.general}
+        return {name: shards.fingerprint for name, shards in parts.items() if shards is not None}
+
+
+class Continuation:
+    """What a run takes from the checkpoint in `start_from`, and what its checkpoints remember of it.
+
+    Args:
+        config: the run.
+        corpora: its corpora.
+        state: the model's parameters as a new run initialises them, by name.
+
+    Attributes:
+        rate_shares: by parameter, for `rated_groups`.
+        identity: what each checkpoint of the run keeps; filled when the run begins or resumes.
+    """
+
+    def __init__(self, config: PretrainConfig, corpora: Corpora, state: Mapping[str, Tensor]) -> None:
+        self._config, self._corpora = config, corpora
+        self._state = dict(state) if config.start_from else {}
+        self.rate_shares = rate_shares(state, config.adaptation, config.model.layers)
+        self._old_share = self.rate_shares[_WORDS]
+        # One parameter has old rows and added ones, so its rate cannot be that of an optimizer group.
+        if config.corpus.vocabulary.added_words:
+            self.rate_shares[_WORDS] = 1.0
+        self.identity: dict[str, Any] = {
+            "fingerprint": corpora.training.fingerprint,
+            "sampler": SAMPLER,
+            "tokenizer": tokenizer_digest(corpora.own.folder),
+        }
+
+    def begin(self, engine: Engine) -> None:
+        """Give `engine` the checkpoint's weights, and new ones for what it lacks; every rank reads them itself."""
+        if not self._config.start_from:
+            return
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
+        start = read_start(self._config, shapes, self._corpora.own)
+        check_same_data({"start_from": start.fingerprint})
+        engine.load(FreshState({**self._state, **start.state}), 0)
+        self._state = {}
+        self.identity["start"] = {
+            "folder": self._config.start_from,
+            "fingerprint": start.fingerprint,
+            "old_entries": start.old_entries,
+        }
+        self._slow_old_rows(engine)
+        if engine.rank == 0:
+            write_json(
+                self._config.folder / START_FILE,
+                {
+                    **self.identity["start"],
+                    "initialised": list(start.initialised),
+                    "table": start.table.split("\n"),
+                    "family": start.family,
+                    "config": start.config,
+                },
+            )
+        logger.info("began from %s (%s)\n%s", self._config.start_from, start.fingerprint[:12], start.table)
+
+    def resume(self, engine: Engine, state: Mapping[str, Any]) -> None:
+        """Take over what the checkpoint with this `state` remembers. `start_from` is not read again."""
+        self._state = {}
+        if "start" in state:
+            self.identity["start"] = state["start"]
+            self._slow_old_rows(engine)
+
+    def _slow_old_rows(self, engine: Engine) -> None:
+        rows, width = engine.shapes[_WORDS]
+        if self._old_share != self.rate_shares[_WORDS]:
+            old = min(rows, int(self.identity["start"]["old_entries"]))
+            engine.slow_entries(_WORDS, old * width, self._old_share)

@@ -1,0 +1,208 @@
+"""Start a training run: in this process, as one of torchrun's processes, or in workers that Ray starts and restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pretrain.common import records
+from pretrain.common.addresses import is_remote, local_run
+from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.common.files import disk_errors
+from pretrain.common.wording import counted
+from pretrain.common.worker import STOP_FILE, Flag, Worker, clear_stop, torchrun_place
+from pretrain.config import R, RunConfig
+from pretrain.run import preflight
+from pretrain.storage.runs import StoredRun
+from pretrain.tracking import live
+
+
+def start_run(
+    target: str,
+    config: R,
+    *,
+    resume: bool,
+    ray: bool = False,
+    no_ray: bool = False,
+    check: Callable[[R, bool], int | None],
+    is_finished: Callable[[R], bool],
+    changed: Callable[[R, R], list[str]],
+) -> R | None:
+    """Check that the run can start, record it in its folder and train it to the end.
+
+    Under torchrun only the first process checks, records and prints. The others only train.
+
+    Args:
+        target: "package.module:function", called in each worker with the config and a `Worker`.
+        config: the run.
+        resume: continue from the newest checkpoint, if there is one.
+        ray: use Ray also for one worker on this machine.
+        no_ray: train in this process.
+        check: called before anything is written, with the config and whether this process trains. Returns the number
+            of training steps, or None if the run is finished already.
+        is_finished: whether the run folder holds the finished run.
+        changed: names the settings that differ between the run's first start and now, and must not.
+
+    Returns:
+        The config with which the run trained, or None if this process did not start it.
+
+    Raises:
+        RunError: the run cannot start, diverged, or was stopped.
+    """
+    alone = is_alone(config, no_ray)
+    if is_follower():
+        if not is_finished(config):
+            _train(target, config, resume, alone=True)
+        return None
+    steps = check(config, alone)
+    if steps is None:
+        with _stored(config, resume):
+            return report_finished(config)
+    with preflight.only_run(config.folder):
+        preflight.check_run_folder(config, resume, changed)
+        config = preflight.with_resolved_precision(config) if resume else config
+        with _stored(config, resume):
+            if is_finished(config):
+                return report_finished(config)
+            preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
+            print(_how(config, ray=ray, alone=alone))
+            _train_and_follow(target, config, resume, steps, alone=alone, ray=ray)
+    return config
+
+
+def check_cores(config: RunConfig, alone: bool) -> None:
+    """Raise `MachineError` if the workers do not fit on this machine. Clusters are checked when the run starts."""
+    if alone or config.scheduling.address:
+        return
+    from cluster.workers.nodes import nodes_fit
+
+    cores = len(os.sched_getaffinity(0))
+    nodes_fit([(cores, 0)], config.scheduling.workers, config.scheduling.cpus_per_worker, "this machine")
+
+
+def is_alone(config: RunConfig, no_ray: bool) -> bool:
+    """Whether this process trains, by itself or as one of torchrun's; `InputError` if it cannot."""
+    if no_ray and config.scheduling.workers > 1:
+        raise InputError(
+            f"--no-ray: trains in one process, but scheduling.workers is {config.scheduling.workers}. "
+            "Add --workers 1, or start several processes with torchrun."
+        )
+    return bool(torchrun_place()) or no_ray
+
+
+def is_follower() -> bool:
+    """Whether this is a process of torchrun's, but not the first."""
+    place = torchrun_place()
+    return place is not None and place[0] > 0
+
+
+def report_finished(config: RunConfig) -> None:
+    """Print that there is nothing to do."""
+    print(f"{config.folder}: already finished; nothing to do")
+
+
+def bring(run_dir: Any) -> None:
+    """Fetch what a resume needs of the run at the address `run_dir`; nothing for a path.
+
+    Of torchrun's processes, the first verifies what is here, and fetches the best checkpoint, too.
+    """
+    if is_remote(run_dir):
+        StoredRun(run_dir, local_run(run_dir)).bring(best=not is_follower(), follows=is_follower())
+
+
+@contextlib.contextmanager
+def _stored(config: RunConfig, resume: bool) -> Iterator[None]:
+    """Store what a run with an address leaves in its folder, however it ends.
+
+    Raises `MachineError` if that fails after a run that did not; its checkpoints are in the folder then.
+    """
+    if not config.address:
+        yield
+        return
+    run = StoredRun(config.address, config.folder, config.checkpoint.retry_seconds)
+    if not resume and (run.names() or run.has_model()):
+        found = f"checkpoints (newest {run.names()[-1]})" if run.names() else "a finished model"
+        raise InputError(
+            f"{config.address}: already holds {found}. Add --resume to continue that run, or choose another run_dir "
+            "to start a new one."
+        )
+    run.claim()
+    try:
+        yield
+    except BaseException as error:
+        try:
+            run.end(failed=True)
+        except RunError as reason:
+            if isinstance(error, RunError):  # and not a bug, an error of CUDA or Ctrl-C
+                raise type(error)(f"{error} Not stored: {reason}") from error
+        raise
+    try:
+        run.end()
+    except RunError as error:
+        raise MachineError(
+            f"{config.folder}: finished, but its last checkpoint or results are not stored: {error} "
+            "Run the command with --resume to store them."
+        ) from error
+    print(f"{config.address}: stored")
+
+
+def _how(config: RunConfig, *, ray: bool, alone: bool) -> str:
+    """Where the run trains, for the terminal."""
+    if torchrun_place():
+        return "processes of torchrun, without Ray"
+    if alone:
+        return "this process, without Ray"
+    scheduling = config.scheduling
+    where = f"Ray at {scheduling.address}" if scheduling.address else "Ray"
+    by_ray = ray or scheduling.workers > 1 or bool(scheduling.address)
+    return f"{counted(scheduling.workers, 'worker')}, {f'through {where}' if by_ray else 'without Ray'}"
+
+
+def _train_and_follow(target: str, config: RunConfig, resume: bool, steps: int, *, alone: bool, ray: bool) -> None:
+    """Train, with a live line on the terminal, and record why the run ended early."""
+    try:
+        with live.follow(config.folder, steps):
+            _train(target, config, resume, alone=alone, ray=ray)
+    except (StoppedError, DivergedError) as error:
+        try:
+            records.note_end(config.folder, "stop" if isinstance(error, StoppedError) else "diverged", str(error))
+        except (RunError, OSError) as reason:  # the exit code tells job scripts how the run ended
+            print(f"warning: the end of the run is not recorded: {reason}", file=sys.stderr)
+        raise
+
+
+def _train(target: str, config: RunConfig, resume: bool, *, alone: bool, ray: bool = False) -> None:
+    payload = {"config": config.model_dump(mode="json"), "resume": resume}
+    if alone:
+        worker = Worker.from_environment()
+        worker.flags = (_stop_flag(config.folder),)
+        module, function = target.split(":")
+        getattr(importlib.import_module(module), function)(payload, worker)
+        return
+    from cluster.workers.launch import run
+
+    scheduling = config.scheduling
+    run(
+        target,
+        payload,
+        name=config.name,
+        run_dir=config.folder,
+        workers=scheduling.workers,
+        cpus_per_worker=scheduling.cpus_per_worker,
+        address=scheduling.address,
+        in_ray=ray,
+        max_failures=scheduling.max_failures,
+        min_workers=scheduling.min_workers,
+        wait_for_nodes_seconds=scheduling.wait_for_nodes_seconds,
+    )
+
+
+def _stop_flag(run_dir: Path) -> Flag:
+    """Requests a stop if the run's stop file is touched from now on. An earlier one is removed."""
+    with disk_errors(run_dir):
+        return Flag(run_dir / STOP_FILE, since=clear_stop(run_dir, remove=not is_follower()))

@@ -1,0 +1,528 @@
+"""The training loop, the same for every task and any number of workers.
+
+`fit` knows steps, logging, evaluation, checkpoints and stops. A `TrainingTask` knows what a batch is, what its loss is
+and the names of its metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from pretrain.checkpoint import store
+from pretrain.checkpoint.saver import Saver
+from pretrain.common.errors import DivergedError, StoppedError
+from pretrain.common.transfers import OnItsWay, to_device, to_host
+from pretrain.common.wording import counted
+from pretrain.run.passes import Passes
+from pretrain.run.plan import TrainingPlan
+from pretrain.run.progress import AveragedWeights, Progress, Window, checkpoint_state, restore
+from pretrain.run.session import newest_checkpoint, stored_run
+from pretrain.run.spikes import REMEMBERED, is_spike
+from pretrain.run.stragglers import RankTimes
+from pretrain.run.task import Recorder, S, TrainingTask
+from pretrain.training.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+LONG_SECONDS = 1800.0  # the most that an evaluation, a save without retries or a rollback may take
+_SKIPS_AT_ONE_SCALE = 3  # fp16's loss scaler lowers the scale before it skips more (its hysteresis is 2)
+_STORAGE = "the run folder's storage"
+
+
+def fit(
+    engine: Engine,
+    task: TrainingTask[S],
+    plan: TrainingPlan,
+    progress: Progress,
+    *,
+    checkpoints: Path,
+    extra_state: dict[str, Any],
+    recorder: Recorder,
+    stop_requested: Callable[[], bool],
+) -> None:
+    """Train from `progress` to the end of `plan`, with a checkpoint at least at the end.
+
+    Raises:
+        StoppedError: a stop was requested on any rank; a checkpoint of the current step was written. Bad steps are
+            waited for.
+        DivergedError: steps without a finite loss or gradient, or loss spikes, after as many rollbacks as are allowed.
+        MachineError: a checkpoint could not be written; earlier ones are untouched.
+    """
+    training = _Fit(engine, task, plan, progress, checkpoints, extra_state, recorder)
+    try:
+        if plan.evaluate_first:
+            # A fine-tuning may return to its first weights, a continued pretraining may not.
+            training.evaluate(judge=plan.keep_best)
+            if plan.keep_best and training.validation:
+                training.save()
+        while failure := training.train(stop_requested):
+            training.roll_back(failure)
+    finally:
+        with training.saving(), engine.awaiting(_STORAGE):
+            training.saver.join()
+    training.saver.wait()
+    training.log_storage_trouble()
+    if engine.averaged:
+        training.evaluate_average()
+
+
+@dataclass(frozen=True)
+class TrainingFailure:
+    """The last steps were harmful, and training must go back to a checkpoint."""
+
+    reason: str  # one clause, for messages
+    remedy: str = ""  # continues "Lower the learning rate"
+
+
+class StepOutcome(NamedTuple):
+    """The outcome of one step, the same on all ranks."""
+
+    stop: bool  # training is to stop after this step
+    failure: TrainingFailure | None
+
+
+@dataclass(frozen=True)
+class LaunchedStep(Generic[S]):
+    """A step that the device has been given, and whose numbers may not be there yet.
+
+    Attributes:
+        number: of the step, from 0 on.
+        step: its batches.
+        rate: its learning rate.
+        part: the validation set of its phase.
+        numbers: fp64 [n + 5]: the totals; stops, failed saves, FLOPs, seconds waited for data, of all ranks; the
+            gradients' norm.
+    """
+
+    number: int
+    step: S
+    rate: float
+    part: str
+    numbers: OnItsWay
+
+
+class _PatientRecorder:
+    """A recorder whose storage may pause."""
+
+    def __init__(self, recorder: Recorder, engine: Engine) -> None:
+        self._recorder, self._engine = recorder, engine
+
+    def log(self, record: dict[str, Any]) -> None:
+        with self._engine.awaiting(_STORAGE):
+            self._recorder.log(record)
+
+    def rewind(self, step: int) -> None:
+        with self._engine.awaiting(_STORAGE):
+            self._recorder.rewind(step)
+
+
+class _Stopwatch:
+    """Seconds of training; evaluation and checkpoints are counted separately."""
+
+    def __init__(self) -> None:
+        self._began, self._away = time.perf_counter(), 0.0
+        self.excluded = {"evaluation": 0.0, "checkpoint": 0.0}  # since the last record
+
+    def lap(self) -> float:
+        """Seconds of training since the last lap."""
+        now = time.perf_counter()
+        seconds = now - self._began - self._away
+        self._began, self._away = now, 0.0
+        return seconds
+
+    def leave_out(self, what: str, seconds: float) -> None:
+        """Count these seconds as `what` and not as training."""
+        self.excluded[what] += seconds
+        self._away += seconds
+
+
+class _LossScaleSearch:
+    """Distinguishes steps that fp16's loss scaler skips to find a lower scale from steps that remain bad."""
+
+    def __init__(self) -> None:
+        self._skips, self._scale = 0, 0.0  # steps in a row that were skipped at this loss scale
+
+    def skipped(self, scale: float) -> bool:
+        """Record a step skipped at this scale; returns whether the scale will not be lowered further."""
+        self._skips = self._skips + 1 if scale == self._scale else 1
+        self._scale = scale
+        return scale <= 1 or self._skips > _SKIPS_AT_ONE_SCALE
+
+    def applied(self) -> None:
+        """A step was applied."""
+        self._skips = 0
+
+
+class _Fit(Generic[S]):
+    """The state of one `fit`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        task: TrainingTask[S],
+        plan: TrainingPlan,
+        progress: Progress,
+        checkpoints: Path,
+        extra_state: dict[str, Any],
+        recorder: Recorder,
+    ) -> None:
+        self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
+        self.checkpoints, self.extra_state = checkpoints, extra_state
+        self.recorder: Recorder = _PatientRecorder(recorder, engine)
+        saving = plan.config.checkpoint
+        self.saver = Saver(
+            checkpoints,
+            engine.side_group(),
+            keep_last=saving.keep_last,
+            background=saving.background,
+            retry_seconds=saving.retry_seconds,
+            stored=stored_run(plan.config),
+        )
+        self.stopwatch = _Stopwatch()
+        self.stragglers = RankTimes(engine, plan.config.tracking.straggler_factor)
+        self.passes = Passes(engine, task, self.stragglers.forward)
+        self.scale_search = _LossScaleSearch()
+        self.stalled_before = task.stalled_seconds()
+        self.rate, self.epoch, self.norm = 0.0, 0, 0.0  # of the last step
+        self.validation: tuple[int, float] | None = None  # the last evaluation's step and what it minimises
+        self.save_due = False  # a save waits for a good step
+
+    def train(self, stop_requested: Callable[[], bool]) -> TrainingFailure | None:
+        """Train to the end of the plan, or to a failure that a rollback may fix.
+
+        Saves and stops wait for the next good step, and a bad last step is a failure.
+        """
+        progress, plan = self.progress, self.plan
+        self.engine.module.train()
+        self.engine.seed_device(plan.config.seed, progress.step + progress.rollbacks)
+        self.stopwatch.lap()
+        stopping = self.save_due = False
+        for stop, failure in self.outcomes(stop_requested):
+            progress.step += 1
+            if failure is not None:
+                return failure
+            due, best = plan.due(progress.step), False
+            last = due.last
+            if due.log:
+                self.log()
+            if due.evaluate:
+                self.evaluate()
+                progress.stopped_early = 0 < plan.patience <= progress.evaluations_without_gain
+                last = last or progress.stopped_early
+                best = plan.keep_best and not progress.evaluations_without_gain
+            stopping = stopping or stop
+            self.save_due = self.save_due or due.save or stop
+            # Bad steps may come from bad weights, to which a rollback or a resume would return for ever.
+            if last and progress.bad_in_a_row:
+                return self._bad_steps(progress.step)
+            if last or best or (self.save_due and not progress.bad_in_a_row):
+                self.save()
+            if progress.stopped_early:
+                return None
+            if stopping and not last and not self.save_due:
+                self.stop()
+        return None
+
+    def stop(self) -> NoReturn:
+        """End with `StoppedError` once the checkpoint of this step is written."""
+        with self.saving():
+            self.wait_for_save()
+        step = self.progress.step
+        raise StoppedError(
+            f"stopped at step {step} of {self.plan.total_steps}; checkpoint {store.name_of(step)} is saved."
+            f"{StoppedError.CONTINUE}"
+        )
+
+    def steps(self) -> Iterator[S]:
+        """The task's steps from here on. A wait for one is not a hang: a phase may have to open its data."""
+        steps = self.task.batches(self.progress.step, self.progress.passed_over)
+        part = None
+        while True:
+            began = time.perf_counter()
+            with self.engine.awaiting("a batch"):
+                step = next(steps, None)
+            if step is None:
+                return
+            before, part = part, self.task.validation_set()
+            # The first batch of a phase opens the data; so does the first one after a start or a rollback.
+            if part == before:
+                self.stragglers.waited_once(time.perf_counter() - began)
+            yield step
+
+    def outcomes(self, stop_requested: Callable[[], bool]) -> Iterator[StepOutcome]:
+        """Take the steps from here on; the outcome of each.
+
+        On a GPU an outcome is read when the next step has been launched, so that the device does not wait for the host:
+        a failure is noticed then, and the launched step is dropped by the rollback. Where something is due after a
+        step, or a stop was requested, its outcome is read at once. So progress and weights are of the same step.
+        """
+        stop, unread = False, None
+        for number, step in enumerate(self.steps(), self.progress.step):
+            with self.engine.awaiting(_STORAGE):
+                requested = stop_requested()  # reads files
+            launched = self.launch_step(number, step, requested)
+            if unread is not None:
+                earlier = self.read_step(unread)
+                stop = stop or earlier.stop
+                yield StepOutcome(stop=False, failure=earlier.failure)
+            unread = launched
+            due = self.save_due or any(self.plan.due(number + 1)) or self.plan.averages(number)
+            if stop or due or not reads_late(self.engine):
+                outcome = self.read_step(launched)
+                yield StepOutcome(stop or outcome.stop, outcome.failure)
+                unread = None
+
+    def launch_step(self, number: int, step: S, stop_here: bool) -> LaunchedStep[S]:
+        """Launch an optimizer step; `stop_here` is whether a stop was requested on this rank."""
+        engine, task = self.engine, self.task
+        totals: Tensor | None = None
+        flops, weights = 0.0, task.loss_weights(step)
+        for position, micro_batch in enumerate(step.micro_batches):
+            part = self.passes.run(micro_batch, weights, last=position == len(step.micro_batches) - 1)
+            totals = part if totals is None else totals + part
+            flops += task.flops(micro_batch)
+        assert totals is not None
+        rate = self.plan.learning_rate(number)
+        stalled = task.stalled_seconds()
+        mine = torch.tensor(
+            [float(stop_here), float(self.saver.failed), flops, stalled - self.stalled_before],
+            dtype=torch.float64,
+        )
+        self.stragglers.waited += stalled - self.stalled_before
+        self.stalled_before = stalled
+        # Before the step: behind its gathers, this sum would wait for all of them.
+        shared = engine.sum_over_workers(torch.cat([totals.double(), to_device(mine, totals.device)]))
+        result = engine.step(rate)
+        numbers = torch.cat([shared, result.norm.to(shared).view(1)])
+        return LaunchedStep(number, step, rate, task.validation_set(), to_host(numbers))
+
+    def read_step(self, launched: LaunchedStep[S]) -> StepOutcome:
+        """Wait for the numbers of a step, and add it to the progress."""
+        engine, progress, step = self.engine, self.progress, launched.step
+        *sums, stop, failed, all_flops, all_stalled, norm = launched.numbers.wait().tolist()
+        if failed:
+            self.saver.wait()  # raises on every rank
+        applied = math.isfinite(norm)
+        if applied and self.plan.averages(launched.number):
+            engine.average()
+        self.rate, self.epoch = launched.rate, step.epoch
+        self._enter(launched.part)
+        failure = self._count(step, norm if applied else math.inf, sums)
+        progress.window.flops += all_flops
+        progress.window.stalled += all_stalled / engine.world_size
+        return StepOutcome(stop > 0, failure)
+
+    def _count(self, step: S, norm: float, sums: list[float]) -> TrainingFailure | None:
+        """Add a step to the progress; returns the failure that the step is or completes, if any.
+
+        Args:
+            step: the step.
+            norm: that of its gradients; inf if the optimizer left it out.
+            sums: the totals over micro-batches and workers.
+        """
+        progress, applied = self.progress, math.isfinite(norm)
+        progress.samples += step.sequences
+        progress.tokens += step.tokens
+        progress.window.tokens += step.tokens
+        progress.skipped_steps += not applied
+        self.norm = norm
+        if not all(map(math.isfinite, sums)) or (not applied and self._scale_is_stuck()):
+            return self._count_bad_step()
+        progress.bad_in_a_row = 0
+        if applied:
+            self.scale_search.applied()
+        counts = self.task.counts(step).tolist()
+        loss = self.task.metrics(sums, counts)["loss"]
+        spike = is_spike(progress.recent, loss, self.plan.config.guard)
+        progress.recent = [*progress.recent, loss][-REMEMBERED:]
+        progress.window.add(sums, counts)
+        if not spike:
+            return None
+        remedy = ", or set guard.spike_sigmas: 0 if such loss spikes are harmless"
+        return TrainingFailure(f"the loss of step {progress.step + 1} spiked to {loss:.4g}", remedy)
+
+    def _count_bad_step(self) -> TrainingFailure | None:
+        progress = self.progress
+        progress.bad_in_a_row += 1
+        logger.warning("step %d: loss or gradient is not finite; skipped", progress.step + 1)
+        if progress.bad_in_a_row < self.plan.config.engine.max_bad_steps:
+            return None
+        return self._bad_steps(progress.step + 1)
+
+    def _bad_steps(self, last: int) -> TrainingFailure:
+        count = counted(self.progress.bad_in_a_row, "step")
+        return TrainingFailure(f"{count} in a row up to step {last} had a loss or gradient that is not finite")
+
+    def _scale_is_stuck(self) -> bool:
+        return self.scale_search.skipped(self.engine.scaler_state().get("cur_scale", 1))
+
+    def _enter(self, part: str) -> None:
+        """Drop the losses of another phase: longer sequences have higher losses at first."""
+        progress = self.progress
+        if progress.part not in ("", part):
+            progress.recent, progress.lowest, progress.evaluations_without_gain = [], None, 0
+        progress.part = part
+
+    def log(self) -> None:
+        """Record the window, and start a new one."""
+        progress, engine, window = self.progress, self.engine, self.progress.window
+        seconds = window.seconds + self.stopwatch.lap()
+        progress.seconds += seconds
+        means = self.task.metrics(window.totals, window.counts) if window.totals else {}
+        self.recorder.log(
+            {
+                "step": progress.step,
+                "epoch": self.epoch,
+                "samples": progress.samples,
+                "tokens": progress.tokens,
+                **(means or {"loss": math.nan}),
+                "lr": self.rate,
+                "grad_norm": self.norm,
+                "tokens_per_second": window.tokens / seconds,
+                "mfu": window.flops / seconds / self.plan.peak_flops,
+                "data_stall_fraction": window.stalled / seconds,
+                "seconds": progress.seconds,
+                **{f"{name}_seconds": seconds for name, seconds in self.stopwatch.excluded.items()},
+                **self.stragglers.lap(self.recorder, progress.step),
+                "skipped_steps": progress.skipped_steps,
+                "memory_bytes": engine.peak_memory_bytes(),
+            }
+        )
+        progress.window = Window()
+        self.stopwatch.excluded = dict.fromkeys(self.stopwatch.excluded, 0.0)
+
+    def evaluate(self, *, judge: bool = True) -> None:
+        """Evaluate, record the means, and note whether they are the best so far; not if `judge` is false."""
+        began = time.perf_counter()
+        means = self._evaluated()
+        seconds = time.perf_counter() - began
+        self.stopwatch.leave_out("evaluation", seconds)
+        if means:
+            if judge:
+                self._judge(self.task.to_minimise(means))
+            best = judge and self.progress.evaluations_without_gain == 0
+            self.recorder.log(
+                {"step": self.progress.step, "split": "validation", **means, "best": best, "seconds": seconds}
+            )
+
+    def _evaluated(self) -> dict[str, float]:
+        self.engine.module.eval()
+        with torch.no_grad(), self.engine.allow(LONG_SECONDS):
+            means = self.task.evaluate(self.engine)
+        self.engine.module.train()
+        return means
+
+    def evaluate_average(self) -> None:
+        """Record how good the averaged weights of the last checkpoint are; the engine computes with them afterwards."""
+        engine, step = self.engine, self.progress.step
+        with engine.allow(LONG_SECONDS), store.CheckpointReader(self.checkpoints / store.name_of(step)) as reader:
+            engine.load(AveragedWeights(reader), engine.updates(), engine.averaged)
+        means = self._evaluated()
+        if not means:
+            return
+        value, last = self.task.to_minimise(means), self.validation and self.validation[1]
+        other = f" ({last:.4f} without averaging)" if last is not None else ""
+        message = f"the mean of the weights after the last {engine.averaged} steps has a held-out loss of {value:.4f}"
+        self.recorder.log(
+            {"event": "average", "step": step, "time": time.time(), "message": f"{message}{other}", **means}
+        )
+
+    def _judge(self, value: float) -> None:
+        progress = self.progress
+        self.validation = (progress.step, value)
+        if math.isfinite(value) and (progress.lowest is None or value < progress.lowest):
+            progress.lowest, progress.evaluations_without_gain = value, 0
+        else:
+            progress.evaluations_without_gain += 1
+
+    def save(self) -> None:
+        """Save a checkpoint of this step, in the background if the config says so."""
+        began = time.perf_counter()
+        self.save_due = False
+        self.progress.window.seconds += self.stopwatch.lap()
+        current = self.validation is not None and self.validation[0] == self.progress.step
+        extra_state = {
+            **self.extra_state,
+            "validation_loss": self.validation[1] if current and self.validation else None,
+            "validation_set": self.task.validation_set(),
+        }
+        with self.saving():
+            self.wait_for_save()  # the one before it, where the storage is slow
+            state = checkpoint_state(self.engine, self.progress, extra_state)
+            self.saver.save(self.progress.step, self.engine.fragments(), state)
+        self.log_storage_trouble()
+        self.stopwatch.leave_out("checkpoint", time.perf_counter() - began)
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Wraps saves and waits for them: the waits between their retries add up to twice `retry_seconds`."""
+        return self.engine.allow(LONG_SECONDS + 2 * self.plan.config.checkpoint.retry_seconds)
+
+    def wait_for_save(self) -> None:
+        """Wait until the save in progress ends. Raises its error, on every rank."""
+        with self.engine.awaiting(_STORAGE):
+            self.saver.wait()
+
+    def log_storage_trouble(self) -> None:
+        """Record that a save had to wait for the storage, which looks like a hang while it lasts."""
+        if self.saver.trouble:
+            event = {"event": "storage", "step": self.progress.step, "time": time.time()}
+            self.recorder.log({**event, "message": self.saver.trouble})
+            self.saver.trouble = ""
+
+    def roll_back(self, failure: TrainingFailure) -> None:
+        """Go back to the last checkpoint and skip the data since.
+
+        Raises `DivergedError` after too many rollbacks without a checkpoint past the step that failed.
+        """
+        progress = self.progress
+        if progress.window.tokens:  # not just logged
+            self.log()
+        with self.saving():
+            self.wait_for_save()
+            checkpoint = newest_checkpoint(self.checkpoints, self.engine)
+        if checkpoint is not None and store.step_of(checkpoint) >= progress.failed_step:
+            progress.rollbacks = 0
+        if checkpoint is None or progress.rollbacks >= self.plan.config.guard.max_rollbacks:
+            raise DivergedError(
+                f"{failure.reason}, after {progress.rollbacks} rollbacks. The last good checkpoint is "
+                f"{checkpoint.name if checkpoint else 'none'}. Lower the learning rate{failure.remedy}. A pretraining "
+                "continues from that checkpoint with --resume; a fine-tuning starts again."
+            )
+        with self.engine.allow(LONG_SECONDS):
+            restored = Progress.from_state(restore(self.engine, checkpoint))
+        first, count = restored.step, progress.step - restored.step
+        message = f"{failure.reason}: back to {checkpoint.name}, past the data of {counted(count, 'step')}"
+        logger.warning("%s", message)
+        event = {
+            "event": "rollback",
+            "step": first,
+            "from_step": progress.step,
+            "passed_over_steps": count,
+            "time": time.time(),
+            "message": message,
+        }
+        restored.rollbacks, restored.failed_step = progress.rollbacks + 1, progress.step
+        restored.bad_in_a_row = 0
+        restored.passed_over = [*progress.passed_over, *self.task.pass_over(first, count)]
+        for name in Progress.__dataclass_fields__:
+            setattr(progress, name, getattr(restored, name))
+        self.recorder.rewind(first)
+        self.recorder.log(event)
+
+
+def reads_late(engine: Engine) -> bool:
+    """Whether the outcome of a step is read when the next one has been launched.
+
+    fp16's loss scaler, which is on the host, waits for the device in each step anyway.
+    """
+    return engine.device.type == "cuda" and not engine.scaler_state()

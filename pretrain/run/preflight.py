@@ -1,0 +1,245 @@
+"""Checks before a run starts, and the record of how it started: config and environment in its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pretrain.common.errors import InputError
+from pretrain.common.files import (
+    MANIFEST,
+    atomic_open,
+    checkpoint_names,
+    disk_errors,
+    locked,
+    verify_manifest,
+    write_json,
+)
+from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE
+from pretrain.common.settings import dump, load
+from pretrain.config import PretrainConfig, R, RunConfig, VocabularyConfig, keep_precision
+
+_PACKAGES = (
+    "bertrain",
+    "torch",
+    "deepspeed",
+    "ray",
+    "tokenizers",
+    "transformers",
+    "numpy",
+    "pydantic",
+    "wandb",
+)
+
+
+def check_corpus(config: PretrainConfig) -> None:
+    """Open the corpus and compare its sources and vocabulary with the config.
+
+    Raises:
+        InputError: the corpus is missing, damaged, or was prepared with other source weights or another vocabulary, or
+            lacks a source that a phase weighs.
+    """
+    from pretrain.corpus.shards import open_shards, verify_shards
+    from pretrain.corpus.stored import fetch_corpus
+
+    folder = fetch_corpus(config.corpus)
+    shards = open_shards(folder, "train")
+    size = shards.vocabulary_size
+    weights, prepared = ([s.weight for s in config.corpus.sources], [s["weight"] for s in shards.sources])
+    if weights and weights != prepared:
+        raise InputError(
+            f"{folder}: was prepared with source weights {prepared}, but the config has {weights}. "
+            "Run `prepare` again; it keeps the tokens and updates the weights."
+        )
+    for number, phase in enumerate(config.phases):
+        shards.weights(phase.weights, f"phases.{number}.weights")
+    verify_shards(folder)
+    if config.adaptation.general and not open_shards(folder, "validation").shards:
+        print(
+            f"warning: adaptation.general is not evaluated, since {folder} has no held-out text beside which its "
+            "losses are recorded. Prepare it with a corpus.validation_fraction above 0.",
+            file=sys.stderr,
+        )
+    vocabulary = config.corpus.vocabulary
+    advice = "Prepare into another corpus.dir, or set corpus.vocabulary to the one that was used."
+    # A small corpus yields fewer entries than the config allows, never more.
+    if not vocabulary.path and size > vocabulary.size:
+        raise InputError(f"{folder}: has {size} vocabulary entries; the config has {vocabulary.size}. {advice}")
+    if 0 < config.model.vocabulary_rows < size:
+        raise InputError(
+            f"model.vocabulary_rows: {config.model.vocabulary_rows}, but the vocabulary of {folder} has {size} "
+            "entries. Set at least as many, or 0."
+        )
+    file = Path(vocabulary.path).expanduser()
+    if vocabulary.path and file.exists():
+        _check_entries(folder, file, vocabulary.path, advice)
+    _check_case(folder, vocabulary, advice)
+
+
+def only_run(folder: Path) -> contextlib.AbstractContextManager[bool]:
+    """Lock the run folder; raises `InputError` if another process holds the lock."""
+    return locked(
+        folder / ".lock",
+        f"{folder}: another process is training in it. Wait for it, stop it, or choose another name or run_dir.",
+    )
+
+
+def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str]]) -> None:
+    """Check what the run writes to: W&B's names, and its folder, whose checkpoints, if any, must fit this config.
+
+    Args:
+        config: the run.
+        resume: continue from the newest checkpoint, if there is one.
+        changed: names the settings that differ between two configs and must not when a run resumes.
+
+    Raises:
+        InputError: W&B would refuse a name; the folder cannot be written, or has a config.yaml of the user's; it holds
+            checkpoints and `resume` is off; or a resumed run's config changes which samples are used or how they are
+            weighted.
+    """
+    config.tracking.check_names()
+    folder = config.folder
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    checkpoints = checkpoint_names(folder)
+    if checkpoints and not resume:
+        raise InputError(
+            f"{folder}: already holds checkpoints (newest {checkpoints[-1]}). Add --resume to "
+            "continue that run, or choose another name or run_dir to start a new one."
+        )
+    before = folder / CONFIG_FILE
+    if before.exists() and not checkpoints and not (folder / ENVIRONMENT_FILE).exists():
+        raise InputError(f"{before}: no run wrote it, and this one would replace it. Choose another name or run_dir.")
+    if checkpoints and before.exists():
+        check_unchanged(before, load(before, type(config)), config, changed)
+
+
+def check_unchanged(where: Path, before: R, config: R, changed: Callable[[R, R], list[str]]) -> None:
+    """Raise `InputError` if a resumed run changes settings of `before`, found at `where`; `changed` as above."""
+    if others := changed(before, config):
+        raise InputError(
+            f"{where}: the run was started with other settings: {', '.join(others)}. "
+            "Resume with the old values, or choose another name or run_dir to start a new run."
+        )
+
+
+def is_finished(config: PretrainConfig) -> bool:
+    """Whether the run folder holds the checkpoint of the last step, undamaged."""
+    last = config.folder / "checkpoints" / f"step-{config.total_steps:08d}"
+    if not (last / MANIFEST).is_file():
+        return False
+    with contextlib.suppress(InputError, OSError):  # resuming says what is wrong with it
+        verify_manifest(last)
+        return True
+    return False
+
+
+def run_state(folder: Path, *, finished: bool) -> str:
+    """What the run folder holds, for a dry run."""
+    if finished:
+        return "finished already"
+    checkpoints = checkpoint_names(folder)
+    return f"has checkpoints (newest {checkpoints[-1]}); --resume continues the run" if checkpoints else "new"
+
+
+def with_resolved_precision(config: R) -> R:
+    """`config` with what an earlier start in its run folder resolved (`pretrain.config.keep_precision`)."""
+    before = config.folder / CONFIG_FILE
+    return keep_precision(config, load(before, type(config))) if before.is_file() else config
+
+
+def record_config(config: RunConfig) -> None:
+    """Write the config into the run folder."""
+    with atomic_open(config.folder / CONFIG_FILE, "w") as file:
+        file.write(dump(config))
+
+
+def record_run(config: RunConfig, command: Sequence[str]) -> None:
+    """Write the resolved config and the environment into the run folder."""
+    record_config(config)
+    write_json(config.folder / ENVIRONMENT_FILE, environment(command))
+
+
+def environment(command: Sequence[str]) -> dict[str, Any]:
+    """Versions, machine and command line of this run, for environment.json."""
+    return {
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(command),
+        "working_dir": str(Path.cwd()),
+        "git_commit": _git_commit(),
+        "python": sys.version.split()[0],
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpu": _line_of(Path("/proc/cpuinfo"), "model name") or platform.processor(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": [_line_of(path, "Model") for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))],
+    }
+
+
+def _check_entries(folder: Path, file: Path, shown: str, advice: str) -> None:
+    """The corpus must have the entries of the vocabulary `file`, which the config calls `shown`."""
+    from pretrain.corpus.vocabulary import given_entries
+
+    expected, actual = given_entries(file), given_entries(folder / "vocab.txt")
+    if expected != actual:
+        raise InputError(
+            f"{folder}: its vocabulary ({len(actual)} entries) is not {shown} ({len(expected)} entries). {advice}"
+        )
+
+
+def _check_case(folder: Path, vocabulary: VocabularyConfig, advice: str) -> None:
+    """A corpus must be as cased as the config says; a whole tokenizer.json keeps its own case."""
+    settings = folder / "tokenizer_config.json"
+    if vocabulary.path.endswith(".json") or not settings.exists():
+        return
+    written = json.loads(settings.read_text(encoding="utf-8"))
+    lowercase, accents = written.get("do_lower_case", vocabulary.lowercase), written.get("strip_accents")
+    if lowercase != vocabulary.lowercase:
+        actual, expected = ("uncased" if lower else "cased" for lower in (lowercase, vocabulary.lowercase))
+        raise InputError(f"{folder}: its vocabulary is {actual}; the config has a {expected} one. {advice}")
+    strips = lowercase if accents is None else accents
+    if vocabulary.strip_accents not in (None, strips):
+        raise InputError(
+            f"{folder}: its vocabulary was made with strip_accents: {str(strips).lower()}; the config has "
+            f"{str(not strips).lower()}. {advice}"
+        )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """Commit of the running code, with `-dirty` if files were changed; None outside a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def _line_of(path: Path, key: str) -> str | None:
+    """The value of the first `key : value` line of a file under /proc."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)

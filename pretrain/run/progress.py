@@ -1,0 +1,129 @@
+"""The progress of a training, and the state that a checkpoint keeps besides weights and moments."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from pretrain.checkpoint import store
+from pretrain.common.errors import InputError
+from pretrain.common.memory import return_freed_memory
+from pretrain.config import R
+from pretrain.run import preflight
+from pretrain.training.engine import Engine, FragmentReader
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Window:
+    """Sums of the steps since the last record, over all ranks; a checkpoint carries them to the next record."""
+
+    totals: list[float] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
+    tokens: float = 0.0
+    flops: float = 0.0
+    seconds: float = 0.0  # before this start
+    stalled: float = 0.0  # all ranks' mean
+
+    def add(self, totals: list[float], counts: list[float]) -> None:
+        """Add one step's sums and counts."""
+        self.totals = [a + b for a, b in zip(self.totals or [0.0] * len(totals), totals, strict=True)]
+        self.counts = [a + b for a, b in zip(self.counts or [0.0] * len(counts), counts, strict=True)]
+
+
+@dataclass
+class Progress:
+    """The progress that a checkpoint stores."""
+
+    step: int = 0  # optimizer steps done, skipped ones included
+    samples: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    bad_in_a_row: int = 0
+    seconds: float = 0.0  # of training, over all starts, up to the last record
+    part: str = ""  # the validation set of the phase; losses on different sets are not comparable
+    lowest: float | None = None  # of what the task minimises, over the evaluations of this part
+    evaluations_without_gain: int = 0
+    stopped_early: bool = False
+    recent: list[float] = field(default_factory=list)  # losses of the last steps, for `spikes.is_spike`
+    rollbacks: int = 0  # without a checkpoint past `failed_step`
+    failed_step: int = 0  # where the last rollback began
+    passed_over: list[tuple[int, int]] = field(default_factory=list)  # see `TrainingTask.batches`
+    window: Window = field(default_factory=Window)  # since the last record
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Progress:
+        """The progress in a checkpoint's state.json."""
+        values = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
+        passed_over = [(step, count) for step, count in state["passed_over"]]
+        return cls(**{**values, "passed_over": passed_over, "window": Window(**values["window"])})
+
+
+def checkpoint_state(engine: Engine, progress: Progress, extra_state: dict[str, Any]) -> dict[str, Any]:
+    """What state.json holds: the progress, what `restore` needs, and `extra_state`."""
+    return {
+        **dataclasses.asdict(progress),
+        "updates": engine.updates(),
+        "scaler": engine.scaler_state(),
+        **({"averaged": engine.averaged} if engine.averaged else {}),
+        "shapes": {name: list(shape) for name, shape in engine.shapes.items()},
+        **extra_state,
+    }
+
+
+def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:
+    """The state.json of a verified checkpoint; `InputError` when its parameters are not those of `engine`."""
+    state = store.read_state(checkpoint)
+    saved, wanted = state["shapes"], {name: list(shape) for name, shape in engine.shapes.items()}
+    for name in {**wanted, **saved}:
+        if saved.get(name) != wanted.get(name):
+            raise InputError(
+                f"{checkpoint}: {name} is {saved.get(name)}, but this config gives {wanted.get(name)}. "
+                "Resume with the config with which it was written."
+            )
+    return state
+
+
+def check_settings(state: dict[str, Any], checkpoint: Path, config: R, changed: Callable[[R, R], list[str]]) -> None:
+    """Raise `InputError` if `config` has other settings than the run had when it wrote the checkpoint with this state.
+
+    The run folder's config.yaml is compared before the start, but it may be missing.
+
+    Args:
+        changed: names the settings that differ between two configs and must not when a run resumes.
+    """
+    try:
+        before = type(config).model_validate(state.get("config"))
+    except ValidationError:  # of a version with other settings
+        logger.warning("%s: its settings cannot be compared; this version does not know all of them", checkpoint)
+    else:
+        preflight.check_unchanged(checkpoint, before, config, changed)
+
+
+class AveragedWeights:
+    """Reads the averaged weights of a checkpoint in place of its weights."""
+
+    def __init__(self, reader: FragmentReader) -> None:
+        self._reader = reader
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        return self._reader.read("average" if kind == "weight" else kind, name, start, numel)
+
+
+def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
+    """Bring `engine` to the state of a verified checkpoint; returns what `read_state` does."""
+    state = read_state(engine, checkpoint)
+    return_freed_memory()  # the pages of the checkpoint's files need memory in addition
+    with store.CheckpointReader(checkpoint) as reader:
+        engine.load(reader, state["updates"], state.get("averaged", 0))
+    engine.load_scaler_state(state["scaler"])
+    return_freed_memory()
+    return state

@@ -1,0 +1,62 @@
+"""The trial step of the largest batch, before training: too large a batch fails in the first minute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretrain.checkpoint import store
+from pretrain.common.errors import MachineError
+from pretrain.run.passes import Passes
+from pretrain.run.progress import Progress, checkpoint_state, restore
+from pretrain.run.task import S, TrainingTask
+from pretrain.training.engine import LAUNCHED, Engine
+
+
+def rehearse(
+    engine: Engine,
+    task: TrainingTask[S],
+    progress: Progress,
+    checkpoints: Path,
+    extra_state: dict[str, Any],
+    resumed: Path | None,
+) -> None:
+    """Step the largest micro-batch, with a checkpoint written before and read back after.
+
+    Leaves the training state bitwise as the checkpoint of `progress` has it: the one that the run is `resumed` from,
+    which need not have been restored before, or else one that is written first, as step 0.
+
+    Raises:
+        MachineError: the largest micro-batch does not fit the device.
+    """
+    checkpoint = resumed
+    if checkpoint is None:
+        state = checkpoint_state(engine, progress, extra_state)
+        checkpoint = store.save(checkpoints, progress.step, engine.fragments(), state, engine)
+    engine.module.train()
+    step, passes = task.largest(), Passes(engine, task)
+    weights = task.loss_weights(step)
+    try:
+        # A second micro-batch needs memory besides the first one's gradients; a resumed run has tested that before.
+        lasts = (True,) if progress.step else (False, True)
+        if engine.records_passes:  # other shapes will be launched while recordings keep their memory
+            for _ in range(LAUNCHED + 1):
+                _take_step(engine, passes.run, step.micro_batches[0], weights, lasts)
+        _take_step(engine, passes.launch, step.micro_batches[0], weights, lasts)
+    except torch.OutOfMemoryError as error:
+        raise MachineError(
+            "engine.micro_batch_tokens: the largest micro-batch does not fit the device. Lower it, or use a higher "
+            "engine.zero_stage or engine.activation_checkpointing."
+        ) from error
+    restore(engine, checkpoint)
+
+
+def _take_step(
+    engine: Engine, run: Callable[..., Any], micro_batch: Any, weights: Sequence[float], lasts: Sequence[bool]
+) -> None:
+    for last in lasts:
+        run(micro_batch, weights, last=last)
+    engine.step(learning_rate=0.0)

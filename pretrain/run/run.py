@@ -1,0 +1,158 @@
+"""One training on one worker, from its checkpoint to its end, the same for pretraining and fine-tuning."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic
+
+from pretrain.checkpoint import store
+from pretrain.common.errors import DivergedError, RunError, StoppedError
+from pretrain.common.records import read_records
+from pretrain.common.worker import Worker
+from pretrain.run.loop import LONG_SECONDS, fit
+from pretrain.run.plan import TrainingPlan
+from pretrain.run.progress import Progress, read_state, restore
+from pretrain.run.rehearsal import rehearse
+from pretrain.run.session import newest_checkpoint, total_matmul_peak
+from pretrain.run.task import S, TrainingTask
+from pretrain.tracking import starting
+from pretrain.tracking.tracker import Tracker
+from pretrain.training.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Training(Generic[S]):
+    """The parts of `run` that depend on the kind of training.
+
+    Attributes:
+        task: what is trained; `run` closes it.
+        plan: the schedule; `run` measures its `peak_flops`.
+        job_type: the tracker's name for runs of this kind.
+        card: facts about the data for the tracker.
+        identity: facts about the data that each checkpoint keeps, for `check`.
+        begin: called on every rank when there is no checkpoint to resume from, before the first one is written.
+        check: called with the state of a checkpoint and its folder before the run resumes from it; raises `InputError`
+            if it belongs to another run.
+        finish: called on every rank when all steps are done.
+    """
+
+    task: TrainingTask[S]
+    plan: TrainingPlan
+    job_type: str
+    card: dict[str, Any]
+    identity: dict[str, Any]
+    check: Callable[[dict[str, Any], Path], None]
+    finish: Callable[[Tracker], None]
+    begin: Callable[[], None] = lambda: None
+
+
+def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[str, Any]) -> None:
+    """Train to the end of the plan, from the newest checkpoint with `payload["resume"]`.
+
+    `payload["events"]`, if present, are recorded first: what happened before this start.
+
+    Raises:
+        RunError: an error of `pretrain.common.errors`; see `fit`, `rehearse` and `Training.check`.
+    """
+    task, plan, config = training.task, training.plan, training.plan.config
+    checkpoints = config.folder / "checkpoints"
+    progress, state = Progress(), {}
+    checkpoint = newest_checkpoint(checkpoints, engine) if payload["resume"] else None
+    if checkpoint is not None:
+        state = read_state(engine, checkpoint)
+        training.check(state, checkpoint)
+        progress = Progress.from_state(state)
+        logger.info("resumed from %s", checkpoint)
+    else:
+        with engine.allow(LONG_SECONDS):
+            training.begin()
+    tracker = Tracker(
+        config,
+        config.folder,
+        run_id=state.get("run_id"),
+        step=progress.step,
+        card=training.card,
+        job_type=training.job_type,
+        enabled=worker.rank == 0,
+    )
+    tracker.log_events([*payload.get("events", ()), *_resume_events(checkpoint)], progress.step)
+    first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
+    extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
+    ended: RunError | None = None
+    try:
+        if progress.step < plan.total_steps and not progress.stopped_early:
+            plan = _prepared(training, engine, progress, checkpoints, extra_state, checkpoint)
+            fit(
+                engine,
+                task,
+                dataclasses.replace(plan, evaluate_first=first),
+                progress,
+                checkpoints=checkpoints,
+                extra_state=extra_state,
+                recorder=tracker,
+                stop_requested=worker.stop_requested,
+            )
+        with engine.allow(LONG_SECONDS):
+            training.finish(tracker)
+    except (StoppedError, DivergedError) as error:
+        ended = error
+        tracker.mirror_end("stop" if isinstance(error, StoppedError) else "diverged", progress.step, str(error))
+        raise
+    finally:
+        with engine.allow(LONG_SECONDS):  # W&B may wait for its network
+            task.close()
+            try:
+                tracker.close()
+            except (RunError, OSError) as error:
+                if ended is None:
+                    raise
+                logger.warning("%s", error)  # the exit code tells job scripts how the run ended
+
+
+def _prepared(
+    training: Training[S],
+    engine: Engine,
+    progress: Progress,
+    checkpoints: Path,
+    extra_state: dict[str, Any],
+    resumed: Path | None,
+) -> TrainingPlan:
+    """Rehearse if the plan says so, and measure before the first step; returns the plan with its `peak_flops`."""
+    config = training.plan.config
+
+    def begin(phase: str) -> None:
+        if engine.rank == 0:
+            starting.write_phase(config.folder, phase)
+
+    if training.plan.rehearse:
+        begin(starting.COMPILE if config.engine.compiled else starting.REHEARSE)
+        rehearse(engine, training.task, progress, checkpoints, extra_state, resumed)
+    elif resumed is not None:
+        restore(engine, resumed)
+    begin(starting.MEASURE)
+    plan = dataclasses.replace(training.plan, peak_flops=total_matmul_peak(engine))
+    if engine.rank == 0:
+        starting.end_phases(config.folder)
+    return plan
+
+
+def _resume_events(checkpoint: Path | None) -> list[dict[str, Any]]:
+    if checkpoint is None:
+        return []
+    message = f"resumed from {checkpoint.name}"
+    if damaged := store.damaged_after(checkpoint):
+        message += f"; set aside: {', '.join(damaged)} (see logs/training-0.log)"
+    return [{"event": "resume", "time": time.time(), "message": message}]
+
+
+def _was_evaluated(folder: Path, engine: Engine) -> bool:
+    """Whether rank 0's records have an evaluation."""
+    found = engine.rank == 0 and any(record.get("split") == "validation" for record in read_records(folder))
+    return engine.gather_objects(found)[0]

@@ -1,0 +1,347 @@
+"""The setup of every worker around its training: process group, watchdog, device, newest checkpoint, matmul peak."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pretrain.checkpoint import store
+from pretrain.common.addresses import RUNS_VARIABLE
+from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
+from pretrain.common.files import allow_open_files, disk_errors
+from pretrain.common.settings import changes, differences
+from pretrain.common.thread_waits import sleeping_when_crowded
+from pretrain.common.worker import Worker
+from pretrain.config import R, RunConfig, SchedulingConfig, with_precision
+from pretrain.model import precision
+from pretrain.run import preflight
+from pretrain.storage.runs import StoredRun
+from pretrain.tracking import starting
+from pretrain.tracking.logs import quiet_logging
+from pretrain.training.engine import Engine, end_process_group, first_object, gather_objects
+from pretrain.training.watchdog import Watchdog
+
+_OTHER_FILES = 256  # that a worker holds open: libraries, shards, logs, connections of collectives
+_CONNECT_TIMEOUT = timedelta(minutes=30)
+_TIMEOUT = timedelta(hours=1)  # of a collective: a compilation, for which other ranks wait, may take half an hour
+_ENDLESS = timedelta(days=365)
+# With which a user sets up torch's allocator of device memory; it takes either.
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+# Where things are, of which `check_same_data` compares the contents: a machine may have paths of its own.
+_PLACES = ("corpus.dir", "start_from", "adaptation.general", "distillation.teacher")
+_WATCHED = ("hang_seconds", "data_stall_seconds")  # the settings of `scheduling` that workers read
+# A machine may have a run_dir of its own, too, if it leads to the same folder (`_check_shared`).
+_OF_A_MACHINE = (
+    "run_dir",
+    *_PLACES,
+    *(f"scheduling.{name}" for name in SchedulingConfig.model_fields if name not in _WATCHED),
+)
+
+# Modules and functions of every run that only launch kernels on a GPU.
+LAUNCHING = ("pretrain.run.loop.launch_step", "pretrain.run.passes")
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def started(
+    config: R, worker: Worker, *, resume: bool, launching: Sequence[str]
+) -> Iterator[tuple[R, torch.device, Watchdog]]:
+    """A worker ready to train, or to `resume`: logging, process group, watchdog, device and seed.
+
+    `launching` are the task's modules and functions that only launch kernels, for the watchdog.
+
+    Yields:
+        (the config with its precision resolved, this worker's device, the watchdog, to which the engine must report its
+        progress).
+
+    Raises:
+        InputError: the workers have different configs, or do not share the run folder.
+        MachineError: the device cannot compute in the run's precision, or there are too few open files.
+    """
+    quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
+    if worker.rank == 0 and worker.world_size > 1:
+        starting.write_phase(config.folder, starting.CONNECT)
+    with process_group(worker), watched(config, worker, launching) as watchdog:
+        if worker.world_size > 1:
+            dist.distributed_c10d._set_pg_timeout(collective_timeout(config))
+        _check_same_config(config, resume)
+        _check_shared(config, worker)
+        config, device = choose_device(config, worker)
+        torch.manual_seed(config.seed)
+        if worker.rank == 0:
+            starting.write_phase(config.folder, starting.LOAD)
+        try:
+            yield config, device, watchdog
+        finally:
+            if worker.rank == 0:
+                starting.end_phases(config.folder)
+
+
+@contextlib.contextmanager
+def process_group(worker: Worker) -> Iterator[None]:
+    """The workers' process group, by MASTER_ADDR; one of this process only if the worker is alone. It takes the GPU.
+
+    While it lasts, CPU kernels yield to other programs (`pretrain.common.thread_waits`).
+    """
+    os.environ["LOCAL_RANK"] = str(worker.local_rank)
+    take_gpu(worker)
+    if worker.threads:
+        torch.set_num_threads(worker.threads)
+    if dist.is_initialized():
+        with sleeping_when_crowded():
+            yield
+        return
+    _check_open_files(worker)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if worker.world_size > 1:
+        dist.init_process_group(backend, timeout=_CONNECT_TIMEOUT)
+    else:
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportAttributeAccessIssue]
+    agreed = False
+    try:
+        with sleeping_when_crowded():
+            yield
+        agreed = True
+    except (StoppedError, DivergedError):  # every rank raises them after the same step
+        agreed = True
+        raise
+    finally:
+        # NCCL's end is a collective, too: after an error of this rank alone it would wait, and nobody would learn of
+        # the error. The process ends without it.
+        if agreed or backend == "gloo" or worker.world_size == 1:
+            end_process_group()
+
+
+def collective_timeout(config: RunConfig) -> timedelta:
+    """After which a collective fails: later than the watchdog's limits, as only the watchdog names the cause."""
+    limits = config.scheduling
+    if not limits.hang_seconds:
+        return _TIMEOUT
+    if not limits.data_stall_seconds:
+        return _ENDLESS
+    return max(_TIMEOUT, 2 * timedelta(seconds=max(limits.hang_seconds, limits.data_stall_seconds)))
+
+
+def _check_open_files(worker: Worker) -> None:
+    """Raise rank 0's limit of open files: each rank connects to its store for training and for heartbeats."""
+    connections = 2 * worker.world_size
+    allowed = allow_open_files(connections)
+    if worker.rank == 0 < worker.world_size - 1 and allowed < connections + _OTHER_FILES:
+        raise MachineError(
+            f"worker 0: the limit of open files is {allowed}, but {worker.world_size} workers need "
+            f"{connections + _OTHER_FILES}. "
+            "Raise the hard limit of its machine (ulimit -Hn; LimitNOFILE of its service)."
+        )
+
+
+def take_gpu(worker: Worker) -> None:
+    """Make this worker's GPU, if there is one, the current one: before anything is allocated or sent, which uses it."""
+    if not torch.cuda.is_available():
+        return
+    _let_segments_grow()
+    # In a process that sees only its own GPU, that GPU has the number 0.
+    number = worker.local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(number)
+    os.environ["LOCAL_RANK"] = str(number)  # which DeepSpeed takes for the number of the GPU (_set_distributed_vars)
+
+
+def choose_device(config: R, worker: Worker) -> tuple[R, torch.device]:
+    """(the config with its precision resolved, this worker's device): the current GPU, or the CPU.
+
+    `engine.precision: auto` becomes the same precision in all workers. The first start of a run decides, and writes it
+    into the run's config.yaml, where restarts read it.
+
+    Raises:
+        MachineError: the device cannot compute in the requested precision.
+    """
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    config = _resolve_precision(config, device, worker)
+    _check_device(config, device)
+    if precision.allow_tf32(config.engine.precision, device):
+        logger.info("matrix products of fp32 use TF32 tensor cores")
+    return config, device
+
+
+def _let_segments_grow() -> None:
+    """Let the segments of device memory grow, unless the user has set the allocator up.
+
+    Batches of changing shapes leave gaps in segments of fixed sizes, which count as used. This must come before the
+    first allocation. A variable in the environment would be too late: torch reads it while it is loaded
+    (c10/cuda/CUDACachingAllocator.cpp, BackendStaticInitializer).
+    """
+    if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def _check_device(config: RunConfig, device: torch.device) -> None:
+    """Raise `MachineError` if the device cannot compute in the run's precision, or torch does not support it."""
+    chosen = config.engine.precision
+    advice = (
+        "Continue a run on the kind of device that it was started on; for a new run, engine.precision: auto chooses "
+        "what is fastest here."
+    )
+    if device.type == "cpu":
+        if chosen == "fp16":
+            raise MachineError(f"engine.precision: fp16 needs a GPU (DeepSpeed does not support it on CPU). {advice}")
+        return
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    has = f"{name} has {capability[0]}.{capability[1]}"
+    if why := precision.unsupported(config.engine, capability):
+        raise MachineError(f"{why}; {has}. {advice if why.startswith('engine.precision') else 'Set it to false.'}")
+    known = [int(one[3:]) for one in torch.cuda.get_arch_list() if one[3:].isdigit()]
+    if known and 10 * capability[0] + capability[1] < min(known):
+        raise MachineError(
+            f"This torch ({torch.__version__}) does not support this GPU: it needs compute capability "
+            f"{min(known) / 10} or newer, but {has}. Install a build of it for an earlier CUDA."
+        )
+
+
+def _resolve_precision(config: R, device: torch.device, worker: Worker) -> R:
+    # Under torchrun only the first process has read the precision that an earlier start resolved.
+    earlier = preflight.with_resolved_precision(config) if worker.rank == 0 else config
+    resolved = gather_objects(earlier.engine.precision)[0]
+    if resolved != "auto":
+        return with_precision(config, resolved)
+    choice = precision.choose(gather_objects(precision.offer(device)))
+    config = with_precision(config, choice.precision)
+    if worker.rank == 0:
+        logger.info("engine.precision: %s; %s", choice.precision, choice.reason)
+        preflight.record_config(config)
+    return config
+
+
+def check_same_data(found: Mapping[str, str]) -> None:
+    """Raise `InputError` on every rank if a rank has found other data than rank 0.
+
+    Args:
+        found: a fingerprint of what each setting names.
+    """
+    pairs = changes(first_object(dict(found)), dict(found))
+    others = [f"{name} ({(old or 'none')[:12]} -> {(new or 'none')[:12]})" for name, (old, new) in pairs.items()]
+    _refuse(others, "Give every machine the same files.")
+
+
+def _check_same_config(config: RunConfig, resume: bool) -> None:
+    """Raise `InputError` on every rank if a rank's settings differ from rank 0's, as those of torchrun's may."""
+    # Not validated: another version may have other settings.
+    resumes, first = first_object((resume, config.model_dump()))
+    if config.engine.precision == "auto":  # rank 0 has what an earlier start of the run resolved
+        config = with_precision(config, first["engine"]["precision"])
+    mine = config.model_dump()
+    # What one rank reads and another does not is compared by no `check_same_data`, and its collectives would not meet.
+    missing = [
+        f"{name} ({old or 'none'} -> {new or 'none'})"
+        for name, (old, new) in changes(first, mine).items()
+        if name in _PLACES and not (old and new)
+    ]
+    _refuse(
+        [
+            *differences(first, mine, free=_OF_A_MACHINE),
+            *missing,
+            *([f"--resume ({resumes} -> {resume})"] if resume != resumes else []),
+        ],
+        "Start all workers with the same config and overrides.",
+    )
+
+
+def _refuse(others: Sequence[str], advice: str) -> None:
+    """Raise `InputError` on every rank if one has `others`: names, with rank 0's value and its own."""
+    for rank, (host, theirs) in enumerate(gather_objects((socket.gethostname(), list(others)))):
+        if theirs:
+            raise InputError(f"worker {rank} on {host} differs from worker 0: {', '.join(theirs)}. {advice}")
+
+
+def _check_shared(config: RunConfig, worker: Worker) -> None:
+    """Raise `InputError` on every rank if one does not see rank 0's run folder: checkpoints and stops go by it."""
+    if worker.world_size == 1:
+        return
+    mark = config.folder.absolute() / f".seen-{secrets.token_hex(4)}"
+    with contextlib.ExitStack() as stack:
+        if worker.rank == 0:
+            stack.callback(mark.unlink, missing_ok=True)
+            with disk_errors(mark):
+                mark.touch()
+        first: Path = gather_objects(mark)[0]
+        blind = [rank for rank, sees in enumerate(gather_objects((config.folder / first.name).exists())) if not sees]
+    if blind:
+        advice = f"Set {RUNS_VARIABLE} on all machines to one folder that they share, or run_dir to a path."
+        raise InputError(
+            f"run_dir: {config.address or first.parent}: worker {blind[0]} does not see {first.parent} of worker 0. "
+            f"{advice if config.address else 'Set it to a folder that all machines share.'}"
+        )
+
+
+def stored_run(config: RunConfig) -> StoredRun | None:
+    """The run at its address; None for a run that is kept in its folder only."""
+    return StoredRun(config.address, config.folder, config.checkpoint.retry_seconds) if config.address else None
+
+
+def newest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | None:
+    """The checkpoint to resume from, the same on all ranks. Each of them verifies a share of its files.
+
+    If one of them finds damage, rank 0 verifies all of it, and those before it, until one is intact.
+
+    Raises:
+        RunError: there are checkpoints, but the newest cannot be read, or all are damaged; see `store.newest`. Or a
+            rank reads other content than rank 0.
+    """
+
+    def find(content: bool) -> str | None:
+        store.remove_leftovers(checkpoints)
+        newest = store.newest(checkpoints, set_aside=True, content=content)
+        return newest and newest.name
+
+    def damage(checkpoint: Path) -> str | None:
+        try:
+            store.verify_share(checkpoint, group.rank, group.world_size)
+        except InputError as error:
+            return str(error)
+        return None
+
+    name = store.agree(group, lambda: find(False) if group.rank == 0 else None)
+    if name is None:
+        return None
+    found = store.agree(group, lambda: damage(checkpoints / name), lambda each: next(filter(None, each), None))
+    if found is not None:
+        intact = store.agree(group, lambda: find(True) if group.rank == 0 else None)
+        if intact == name:
+            raise MachineError(f"{found} Another machine reads the content that was written: check the storage.")
+        name = intact
+    return name and checkpoints / name
+
+
+@contextlib.contextmanager
+def watched(config: RunConfig, worker: Worker, launching: Sequence[str]) -> Iterator[Watchdog]:
+    """End this process when a rank hangs, so that the run is restarted. The rest of the start is watched too."""
+    with Watchdog(
+        worker.rank,
+        worker.world_size,
+        config.folder / "logs",
+        config.scheduling.hang_seconds,
+        stall_seconds=config.scheduling.data_stall_seconds,
+        compiles=config.engine.compiled,
+        on_gpu=torch.cuda.is_available(),
+        launching=(*LAUNCHING, *launching),
+    ) as watchdog:
+        yield watchdog
+
+
+def total_matmul_peak(engine: Engine) -> float:
+    """Measured matmul peak of all workers together at the engine's precision, FLOP/s."""
+    device, kind = str(engine.device), engine.settings.resolved_precision
+    if engine.world_size == 1:
+        return precision.matmul_peak(device, kind)
+    engine.barrier()  # all measure at once, as they train
+    mine = precision.measure_matmul(device, kind)
+    return engine.sum_over_workers(torch.tensor([mine], dtype=torch.float64, device=engine.device)).item()

@@ -1,0 +1,133 @@
+"""How long each rank computes and waits for data: which rank slows down the others.
+
+A step takes all ranks equally long, since they wait for one another. A forward pass does not, apart from waits for the
+weights of others. On CPUs these are left out; on GPUs, and in ZeRO 3, they are not, and can hide a slow rank. So the
+times of forward passes show which rank is slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pretrain.run.task import Recorder
+from pretrain.training.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+# A straggler is reported if it was slow in every record of this time span, and of at least this many records.
+_RECORDS = 3
+_SECONDS = 10.0
+_NOISE_SECONDS = 0.005  # of a forward pass
+_STALL_SECONDS = 5.0  # a wait for one batch is an event from this length on
+
+
+class RankTimes:
+    """Seconds of this rank since the last record, gathered with those of the other ranks for each record.
+
+    Args:
+        engine: the ranks.
+        factor: a rank is a straggler if its forward pass takes this multiple of the others' median.
+    """
+
+    def __init__(self, engine: Engine, factor: float) -> None:
+        self._engine, self._factor = engine, factor
+        self._seconds, self._passes = 0.0, 0
+        self._events: list[tuple[Any, Any]] = []  # CUDA: start and end of each forward pass
+        self._slow: dict[int, _Slow] = {}
+        self.waited = 0.0  # for batches
+        self._longest_wait = 0.0  # for one batch
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """One forward pass of this rank."""
+        self._passes += 1
+        if self._engine.device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._events.append((start, end))
+            return
+        began, waited = time.perf_counter(), self._engine.waited_for_weights()
+        yield
+        self._seconds += time.perf_counter() - began - (self._engine.waited_for_weights() - waited)
+
+    def waited_once(self, seconds: float) -> None:
+        """This rank has waited `seconds` for one batch."""
+        self._longest_wait = max(self._longest_wait, seconds)
+
+    def lap(self, recorder: Recorder, step: int) -> dict[str, list[float]]:
+        """Seconds of each rank since the last record: the mean of a forward pass, and those waited for data.
+
+        A rank that is a straggler in all records for a while is reported in the log and by an event. A long wait for a
+        batch is an event too, with the rank that waited longest. Every rank calls this.
+
+        Args:
+            recorder: takes the events.
+            step: the step of the record.
+        """
+        engine = self._engine
+        if self._events:
+            torch.cuda.synchronize()
+            self._seconds = sum(start.elapsed_time(end) for start, end in self._events) / 1000
+        table = torch.zeros(3, engine.world_size, dtype=torch.float64)
+        table[:, engine.rank] = torch.tensor([self._seconds / max(1, self._passes), self.waited, self._longest_wait])
+        engine.sum_over_workers(table)
+        self._seconds, self._passes, self.waited, self._longest_wait = 0.0, 0, 0.0, 0.0
+        self._events.clear()
+        forward, waited, longest = table.tolist()
+        self._name_stragglers(forward, recorder, step)
+        _name_stall(longest, recorder, step)
+        # Of many ranks, these are most of a record. More digits would be noise.
+        values = {"rank_forward_seconds": forward, "rank_wait_seconds": waited}
+        return {name: [float(f"{one:.4g}") for one in seconds] for name, seconds in values.items()}
+
+    def _name_stragglers(self, forward: list[float], recorder: Recorder, step: int) -> None:
+        now, times = time.monotonic(), find_stragglers(forward, self._factor)
+        self._slow = {rank: self._slow.get(rank, _Slow(now)) for rank in sorted(times)}
+        for rank, slow in self._slow.items():
+            slow.records += 1
+            if slow.named or slow.records < _RECORDS or now - slow.since < _SECONDS:
+                continue
+            slow.named = True
+            message = f"rank {rank} takes {times[rank]:.1f} times as long as the others' median for a forward pass"
+            logger.warning("step %d: %s", step, message)
+            recorder.log({"event": "straggler", "step": step, "rank": rank, "time": time.time(), "message": message})
+
+
+def _name_stall(longest: list[float], recorder: Recorder, step: int) -> None:
+    rank, seconds = max(enumerate(longest), key=lambda one: one[1])
+    if seconds < _STALL_SECONDS:
+        return
+    message = f"rank {rank} waited {seconds:.0f} s for a batch"
+    recorder.log(
+        {"event": "data_stall", "step": step, "rank": rank, "seconds": seconds, "time": time.time(), "message": message}
+    )
+
+
+@dataclass
+class _Slow:
+    """A rank that was a straggler in all records since a time of `time.monotonic()`."""
+
+    since: float
+    records: int = 0
+    named: bool = False
+
+
+def find_stragglers(seconds: list[float], factor: float) -> dict[int, float]:
+    """The ranks that take `factor` times the others' median and some milliseconds, each with its own factor."""
+    stragglers = {}
+    for rank, mine in enumerate(seconds):
+        others = [*seconds[:rank], *seconds[rank + 1 :]]
+        usual = statistics.median(others) if others else 0.0
+        if usual > 0 and mine >= factor * usual + _NOISE_SECONDS:
+            stragglers[rank] = mine / usual
+    return stragglers

@@ -1,0 +1,329 @@
+"""Pretraining on one worker: corpus, model, engine and training loop put together.
+
+`main` runs the same in one process, under torchrun and under Ray (cluster/workers/launch.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.batches.batch import MicroBatch, StepBatch
+from pretrain.batches.exchange import Exchange
+from pretrain.batches.filler import rounding_of, with_filler
+from pretrain.batches.loader import BatchMaker, Loader, validation_batches
+from pretrain.batches.sampler import SAMPLER
+from pretrain.checkpoint import hf
+from pretrain.common.addresses import is_remote
+from pretrain.common.errors import InputError
+from pretrain.common.worker import Worker
+from pretrain.config import PretrainConfig, changed_for_resume
+from pretrain.corpus.shards import TokenShards
+from pretrain.corpus.stored import fetch_corpus
+from pretrain.model.precision import torch_dtype
+from pretrain.objectives import Objective, make_objective
+from pretrain.planning.estimate import micro_batch_tokens
+from pretrain.run.attention.history import AttentionHistory
+from pretrain.run.continuation import Continuation, Corpora
+from pretrain.run.plan import TrainingPlan
+from pretrain.run.progress import check_settings
+from pretrain.run.run import Training, run
+from pretrain.run.session import check_same_data, started
+from pretrain.tracking.tracker import Tracker
+from pretrain.training.engine import Engine
+from pretrain.training.fresh_state import FreshState
+from pretrain.training.optim import learning_rate, make_optimizer
+from pretrain.training.rates import rated_groups
+
+LAUNCHING = (make_objective.__module__,)  # only launches kernels on a GPU
+_FETCH_SECONDS = 86400.0  # the most that fetching a corpus to this machine may take
+
+logger = logging.getLogger(__name__)
+
+
+def main(payload: dict[str, Any], worker: Worker) -> None:
+    """Train `payload["config"]` (a dumped PretrainConfig), from the newest checkpoint with `payload["resume"]`.
+
+    Returns when all steps are done; otherwise raises one of `pretrain.common.errors`.
+    """
+    config = PretrainConfig.model_validate(payload["config"])
+    with started(config, worker, resume=payload["resume"], launching=LAUNCHING) as (config, device, watchdog):
+        with watchdog.allow(_FETCH_SECONDS) if is_remote(config.corpus.dir) else contextlib.nullcontext():
+            fetch_corpus(config.corpus)
+        corpora = Corpora.open(config)
+        check_same_data(corpora.fingerprints())
+        objective = make_objective(config, config.model.rows(corpora.own.vocabulary_size))
+        if teacher := objective.identity.get("teacher"):
+            check_same_data({"distillation.teacher": teacher["fingerprint"]})
+        continuation = Continuation(config, corpora, objective.model.state_dict())
+        continuation.identity.update(objective.identity)
+        shares = continuation.rate_shares
+        engine = Engine(
+            objective.model,
+            lambda named: make_optimizer(config.optimizer, rated_groups(named, config.weight_decay, shares)),
+            config.engine,
+            watchdog,
+        )
+        objective.place(engine.device, torch_dtype(config.engine.resolved_precision))
+
+        def begin() -> None:
+            continuation.begin(engine)
+            if first := objective.first_weights():
+                engine.load(FreshState(first), 0)
+
+        def check(state: dict[str, Any], checkpoint: Path) -> None:
+            _check_state(state, checkpoint, config, corpora.training)
+            _check_teacher(state, checkpoint, config, objective)
+            continuation.resume(engine, state)
+
+        training = Training(
+            Pretraining(config, corpora, objective, engine, device),
+            _plan(config),
+            job_type="pretrain",
+            card={"corpus_card": _card(config)},
+            identity=continuation.identity,
+            check=check,
+            finish=lambda tracker: _export(config, tracker),
+            begin=begin,
+        )
+        run(training, engine, worker, payload)
+        engine.close()
+
+
+def _plan(config: PretrainConfig) -> TrainingPlan:
+    return TrainingPlan(
+        config,
+        total_steps=config.total_steps,
+        learning_rate=lambda step: learning_rate(config.phases, step),
+        evaluate_every_steps=config.evaluation.every_steps,
+        checkpoint_every_steps=config.checkpoint.every_steps,
+        average_from=config.average_from,
+        evaluate_first=bool(config.start_from),
+    )
+
+
+def _export(config: PretrainConfig, tracker: Tracker) -> None:
+    """Rank 0, if W&B mirrors the run: export the run's last checkpoint as an artifact."""
+    if not tracker.mirrored:
+        return
+    hf.export_run(config.folder, config.folder / "export")
+    tracker.log_artifact(config.folder / "export")
+
+
+class Pretraining:
+    """An objective on the samples of a corpus, as a `TrainingTask`."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        corpora: Corpora,
+        objective: Objective,
+        engine: Engine,
+        device: torch.device,
+    ) -> None:
+        self._config, self._shards, self._objective = config, corpora.training, objective
+        self._engine, self._device = engine, device
+        self._loader: Loader | None = None
+        self._stalled_before = 0.0
+        self._phase = 0
+        self._steps = 0  # that were begun
+        self._history: AttentionHistory | None = None
+        # ELECTRA's discriminator has no table of words of its own.
+        if config.evaluation.attention and not config.electra.is_on:
+            self._history = AttentionHistory(config.folder, config.model, corpora.held_out)
+        self._exchange: Exchange | None = None
+        self._validation: dict[int, list[StepBatch]] = {}
+        self._general: dict[int, list[StepBatch]] = {}
+        place: dict[str, Any] = {"rank": engine.rank, "world_size": engine.world_size}
+        for number, phase in enumerate(config.phases):  # report errors of later phases now, not after hours of training
+            maker = BatchMaker(self._shards, config, number, seed=config.seed, **place)
+            maker.check_batch()
+            if self._exchange is None and maker.needs_exchange(phase.global_sequences):
+                self._exchange = Exchange(engine.side_group())
+            self._validation[number] = validation_batches(corpora.held_out, config, number, **place)
+            if corpora.general is not None:
+                self._general[number] = validation_batches(corpora.general, config, number, **place)
+
+    def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[StepBatch]:
+        first_phase, phase_step = self._config.phase_at(start_step)
+        self._steps = start_step
+        if self._history is not None and self._engine.rank == 0:
+            self._history.rewind(start_step)
+        # Data that a phase skipped shifts the later data of all phases.
+        behind = [0] * len(self._config.phases)  # in samples
+        for step, count in passed_over:
+            number, within = self._config.phase_at(step)
+            phase = self._config.phases[number]
+            behind[number] += phase.first_sample(within + count) - phase.first_sample(within)
+        for number in range(first_phase, len(self._config.phases)):
+            self._open_loader(number, phase_step, behind)
+            assert self._loader is not None
+            for _, step in zip(range(phase_step, self._config.phases[number].steps), self._loader, strict=False):
+                self._steps += 1
+                yield step.to(self._device)
+            phase_step = 0
+
+    def pass_over(self, step: int, count: int) -> list[tuple[int, int]]:
+        skipped = []
+        while count:
+            number, within = self._config.phase_at(step)
+            here = min(count, self._config.phases[number].steps - within)
+            skipped.append((step, here))
+            step, count = step + here, count - here
+        return skipped
+
+    def largest(self) -> StepBatch:
+        lengths = full_lengths(self._config, self._engine.world_size)
+        batch = full_batch(self._config, lengths, self._shards.vocabulary_size)
+        if rounding := rounding_of(self._config.engine):
+            batch = with_filler(batch, max(lengths), rounding)
+        step = StepBatch(
+            (batch,), len(lengths), sum(lengths), batch.targets, epoch=0, first_sample=0, labeled=len(lengths)
+        )
+        return step.to(self._device)
+
+    def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
+        return self._objective.loss_weights(step)
+
+    def loss(self, output: Any, weights: Sequence[float] | Tensor) -> Tensor:
+        return self._objective.loss(output, weights)
+
+    def totals(self, output: Any) -> Tensor:
+        return self._objective.totals(output)
+
+    def counts(self, step: StepBatch) -> Tensor:
+        return self._objective.counts(step)
+
+    def flops(self, micro_batch: MicroBatch) -> float:
+        return self._objective.flops(micro_batch)
+
+    def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
+        return self._objective.metrics(totals, counts)
+
+    def evaluate(self, engine: Engine) -> dict[str, float]:
+        means = self._means(engine, self._validation[self._phase])
+        general = self._means(engine, self._general.get(self._phase, []))
+        if self._history is not None:
+            self._record_attention(self._history)
+        return {**means, **{f"general_{name}": value for name, value in general.items()}} if means else {}
+
+    def _means(self, engine: Engine, steps: list[StepBatch]) -> dict[str, float]:
+        """The means over held-out batches; {} without any."""
+        if not steps:
+            return {}
+        counts = sum(self.counts(step) for step in steps)
+        outputs = (engine.forward(batch.to(self._device)) for step in steps for batch in step.micro_batches)
+        totals = sum(self.totals(output).double() for output in outputs)  # on the device, which is not waited for
+        assert isinstance(totals, Tensor)
+        assert isinstance(counts, Tensor)
+        engine.sum_over_workers(totals)
+        return self.metrics(totals.tolist(), counts.tolist()) if counts[0] else {}
+
+    def _record_attention(self, history: AttentionHistory) -> None:
+        """Rank 0 records; the others only lend their parts of the weights."""
+        with self._engine.whole_parameters() as parameters:
+            if self._engine.rank == 0:
+                history.record(self._steps, parameters)
+
+    def to_minimise(self, means: dict[str, float]) -> float:
+        return means["loss"]
+
+    def validation_set(self) -> str:
+        return f"phase {self._phase}"
+
+    def stalled_seconds(self) -> float:
+        return self._stalled_before + (self._loader.stall_seconds if self._loader else 0.0)
+
+    def close(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+        if self._exchange is not None:
+            self._exchange.close()
+
+    def _open_loader(self, phase: int, start_step: int, skipped: Sequence[int]) -> None:
+        if self._loader is not None:
+            self._stalled_before += self._loader.stall_seconds
+            self._loader.close()
+        self._phase = phase
+        began = time.perf_counter()
+        self._loader = Loader(
+            self._shards,
+            self._config,
+            phase,
+            rank=self._engine.rank,
+            world_size=self._engine.world_size,
+            start_step=start_step,
+            skipped=skipped,
+            pinned=self._device.type == "cuda",
+            exchange=self._exchange,
+        )
+        self._stalled_before += time.perf_counter() - began
+
+
+def _check_state(state: dict[str, Any], checkpoint: Path, config: PretrainConfig, shards: TokenShards) -> None:
+    if state["fingerprint"] != shards.fingerprint:
+        raise InputError(
+            f"{checkpoint}: was trained on another corpus (fingerprint {state['fingerprint'][:12]}, "
+            f"{config.corpus.dir} has {shards.fingerprint[:12]}). Prepare the same corpus again or start a new run."
+        )
+    if state.get("sampler", 1) != SAMPLER:
+        raise InputError(
+            f"{checkpoint}: was trained on samples in the order of another version of bertrain. Finish the run with "
+            "that version, or export it and start a new run with start_from: the exported folder."
+        )
+    check_settings(state, checkpoint, config, changed_for_resume)
+    if state["step"] > config.total_steps:
+        raise InputError(
+            f"{checkpoint}: is at step {state['step']}, past the {config.total_steps} steps of the config's phases."
+        )
+
+
+def _check_teacher(state: dict[str, Any], checkpoint: Path, config: PretrainConfig, objective: Objective) -> None:
+    before, now = (identity.get("teacher") for identity in (state, objective.identity))
+    if (before and before["fingerprint"]) != (now and now["fingerprint"]):
+        was = f"{before['folder']} ({before['fingerprint'][:12]})" if before else "none"
+        given = f"{config.distillation.teacher} ({now['fingerprint'][:12]})" if now else "none"
+        raise InputError(
+            f"{checkpoint}: its teacher was {was}, and distillation.teacher is {given}. Give the same one, or start a "
+            "new run."
+        )
+
+
+def _card(config: PretrainConfig) -> dict[str, Any]:
+    path = config.corpus.folder / "card.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def full_lengths(config: PretrainConfig, workers: int) -> list[int]:
+    """The sequences of the largest micro-batch: of the longest phase, and a shorter one that fills the rest."""
+    longest = max(phase.sequence_length for phase in config.phases)
+    count, rest = divmod(micro_batch_tokens(config, workers), longest)
+    return [*([rest] if rest > 2 else []), *[longest] * count]  # one of two special tokens has nothing to mask
+
+
+def full_batch(config: PretrainConfig, lengths: list[int], vocabulary_size: int) -> MicroBatch:
+    """A micro-batch of random tokens, with sequences of these lengths and as many masked tokens as possible."""
+    tokens = sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    masked = [max(1, min(round(config.largest_masking_share * length), length - 2)) for length in lengths]
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    rows = [start + 1 + i for start, count in zip(starts, masked, strict=True) for i in range(count)]
+    return MicroBatch(
+        input_ids=torch.randint(vocabulary_size, (tokens,), generator=generator),
+        token_types=torch.zeros(tokens, dtype=torch.int64),
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=torch.tensor([*starts, tokens], dtype=torch.int32),
+        masked_rows=torch.tensor(rows),
+        masked_labels=torch.zeros(len(rows), dtype=torch.int64),
+        nsp_labels=torch.zeros(len(lengths) if config.pairs.has_classifier else 0, dtype=torch.int64),
+        token_keys=torch.randint(-(2**31), 2**31 - 1, (tokens,), generator=generator).int(),
+        lengths=tuple(lengths),
+    )
