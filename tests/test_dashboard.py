@@ -35,7 +35,7 @@ from pretrain.reporting.dashboard.subjects import subject
 from pretrain.tracking.metrics import TRAINING_METRICS
 from pretrain.tracking.records import is_training, note_end, read_records
 from pretrain.training import loop
-from pretrain.training.progress import Progress, Window
+from pretrain.training.progress import Progress, Stopwatch, Window
 from pretrain.training.stragglers import RankTimes
 
 HOSTILE = "</script><script>alert(1)</script> | [x](y) \u2028 'q\""
@@ -155,11 +155,11 @@ class TestPanels:
         """Compared with the records that the training loop writes, with each objective."""
         written: list[dict[str, Any]] = []
         engine: Any = SimpleNamespace(
-            peak_memory_bytes=lambda: 1,
+            usage=lambda: SimpleNamespace(memory_bytes=1, waited_seconds=0.0),
             world_size=1,
             rank=0,
             device=torch.device("cpu"),
-            sum_over_workers=lambda it: it,
+            workers=SimpleNamespace(sum_over_workers=lambda it: it),
         )
         for kind, objective in (
             (MaskedTokens, "nsp"),
@@ -179,7 +179,7 @@ class TestPanels:
                 task=SimpleNamespace(metrics=own.metrics),
                 plan=SimpleNamespace(peak_flops=1.0),
                 recorder=SimpleNamespace(log=written.append),
-                stopwatch=loop._Stopwatch(),
+                stopwatch=Stopwatch(),
                 stragglers=RankTimes(engine, 2.0),
                 rate=0.1,
                 epoch=0,

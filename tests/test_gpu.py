@@ -31,7 +31,7 @@ from pretrain.objectives.masked import MaskedTokens
 from pretrain.training import session
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
-from pretrain.training.passes import Passes
+from pretrain.training.passes import Passes, seed_device
 from tests.batches_by_hand import make_batch
 from tests.bench.gpu import host_reads
 from tests.distributed import free_port
@@ -317,7 +317,7 @@ def test_a_recorded_dropout_is_another_in_each_replay() -> None:
         engine.step(0.0)
         for seed in (1, 1, 1, 0, 7, 7, 8):  # 0: none
             if seed:
-                engine.seed_device(seed, 0)
+                seed_device(engine, seed, 0)
             losses.append(float(run(batch, last=True)[0]))
             engine.step(0.0)
         assert engine._graphs is not None

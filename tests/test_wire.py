@@ -35,7 +35,7 @@ def take_step(engine: Engine, micro_batches: int) -> None:
         losses = engine.forward(batch)
         engine.backward(losses.mlm_loss / 100 + losses.nsp_loss / 10, last=number == micro_batches - 1)
     assert engine.step(1e-3).applied
-    engine.sum_over_workers(torch.zeros(RECORD, dtype=torch.float64))
+    engine.workers.sum_over_workers(torch.zeros(RECORD, dtype=torch.float64))
 
 
 def count_steps(cases: list[tuple[int, str]]) -> dict[tuple[int, str, int], tuple[int, list[Call]]]:
