@@ -8,8 +8,10 @@ import importlib.metadata
 import inspect
 import pkgutil
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -75,3 +77,16 @@ def test_the_layouts_alone_ask_for_the_stage() -> None:
 def test_a_name_that_is_gone_is_not_replaced_in_silence() -> None:
     with pytest.raises(RuntimeError, match="has no process_gradients, which"):
         deepspeed_patches.replace_gradient_sums(SimpleNamespace(), lambda *_: None)
+
+
+def test_deepspeed_asks_torch_for_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NVML, it would read CUDA_VISIBLE_DEVICES, which may name a GPU by its UUID, as numbers."""
+    deepspeed_patches.import_deepspeed()
+    nvml: Any = SimpleNamespace(nvmlInit=lambda: None, NVMLError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    module: Any = importlib.import_module("deepspeed.accelerator.cuda_accelerator")
+    monkeypatch.setattr(module, "pynvml", None)
+    with deepspeed_patches._without_nvml():
+        module.CUDA_Accelerator()
+    assert module.pynvml is None
+    assert sys.modules["pynvml"] is nvml

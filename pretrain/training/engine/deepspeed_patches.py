@@ -121,7 +121,8 @@ def _without_nvml() -> Iterator[None]:
 def uncompiled() -> Iterator[None]:
     """While the context lasts, `torch.compile` returns functions as they are.
 
-    With every optimizer DeepSpeed imports its Muon, which we do not use and whose kernels load the compiler (3 s).
+    With every optimizer DeepSpeed imports its Muon, which we do not use. Its kernels load 570 modules of the compiler,
+    1.2 s of CPU time.
     """
     compile, torch.compile = torch.compile, lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
     try:
