@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.config import ModelConfig, OptimizerConfig
 from pretrain.model.heads import PretrainingModel
-from pretrain.training.engine.gradient_sums import norm_over_workers
+from pretrain.training.engine.gradient_sums import global_norm
 from pretrain.training.optim import (
     Muon,
     TensorwiseOptimizer,
@@ -95,9 +94,8 @@ def of_step(settings: OptimizerConfig, *, flat: bool, size: str = "large") -> La
 def of_norm(size: str = "large") -> Launches:
     """Of the norm of the gradients, which are views of flat sums, one for each parameter."""
     gradients = [parameter.view(-1) for parameter in _parameters(size).values()]
-    norm: Callable[[], Tensor] = norm_over_workers(lambda: gradients, lambda squares: squares)
     with torch.no_grad(), Launches() as launches:
-        norm()
+        global_norm(gradients)
     return launches
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from corpora import make_corpus
 from hypothesis import assume, given, settings
@@ -25,7 +26,7 @@ from pretrain.batches.loader import BatchMaker, Loader
 from pretrain.checkpoint.pieces import packed
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.training.engine.engine import SideGroup
+from pretrain.training.engine import WorkerGroup
 from tests.bench import scale
 from tests.distributed import run_workers
 from tests.test_batches_loader import contents, global_batches, run_config
@@ -279,7 +280,7 @@ def test_an_error_in_the_exchange_reaches_the_consumer(shards: TokenShards, smal
 
 
 def exchange_on_this_rank() -> tuple[list[int], int]:
-    group = SideGroup(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
+    group = WorkerGroup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
     return group.sum_and_largest([10**15 + dist.get_rank(), 1], 5 - dist.get_rank())
 
 

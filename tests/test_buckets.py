@@ -242,7 +242,7 @@ def test_the_sums_of_a_step_do_not_wait_for_its_gathers() -> None:
         forward=noted("forward", one),
         backward=noted("backward", None),
         step=noted("step", StepResult(torch.tensor(2.0, dtype=torch.float64))),
-        sum_over_workers=lambda values: calls.append("sum") or values,
+        workers=SimpleNamespace(sum_over_workers=lambda values: calls.append("sum") or values),
         records_passes=False,
     )
     task: Any = SimpleNamespace(

@@ -33,7 +33,7 @@ from pretrain.reporting.dashboard.panels import PANELS, panels_for
 from pretrain.reporting.dashboard.runs import find_folder, read_runs
 from pretrain.reporting.dashboard.subjects import subject
 from pretrain.run import loop
-from pretrain.run.progress import Progress, Window
+from pretrain.run.progress import Progress, Stopwatch, Window
 from pretrain.run.stragglers import RankTimes
 from pretrain.tracking.metrics import TRAINING_METRICS
 
@@ -154,11 +154,11 @@ class TestPanels:
         """Compared with the records that the training loop writes, with each objective."""
         written: list[dict[str, Any]] = []
         engine: Any = SimpleNamespace(
-            peak_memory_bytes=lambda: 1,
+            usage=lambda: SimpleNamespace(memory_bytes=1, waited_seconds=0.0),
             world_size=1,
             rank=0,
             device=torch.device("cpu"),
-            sum_over_workers=lambda it: it,
+            workers=SimpleNamespace(sum_over_workers=lambda it: it),
         )
         for kind, objective in (
             (MaskedTokens, "nsp"),
@@ -178,7 +178,7 @@ class TestPanels:
                 task=SimpleNamespace(metrics=own.metrics),
                 plan=SimpleNamespace(peak_flops=1.0),
                 recorder=SimpleNamespace(log=written.append),
-                stopwatch=loop._Stopwatch(),
+                stopwatch=Stopwatch(),
                 stragglers=RankTimes(engine, 2.0),
                 rate=0.1,
                 epoch=0,

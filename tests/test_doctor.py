@@ -54,7 +54,6 @@ FACTS = MachineFacts(
     headers="Python.h",
     compile_error="",
     ops={"cpu_adam": True},
-    built_ops=(),
     old_locks=(),
     gpu_files=0,
     gpus=0,

@@ -151,7 +151,11 @@ def test_scoring_at_the_end_is_progress_to_the_watchdog() -> None:
         _cut=lambda *_: cut,
         _device=torch.device("cpu"),
         task=SimpleNamespace(outputs=2),
-        _engine=SimpleNamespace(rank=1, gather_objects=lambda mine: [mine], beat=lambda: beats.append(len(beats))),
+        _engine=SimpleNamespace(
+            rank=1,
+            workers=SimpleNamespace(gather_objects=lambda mine: [mine]),
+            watch=SimpleNamespace(beat=lambda: beats.append(len(beats))),
+        ),
     )
     model: Any = lambda batch: SimpleNamespace(logits=torch.zeros(1, 2))  # noqa: E731
     assert train.Finetuning.predictions_of(job, model, [], tune=False) == []

@@ -29,7 +29,7 @@ from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.run import session
-from pretrain.run.passes import Passes
+from pretrain.run.passes import Passes, seed_device
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.batches_by_hand import make_batch
@@ -317,7 +317,7 @@ def test_a_recorded_dropout_is_another_in_each_replay() -> None:
         engine.step(0.0)
         for seed in (1, 1, 1, 0, 7, 7, 8):  # 0: none
             if seed:
-                engine.seed_device(seed, 0)
+                seed_device(engine, seed, 0)
             losses.append(float(run(batch, last=True)[0]))
             engine.step(0.0)
         assert engine._graphs is not None

@@ -83,7 +83,7 @@ def trained(recorded: bool) -> tuple[list[Tensor], list[Tensor], int]:
     assert engine._sums is not None
     graphs = RepeatedPasses(engine.module, engine._sums)
     if recorded:
-        engine._graphs = graphs
+        engine._graphs, engine.records_passes = graphs, True
     totals = []
     for step in range(STEPS):
         weights = (1 / (20 + step), 1 / 8)
@@ -91,10 +91,7 @@ def trained(recorded: bool) -> tuple[list[Tensor], list[Tensor], int]:
         for position in range(count):
             batch, last = batch_of(step, position, engine.rank), position == count - 1
             if engine.records_passes:
-                engine.await_weights()
-                totals.append(engine.recorded_pass(batch, weights, loss_and_totals))
-                if last:
-                    engine.send_gradients()
+                totals.append(engine.recorded_pass(batch, weights, loss_and_totals, last=last))
             else:
                 loss, of_batch = loss_and_totals(engine.forward(batch), weights)
                 engine.backward(loss, last=last)

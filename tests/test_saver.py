@@ -211,7 +211,7 @@ def test_waits_for_a_save_last_as_long_as_its_retries(tmp_path: Path, monkeypatc
         yield
 
     training: Any = object.__new__(loop._Fit)
-    training.engine = SimpleNamespace(allow=allow, awaiting=awaiting)
+    training.engine = SimpleNamespace(watch=SimpleNamespace(allow=allow, awaiting=awaiting))
     training.plan = SimpleNamespace(config=SimpleNamespace(checkpoint=SimpleNamespace(retry_seconds=7200.0)))
     training.saver = make(tmp_path, retry_seconds=7200.0)
     training.saver.save(1, fragments(torch.ones(4)), STATE)

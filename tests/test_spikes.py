@@ -15,7 +15,7 @@ from corpora import make_corpus
 from pretrain.checkpoint.store import read_weights
 from pretrain.config import SpikeConfig
 from pretrain.run import loop, stragglers
-from pretrain.run.spikes import REMEMBERED, is_spike
+from pretrain.run.spikes import REMEMBERED, LossScaleSearch, is_spike
 from pretrain.run.stragglers import RankTimes, find_stragglers
 from tests.distributed import run_workers
 from tests.starts import Start, all_records, make_starts, pretraining, records
@@ -215,13 +215,13 @@ def test_a_phase_may_begin_with_higher_losses(corpus: Path, tmp_path: Path) -> N
 
 def test_an_fp16_scale_that_does_not_fall_is_not_a_search() -> None:
     def skipped(scales: list[float]) -> list[bool]:
-        search = loop._LossScaleSearch()
+        search = LossScaleSearch()
         return [search.skipped(scale) for scale in scales]
 
     assert not any(skipped([65536, 65536, 32768, 16384, 8192])), "hysteresis, then a search"
     assert skipped([2, 1, 1]) == [False, True, True]
     assert skipped([1024] * 5) == [False, False, False, True, True], "a fixed scale"
-    search = loop._LossScaleSearch()
+    search = LossScaleSearch()
     assert not any(search.skipped(1024) for _ in range(3))
     search.applied()
     assert not any(search.skipped(1024) for _ in range(3)), "an applied step starts the count again"

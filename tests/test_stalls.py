@@ -33,22 +33,19 @@ class Engine:
 
     def __init__(self, logs: Path, size: int = 1, rank: int = 0) -> None:
         self.world_size, self.rank = size, rank
-        self.watchdog = Watchdog(0, 1, logs, 0.0)
-        self.beat, self.allow, self.awaiting = (self.watchdog.beat, self.watchdog.allow, self.watchdog.awaiting)
+        self.watch = Watchdog(0, 1, logs, 0.0)
         self.others = torch.zeros(3, size, dtype=torch.float64)
         self.module = SimpleNamespace(train=lambda: None)
+        self.workers = self
 
     @property
     def doing(self) -> str:
-        return self.watchdog.heartbeat().doing
+        return self.watch.heartbeat().doing
 
     def sum_over_workers(self, values: torch.Tensor) -> torch.Tensor:
         return values.add_(self.others)
 
-    def seed_device(self, *_: int) -> None:
-        pass
-
-    def side_group(self) -> None:
+    def aside(self) -> None:
         pass
 
 

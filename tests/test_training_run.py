@@ -53,7 +53,7 @@ class Calls:
             monkeypatch.setattr(running, name, value)
 
     def run(self, *, resume: bool = False, rehearse: bool = True) -> None:
-        engine: Any = SimpleNamespace(allow=self._allow, rank=0)
+        engine: Any = SimpleNamespace(watch=SimpleNamespace(allow=self._allow), workers=None, rank=0)
         training: Any = running.Training(
             task=SimpleNamespace(close=lambda: self._note("close task")),  # type: ignore[arg-type]
             plan=TrainingPlan(self._config, 10, lambda step: 0.1, 5, 5, rehearse=rehearse),
@@ -63,7 +63,7 @@ class Calls:
             check=self._check,
             finish=lambda tracker: self._note("finish"),
         )
-        running.run(training, engine, Worker(), {"resume": resume, "events": [RESTART]})
+        running.run(training, engine, Worker(), resume=resume, events=[RESTART])
 
     def _note(self, call: str, answer: Any = None) -> Any:
         self.made.append(call)

@@ -268,7 +268,7 @@ LAUNCHING = (*watchdogs._LAUNCHING, *session.LAUNCHING, *train.LAUNCHING, *finet
 
 # (module, function, whether it waits for others on a CPU, and on a GPU)
 WAITS = (
-    ("pretrain.training.engine.engine", "sum_over_workers", True, True),  # NCCL's calls return; reading a result waits
+    ("pretrain.training.engine.workers", "sum_over_workers", True, True),  # NCCL's calls return; reading a result waits
     ("pretrain.model.encoder", "forward", False, True),
     ("torch.autograd.graph", "_engine_run_backward", False, True),
     ("torch._inductor.runtime.compile_tasks.cabc", "call", False, True),

@@ -159,7 +159,7 @@ def _count(shape: ModelConfig, stage: int, micro_batches: int) -> _Counted:
         engine.step(1e-3)
     step, reader = list(calls), _CountingReader()
     calls.clear()
-    engine.load(reader, 0)
+    engine.load(reader)
     return _Counted(sum(size.numel() for size in engine.shapes.values()), start, step, list(calls), reader.bytes)
 
 

@@ -85,7 +85,6 @@ class MachineFacts:
     headers: str
     compile_error: str  # why a small Python extension could not be compiled
     ops: Mapping[str, bool]  # DeepSpeed's: whether they could be compiled here
-    built_ops: tuple[str, ...]
     old_locks: tuple[str, ...]  # of compilations that no longer run
     gpu_files: int  # devices of the driver, whether or not torch sees them
     gpus: int  # those that torch sees
@@ -111,7 +110,6 @@ def inspect(name: str, folder: Path, threads: int = 0, measure: bool = True) -> 
     if threads:
         torch.set_num_threads(threads)
     compiler, headers, error = _compile()
-    ops, built = _deepspeed_ops(measures)
     return MachineFacts(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=len(os.sched_getaffinity(0)),
@@ -123,8 +121,7 @@ def inspect(name: str, folder: Path, threads: int = 0, measure: bool = True) -> 
         compiler=compiler,
         headers=headers,
         compile_error=error,
-        ops=ops,
-        built_ops=built,
+        ops=_deepspeed_ops(),
         old_locks=_old_locks(),
         gpu_files=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         gpus=torch.cuda.device_count(),
@@ -217,11 +214,11 @@ def _compile() -> tuple[str, str, str]:
     return compiler, headers, error if done.returncode else ""
 
 
-def _deepspeed_ops(measures: Measures) -> tuple[dict[str, bool], tuple[str, ...]]:
+def _deepspeed_ops(measures: Measures) -> dict[str, bool]:
     try:
         return measures.deepspeed_ops()
     except Exception:  # its version shows the reason
-        return {}, ()
+        return {}
 
 
 def _old_locks() -> tuple[str, ...]:

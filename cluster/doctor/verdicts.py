@@ -26,7 +26,7 @@ def rows(facts: MachineFacts, where: str = "") -> list[Finding]:
         judge_memory(facts.memory, facts.memory_free),
         *map(judge_disk, facts.disks),
         judge_compiler(facts.compiler, facts.headers, facts.compile_error),
-        judge_ops(facts.ops, facts.built_ops, facts.old_locks),
+        judge_ops(facts.ops, facts.old_locks),
         judge_gpus(facts.gpu_files, facts.gpus, facts.versions, facts.visible),
         *map(judge_matmul, facts.devices),
         *([judge_loader(facts.sequences_per_second, facts.devices, facts.sequence_flops)] if facts.devices else []),
@@ -88,10 +88,10 @@ def judge_compiler(compiler: str, headers: str, error: str) -> Finding:
     return Finding("C++ compiler", f"{compiler} compiles an extension for Python")
 
 
-def judge_ops(ops: Mapping[str, bool], built: tuple[str, ...], old_locks: tuple[str, ...]) -> Finding:
+def judge_ops(ops: Mapping[str, bool], old_locks: tuple[str, ...]) -> Finding:
     """DeepSpeed's compiled ops. Our engine needs none; `engine.deepspeed` may request some, which are compiled then."""
     compilable = [name for name, can in ops.items() if can]
-    text = f"{len(built)} of {len(ops)} built, {len(compilable)} can be compiled here; our engine needs none"
+    text = f"{len(compilable)} of {len(ops)} can be compiled here; our engine needs none"
     if not ops:
         return Finding("DeepSpeed ops", "unknown: DeepSpeed cannot be imported", WARN, "See the row of DeepSpeed.")
     if old_locks:

@@ -77,7 +77,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         config = job.config
         if fitted and not (payload["resume"] and _has_checkpoint(config, engine)):
             weights |= job.fitted_output_layer(released, weights)
-        engine.load(FreshState(weights), 0)
+        engine.load(FreshState(weights))
         del weights
         held_out = job.data_digest({})
         check_same_data({config.task_name: held_out})
@@ -92,13 +92,13 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
                 config, job, released, engine, tracker.log_artifact, test_sets=payload.get("test_sets", True)
             ),
         )
-        run(training, engine, worker, payload)
+        run(training, engine, worker, resume=payload["resume"], events=payload.get("events", ()))
         engine.close()
 
 
 def _has_checkpoint(config: FinetuneConfig, engine: Engine) -> bool:
     """Whether rank 0 sees a checkpoint; `run` verifies and reads it later."""
-    return store.agree(engine, lambda: bool(store.list_checkpoints(config.folder / "checkpoints")))
+    return store.agree(engine.workers, lambda: bool(store.list_checkpoints(config.folder / "checkpoints")))
 
 
 def make_model(config: FinetuneConfig, task: Task[Any], released: Released, examples: Sequence[Any] = ()) -> TaskModel:
@@ -177,8 +177,8 @@ class Finetuning:
             )
             return fit_output_layer(model, alone, self._device)
 
-        with self._engine.allow(LONG_SECONDS):
-            return store.agree(self._engine, lambda: fit() if self._engine.rank == 0 else {})
+        with self._engine.watch.allow(LONG_SECONDS):
+            return store.agree(self._engine.workers, lambda: fit() if self._engine.rank == 0 else {})
 
     def data_digest(self, tests: Mapping[str, list[Any]]) -> str:
         """A digest of the examples that it is trained and scored on, labelled test sets included."""
@@ -225,7 +225,7 @@ class Finetuning:
             if engine.rank == 0:
                 means = {"loss": loss, **self.task.score(self.held_out[name], predictions)}
                 scores |= means if number == 0 else {f"{name}/{key}": value for key, value in means.items()}
-        return engine.gather_objects(scores)[0]
+        return engine.workers.gather_objects(scores)[0]
 
     def predictions(self, name: str, *, tune: bool) -> tuple[list[dict[str, Any]], float]:
         """Rank 0: the predictions on a held-out set, and the mean loss; nothing on other ranks.
@@ -239,12 +239,12 @@ class Finetuning:
         windows = self._windows(examples)
 
         def forward(batch: LabelledBatch) -> Output:
-            self._engine.beat()
+            self._engine.watch.beat()
             return model(batch)
 
         with torch.inference_mode():
             logits = predict_logits(
-                forward, self._cut(windows, 0), self.task.outputs, self._device, self._engine.gather_objects
+                forward, self._cut(windows, 0), self.task.outputs, self._device, self._engine.workers.gather_objects
             )
         return [] if self._engine.rank else self._decode(examples, windows, logits, tune=tune)
 
@@ -284,10 +284,10 @@ class Finetuning:
         engine.module.eval()
         with torch.no_grad():
             logits = predict_logits(
-                forward, self._cut(windows, 0), self.task.outputs, self._device, engine.gather_objects
+                forward, self._cut(windows, 0), self.task.outputs, self._device, engine.workers.gather_objects
             )
         engine.module.train()
-        engine.sum_over_workers(losses)
+        engine.workers.sum_over_workers(losses)
         if engine.rank:
             return [], 0.0
         total, weight = losses.tolist()
@@ -360,7 +360,7 @@ def _finish(
         best = store.best_intact(checkpoints) if engine.rank == 0 else None
         return best and best.name
 
-    name = store.agree(engine, choose)
+    name = store.agree(engine.workers, choose)
     if name is None:
         raise InputError(f"{checkpoints}: has no complete checkpoint. Start the run again.")
     state = read_state(engine, checkpoints / name)
@@ -375,7 +375,7 @@ def _finish(
     tests = job.task.read_test() if test_sets else {}
     for split, examples in tests.items():
         predictions[split] = examples, job.predictions_of(model, examples, tune=False)
-    engine.barrier()  # every rank has read the checkpoint
+    engine.workers.barrier()  # every rank has read the checkpoint
     if engine.rank == 0:
         save_model(
             config,
@@ -390,4 +390,4 @@ def _finish(
         )
         log_artifact(config.folder / MODEL)
         shutil.rmtree(checkpoints)
-    engine.barrier()
+    engine.workers.barrier()

@@ -25,7 +25,7 @@ class Counts:
 
 
 class Ranks(Protocol):
-    """All ranks of a run (`pretrain.training.engine.SideGroup`)."""
+    """All ranks of a run (`pretrain.training.engine.WorkerGroup`)."""
 
     def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
         """The sums of all ranks' `sums`, and the largest of all ranks' `largest`; every rank calls this."""

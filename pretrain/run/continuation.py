@@ -103,7 +103,7 @@ class Continuation:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
         start = read_start(self._config, shapes, self._corpora.own)
         check_same_data({"start_from": start.fingerprint})
-        engine.load(FreshState({**self._state, **start.state}), 0)
+        engine.load(FreshState({**self._state, **start.state}))
         self._state = {}
         self.identity["start"] = {
             "folder": self._config.start_from,

@@ -23,11 +23,11 @@ from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import DivergedError, StoppedError
 from pretrain.common.transfers import OnItsWay, to_device, to_host
 from pretrain.common.wording import counted
-from pretrain.run.passes import Passes
+from pretrain.run.passes import Passes, seed_device
 from pretrain.run.plan import TrainingPlan
-from pretrain.run.progress import AveragedWeights, Progress, Window, checkpoint_state, restore
+from pretrain.run.progress import AveragedWeights, Progress, Stopwatch, Window, checkpoint_state, restore
 from pretrain.run.session import newest_checkpoint, stored_run
-from pretrain.run.spikes import REMEMBERED, is_spike
+from pretrain.run.spikes import REMEMBERED, LossScaleSearch, is_spike
 from pretrain.run.stragglers import RankTimes
 from pretrain.run.task import Recorder, S, TrainingTask
 from pretrain.training.engine import Engine
@@ -35,7 +35,6 @@ from pretrain.training.engine import Engine
 logger = logging.getLogger(__name__)
 
 LONG_SECONDS = 1800.0  # the most that an evaluation, a save without retries or a rollback may take
-_SKIPS_AT_ONE_SCALE = 3  # fp16's loss scaler lowers the scale before it skips more (its hysteresis is 2)
 _STORAGE = "the run folder's storage"
 
 
@@ -68,7 +67,7 @@ def fit(
         while failure := training.train(stop_requested):
             training.roll_back(failure)
     finally:
-        with training.saving(), engine.awaiting(_STORAGE):
+        with training.saving(), engine.watch.awaiting(_STORAGE):
             training.saver.join()
     training.saver.wait()
     training.log_storage_trouble()
@@ -118,49 +117,12 @@ class _PatientRecorder:
         self._recorder, self._engine = recorder, engine
 
     def log(self, record: dict[str, Any]) -> None:
-        with self._engine.awaiting(_STORAGE):
+        with self._engine.watch.awaiting(_STORAGE):
             self._recorder.log(record)
 
     def rewind(self, step: int) -> None:
-        with self._engine.awaiting(_STORAGE):
+        with self._engine.watch.awaiting(_STORAGE):
             self._recorder.rewind(step)
-
-
-class _Stopwatch:
-    """Seconds of training; evaluation and checkpoints are counted separately."""
-
-    def __init__(self) -> None:
-        self._began, self._away = time.perf_counter(), 0.0
-        self.excluded = {"evaluation": 0.0, "checkpoint": 0.0}  # since the last record
-
-    def lap(self) -> float:
-        """Seconds of training since the last lap."""
-        now = time.perf_counter()
-        seconds = now - self._began - self._away
-        self._began, self._away = now, 0.0
-        return seconds
-
-    def leave_out(self, what: str, seconds: float) -> None:
-        """Count these seconds as `what` and not as training."""
-        self.excluded[what] += seconds
-        self._away += seconds
-
-
-class _LossScaleSearch:
-    """Distinguishes steps that fp16's loss scaler skips to find a lower scale from steps that remain bad."""
-
-    def __init__(self) -> None:
-        self._skips, self._scale = 0, 0.0  # steps in a row that were skipped at this loss scale
-
-    def skipped(self, scale: float) -> bool:
-        """Record a step skipped at this scale; returns whether the scale will not be lowered further."""
-        self._skips = self._skips + 1 if scale == self._scale else 1
-        self._scale = scale
-        return scale <= 1 or self._skips > _SKIPS_AT_ONE_SCALE
-
-    def applied(self) -> None:
-        """A step was applied."""
-        self._skips = 0
 
 
 class _Fit(Generic[S]):
@@ -182,16 +144,16 @@ class _Fit(Generic[S]):
         saving = plan.config.checkpoint
         self.saver = Saver(
             checkpoints,
-            engine.side_group(),
+            engine.workers.aside(),
             keep_last=saving.keep_last,
             background=saving.background,
             retry_seconds=saving.retry_seconds,
             stored=stored_run(plan.config),
         )
-        self.stopwatch = _Stopwatch()
+        self.stopwatch = Stopwatch()
         self.stragglers = RankTimes(engine, plan.config.tracking.straggler_factor)
         self.passes = Passes(engine, task, self.stragglers.forward)
-        self.scale_search = _LossScaleSearch()
+        self.scale_search = LossScaleSearch()
         self.stalled_before = task.stalled_seconds()
         self.rate, self.epoch, self.norm = 0.0, 0, 0.0  # of the last step
         self.validation: tuple[int, float] | None = None  # the last evaluation's step and what it minimises
@@ -204,7 +166,7 @@ class _Fit(Generic[S]):
         """
         progress, plan = self.progress, self.plan
         self.engine.module.train()
-        self.engine.seed_device(plan.config.seed, progress.step + progress.rollbacks)
+        seed_device(self.engine, plan.config.seed, progress.step + progress.rollbacks)
         self.stopwatch.lap()
         stopping = self.save_due = False
         for stop, failure in self.outcomes(stop_requested):
@@ -249,7 +211,7 @@ class _Fit(Generic[S]):
         part = None
         while True:
             began = time.perf_counter()
-            with self.engine.awaiting("a batch"):
+            with self.engine.watch.awaiting("a batch"):
                 step = next(steps, None)
             if step is None:
                 return
@@ -268,7 +230,7 @@ class _Fit(Generic[S]):
         """
         stop, unread = False, None
         for number, step in enumerate(self.steps(), self.progress.step):
-            with self.engine.awaiting(_STORAGE):
+            with self.engine.watch.awaiting(_STORAGE):
                 requested = stop_requested()  # reads files
             launched = self.launch_step(number, step, requested)
             if unread is not None:
@@ -301,7 +263,7 @@ class _Fit(Generic[S]):
         self.stragglers.waited += stalled - self.stalled_before
         self.stalled_before = stalled
         # Before the step: behind its gathers, this sum would wait for all of them.
-        shared = engine.sum_over_workers(torch.cat([totals.double(), to_device(mine, totals.device)]))
+        shared = engine.workers.sum_over_workers(torch.cat([totals.double(), to_device(mine, totals.device)]))
         result = engine.step(rate)
         numbers = torch.cat([shared, result.norm.to(shared).view(1)])
         return LaunchedStep(number, step, rate, task.validation_set(), to_host(numbers))
@@ -364,7 +326,7 @@ class _Fit(Generic[S]):
         return TrainingFailure(f"{count} in a row up to step {last} had a loss or gradient that is not finite")
 
     def _scale_is_stuck(self) -> bool:
-        return self.scale_search.skipped(self.engine.scaler_state().get("cur_scale", 1))
+        return self.scale_search.skipped(self.engine.loss_scale.cur_scale if self.engine.loss_scale else 1)
 
     def _enter(self, part: str) -> None:
         """Drop the losses of another phase: longer sequences have higher losses at first."""
@@ -395,7 +357,7 @@ class _Fit(Generic[S]):
                 **{f"{name}_seconds": seconds for name, seconds in self.stopwatch.excluded.items()},
                 **self.stragglers.lap(self.recorder, progress.step),
                 "skipped_steps": progress.skipped_steps,
-                "memory_bytes": engine.peak_memory_bytes(),
+                "memory_bytes": engine.usage().memory_bytes,
             }
         )
         progress.window = Window()
@@ -417,7 +379,7 @@ class _Fit(Generic[S]):
 
     def _evaluated(self) -> dict[str, float]:
         self.engine.module.eval()
-        with torch.no_grad(), self.engine.allow(LONG_SECONDS):
+        with torch.no_grad(), self.engine.watch.allow(LONG_SECONDS):
             means = self.task.evaluate(self.engine)
         self.engine.module.train()
         return means
@@ -425,8 +387,8 @@ class _Fit(Generic[S]):
     def evaluate_average(self) -> None:
         """Record how good the averaged weights of the last checkpoint are; the engine computes with them afterwards."""
         engine, step = self.engine, self.progress.step
-        with engine.allow(LONG_SECONDS), store.CheckpointReader(self.checkpoints / store.name_of(step)) as reader:
-            engine.load(AveragedWeights(reader), engine.updates(), engine.averaged)
+        with engine.watch.allow(LONG_SECONDS), store.CheckpointReader(self.checkpoints / store.name_of(step)) as reader:
+            engine.load(AveragedWeights(reader), engine.state())
         means = self._evaluated()
         if not means:
             return
@@ -465,11 +427,11 @@ class _Fit(Generic[S]):
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Wraps saves and waits for them: the waits between their retries add up to twice `retry_seconds`."""
-        return self.engine.allow(LONG_SECONDS + 2 * self.plan.config.checkpoint.retry_seconds)
+        return self.engine.watch.allow(LONG_SECONDS + 2 * self.plan.config.checkpoint.retry_seconds)
 
     def wait_for_save(self) -> None:
         """Wait until the save in progress ends. Raises its error, on every rank."""
-        with self.engine.awaiting(_STORAGE):
+        with self.engine.watch.awaiting(_STORAGE):
             self.saver.wait()
 
     def log_storage_trouble(self) -> None:
@@ -489,7 +451,7 @@ class _Fit(Generic[S]):
             self.log()
         with self.saving():
             self.wait_for_save()
-            checkpoint = newest_checkpoint(self.checkpoints, self.engine)
+            checkpoint = newest_checkpoint(self.checkpoints, self.engine.workers)
         if checkpoint is not None and store.step_of(checkpoint) >= progress.failed_step:
             progress.rollbacks = 0
         if checkpoint is None or progress.rollbacks >= self.plan.config.guard.max_rollbacks:
@@ -498,7 +460,7 @@ class _Fit(Generic[S]):
                 f"{checkpoint.name if checkpoint else 'none'}. Lower the learning rate{failure.remedy}. A pretraining "
                 "continues from that checkpoint with --resume; a fine-tuning starts again."
             )
-        with self.engine.allow(LONG_SECONDS):
+        with self.engine.watch.allow(LONG_SECONDS):
             restored = Progress.from_state(restore(self.engine, checkpoint))
         first, count = restored.step, progress.step - restored.step
         message = f"{failure.reason}: back to {checkpoint.name}, past the data of {counted(count, 'step')}"
@@ -525,4 +487,4 @@ def reads_late(engine: Engine) -> bool:
 
     fp16's loss scaler, which is on the host, waits for the device in each step anyway.
     """
-    return engine.device.type == "cuda" and not engine.scaler_state()
+    return engine.device.type == "cuda" and engine.loss_scale is None

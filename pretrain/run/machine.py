@@ -10,8 +10,8 @@ from pretrain.planning.work import Flops
 __all__ = ["deepspeed_ops", "is_faster_in_fp32", "loader_rate", "measure_matmul", "sequence_flops"]
 
 
-def deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
-    """DeepSpeed's compiled ops: whether each can be compiled here, and those that are; fails as its import does."""
+def deepspeed_ops() -> dict[str, bool]:
+    """DeepSpeed's compiled ops: whether each can be compiled here; fails as its import does."""
     from pretrain.training.engine import deepspeed_ops
 
     return deepspeed_ops()

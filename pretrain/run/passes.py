@@ -6,9 +6,18 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from pretrain.training.engine import Engine
+
+
+def seed_device(engine: Engine, seed: int, start: int) -> None:
+    """Seed the device's generator, for the dropout of flash attention: differently for each rank and start."""
+    if engine.device.type == "cuda":
+        state = np.random.SeedSequence([seed, engine.rank, start]).generate_state(1, np.uint64)
+        torch.cuda.manual_seed(int(state[0]) >> 1)
 
 
 class Differentiable(Protocol):
@@ -34,12 +43,7 @@ class Passes:
         """Add a micro-batch's gradients, `last` of the step or not, and return its totals; recorded if it can be."""
         if not self._engine.records_passes:
             return self.launch(micro_batch, weights, last=last)
-        self._engine.await_weights()
-        with self._timed():
-            totals = self._engine.recorded_pass(micro_batch, weights, self._loss_and_totals)
-        if last:
-            self._engine.send_gradients()
-        return totals
+        return self._engine.recorded_pass(micro_batch, weights, self._loss_and_totals, last=last, timed=self._timed)
 
     def launch(self, micro_batch: Any, weights: Sequence[float], *, last: bool) -> Tensor:
         """`run` without recording."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,26 @@ class Window:
         self.counts = [a + b for a, b in zip(self.counts or [0.0] * len(counts), counts, strict=True)]
 
 
+class Stopwatch:
+    """Seconds of training; evaluation and checkpoints are counted separately."""
+
+    def __init__(self) -> None:
+        self._began, self._away = time.perf_counter(), 0.0
+        self.excluded = {"evaluation": 0.0, "checkpoint": 0.0}  # since the last record
+
+    def lap(self) -> float:
+        """Seconds of training since the last lap."""
+        now = time.perf_counter()
+        seconds = now - self._began - self._away
+        self._began, self._away = now, 0.0
+        return seconds
+
+    def leave_out(self, what: str, seconds: float) -> None:
+        """Count these seconds as `what` and not as training."""
+        self.excluded[what] += seconds
+        self._away += seconds
+
+
 @dataclass
 class Progress:
     """The progress that a checkpoint stores."""
@@ -71,10 +92,7 @@ def checkpoint_state(engine: Engine, progress: Progress, extra_state: dict[str, 
     """What state.json holds: the progress, what `restore` needs, and `extra_state`."""
     return {
         **dataclasses.asdict(progress),
-        "updates": engine.updates(),
-        "scaler": engine.scaler_state(),
-        **({"averaged": engine.averaged} if engine.averaged else {}),
-        "shapes": {name: list(shape) for name, shape in engine.shapes.items()},
+        **engine.state(),
         **extra_state,
     }
 
@@ -123,7 +141,6 @@ def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
     state = read_state(engine, checkpoint)
     return_freed_memory()  # the pages of the checkpoint's files need memory in addition
     with store.CheckpointReader(checkpoint) as reader:
-        engine.load(reader, state["updates"], state.get("averaged", 0))
-    engine.load_scaler_state(state["scaler"])
+        engine.load(reader, state)
     return_freed_memory()
     return state

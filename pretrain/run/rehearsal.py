@@ -35,7 +35,7 @@ def rehearse(
     checkpoint = resumed
     if checkpoint is None:
         state = checkpoint_state(engine, progress, extra_state)
-        checkpoint = store.save(checkpoints, progress.step, engine.fragments(), state, engine)
+        checkpoint = store.save(checkpoints, progress.step, engine.fragments(), state, engine.workers)
     engine.module.train()
     step, passes = task.largest(), Passes(engine, task)
     weights = task.loss_weights(step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
@@ -53,10 +53,17 @@ class Training(Generic[S]):
     begin: Callable[[], None] = lambda: None
 
 
-def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[str, Any]) -> None:
-    """Train to the end of the plan, from the newest checkpoint with `payload["resume"]`.
+def run(
+    training: Training[S], engine: Engine, worker: Worker, *, resume: bool, events: Sequence[dict[str, Any]] = ()
+) -> None:
+    """Train to the end of the plan.
 
-    `payload["events"]`, if present, are recorded first: what happened before this start.
+    Args:
+        training: what differs between kinds of training.
+        engine: the model under DeepSpeed.
+        worker: this process.
+        resume: go on from the newest checkpoint.
+        events: what happened before this start; recorded first.
 
     Raises:
         RunError: an error of `pretrain.common.errors`; see `fit`, `rehearse` and `Training.check`.
@@ -64,14 +71,14 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
     task, plan, config = training.task, training.plan, training.plan.config
     checkpoints = config.folder / "checkpoints"
     progress, state = Progress(), {}
-    checkpoint = newest_checkpoint(checkpoints, engine) if payload["resume"] else None
+    checkpoint = newest_checkpoint(checkpoints, engine.workers) if resume else None
     if checkpoint is not None:
         state = read_state(engine, checkpoint)
         training.check(state, checkpoint)
         progress = Progress.from_state(state)
         logger.info("resumed from %s", checkpoint)
     else:
-        with engine.allow(LONG_SECONDS):
+        with engine.watch.allow(LONG_SECONDS):
             training.begin()
     tracker = Tracker(
         config,
@@ -82,7 +89,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
         job_type=training.job_type,
         enabled=worker.rank == 0,
     )
-    tracker.log_events([*payload.get("events", ()), *_resume_events(checkpoint)], progress.step)
+    tracker.log_events([*events, *_resume_events(checkpoint)], progress.step)
     first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
     ended: RunError | None = None
@@ -99,21 +106,26 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
                 recorder=tracker,
                 stop_requested=worker.stop_requested,
             )
-        with engine.allow(LONG_SECONDS):
+        with engine.watch.allow(LONG_SECONDS):
             training.finish(tracker)
     except (StoppedError, DivergedError) as error:
         ended = error
         tracker.mirror_end("stop" if isinstance(error, StoppedError) else "diverged", progress.step, str(error))
         raise
     finally:
-        with engine.allow(LONG_SECONDS):  # W&B may wait for its network
+        with engine.watch.allow(LONG_SECONDS):  # W&B may wait for its network
             task.close()
-            try:
-                tracker.close()
-            except (RunError, OSError) as error:
-                if ended is None:
-                    raise
-                logger.warning("%s", error)  # the exit code tells job scripts how the run ended
+            _close(tracker, ended)
+
+
+def _close(tracker: Tracker, ended: RunError | None) -> None:
+    """Close it; its own error gives way to the one that `ended` the run, whose exit code job scripts read."""
+    try:
+        tracker.close()
+    except (RunError, OSError) as error:
+        if ended is None:
+            raise
+        logger.warning("%s", error)
 
 
 def _prepared(
@@ -155,4 +167,4 @@ def _resume_events(checkpoint: Path | None) -> list[dict[str, Any]]:
 def _was_evaluated(folder: Path, engine: Engine) -> bool:
     """Whether rank 0's records have an evaluation."""
     found = engine.rank == 0 and any(record.get("split") == "validation" for record in read_records(folder))
-    return engine.gather_objects(found)[0]
+    return engine.workers.gather_objects(found)[0]

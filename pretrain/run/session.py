@@ -342,6 +342,6 @@ def total_matmul_peak(engine: Engine) -> float:
     device, kind = str(engine.device), engine.settings.resolved_precision
     if engine.world_size == 1:
         return precision.matmul_peak(device, kind)
-    engine.barrier()  # all measure at once, as they train
+    engine.workers.barrier()  # all measure at once, as they train
     mine = precision.measure_matmul(device, kind)
-    return engine.sum_over_workers(torch.tensor([mine], dtype=torch.float64, device=engine.device)).item()
+    return engine.workers.sum_over_workers(torch.tensor([mine], dtype=torch.float64, device=engine.device)).item()

@@ -1,4 +1,4 @@
-"""Loss spikes: detected by comparison with the losses before."""
+"""Harmful steps: loss spikes, by comparison with the losses before, and steps that fp16 goes on leaving out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pretrain.config import SpikeConfig
 
 REMEMBERED = 64  # steps whose losses define the usual loss
 _ENOUGH = 32  # fewest losses with which a spike can be detected
+_SKIPS_AT_ONE_SCALE = 3  # fp16's loss scaler lowers the scale before it skips more (its hysteresis is 2)
 _SIGMA = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 
 
@@ -25,3 +26,20 @@ def is_spike(before: Sequence[float], loss: float, settings: SpikeConfig) -> boo
     usual = statistics.median(before)
     sigma = _SIGMA * statistics.median(abs(one - usual) for one in before)
     return loss > usual + max(settings.spike_sigmas * sigma, settings.spike_share * abs(usual))
+
+
+class LossScaleSearch:
+    """Distinguishes steps that fp16's loss scaler skips to find a lower scale from steps that remain bad."""
+
+    def __init__(self) -> None:
+        self._skips, self._scale = 0, 0.0  # steps in a row that were skipped at this loss scale
+
+    def skipped(self, scale: float) -> bool:
+        """Record a step skipped at this scale; returns whether the scale will not be lowered further."""
+        self._skips = self._skips + 1 if scale == self._scale else 1
+        self._scale = scale
+        return scale <= 1 or self._skips > _SKIPS_AT_ONE_SCALE
+
+    def applied(self) -> None:
+        """A step was applied."""
+        self._skips = 0

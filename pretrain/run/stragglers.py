@@ -56,9 +56,9 @@ class RankTimes:
             end.record()
             self._events.append((start, end))
             return
-        began, waited = time.perf_counter(), self._engine.waited_for_weights()
+        began, waited = time.perf_counter(), self._engine.usage().waited_seconds
         yield
-        self._seconds += time.perf_counter() - began - (self._engine.waited_for_weights() - waited)
+        self._seconds += time.perf_counter() - began - (self._engine.usage().waited_seconds - waited)
 
     def waited_once(self, seconds: float) -> None:
         """This rank has waited `seconds` for one batch."""
@@ -80,7 +80,7 @@ class RankTimes:
             self._seconds = sum(start.elapsed_time(end) for start, end in self._events) / 1000
         table = torch.zeros(3, engine.world_size, dtype=torch.float64)
         table[:, engine.rank] = torch.tensor([self._seconds / max(1, self._passes), self.waited, self._longest_wait])
-        engine.sum_over_workers(table)
+        engine.workers.sum_over_workers(table)
         self._seconds, self._passes, self.waited, self._longest_wait = 0.0, 0, 0.0, 0.0
         self._events.clear()
         forward, waited, longest = table.tolist()

@@ -77,7 +77,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         def begin() -> None:
             continuation.begin(engine)
             if first := objective.first_weights():
-                engine.load(FreshState(first), 0)
+                engine.load(FreshState(first))
 
         def check(state: dict[str, Any], checkpoint: Path) -> None:
             _check_state(state, checkpoint, config, corpora.training)
@@ -94,7 +94,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             finish=lambda tracker: _export(config, tracker),
             begin=begin,
         )
-        run(training, engine, worker, payload)
+        run(training, engine, worker, resume=payload["resume"], events=payload.get("events", ()))
         engine.close()
 
 
@@ -147,7 +147,7 @@ class Pretraining:
             maker = BatchMaker(self._shards, config, number, seed=config.seed, **place)
             maker.check_batch()
             if self._exchange is None and maker.needs_exchange(phase.global_sequences):
-                self._exchange = Exchange(engine.side_group())
+                self._exchange = Exchange(engine.workers.aside())
             self._validation[number] = validation_batches(corpora.held_out, config, number, **place)
             if corpora.general is not None:
                 self._general[number] = validation_batches(corpora.general, config, number, **place)
@@ -224,7 +224,7 @@ class Pretraining:
         totals = sum(self.totals(output).double() for output in outputs)  # on the device, which is not waited for
         assert isinstance(totals, Tensor)
         assert isinstance(counts, Tensor)
-        engine.sum_over_workers(totals)
+        engine.workers.sum_over_workers(totals)
         return self.metrics(totals.tolist(), counts.tolist()) if counts[0] else {}
 
     def _record_attention(self, history: AttentionHistory) -> None:

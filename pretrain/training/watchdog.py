@@ -59,7 +59,7 @@ _INNERMOST = 8  # frames of a stack that are read
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", COLLECTIVE_MODULES)
 # NCCL's calls return at once. The host waits for their results in these functions, as the innermost Python frame.
 _DEVICE_WAITS = {
-    ("pretrain.training.engine.engine", "sum_over_workers"),
+    ("pretrain.training.engine.workers", "sum_over_workers"),
     ("pretrain.training.engine.state_layouts", "step"),
     ("pretrain.training.engine.state_layouts", "_update"),
     ("torch.cuda", "synchronize"),

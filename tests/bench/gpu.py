@@ -224,7 +224,7 @@ def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int)
     _seconds(train, _WARM_UP, on_gpu)
     times = [_seconds(train, steps, on_gpu) for _ in range(_BLOCKS)]
     row = {"seconds": statistics.median(times), "spread_seconds": [min(times), max(times)]}
-    row |= {"host_reads": host_reads(train) if on_gpu else {}, "memory_bytes": engine.peak_memory_bytes()}
+    row |= {"host_reads": host_reads(train) if on_gpu else {}, "memory_bytes": engine.usage().memory_bytes}
     engine.close()
     return row
 

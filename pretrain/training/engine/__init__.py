@@ -2,16 +2,10 @@
 
 from pretrain.training.engine.deepspeed_config import deepspeed_config
 from pretrain.training.engine.deepspeed_patches import deepspeed_ops
-from pretrain.training.engine.engine import (
-    Engine,
-    ProgressWatch,
-    StepResult,
-    end_process_group,
-    first_object,
-    gather_objects,
-)
+from pretrain.training.engine.engine import Engine, ProgressWatch, StepResult
 from pretrain.training.engine.pass_graphs import LAUNCHED
 from pretrain.training.engine.state_layouts import Fragment, FragmentReader
+from pretrain.training.engine.workers import WorkerGroup, end_process_group, first_object, gather_objects
 
 __all__ = [
     "LAUNCHED",
@@ -20,6 +14,7 @@ __all__ = [
     "FragmentReader",
     "ProgressWatch",
     "StepResult",
+    "WorkerGroup",
     "deepspeed_config",
     "deepspeed_ops",
     "end_process_group",

@@ -17,6 +17,7 @@ _STEPS_NEVER = 1 << 60
 def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
     """DeepSpeed's JSON for `settings`; the user's `deepspeed:` section overrides it, key by key."""
     half, layout = settings.precision != "fp32", state_layouts.layout_class(settings)
+    own_sums = state_layouts.has_own_sums(settings)
     config: dict[str, Any] = {
         # Micro-batches have as many tokens as fit and steps as many micro-batches as they need: these three
         # only have to agree with one another.
@@ -32,7 +33,7 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
         "zero_optimization": {
             "stage": settings.zero_stage,
             "contiguous_gradients": True,
-            "overlap_comm": torch.cuda.is_available() and not state_layouts.has_own_sums(settings),
+            "overlap_comm": torch.cuda.is_available() and not own_sums,
             # Weights begin at 16 bytes, as cuBLAS's fast kernels need; compiled code would copy others at each call.
             "parameter_alignment": True,
             "reduce_bucket_size": ENTRIES,
@@ -47,12 +48,21 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
     }
     if settings.precision == "bf16":
         config["bf16"]["check_grad_overflow"] = True
-    if settings.precision == "fp16":
-        config["fp16"] |= {"loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}
     if half and layout.sums_apart:
         # A sum of many micro-batches with 8 bits of mantissa loses the later ones.
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return _merge(config, settings.deepspeed)
+    merged = _merge(config, settings.deepspeed)
+    if own_sums or (settings.precision == "bf16" and settings.zero_stage == 1 and not _offloads(merged)):
+        # Ours are fp32 whatever DeepSpeed believes. If it believes so of bf16 in stage 1, it takes its BF16_Optimizer,
+        # which sends all gradients to every worker and keeps them twice.
+        merged.pop("data_types", None)
+    if settings.precision == "fp16":
+        merged["fp16"]["loss_scale"] = 1.0  # the engine has its own `LossScale`
+    return merged
+
+
+def _offloads(config: Mapping[str, Any]) -> bool:
+    return bool(config["zero_optimization"].get("offload_optimizer"))
 
 
 def _merge(config: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import math
 import resource
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,8 +25,9 @@ from pretrain.config import EngineConfig
 from pretrain.model.parameters import is_hidden_matrix
 from pretrain.training.engine import buckets, state_layouts
 from pretrain.training.engine.deepspeed_config import deepspeed_config
-from pretrain.training.engine.deepspeed_patches import LossScaler, import_deepspeed, use_world_group
+from pretrain.training.engine.deepspeed_patches import import_deepspeed, uncompiled, use_world_group
 from pretrain.training.engine.gradient_sums import use_sparse_embedding_gradients
+from pretrain.training.engine.loss_scale import LossScale
 from pretrain.training.engine.pass_graphs import LossAndTotals, PassGraphs
 from pretrain.training.engine.state_layouts import (
     AVERAGE,
@@ -41,6 +39,7 @@ from pretrain.training.engine.state_layouts import (
     layout_class,
     tensor_segments,
 )
+from pretrain.training.engine.workers import WorkerGroup
 from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes, number_tensors
 
 _LEAST_DIVIDED = 1 << 14  # entries of a tensor; at resume in ZeRO-0, every rank reads smaller ones whole
@@ -60,6 +59,18 @@ class StepResult:
     def applied(self) -> bool:
         """False if the weights were not changed because of NaN or inf in the gradients."""
         return math.isfinite(self.norm)
+
+
+class Usage(NamedTuple):
+    """What a process has used.
+
+    Attributes:
+        memory_bytes: the peak of device memory on CUDA, of the resident set elsewhere.
+        waited_seconds: waited in forward passes for weights of other ranks (CPU, ZeRO 1 and 2).
+    """
+
+    memory_bytes: int
+    waited_seconds: float
 
 
 class ProgressWatch(Protocol):
@@ -104,7 +115,10 @@ class Engine:
         shapes: of the parameters, by name.
         module: the model as DeepSpeed has it.
         averaged: how many steps' weights are in the running mean.
-        beat, allow, awaiting: those of `watch`.
+        workers: all ranks.
+        watch: the one given.
+        loss_scale: that of fp16; None in other precisions.
+        records_passes: passes are recorded as CUDA graphs: `recorded_pass` takes the place of `forward` and `backward`.
 
     Raises:
         InputError: DeepSpeed refuses what its own section asks for.
@@ -127,8 +141,7 @@ class Engine:
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         use_world_group()
         self.settings = settings
-        watch = watch or NullWatchdog()
-        self.beat, self.allow, self.awaiting = watch.beat, watch.allow, watch.awaiting
+        self.watch = watch or NullWatchdog()
         named = list(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in named}
         self._optimizer = make_optimizer(named)
@@ -142,7 +155,8 @@ class Engine:
         return_freed_memory()  # of the whole fp32 model, which ZeRO has partitioned by now
         self.module = self._deepspeed.module
         self.device = torch.device(self._deepspeed.device)
-        self._scaler = LossScaler(self._deepspeed.optimizer) if settings.precision == "fp16" else None
+        self.workers = WorkerGroup(self.rank, self.world_size, self.device)
+        self.loss_scale = LossScale.of(settings.deepspeed.get("fp16") or {}) if settings.precision == "fp16" else None
         parts = Parts(
             deepspeed=self._deepspeed,
             optimizer=self._optimizer,
@@ -154,24 +168,22 @@ class Engine:
             clip_norm=settings.gradient_clip_norm,
             scales_loss=settings.precision == "fp16",
             own_sums=own_sums,
-            sum_over_workers=self.sum_over_workers,
+            sum_over_workers=self.workers.sum_over_workers,
         )
         self._layout = layout_class(settings)(parts)
+        self._tell_loss_scale()
         self._sums = self._layout.sums
         if self._sums is not None and self._sums.takes_rows:
             use_sparse_embedding_gradients(self.module)
-        self._graphs: PassGraphs | None = None
-        if settings.cuda_graphs and self.device.type == "cuda":
-            if self._sums is None:
-                raise InputError("engine.cuda_graphs: does not fit what engine.deepspeed asks for. Set it to false.")
-            self._graphs = PassGraphs(self.module, self._sums)
+        self.records_passes = settings.cuda_graphs and self.device.type == "cuda"
+        self._graphs = self._new_graphs() if self.records_passes else None
         self.averaged = 0
         self._prepare_moments()
         self._show_shards()
 
     def forward(self, batch: Any) -> Any:
         """The module's output for one micro-batch."""
-        self.beat()
+        self.watch.beat()
         return self._deepspeed(batch)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -184,47 +196,62 @@ class Engine:
         self._deepspeed.backward(loss, scale_wrt_gas=False)
         self._sums.end_backward()
 
-    @property
-    def records_passes(self) -> bool:
-        """Whether passes are recorded as CUDA graphs, with `recorded_pass` in place of `forward` and `backward`."""
-        return self._graphs is not None
-
-    def recorded_pass(self, batch: Any, weights: Sequence[float], compute: LossAndTotals) -> Tensor:
-        """Forward and backward pass of a micro-batch, between `await_weights` and `send_gradients`.
+    def recorded_pass(
+        self,
+        batch: Any,
+        weights: Sequence[float],
+        compute: LossAndTotals,
+        *,
+        last: bool,
+        timed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> Tensor:
+        """Forward and backward pass of a micro-batch, if `records_passes`.
 
         Args:
             batch: of few different shapes, on the device.
             weights: of the losses.
             compute: from the module's output and the weights on the device to this rank's share of the global loss, and
                 totals; the same function each time.
+            last: micro-batch of the step or not.
+            timed: wraps what does not wait for other ranks.
 
         Returns:
             The totals.
         """
         assert self._graphs is not None
-        self.beat()
-        return self._graphs.run(batch, weights, compute)
-
-    def await_weights(self) -> None:
-        """Before a recorded pass: wait until all weights are those of the last step."""
+        self.watch.beat()
         self._layout.settle()
+        with timed():
+            totals = self._graphs.run(batch, weights, compute)
+        if last:
+            assert self._sums is not None
+            self._deepspeed.set_gradient_accumulation_boundary(True)
+            self._sums.begin_backward(last=True)
+            self._sums.end_backward()
+        return totals
 
-    def send_gradients(self) -> None:
-        """After the recorded passes of a step."""
-        assert self._sums is not None
-        self._deepspeed.set_gradient_accumulation_boundary(True)
-        self._sums.begin_backward(last=True)
-        self._sums.end_backward()
+    def _new_graphs(self) -> PassGraphs:
+        if self._sums is None:
+            raise InputError("engine.cuda_graphs: does not fit what engine.deepspeed asks for. Set it to false.")
+        return PassGraphs(self.module, self._sums)
 
     def _own_loss_scale(self) -> float:
         """fp16's scale of the loss, where DeepSpeed leaves it to us."""
-        return 1.0 if self._layout.deepspeed_scales else self.scaler_state().get("cur_scale", 1.0)
+        return 1.0 if self._layout.deepspeed_scales or not self.loss_scale else self.loss_scale.cur_scale
+
+    def _tell_loss_scale(self) -> None:
+        if self.loss_scale and self._layout.deepspeed_scales:
+            self._deepspeed.optimizer.override_loss_scale(self.loss_scale.cur_scale)
 
     def step(self, learning_rate: float) -> StepResult:
         """Clip, and step the optimizer unless a gradient is not finite; gradients are cleared either way."""
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("rate_share", 1.0)
-        return StepResult(self._layout.step(self.scaler_state().get("cur_scale", 1.0)))
+        norm = self._layout.step(self.loss_scale.cur_scale if self.loss_scale else 1.0)
+        if self.loss_scale:
+            self.loss_scale.update(overflow=not math.isfinite(norm))
+            self._tell_loss_scale()
+        return StepResult(norm)
 
     def slow_entries(self, name: str, entries: int, share: float) -> None:
         """From now on apply only `share` of every update of a parameter's first `entries`; 0 keeps them bit for bit."""
@@ -269,18 +296,18 @@ class Engine:
         with self._layout.whole(list(parameters.values())):
             yield {name: parameter.data for name, parameter in parameters.items()}
 
-    def load(self, reader: FragmentReader, steps_taken: int, averaged: int = 0) -> None:
+    def load(self, reader: FragmentReader, state: Mapping[str, Any] | None = None) -> None:
         """Take weights, moments and averages from `reader`.
 
         Args:
-            reader: the saved state.
-            steps_taken: the optimizer's own count of updates.
-            averaged: how many steps' weights are in the saved mean; without any, the current mean is dropped.
+            reader: the saved fragments.
+            state: what `state` returned when they were saved; None for a training that begins.
         """
-        self.averaged = averaged
+        state = state or {}
+        self.averaged = state.get("averaged", 0)
         for flat in self._layout.flats():
             self._optimizer.state[flat].pop(AVERAGE, None)
-            if averaged:
+            if self.averaged:
                 self._optimizer.state[flat][AVERAGE] = torch.zeros_like(flat, requires_grad=False)
         with torch.no_grad():
             for fragment in (*self._layout.fragments(), *self._row_moments(everywhere=True)):
@@ -288,81 +315,30 @@ class Engine:
                     tensor.copy_(self._read(reader, kind, fragment))
             self._layout.refresh(reader)
         for flat in self._layout.flats():
-            self._optimizer.state[flat]["step"].fill_(float(steps_taken))
+            self._optimizer.state[flat]["step"].fill_(float(state.get("updates", 0)))
+        if self.loss_scale:
+            self.loss_scale.load(state.get("scaler") or {})
+            self._tell_loss_scale()
 
-    def updates(self) -> int:
-        """How many updates the optimizer has made (skipped steps do not count)."""
-        return int(self._optimizer.state[self._layout.flats()[0]]["step"].item())
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides `fragments`: counts, fp16's loss scale and the shapes of all parameters."""
+        updates = self._optimizer.state[self._layout.flats()[0]]["step"]  # skipped steps do not count
+        return {
+            "updates": int(updates.item()),
+            "scaler": self.loss_scale.state() if self.loss_scale else {},
+            **({"averaged": self.averaged} if self.averaged else {}),
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+        }
 
-    def scaler_state(self) -> dict[str, Any]:
-        """The fp16 loss scaler's state; empty in other precisions."""
-        return self._scaler.state() if self._scaler else {}
-
-    def load_scaler_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `scaler_state` returned; nothing in other precisions than fp16."""
-        if self._scaler:
-            self._scaler.load(state)
-
-    def sum_over_workers(self, values: Tensor) -> Tensor:
-        """`values`, on any device, summed over all ranks in place."""
-        if self.world_size > 1:
-            there = values.to(self.device)  # NCCL knows no other
-            dist.all_reduce(there)
-            if there is not values:
-                values.copy_(there)
-        return values
-
-    def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send `sent[r]` entries of 1-D `values` to each rank r, in order; the `received[r]` entries from each."""
-        there = values.to(self.device)
-        if self.world_size == 1:
-            return there
-        gathered = there.new_empty(sum(received))
-        dist.all_to_all_single(gathered, there, received, sent)
-        return gathered
-
-    def barrier(self) -> None:
-        """Wait until every rank has called this."""
-        if self.world_size > 1:
-            dist.barrier()
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """One small JSON-like value of each rank, on every rank."""
-        return gather_objects(value)
-
-    def collect_objects(self, value: Any) -> list[Any]:
-        """One small JSON-like value of each rank, on rank 0; an empty list on the others."""
-        return collect_objects(value)
-
-    def first_object(self, value: Any) -> Any:
-        """The small JSON-like value of rank 0, on every rank."""
-        return first_object(value)
-
-    def side_group(self) -> SideGroup:
-        """The same ranks for another thread: its collectives are separate from those of training."""
-        if self.world_size == 1:
-            return SideGroup(self.rank, self.world_size, None)
-        ranks: Any = dist.group.WORLD
-        timeout = ranks._get_backend(self.device).options._timeout  # a new group has torch's own
-        return SideGroup(self.rank, self.world_size, dist.new_group(backend="gloo", timeout=timeout))
-
-    def seed_device(self, seed: int, start: int) -> None:
-        """Seed the device's generator, for the dropout of flash attention: differently for each rank and start."""
-        if self.device.type == "cuda":
-            state = np.random.SeedSequence([seed, self.rank, start]).generate_state(1, np.uint64)
-            torch.cuda.manual_seed(int(state[0]) >> 1)
-
-    def waited_for_weights(self) -> float:
-        """Seconds that this process has waited in forward passes for weights of other ranks (CPU, ZeRO 1 and 2)."""
-        return self._layout.waited()
-
-    def peak_memory_bytes(self) -> int:
-        """Peak memory of this worker: device memory on CUDA, resident set elsewhere."""
+    def usage(self) -> Usage:
+        """What this process has used so far."""
         if self.records_passes:  # recordings keep memory that nothing has allocated
-            return torch.cuda.max_memory_reserved(self.device)
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            memory = torch.cuda.max_memory_reserved(self.device)
+        elif self.device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(self.device)
+        else:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Usage(memory, self._layout.waited())
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers."""
@@ -389,14 +365,14 @@ class Engine:
         """Tell an optimizer whose step depends on whole tensors what ZeRO's flat tensors hold."""
         segments, count = tensor_segments(self._layout, self.shapes)
         if isinstance(self._optimizer, TensorwiseOptimizer):
-            reduce = (lambda norms: None) if self._layout.shared else self.sum_over_workers
+            reduce = (lambda norms: None) if self._layout.shared else self.workers.sum_over_workers
             self._optimizer.set_segments(segments, count, reduce)
         elif isinstance(self._optimizer, Muon):
             low = self.device.type == "cuda" or self.settings.resolved_precision == "bf16"
             self._optimizer.set_shards(
                 segments,
                 matrix_shapes(self.shapes),
-                self,
+                self.workers,
                 shared=self._layout.shared,
                 dtype=torch.bfloat16 if low else torch.float32,
             )
@@ -426,74 +402,12 @@ class Engine:
             state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
 
 
-@dataclass(frozen=True)
-class SideGroup:
-    """All ranks in a process group of their own, on CPU; what checkpoints and batches need of a group."""
-
-    rank: int
-    world_size: int
-    _group: Any
-
-    def collect_objects(self, value: Any) -> list[Any]:
-        """One small JSON-like value of each rank, on rank 0; an empty list on the others."""
-        return collect_objects(value, self._group)
-
-    def first_object(self, value: Any) -> Any:
-        """The small JSON-like value of rank 0, on every rank."""
-        return first_object(value, self._group)
-
-    def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
-        """The sums of all ranks' `sums`, and the largest of all ranks' `largest`, on every rank."""
-        if self.world_size == 1:
-            return sums, largest
-        total, most = torch.tensor(sums), torch.tensor([largest])
-        dist.all_reduce(total, group=self._group)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-        return total.tolist(), int(most)
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """One small JSON-like value of each rank, on every rank."""
-    world_size = dist.get_world_size()
-    if world_size == 1:
-        return [value]
-    gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
-def collect_objects(value: Any, group: Any = None) -> list[Any]:
-    """One small JSON-like value of each rank of `group` (by default all), on its rank 0; an empty list elsewhere."""
-    if dist.get_world_size(group) == 1:
-        return [value]
-    is_first = dist.get_rank(group) == 0
-    collected: list[Any] = [None] * dist.get_world_size(group) if is_first else []
-    dist.gather_object(value, collected if is_first else None, group=group, group_dst=0)
-    return collected
-
-
-def first_object(value: Any, group: Any = None) -> Any:
-    """The small JSON-like value of rank 0 of `group` (by default all), on every rank."""
-    values = [value]
-    if dist.get_world_size(group) > 1:
-        dist.broadcast_object_list(values, group=group, group_src=0)
-    return values[0]
-
-
-def end_process_group() -> None:
-    """Destroy the process group and DeepSpeed's state of it, so that this process can start another run."""
-    if "deepspeed" in sys.modules and sys.modules["deepspeed"].comm.is_initialized():
-        sys.modules["deepspeed"].comm.destroy_process_group()
-    else:
-        dist.destroy_process_group()
-
-
 def _initialise(
     deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], settings: EngineConfig
 ) -> Any:
     """DeepSpeed's engine. Raises `InputError` if it refuses `engine.deepspeed`."""
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints what memory it sees
+        with uncompiled():
             return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     except Exception as error:
         of_the_machine = isinstance(error, (torch.OutOfMemoryError, dist.DistError))

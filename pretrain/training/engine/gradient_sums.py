@@ -45,24 +45,28 @@ class GradientSums:
         own_B: fp32 [owner's part], this rank's sums of each bucket, complete after `finish`.
     """
 
-    def __init__(self, wrapper: Any, *, whole: bool) -> None:
+    def __init__(
+        self,
+        deepspeed: Any,
+        buckets: Iterable[tuple[Sequence[nn.Parameter], Tensor]],
+        *,
+        whole: bool,
+    ) -> None:
         """Replace ZeRO's sums.
 
         Args:
-            wrapper: DeepSpeed's optimizer of stage 1 or 2.
+            deepspeed: the engine of stage 1 or 2.
+            buckets: (parameters, their flat weights) of each optimizer group.
             whole: each rank keeps the sums of all gradients, as stage 1 does, and sends them once a step.
         """
-        self._sent = deepspeed_patches.sent_type(wrapper)
+        self._sent = deepspeed.communication_data_type  # by default the type of the weights
         self._whole = whole or dist.get_world_size() == 1
-        self._buckets = [
-            _Bucket(parameters, weights, self._whole)
-            for parameters, weights in deepspeed_patches.weights_of_stages_1_and_2(wrapper)
-        ]
+        self._buckets = [_Bucket(parameters, weights, self._whole) for parameters, weights in buckets]
         self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket.places}
         self.own_B = [bucket.own for bucket in self._buckets]
         self._to_send: deque[_Bucket] = deque()  # of this backward pass, in order
         self._pending: deque[_Sent] = deque()
-        deepspeed_patches.replace_gradient_sums(wrapper, self._add)
+        deepspeed_patches.replace_gradient_sums(deepspeed.optimizer, self._add)
 
     @property
     def takes_rows(self) -> bool:
@@ -248,16 +252,10 @@ def use_sparse_embedding_gradients(model: nn.Module) -> None:
             part.sparse_gradients = True
 
 
-def norm_over_workers(
-    gradients: Callable[[], Iterable[Tensor]], sum_over_workers: Callable[[Tensor], Tensor]
-) -> Callable[[], Tensor]:
-    """A function that returns the global norm of `gradients()`, an fp64 scalar; not finite when one of them is not.
+def global_norm(gradients: Sequence[Tensor], sum_over_workers: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    """The norm of all workers' `gradients`, 1-D each; fp64 scalar, not finite if one of them is not.
 
-    `gradients` gives those of this rank, 1-D each. ZeRO's own norm copies whole gradients to fp64 (twice their size)
-    and needs a collective for each group. To check whether all are finite it reads them again and needs another one.
+    DeepSpeed's own copies whole gradients to fp64 (twice their size), needs a collective for each group, and another
+    pass and collective to check whether all are finite.
     """
-
-    def norm() -> Tensor:
-        return sum_over_workers(square_sums(list(gradients())).sum()).sqrt()
-
-    return norm
+    return sum_over_workers(square_sums(list(gradients)).sum()).sqrt()

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from pretrain.config import EngineConfig
 from pretrain.training.engine import deepspeed_patches
 from pretrain.training.engine.buckets import WeightGather
-from pretrain.training.engine.gradient_sums import GradientSums, norm_over_workers
-from pretrain.training.optim import Segment, SkippingOptimizer, cut_segments, number_tensors, square_sums
+from pretrain.training.engine.gradient_sums import GradientSums, global_norm
+from pretrain.training.optim import Segment, SkippingOptimizer, cut_segments, number_tensors
 from pretrain.training.optim.lists import foreach
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -111,9 +111,9 @@ class StateLayout(ABC):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
-    @abstractmethod
     def flats(self) -> list[Tensor]:
         """The fp32 tensors that the inner optimizer steps; they are the keys of its state."""
+        return [tensor for group in self._parts.optimizer.param_groups for tensor in group["params"]]
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:
@@ -223,12 +223,28 @@ def layout_class(settings: EngineConfig) -> type[StateLayout]:
     return {1: Stage1Layout, 2: Stage2Layout, 3: Stage3Layout}[settings.zero_stage]
 
 
-class _Stage0Layout(StateLayout):
-    """Every rank has all of the state.
+class OwnStepLayout(StateLayout):
+    """A layout whose step is ours: DeepSpeed's engine calls it in place of its optimizer's."""
 
-    DeepSpeed sums the gradients over the workers. The step is ours: in half precision, DeepSpeed's reads a number from
-    the device for each parameter (runtime/utils.py, has_overflow_serial); in fp32 it neither clips with a norm that we
-    can see nor notices NaN.
+    _norm = torch.zeros(())  # of the step's gradients, with their loss scale; not finite if it is left out
+
+    def step(self, loss_scale: float) -> Tensor:
+        self._loss_scale = loss_scale
+        self._parts.deepspeed.step()
+        return self._norm / loss_scale
+
+    def _replace_step(self) -> None:
+        self._parts.wrapper.step = lambda *_: self._take_step()
+
+    @abstractmethod
+    def _take_step(self) -> None:
+        """Step the optimizer, and set `_norm`."""
+
+
+class Stage0Fp32Layout(StateLayout):
+    """Every rank has all of the state, and the model's parameters are the master weights.
+
+    DeepSpeed sums the gradients over the workers. It neither clips with a norm that we can see nor notices NaN.
     """
 
     deepspeed_clips = False
@@ -242,19 +258,12 @@ class _Stage0Layout(StateLayout):
         for name in self._parts.parameters:
             yield Piece(name, 0, masters[name], slice(0, masters[name].numel()))
 
-
-class Stage0Fp32Layout(_Stage0Layout):
-    """The model's parameters are the master weights."""
-
-    def flats(self) -> list[Tensor]:
-        return [parameter for group in self._parts.optimizer.param_groups for parameter in group["params"]]
-
     def refresh(self, reader: FragmentReader) -> None:
         """Does nothing: the model computes with the master weights."""
 
     def step(self, loss_scale: float) -> Tensor:
         gradients = [parameter.grad for parameter in self.flats() if parameter.grad is not None]
-        norm = _norm(gradients)
+        norm = global_norm([gradient.reshape(-1) for gradient in gradients])
         if self._must_know() and not norm.isfinite():
             self._parts.deepspeed.zero_grad()
         else:
@@ -263,104 +272,90 @@ class Stage0Fp32Layout(_Stage0Layout):
         return norm
 
 
-class Stage0HalfLayout(_Stage0Layout):
-    """fp32 master weights in addition to the model's, one tensor for each parameter."""
+class Stage0HalfLayout(OwnStepLayout, Stage0Fp32Layout):
+    """fp32 master weights in addition to the model's, one tensor for each parameter.
+
+    DeepSpeed's step reads a number from the device for each parameter (runtime/utils.py, has_overflow_serial).
+    """
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        deepspeed_patches.replace_step(parts.wrapper, self._take_step)
-
-    def flats(self) -> list[Tensor]:
-        return deepspeed_patches.masters_of_stage_0(self._parts.wrapper)
+        self._weights = [parts.parameters[name] for group in parts.names for name in group]  # in the order of `flats`
+        self._replace_step()
 
     def refresh(self, reader: FragmentReader) -> None:
-        for name, _, master, _ in self.pieces():
-            parameter = self._parts.parameters[name]
-            parameter.data.copy_(master.view(parameter.shape))
+        for weight, master in zip(self._weights, self.flats(), strict=True):
+            weight.data.copy_(master.view(weight.shape))
 
     @torch.no_grad()
-    def _take_step(self) -> tuple[bool, Tensor]:
-        """As that of `Stage1Layout`, with the gradients that DeepSpeed summed."""
+    def _take_step(self) -> None:
+        """With the gradients that DeepSpeed summed."""
         masters = self.flats()
-        parameters = deepspeed_patches.parameters_of_stage_0(self._parts.wrapper)
         gradients = [
-            torch.zeros_like(master) if parameter.grad is None else parameter.grad.float()
-            for master, parameter in zip(masters, parameters, strict=True)
+            torch.zeros_like(master) if weight.grad is None else weight.grad.float()
+            for master, weight in zip(masters, self._weights, strict=True)
         ]
-        norm = _norm(gradients)
-        applied = self._update(masters, gradients, norm)
-        if applied:
-            foreach._foreach_copy_([parameter.data for parameter in parameters], masters)
-        return applied, norm
+        self._norm = global_norm([gradient.reshape(-1) for gradient in gradients])
+        if self._update(masters, gradients, self._norm):
+            foreach._foreach_copy_([weight.data for weight in self._weights], masters)
 
 
-class Stage1Layout(StateLayout):
-    """Each rank has a part of every optimizer group's master weights and moments."""
+class Stage1Layout(OwnStepLayout):
+    """Each rank has a part of every optimizer group's master weights and moments.
+
+    DeepSpeed keeps the weights of a group end to end in one tensor, and each rank owns an equal part of it.
+    """
 
     keeps_whole_sums = True  # each rank keeps the sums of all gradients, as DeepSpeed's stage 1 does too
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        wrapper = parts.wrapper
         self._group_of = {name: number for number, names in enumerate(parts.names) for name in names}
-        if not parts.own_sums:
-            norm = norm_over_workers(lambda: deepspeed_patches.gradients_of_zero(wrapper), parts.sum_over_workers)
-            deepspeed_patches.replace_norm_of_stages_1_and_2(wrapper, norm)
-            return
-        self.sums = GradientSums(wrapper, whole=self.keeps_whole_sums)
-        own_B = self.sums.own_B
-        self._norm = norm_over_workers(lambda: own_B, parts.sum_over_workers)
-        buckets = list(deepspeed_patches.weights_of_stages_1_and_2(wrapper))
+        buckets = []
+        for names, master in zip(parts.names, self.flats(), strict=True):
+            parameters = [parts.parameters[name] for name in names]
+            buckets.append((parameters, whole_storage(parameters[0], master.numel() * parts.world_size)))
         self._weights = [flat for _, flat in buckets]  # those that the model computes with
         self._gather = WeightGather(parts.deepspeed.module, buckets)
-        deepspeed_patches.replace_step(wrapper, self._take_step)
-
-    def flats(self) -> list[Tensor]:
-        return deepspeed_patches.masters_of_stages_1_and_2(self._parts.wrapper)
+        if parts.own_sums:
+            self.sums = GradientSums(parts.deepspeed, buckets, whole=self.keeps_whole_sums)
+            self._replace_step()
 
     def pieces(self) -> Iterator[Piece]:
         flats = self.flats()
         for name, parameter in self._parts.parameters.items():
-            piece = deepspeed_patches.piece_of_stages_1_and_2(parameter)
-            if piece is not None:
-                held = slice(piece.offset, piece.offset + piece.numel)
-                yield Piece(name, piece.start, flats[self._group_of[name]], held)
+            flat = flats[self._group_of[name]]
+            # Where the parameter, and this rank's part, begin in the weights of the group.
+            first, own = int(parameter.data.storage_offset()), self._parts.rank * flat.numel()
+            start, stop = max(first, own), min(first + parameter.numel(), own + flat.numel())
+            if start < stop:
+                yield Piece(name, start - first, flat, slice(start - own, stop - own))
 
     def refresh(self, reader: FragmentReader) -> None:
         """Gather the weights from the ranks that hold them, so that no rank reads more than its part."""
-        if self._gather is None:
-            deepspeed_patches.gather_weights_of_stages_1_and_2(self._parts.wrapper)
-        else:
-            self._spread_weights(self._gather)
-            self._gather.finish()
+        self._spread_weights()
+        self.settle()
 
     def step(self, loss_scale: float) -> Tensor:
-        if self.sums is not None:
-            self.sums.finish()
+        if self.sums is None:
+            return StateLayout.step(self, loss_scale)
+        self.sums.finish()
         return super().step(loss_scale)
 
-    def _take_step(self) -> tuple[bool, Tensor]:
-        """DeepSpeed's step with our sums.
-
-        Returns:
-            (false if the step is known to be left out, the norm of the gradients with their loss scale).
-        """
+    def _take_step(self) -> None:
         assert self.sums is not None
-        assert self._gather is not None
-        norm = self._norm()
-        applied = self._update(self.flats(), self.sums.own_B, norm)
-        if applied:
-            self._spread_weights(self._gather)
-        return applied, norm
+        self._norm = global_norm(self.sums.own_B, self._parts.sum_over_workers)
+        if self._update(self.flats(), self.sums.own_B, self._norm):
+            self._spread_weights()
 
     @torch.no_grad()
-    def _spread_weights(self, gather: WeightGather) -> None:
+    def _spread_weights(self) -> None:
         """Cast this rank's master weights to those that the model computes with, and begin to gather all of these."""
-        rank, world_size = self._parts.rank, self._parts.world_size
-        gather.finish()
+        self.settle()
         for flat, master in zip(self._weights, self.flats(), strict=True):
-            flat.view(world_size, -1)[rank].copy_(master)
-        gather.start()
+            flat.view(self._parts.world_size, -1)[self._parts.rank].copy_(master)
+        assert self._gather is not None
+        self._gather.start()
 
 
 class Stage2Layout(Stage1Layout):
@@ -374,27 +369,33 @@ class Stage3Layout(StateLayout):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        wrapper = parts.wrapper
-        norm = norm_over_workers(lambda: deepspeed_patches.gradients_of_zero(wrapper), parts.sum_over_workers)
-        deepspeed_patches.replace_norm_of_stage_3(wrapper, norm)
+        local = deepspeed_patches.import_deepspeed().utils.safe_get_local_fp32_param
+        # This rank's part of each parameter's master weights, padding included: views of few flat tensors.
+        self._masters = {name: local(parts.parameters[name]) for names in parts.names for name in names}
+        self._flats = list(dict.fromkeys(master._base for master in self._masters.values()))
 
     def flats(self) -> list[Tensor]:
-        return deepspeed_patches.masters_of_stage_3(self._parts.wrapper)
+        return self._flats
 
     def pieces(self) -> Iterator[Piece]:
-        wrapper, rank, flats = self._parts.wrapper, self._parts.rank, self.flats()
-        for name, parameter in self._parts.parameters.items():
-            located = deepspeed_patches.piece_of_stage_3(wrapper, parameter, rank, flats)
-            if located is not None:
-                flat, piece = located
-                yield Piece(name, piece.start, flat, slice(piece.offset, piece.offset + piece.numel))
+        for name in self._parts.parameters:
+            master, (start, held) = self._masters[name], self._part(name)
+            if held:
+                offset = master.storage_offset() - master._base.storage_offset()
+                yield Piece(name, start, master._base, slice(offset, offset + held))
+
+    def _part(self, name: str) -> tuple[int, int]:
+        """(start, entries) of the part of a flattened parameter that this rank holds, padding left out."""
+        part = self._masters[name].numel()
+        start = self._parts.rank * part
+        return start, max(0, min(part, self._parts.shapes[name].numel() - start))
 
     def whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
         return deepspeed_patches.import_deepspeed().zero.GatheredParameters(parameters)
 
     def refresh(self, reader: FragmentReader) -> None:
         for name, parameter in self._parts.parameters.items():
-            start, held = deepspeed_patches.part_of_stage_3(parameter, self._parts.rank)
+            start, held = self._part(name)
             if held:
                 part = deepspeed_patches.weights_of_stage_3(parameter)
                 part[:held].copy_(reader.read("weight", name, start, held))
@@ -403,9 +404,12 @@ class Stage3Layout(StateLayout):
                 parameter.data.copy_(reader.read("weight", name, 0, shape.numel()).view(shape))
 
 
-def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The global norm of gradients that every rank has, an fp64 scalar."""
-    return square_sums([gradient.reshape(-1) for gradient in gradients]).sum().sqrt()
+def whole_storage(part: Tensor, numel: int) -> Tensor:
+    """All `numel` entries of the storage that `part` is a view of, 1-D; `RuntimeError` if it has another number."""
+    storage = part.data.untyped_storage()
+    if storage.nbytes() != numel * part.element_size():
+        raise RuntimeError(f"DeepSpeed keeps {storage.nbytes()} bytes of weights for {numel} master weights")
+    return part.data.as_strided((numel,), (1,), 0)
 
 
 def tensor_segments(layout: StateLayout, shapes: Mapping[str, torch.Size]) -> tuple[dict[Tensor, list[Segment]], int]:

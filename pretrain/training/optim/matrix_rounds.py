@@ -21,7 +21,7 @@ Shape = tuple[int, int]
 
 
 class Workers(Protocol):
-    """The workers that step together; `pretrain.training.engine.Engine` is one of them."""
+    """The workers that step together; `pretrain.training.engine.WorkerGroup` is one."""
 
     @property
     def rank(self) -> int: ...

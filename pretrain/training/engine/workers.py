@@ -1,0 +1,109 @@
+"""All ranks of a run, and their collectives."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """All ranks in one process group, by default that of training.
+
+    Attributes:
+        rank: this one.
+        world_size: how many there are.
+        device: on which tensors can be sent.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    _group: Any = None
+
+    def aside(self) -> WorkerGroup:
+        """The same ranks for another thread, on the CPU: its collectives are separate from those of this group."""
+        cpu = torch.device("cpu")
+        if self.world_size == 1:
+            return WorkerGroup(self.rank, self.world_size, cpu)
+        ranks: Any = dist.group.WORLD
+        timeout = ranks._get_backend(self.device).options._timeout  # a new group has torch's own
+        return WorkerGroup(self.rank, self.world_size, cpu, dist.new_group(backend="gloo", timeout=timeout))
+
+    def sum_over_workers(self, values: Tensor) -> Tensor:
+        """`values`, on any device, summed over all ranks in place."""
+        if self.world_size > 1:
+            there = values.to(self.device)  # NCCL knows no other
+            dist.all_reduce(there, group=self._group)
+            if there is not values:
+                values.copy_(there)
+        return values
+
+    def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
+        """The sums of all ranks' `sums`, and the largest of all ranks' `largest`, on every rank."""
+        if self.world_size == 1:
+            return sums, largest
+        most = torch.tensor([largest], device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        return self.sum_over_workers(torch.tensor(sums)).tolist(), int(most)
+
+    def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send `sent[r]` entries of 1-D `values` to each rank r, in order; the `received[r]` entries from each."""
+        there = values.to(self.device)
+        if self.world_size == 1:
+            return there
+        gathered = there.new_empty(sum(received))
+        dist.all_to_all_single(gathered, there, received, sent, group=self._group)
+        return gathered
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        if self.world_size > 1:
+            dist.barrier(self._group)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One small JSON-like value of each rank, on every rank."""
+        return gather_objects(value, self._group)
+
+    def collect_objects(self, value: Any) -> list[Any]:
+        """One small JSON-like value of each rank, on rank 0; an empty list on the others."""
+        if self.world_size == 1:
+            return [value]
+        collected: list[Any] = [] if self.rank else [None] * self.world_size
+        dist.gather_object(value, None if self.rank else collected, group=self._group, group_dst=0)
+        return collected
+
+    def first_object(self, value: Any) -> Any:
+        """The small JSON-like value of rank 0, on every rank."""
+        return first_object(value, self._group)
+
+
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """One small JSON-like value of each rank of `group` (by default all), on every rank."""
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return [value]
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def first_object(value: Any, group: Any = None) -> Any:
+    """The small JSON-like value of rank 0 of `group` (by default all), on every rank."""
+    values = [value]
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
+def end_process_group() -> None:
+    """Destroy the process group and DeepSpeed's state of it, so that this process can start another run."""
+    if "deepspeed" in sys.modules and sys.modules["deepspeed"].comm.is_initialized():
+        sys.modules["deepspeed"].comm.destroy_process_group()
+    else:
+        dist.destroy_process_group()
