@@ -35,6 +35,8 @@ def weight() -> dict[str, int]:
         "longest_function": max(length for file in product for length in _functions(file)),
         "readme_lines": _lines(ROOT / "README.md"),
         "docs_kilobytes": sum(file.stat().st_size for file in _pages()) // 1000,
+        "decisions": len([file for file in _pages() if file.parent.name == "decisions" and file.name[0].isdigit()]),
+        "changelog_kilobytes": (ROOT / "CHANGELOG.md").stat().st_size // 1000,
     }
 
 
