@@ -38,6 +38,8 @@ def weight() -> dict[str, int]:
         "deepspeed_private_names": len(PRIVATE_NAMES),
         "readme_lines": _lines(ROOT / "README.md"),
         "docs_kilobytes": sum(file.stat().st_size for file in _pages()) // 1000,
+        "decisions": len([file for file in _pages() if file.parent.name == "decisions" and file.name[0].isdigit()]),
+        "changelog_kilobytes": (ROOT / "CHANGELOG.md").stat().st_size // 1000,
     }
 
 

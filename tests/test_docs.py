@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from docs import build, conf, generate
+from docs import build, chart, conf, generate
 from finetune.training import config as finetune_config
 from pretrain.common.records import FORMER_NAMES
 from pretrain.common.sections import Section
@@ -74,7 +74,7 @@ def test_a_broken_link_and_anchor_are_noticed(tmp_path: Path):
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 70
 
 
 def test_pages_name_no_path_of_a_machine():
@@ -100,6 +100,15 @@ def test_images_are_small():
 
 def test_generated_pages_are_current():
     assert generate.stale() == [], f"Stale pages in docs/reference. Regenerate them: {generate.COMMAND}"
+
+
+def test_the_chart_is_of_the_published_numbers():
+    page = chart.PAGE.read_text(encoding="utf-8")
+    assert chart.CHART.read_text(encoding="utf-8") == chart.svg(page), f"Stale. Draw it again: {chart.COMMAND}"
+    names, rows = chart.published(page)
+    for name, loss in zip(names, rows[-1][1:], strict=True):
+        assert f"{loss:.2f}" in (ROOT / "README.md").read_text(encoding="utf-8"), name
+    assert chart.svg(page.replace("| 8.0 | 5.124 |", "| 8.0 | 5.024 |")) != chart.svg(page)
 
 
 def test_every_command_is_in_the_reference():

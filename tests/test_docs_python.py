@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ("bert", "modernbert", "eurobert", "nomic_bert", "gte", "deberta")
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}")
-    for page in sorted((ROOT / "docs").rglob("*.md"))
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S))
 ]
 
