@@ -35,7 +35,7 @@ _PACKAGES = ("cluster", "pretrain", "finetune")
 class Measures(Protocol):
     """The module that knows what a run needs of a machine. It is handed by name, so that every node can import it."""
 
-    def deepspeed_ops(self) -> tuple[dict[str, bool], tuple[str, ...]]: ...
+    def deepspeed_ops(self) -> dict[str, bool]: ...
     def measure_matmul(self, device: str, kind: Any) -> float: ...
     def is_faster_in_fp32(self, bf16: float, fp32: float) -> bool: ...
     def loader_rate(self, seconds: float) -> float: ...
@@ -121,7 +121,7 @@ def inspect(name: str, folder: Path, threads: int = 0, measure: bool = True) -> 
         compiler=compiler,
         headers=headers,
         compile_error=error,
-        ops=_deepspeed_ops(),
+        ops=_deepspeed_ops(measures),
         old_locks=_old_locks(),
         gpu_files=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         gpus=torch.cuda.device_count(),

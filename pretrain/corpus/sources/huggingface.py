@@ -114,7 +114,7 @@ def _check_column(source: SourceConfig, where: str, names: Collection[str]) -> N
 
 
 def _saved_input(source: SourceConfig, where: str) -> Input:
-    dataset = saved_dataset(source)
+    dataset = saved_dataset(source.dataset, source.split)
     _check_column(source, f"{where}.text_column: ", dataset.column_names)
     files = sorted(Path(file["filename"]) for file in dataset.cache_files)
     return Input(tuple(map(str, files)), sum(file.stat().st_size for file in files))
