@@ -319,7 +319,7 @@ def test_an_error_of_one_rank_does_not_wait_for_the_end_of_nccl(
 
 def test_torch_takes_the_allocators_settings_while_it_runs() -> None:
     code = (
-        "import torch; from pretrain.training import session; session._let_segments_grow();"
+        "import torch; from pretrain.run import session; session._let_segments_grow();"
         "print(torch._C._accelerator_getAllocatorSettings())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
