@@ -22,9 +22,10 @@ from finetune.scores.word_scores import WHY_NOT, word_scores
 from pretrain.checkpoint.released import read_released
 from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import write_json
+from pretrain.common.run_files import CONFIG_FILE, SCORES
 from pretrain.common.thread_waits import sleeping_when_crowded
 
-SCORES, PAGE = "scores.json", "scores.html"
+PAGE = "scores.html"
 _MODELS = "models"  # folder of the records
 
 
@@ -64,7 +65,7 @@ def _check(arguments: argparse.Namespace) -> None:
     predicts = bool(arguments.text or arguments.blimp)
     if not (predicts or arguments.finetune):
         raise InputError("evaluate-pretrained: nothing to measure. Give --text, --blimp or --finetune.")
-    if (arguments.out / "config.yaml").exists():
+    if (arguments.out / CONFIG_FILE).exists():
         raise InputError(f"--out: {arguments.out} is the folder of a run, whose {SCORES} stays. Give another folder.")
     needs = {
         "--length": (arguments.length != 128, bool(arguments.text), "--text"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from pretrain.config import EngineConfig
 from pretrain.training.engine import state_layouts
 from pretrain.training.engine.buckets import ENTRIES
+
+logger = logging.getLogger(__name__)
 
 _STEPS_NEVER = 1 << 60
 
@@ -55,7 +58,11 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
     if own_sums or (settings.precision == "bf16" and settings.zero_stage == 1 and not _offloads(merged)):
         # Ours are fp32 whatever DeepSpeed believes. If it believes so of bf16 in stage 1, it takes its BF16_Optimizer,
         # which sends all gradients to every worker and keeps them twice.
-        merged.pop("data_types", None)
+        types = merged.pop("data_types", {})
+        if not own_sums and types.get("grad_accum_dtype") == "fp32":
+            logger.warning(
+                "engine.deepspeed: with these settings DeepSpeed sums gradients in bf16. zero_stage 2 sums them in fp32."
+            )
     if settings.precision == "fp16":
         merged["fp16"]["loss_scale"] = 1.0  # the engine has its own `LossScale`
     return merged
