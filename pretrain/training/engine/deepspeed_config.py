@@ -61,7 +61,7 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
         types = merged.pop("data_types", {})
         if not own_sums and types.get("grad_accum_dtype") == "fp32":
             logger.warning(
-                "engine.deepspeed: with these settings DeepSpeed sums gradients in bf16. zero_stage 2 sums them in fp32."
+                "engine.deepspeed: so set, DeepSpeed sums gradients in bf16; zero_stage 2 sums them in fp32."
             )
     if settings.precision == "fp16":
         merged["fp16"]["loss_scale"] = 1.0  # the engine has its own `LossScale`
