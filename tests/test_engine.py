@@ -518,7 +518,7 @@ def test_the_users_deepspeed_section_goes_over_ours() -> None:
 @pytest.mark.parametrize(("stage", "warns"), [(1, True), (2, False)])
 def test_sums_in_bf16_are_said(stage: int, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
     section = {"zero_optimization": {"contiguous_gradients": False}}
-    settings = EngineSettings(precision="bf16", zero_stage=stage, deepspeed=section)
+    settings = EngineSettings.model_validate({"precision": "bf16", "zero_stage": stage, "deepspeed": section})
     assert ("data_types" in deepspeed_config(settings, 2)) != warns
     assert ("DeepSpeed sums gradients in bf16" in caplog.text) == warns
 
