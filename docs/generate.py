@@ -19,10 +19,10 @@ from unittest.mock import patch
 from pydantic_core import PydanticUndefined
 
 from pretrain.common import errors
-from pretrain.common.records import FORMER_NAMES
+from pretrain.common.records import FORMER_NAMES, Metric
 from pretrain.common.settings import LocalPath, Location, Section, WritableLocation
+from pretrain.run.metrics import TRAINING_METRICS
 from pretrain.tracking.events import EVALUATION_FIELDS, EVENT_FIELDS, EVENTS
-from pretrain.tracking.metrics import TRAINING_METRICS, Metric
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"

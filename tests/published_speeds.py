@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pretrain.config import PretrainConfig
+from pretrain.objectives import objective_of
 from pretrain.planning.roofline import GPUS, step_times
-from pretrain.planning.work import Flops, phase_work
+from pretrain.planning.work import phase_work
 
 _VOCABULARY = {"bert": 30_528, "modernbert": 50_368}
 
@@ -77,9 +78,9 @@ RECORDS = (
 def compare(record: Record) -> dict[str, Any]:
     """The record, and the limit of the same step in bf16, also for the records in FP8."""
     config = _config(record)
-    flops = Flops(config, _VOCABULARY[config.model.family])
-    work = phase_work(config, config.phases[0], flops.vocabulary, record.mean)
-    times = step_times(config, config.phases[0], work, flops, GPUS[record.gpu], record.workers)
+    objective = objective_of(config, _VOCABULARY[config.model.family])
+    work = phase_work(config, config.phases[0], objective.vocabulary, record.mean)
+    times = step_times(objective, config.phases[0], work, GPUS[record.gpu], record.workers)
     limit = record.each * (record.mean if record.in_tokens else 1) / times.limit
     peak = record.workers * GPUS[record.gpu].peak_flops
     return {

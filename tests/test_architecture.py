@@ -17,7 +17,7 @@ from pretrain.checkpoint.released_writer import their_tensors
 from pretrain.common.errors import InputError
 from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig, changed_for_resume
 from pretrain.model import activations, norms
-from pretrain.model.cost import activation_bytes, encoder_flops, executed_flops, flops, parameter_count
+from pretrain.model.cost import activation_bytes, encoder_flops, flops, head_flops, parameter_count
 from pretrain.model.encoder import Encoder
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.padded import PaddedEncoder
@@ -338,10 +338,10 @@ def test_flops_count_the_scores_within_the_window() -> None:
         assert flops(whole, VOCABULARY, [length], 0) - flops(shape, VOCABULARY, [length], 0) == 12 * 32 * 2 * unseen
         assert encoder_flops(whole, [length], length) - encoder_flops(shape, [length], length) == 12 * 32 * 2 * unseen
     # The last layer is local: what it skips is counted there, too.
-    skipped = flops(shape, VOCABULARY, [40], 3, False) - executed_flops(shape, VOCABULARY, [40], 3, False)
+    skipped = encoder_flops(shape, [40], 40) - encoder_flops(shape, [40], 4)
     assert skipped == pytest.approx((6 * 32 * (32 + 2 * 48) * 36) + 12 * 32 * (40 * 9 - 20) * (1 - 4 / 40))
-    mean = make_shape(pooling="mean")
-    assert executed_flops(mean, VOCABULARY, [40], 3) == flops(mean, VOCABULARY, [40], 3)
+    whole = encoder_flops(shape, [40], 40) + head_flops(shape, VOCABULARY, 3, 1)
+    assert whole == flops(shape, VOCABULARY, [40], 3)
 
 
 @pytest.mark.parametrize("entry", [*TABLES, *PARTS, SWAPPED], ids=str)

@@ -53,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     seen = Calls()
 
     @contextlib.contextmanager
-    def follow(run_dir: Path, total_steps: int):
+    def follow(run_dir: Path, total_steps: int, **_: Any):
         seen.append(("follow", (run_dir, total_steps)))
         yield
 

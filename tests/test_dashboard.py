@@ -33,9 +33,9 @@ from pretrain.reporting.dashboard.panels import PANELS, panels_for
 from pretrain.reporting.dashboard.runs import find_folder, read_runs
 from pretrain.reporting.dashboard.subjects import subject
 from pretrain.run import loop
+from pretrain.run.metrics import TRAINING_METRICS
 from pretrain.run.progress import Progress, Stopwatch, Window
 from pretrain.run.stragglers import RankTimes
-from pretrain.tracking.metrics import TRAINING_METRICS
 
 HOSTILE = "</script><script>alert(1)</script> | [x](y) \u2028 'q\""
 KEY = "0123456789abcdef0123456789abcdef01234567"

@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from corpora import make_corpus
 
 from pretrain.checkpoint import store
-from pretrain.checkpoint.teacher import Teacher, check_teacher, student_shapes, student_weights
+from pretrain.checkpoint.start import read_frozen
 from pretrain.common.errors import InputError
 from pretrain.config import DistillationConfig, ModelConfig, PretrainConfig, load_config
 from pretrain.model import fused_cross_entropy
-from pretrain.model.distillation import DistillingModel, evenly_spread
 from pretrain.model.heads import PretrainingModel
+from pretrain.objectives import objective_of
+from pretrain.objectives.distillation import DistillingModel, evenly_spread, student_shapes, student_weights
+from pretrain.objectives.objective import FrozenModel
 from tests.batches_by_hand import make_batch, next_sentence_logits
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
@@ -117,12 +119,12 @@ def test_a_student_may_name_another_initialisation_of_its_heads() -> None:
     assert "layers.1.qkv_bias" in student_shapes(config, teacher)
 
 
-def as_teacher(config: PretrainConfig, folder: str) -> Teacher:
-    """What `read_teacher` finds in a run of `config`, but for the values of the weights."""
+def as_teacher(config: PretrainConfig, folder: str) -> FrozenModel:
+    """What `read_frozen` finds in a run of `config`, but for the values of the weights."""
     model, pairs = config.model.model_copy(update={"attention_init": "normal"}), config.pairs.has_classifier
     with torch.device("meta"):
         state = PretrainingModel(model, config.corpus.vocabulary.size, pairs).state_dict()
-    return Teacher(folder, model, pairs, state, fingerprint="")
+    return FrozenModel(folder, model, pairs, state, fingerprint="")
 
 
 # ---- runs
@@ -268,14 +270,14 @@ def test_a_run_keeps_to_its_teacher(runs, place: Place) -> None:
 def test_teachers_that_do_not_fit(place: Place, changes: dict[str, Any], message: str) -> None:
     teacher = place.root / changes.pop("distillation__teacher", "teacher")
     with pytest.raises(InputError) as error:
-        check_teacher(place.config(distillation__teacher=str(teacher), **changes))
+        objective_of(place.config(distillation__teacher=str(teacher), **changes)).check(read_frozen)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_student_of_random_weights_may_have_another_shape(place: Place) -> None:
     changes = {"model__hidden": 16, "distillation__cosine_weight": 0, "distillation__initialise": False}
-    check_teacher(place.config(**changes))
+    objective_of(place.config(**changes)).check(read_frozen)
     assert run_workers(1, starts, [Start(place.settings("narrow", **changes))]) == [[""]]
     assert "cosine_loss" not in records(place.root / "narrow")[0]
 

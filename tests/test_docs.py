@@ -19,9 +19,9 @@ from pretrain.common.records import FORMER_NAMES
 from pretrain.common.sections import Section
 from pretrain.config import resume
 from pretrain.reporting.dashboard.panels import EVENTS, PANELS
+from pretrain.run.metrics import TRAINING_METRICS
 from pretrain.tracking.events import EVALUATION_FIELDS
 from pretrain.tracking.events import EVENTS as EVENT_KINDS
-from pretrain.tracking.metrics import TRAINING_METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")])

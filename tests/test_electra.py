@@ -14,12 +14,17 @@ from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch
 from pretrain.checkpoint import hf, store
-from pretrain.checkpoint.electra import discriminator_state, generator_state
 from pretrain.checkpoint.released import read_released
 from pretrain.config import ElectraConfig, ModelConfig, PretrainConfig
-from pretrain.model import cost
-from pretrain.model.electra import ElectraModel, Tokens, sample_tokens
 from pretrain.model.heads import PretrainingModel
+from pretrain.objectives import objective_of, replaced_tokens
+from pretrain.objectives.replaced_tokens import (
+    ElectraModel,
+    Tokens,
+    discriminator_state,
+    generator_state,
+    sample_tokens,
+)
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
@@ -58,12 +63,10 @@ def test_samples_follow_the_softmax_and_depend_on_their_key_alone() -> None:
 
 
 def test_a_step_of_many_scores_is_sampled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pretrain.model import electra
-
     torch.manual_seed(0)
     arguments = torch.randn(20, 5), torch.randn(7, 5), None, torch.arange(20).int(), 1.0
     whole = sample_tokens(*arguments)
-    monkeypatch.setattr(electra, "_SCORES_AT_ONCE", 7 * 3)
+    monkeypatch.setattr(replaced_tokens, "_SCORES_AT_ONCE", 7 * 3)
     assert torch.equal(sample_tokens(*arguments), whole)
 
 
@@ -163,7 +166,9 @@ def test_parameters_are_counted(embeddings: str) -> None:
     names = {name: parameter.numel() for name, parameter in model.named_parameters()}
     generator = sum(count for name, count in names.items() if name.startswith("generator."))
     expected = sum(names.values()) - generator, generator
-    assert cost.electra_parameter_count(SHAPE, model.settings, 60) == expected
+    values = settings(Path("corpus"), Path("run"), electra=model.settings.model_dump(), model=SHAPE.model_dump())
+    counted = objective_of(PretrainConfig.model_validate(values)).parameters(60)
+    assert tuple(count for _, count, _ in counted) == expected
 
 
 def test_the_generator_has_the_shape_of_google_s() -> None:

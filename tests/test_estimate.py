@@ -32,6 +32,7 @@ from pretrain.config import (
 from pretrain.model import cost
 from pretrain.model.cost import parameter_count
 from pretrain.model.heads import PretrainingModel
+from pretrain.objectives import objective_of
 from pretrain.planning import estimate, roofline, work
 from pretrain.training.engine import buckets, gradient_sums
 
@@ -102,21 +103,21 @@ def test_flops_are_what_torch_counts():
     attention = 3 * 2 * 2 * shape.layers * h * length * length  # forward and backward, scores and context
     column_sums = 2 * masked * vocabulary  # made as a product with ones
     counted = counter.get_total_flops() + skipped + attention - column_sums
-    assert work.Flops(config, vocabulary).useful([length], masked) == pytest.approx(counted, rel=1e-9)
+    assert objective_of(config, vocabulary).useful_flops([length], masked) == pytest.approx(counted, rel=1e-9)
 
 
 def test_flops_add_up_over_sequences():
     config = make_config(model=ModelConfig(size="mini"))
-    alone = [work.Flops(config, 500).useful([length], 3) for length in (20, 70)]
-    assert work.Flops(config, 500).useful([20, 70], 6) == pytest.approx(sum(alone))
+    alone = [objective_of(config, 500).useful_flops([length], 3) for length in (20, 70)]
+    assert objective_of(config, 500).useful_flops([20, 70], 6) == pytest.approx(sum(alone))
 
 
 def test_bert_large_flops_are_the_published_arithmetic():
     """1,811.9 MFLOP per token in the encoder's matmuls, 37.7 in attention at 128, 193.8 per prediction."""
     config = make_config(model=ModelConfig(size="large"), pairs=PairsConfig(objective="none"))
-    encoder = work.Flops(config, 30522).useful([128], 0) / 128
+    encoder = objective_of(config, 30522).useful_flops([128], 0) / 128
     assert encoder / 1e6 == pytest.approx(1811.9 + 37.7, rel=1e-4)
-    assert (work.Flops(config, 30522).useful([128], 1) - encoder * 128) / 1e6 == pytest.approx(193.8, rel=1e-3)
+    assert (objective_of(config, 30522).useful_flops([128], 1) - encoder * 128) / 1e6 == pytest.approx(193.8, rel=1e-3)
 
 
 def test_work_of_the_two_phase_recipe():

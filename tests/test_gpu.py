@@ -25,9 +25,9 @@ from pretrain.batches.filler import COARSE, with_filler
 from pretrain.common.settings import dump
 from pretrain.common.worker import Worker
 from pretrain.config import ModelConfig, OptimizerConfig, PretrainConfig
-from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
 from pretrain.objectives.masked import MaskedTokens
+from pretrain.objectives.replaced_tokens import ElectraModel
 from pretrain.run import session
 from pretrain.run.passes import Passes, seed_device
 from pretrain.training.engine import Engine

@@ -18,8 +18,8 @@ from pretrain.batches.batch import MicroBatch
 from pretrain.common.transfers import OnItsWay, arrivals
 from pretrain.config import ElectraConfig, ModelConfig
 from pretrain.model.attention import dispatch, grouped_op
-from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
+from pretrain.objectives.replaced_tokens import ElectraModel
 
 VOCABULARY = 1000
 LENGTHS = (40, 128, 9, 77)

@@ -24,23 +24,26 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.corpus": "pretrain.common pretrain.config pretrain.storage cluster.workers",
     "pretrain.batches": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.model": "pretrain.common pretrain.config",
-    "pretrain.checkpoint": "pretrain.common pretrain.config pretrain.storage pretrain.corpus pretrain.model",
-    "pretrain.planning": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint"
+    "pretrain.objectives": "pretrain.common pretrain.config pretrain.batches pretrain.model",
+    "pretrain.checkpoint": (
+        "pretrain.common pretrain.config pretrain.storage pretrain.corpus pretrain.model pretrain.objectives"
     ),
-    "pretrain.objectives": "pretrain.config pretrain.batches pretrain.model pretrain.checkpoint pretrain.planning",
+    "pretrain.planning": (
+        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.objectives "
+        "pretrain.checkpoint"
+    ),
     "pretrain.training": "pretrain.common pretrain.config pretrain.model",
     "pretrain.run": (
         "pretrain.common pretrain.config pretrain.storage pretrain.tracking cluster.workers pretrain.corpus "
-        "pretrain.batches pretrain.model pretrain.checkpoint pretrain.planning pretrain.objectives "
+        "pretrain.batches pretrain.model pretrain.objectives pretrain.checkpoint pretrain.planning "
         "pretrain.training"
     ),
     "cluster.jobs": "pretrain.common pretrain.config cluster.workers",
     "cluster.manifests": "pretrain.common pretrain.config cluster.workers",
     "cluster.doctor": "pretrain.common cluster.workers cluster.jobs",
     "pretrain.reporting": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.run"
+        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.model pretrain.checkpoint "
+        "pretrain.run"
     ),
     "pretrain": "pretrain.common pretrain.run cluster.jobs pretrain.reporting",
     "finetune.tasks": "pretrain.common pretrain.corpus",

@@ -23,14 +23,13 @@ from finetune.training.model.batches import LabelledBatch
 from finetune.training.model.task_model import TaskModel
 from pretrain.__main__ import main
 from pretrain.checkpoint import hf, store
-from pretrain.checkpoint.electra import discriminator_state, generator_state
 from pretrain.checkpoint.layouts import LAYOUTS, OWN, layout_of, task_head
 from pretrain.checkpoint.released import read_released, read_shape
 from pretrain.checkpoint.released_writer import write_released
 from pretrain.common.errors import InputError
 from pretrain.config import ElectraConfig, ModelConfig, PretrainConfig
-from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
+from pretrain.objectives.replaced_tokens import ElectraModel, discriminator_state, generator_state
 from pretrain.reporting.attention.weights import AttentionModel
 from tests.batches_by_hand import make_batch as make_unlabelled_batch
 from tests.distributed import run_workers

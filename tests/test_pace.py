@@ -104,9 +104,9 @@ def test_phases_are_weighed_by_the_lengths_of_the_text(tmp_path: Path, monkeypat
 def test_a_teacher_takes_its_part_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_timing(monkeypatch, 1.0)
     config = make_config(tmp_path, pairs={"objective": "none"}, distillation={"teacher": "big"})
-    monkeypatch.setattr(pace, "teacher_shape", lambda _: None)
+    monkeypatch.setattr(pace, "frozen_shape", lambda _: None)
     alone = pace._works(config, None)[0].executed
-    monkeypatch.setattr(pace, "teacher_shape", lambda _: ModelConfig(size="mini"))
+    monkeypatch.setattr(pace, "frozen_shape", lambda _: ModelConfig(size="mini"))
     assert pace._works(config, None)[0].executed > 1.5 * alone
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from pretrain.config import PretrainConfig, load_config
 from pretrain.model import cost
+from pretrain.objectives import objective_of
 from pretrain.planning import estimate, roofline
 from pretrain.planning.roofline import GPUS, StepTimes, step_times
-from pretrain.planning.work import Flops, phase_work
+from pretrain.planning.work import phase_work
 from tests.published_speeds import RECORDS, Record, compare
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"
@@ -27,7 +28,7 @@ def make_config(model: dict[str, Any] | None = None, sequences: int = 4096, **se
 
 def times(config: PretrainConfig, gpu: str = "H100", workers: int = 8) -> StepTimes:
     work = phase_work(config, config.phases[0], 30522)
-    return step_times(config, config.phases[0], work, Flops(config, 30522), GPUS[gpu], workers)
+    return step_times(objective_of(config, 30522), config.phases[0], work, GPUS[gpu], workers)
 
 
 @pytest.mark.parametrize(

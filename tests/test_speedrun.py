@@ -25,6 +25,7 @@ from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.config import PretrainConfig
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
+from pretrain.objectives import objective_of
 from pretrain.planning import work
 from tests.bench.speedrun import command, ground, page, results, scores, trial
 from tests.bench.speedrun.budget import SequenceCost, measured_costs, plan_budget
@@ -258,7 +259,7 @@ def batches(config: PretrainConfig) -> Any:
 def plan_cost(config: PretrainConfig) -> float:
     """FLOPs of all batches that a run trains on, one by one."""
     passes = sum(
-        work.Flops(config, size).executed(batch.lengths, len(batch.masked_rows))
+        objective_of(config, size).executed_flops(batch.lengths, len(batch.masked_rows))
         for step, size in batches(config)
         for batch in step.micro_batches
     )

@@ -15,10 +15,11 @@ from pretrain.batches.batch import MicroBatch
 from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.model import cost
 from pretrain.model.attention import grouped_op
-from pretrain.model.distillation import DistillingModel
-from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.parameters import is_hidden_matrix, stacked_parts
+from pretrain.objectives import objective_of
+from pretrain.objectives.distillation import DistillingModel
+from pretrain.objectives.replaced_tokens import ElectraModel
 from pretrain.planning import estimate, work
 from tests.batches_by_hand import make_batch
 
@@ -99,7 +100,7 @@ def test_the_executed_flops_are_what_torch_counts(name: str) -> None:
     )
     masked = len(batch.masked_rows)
     teacher = TEACHER if config.distillation.teacher else None
-    expected = work.Flops(config, VOCABULARY, teacher).executed(batch.lengths, masked)
+    expected = objective_of(config, VOCABULARY, teacher).executed_flops(batch.lengths, masked)
     ones = 2 * masked * VOCABULARY
     assert expected == pytest.approx(counted(config, batch) - ones, rel=0.002)
 
@@ -112,7 +113,7 @@ def test_the_layers_of_a_model_are_counted_once(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(cost, "layer_parameters", lambda model, number: asked.append(number) or plain(model, number))
     cost._counted_products.cache_clear()
     for lengths in ([64, 32], [17, 5, 3]):
-        work.Flops(make_config(**CASES[name]), VOCABULARY).of_models(lengths, 4)
+        objective_of(make_config(**CASES[name]), VOCABULARY).model_flops(lengths, 4)
     assert sorted(asked) == sorted([0, 1, 2] * (1 + (name == "electra")))
 
 
@@ -120,21 +121,24 @@ def test_padding_of_groups_is_not_counted() -> None:
     """On CPU, sequences of unequal lengths are attended in padded groups: a few per cent more than is counted."""
     shape = {**SHAPE, "layers": 2, "hidden": 256}
     config, batch = make_config(model=shape), make_batch([70, 81, 88, 93, 96, 96, 96, 96], VOCABULARY)
-    expected = work.Flops(config, VOCABULARY).executed(batch.lengths, len(batch.masked_rows))
+    expected = objective_of(config, VOCABULARY).executed_flops(batch.lengths, len(batch.masked_rows))
     measured = counted(config, batch)
     assert 1.001 < measured / expected < 1.05
 
 
 def test_recomputation_and_a_teacher_are_counted() -> None:
     lengths, masked = [64.0], 10.0
-    plain = work.Flops(make_config(), VOCABULARY).executed(lengths, masked)
+    plain = objective_of(make_config(), VOCABULARY).executed_flops(lengths, masked)
     again = make_config(engine={"activation_checkpointing": True})
-    assert work.Flops(again, VOCABULARY).executed(lengths, masked) > 1.2 * plain
-    assert work.Flops(again, VOCABULARY).of_models(lengths, masked) < plain
+    assert objective_of(again, VOCABULARY).executed_flops(lengths, masked) > 1.2 * plain
+    assert objective_of(again, VOCABULARY).model_flops(lengths, masked) < plain
     distilled = make_config(distillation={"teacher": "x", "cosine_weight": 0})
-    alone, taught = (work.Flops(distilled, VOCABULARY, one).executed(lengths, masked) for one in (None, TEACHER))
+    alone, taught = (
+        objective_of(distilled, VOCABULARY, one).executed_flops(lengths, masked) for one in (None, TEACHER)
+    )
     assert (
-        taught > alone + work.Flops(make_config(model=TEACHER.model_dump()), VOCABULARY).of_models(lengths, masked) / 4
+        taught
+        > alone + objective_of(make_config(model=TEACHER.model_dump()), VOCABULARY).model_flops(lengths, masked) / 4
     )
 
 
@@ -160,7 +164,7 @@ def test_the_dry_run_counts_a_teacher(tmp_path: Path) -> None:
     weights = cost.parameter_count(shape, 30522, next_sentence=False).total
     assert estimate.memory_bytes(config, 1, 1)["teacher"] > 4 * weights
     phase = config.phases[0]
-    alone, taught = (work.phase_work(config, phase, 30522, teacher=one) for one in (None, shape))
+    alone, taught = (work.phase_work(config, phase, 30522, frozen=one) for one in (None, shape))
     assert taught.flops > 1.2 * alone.flops
     assert taught.executed > 1.2 * alone.executed
 

@@ -10,15 +10,14 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tokenizers.models import WordPiece
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.checkpoint.electra import GENERATOR_SUFFIX, discriminator_state, generator_state
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, OWN, ReleasedFacts, layout_of, why_own, write_config
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_ids, released_tensors, with_position_table, written_facts
@@ -31,6 +30,8 @@ from pretrain.common.run_files import START_FILE
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig, load_config
 from pretrain.corpus.vocabulary import read_vocabulary
+from pretrain.objectives import objective_metrics, objective_of
+from pretrain.objectives.objective import Exported
 
 logger = logging.getLogger(__name__)
 
@@ -113,18 +114,32 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
     corpus = corpus_of(run_dir, config.corpus)
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
     state = store.read_weights(path, averaged=averaged)
-    start, electra = _began_as(run_dir), config.electra.is_on
-    family = "electra" if electra else start.get("family", "")
-    written, _ = with_position_table(config.model, {})
-    own = why_own(written) if layout_of(written, family) is OWN else ""
+    start, objective, own = _began_as(run_dir), objective_of(config), ""
     average = store.read_state(path)["averaged"] if averaged else 0
     card = functools.partial(_model_card, config, run_dir, store.step_of(path), averaged=average)
-    if electra:
-        _export_electra(state, config, out, card)
-    else:
-        classifier, text = config.pairs.has_classifier, card(config.model, state, own=own)
-        export(state, config.model, corpus, out, next_sentence=classifier, card=text, **start)
+    for part in objective.exported:
+        weights = part.weights(state)
+        written, _ = with_position_table(part.shape, {})
+        layout = layout_of(written, part.layout or start.get("family", ""))
+        own = why_own(written) if layout is OWN else ""
+        export(
+            weights,
+            part.shape,
+            corpus,
+            out.with_name(f"{out.name}{part.suffix}"),
+            next_sentence=config.pairs.has_classifier,
+            card=card(part, weights, own=own),
+            family=layout.family if part.layout else start.get("family", ""),
+            config=start.get("config"),
+            head=part.head,
+        )
     return own
+
+
+def fills_masks(run_dir: Path, config: PretrainConfig) -> Path:
+    """The export in a run's folder whose model fills masks."""
+    suffix = next((part.suffix for part in objective_of(config).exported if not part.usage), "")
+    return run_dir / f"export{suffix}"
 
 
 def auto_class(folder: Path) -> str:
@@ -154,22 +169,6 @@ def _with_one_type(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 # ---- a run
-
-
-def _export_electra(state: Mapping[str, Tensor], config: PretrainConfig, out: Path, card: Callable[..., str]) -> None:
-    """The discriminator as ElectraForPreTraining at `out`, the generator as ElectraForMaskedLM beside it.
-
-    Either is written in our own layout if ELECTRA's cannot hold it. `card` is `_model_card` without what differs.
-    """
-    corpus, beside = config.corpus.folder, out.with_name(f"{out.name}{GENERATOR_SUFFIX}")
-    for own, model, folder, head in (
-        (generator_state(state), config.electra.generator(config.model), beside, ""),
-        (discriminator_state(state), config.model, out, "ForPreTraining"),
-    ):
-        model, own = with_position_table(model, own)
-        layout, part = layout_of(model, "electra"), "discriminator" if head else "generator"
-        text = card(model, own, own=why_own(model) if layout is OWN else "", part=part)
-        export(own, model, corpus, folder, next_sentence=False, card=text, family=layout.family, head=head)
 
 
 def _began_as(run_dir: Path) -> dict[str, Any]:
@@ -205,20 +204,18 @@ def _model_card(
     config: PretrainConfig,
     run_dir: Path,
     step: int,
-    model: ModelConfig,
+    part: Exported,
     state: Mapping[str, Tensor],
     *,
     averaged: int = 0,
     own: str = "",
-    part: Literal["", "discriminator", "generator"] = "",
 ) -> str:
     """README.md of an export: what it is, how it was trained, its measurements, and its text.
 
     Args:
-        model, state: what is exported.
+        part, state: what is exported, and its parameters.
         averaged: the number of steps whose weights are averaged; 0 for the weights of a single step.
         own: the settings for which the export has our own layout; "" for a released one.
-        part: which of the two models of ELECTRA it is; "" for any other run.
     """
     import jinja2
 
@@ -231,7 +228,7 @@ def _model_card(
     corpus_card = corpus / "card.md"
     return templates.get_template("model_card.md.j2").render(
         config=config,
-        model=model,
+        model=part.shape,
         part=part,
         mask_token="[MASK]" if mask is None else read_tokenizer(corpus).id_to_token(mask),
         parameters=sum(tensor.numel() for tensor in state.values()),
@@ -254,19 +251,12 @@ def _measured(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple
     if not evaluations:
         return []
     last = evaluations[-1]
-    labels = {
-        "step": ("step", "{:,}"),
-        "mlm_loss": ("masked-language-modelling loss", "{:.4f}"),
-        "mlm_accuracy": ("masked-token accuracy", "{:.2%}"),
-        "nsp_loss": ("next-sentence loss", "{:.4f}"),
-        "nsp_accuracy": ("next-sentence accuracy", "{:.2%}"),
-        "sop_loss": ("sentence-order loss", "{:.4f}"),
-        "sop_accuracy": ("sentence-order accuracy", "{:.2%}"),
-        "distil_loss": ("divergence from the teacher", "{:.4f}"),
-        "rtd_loss": ("replaced-token loss", "{:.4f}"),
-        "rtd_accuracy": ("replaced-token accuracy", "{:.2%}"),
-    }
-    return [(label, form.format(last[key])) for key, (label, form) in labels.items() if last.get(key) is not None]
+    shown = [
+        (metric.title, metric.text(last[name], more=1))
+        for name, metric in objective_metrics().items()
+        if last.get(name) is not None
+    ]
+    return [("step", f"{last['step']:,}"), *shown]
 
 
 def _two_levels_down(markdown: str) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 
 from pretrain.checkpoint import store
 from pretrain.checkpoint.assembly import Released, assemble
-from pretrain.checkpoint.electra import discriminator_state
 from pretrain.checkpoint.google_bert import find_checkpoint, read_google
 from pretrain.checkpoint.layouts import OWN, KeyMapping, ReleasedFacts, layout_of, read_config, why_own
 from pretrain.checkpoint.layouts.pooled import unwrap
@@ -24,6 +23,7 @@ from pretrain.checkpoint.weight_files import read_json, read_weights
 from pretrain.common.addresses import hub_hint
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, load_config
+from pretrain.objectives import objective_of
 from pretrain.storage.runs import fetched_model
 
 __all__ = ["Released", "read_released", "read_shape", "why_not_transformers"]
@@ -96,11 +96,11 @@ def _read_run(folder: Path) -> Released:
     checkpoint = store.newest(folder / "checkpoints")
     if checkpoint is None:
         raise InputError(f"{folder / 'checkpoints'}: has no complete checkpoint. Train first.")
-    state = discriminator_state(store.read_weights(checkpoint))
+    own = objective_of(load_config(folder / "config.yaml")).exported[-1]
+    state = own.weights(store.read_weights(checkpoint))
     # Re-initialised parameters get BERT's values, as from an export, which does not record the initialisation.
-    config = load_config(folder / "config.yaml")
-    model, state = with_position_table(config.model.model_copy(update={"attention_init": "normal"}), state)
-    layout = layout_of(model, "electra" if config.electra.is_on else "")
+    model, state = with_position_table(own.shape.model_copy(update={"attention_init": "normal"}), state)
+    layout = layout_of(model, own.layout)
     pretraining = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
     task = {name: as_task for name in pretraining if (as_task := _as_task_head(name, layout))}
     return Released(

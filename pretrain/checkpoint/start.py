@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from pretrain.corpus.manifest import check_same_tokenizer
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.vocabulary import tokenizer_from_json, vocabulary_size
 from pretrain.model.heads import PretrainingModel
+from pretrain.objectives.objective import FrozenModel
 from pretrain.storage.runs import fetched_model
 
 # Settings of the model that are no property of its weights.
@@ -329,3 +331,43 @@ def _table(
     if added:
         lines.append(f"initialised from the mean of their pieces: the rows of {added:,} added words")
     return "\n".join(lines)
+
+
+# ---- a model that is read and not trained
+
+
+def read_frozen(config: PretrainConfig, setting: str) -> FrozenModel:
+    """The model that `setting` names, such as `distillation.teacher`.
+
+    Raises:
+        InputError: it cannot be read, has no whole head for masked language modelling, knows too few positions, or has
+            another vocabulary than the corpus.
+    """
+    folder = attrgetter(setting)(config)
+    where = f"{setting}: {folder}"
+    released = read_released(fetched_model(folder))
+    tokenizer = start_tokenizer(fetched_model(folder), released)
+    shards = open_shards(config.corpus.folder, "train")
+    check_same_tokenizer(shards.folder, tokenizer, of=setting)
+    model, entries = released.model, config.model.rows(vocabulary_size(tokenizer))
+    if entries > released.vocabulary_size:
+        raise InputError(
+            f"{where} has {released.vocabulary_size} rows of word embeddings, but model.vocabulary_rows is {entries}. "
+            "Make them agree."
+        )
+    next_sentence = "heads.nsp_weight" in released.pretraining
+    state, missing = released.prediction_state(next_sentence=next_sentence)
+    if missing:
+        raise InputError(
+            f"{where} has no {missing}, so it predicts no masked tokens. Choose a model for masked language "
+            "modelling, or train its head first with start_from."
+        )
+    longest = max(phase.sequence_length for phase in config.phases)
+    if model.max_positions < longest:
+        raise InputError(
+            f"{where} knows {model.max_positions} positions, but phases have sequences of {longest}. Shorten them."
+        )
+    for name in ("embeddings.word", "heads.decoder", "heads.mlm_bias"):
+        if name in state:
+            state[name] = state[name][:entries].contiguous()
+    return FrozenModel(folder, model, next_sentence, state, digest(state))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, disk_errors, open_regular
@@ -128,3 +130,33 @@ def keep_until(path: Path, step: int) -> None:
     if text.encode() != path.read_bytes():
         with atomic_open(path, "w") as file:
             file.write(text)
+
+
+# ---- how a record's fields are shown
+
+
+class Metric(NamedTuple):
+    """One field of a training record. Those with a title have a chart."""
+
+    unit: str
+    description: str
+    title: str = ""  # of its chart, its tile and its row on a model card
+    short: str = ""  # before its value on a line; without it, only its chart shows the metric
+    live: bool = False  # whether the line of a running training shows it
+
+    def text(self, value: float, more: int = 0) -> str:
+        """The value for a reader, with `more` digits than usual."""
+        return f"{value:.{1 + more}%}" if self.unit == "fraction" else f"{value:.{3 + more}f}"
+
+    def line(self, value: float) -> str:
+        """Such as "mlm 12.3%"."""
+        return f"{self.short} {self.text(value)}"
+
+
+NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
+
+
+def metric_lines(record: Mapping[str, Any], metrics: Mapping[str, Metric]) -> list[str]:
+    """Those of the metrics that a record has, each with the name that it has on a line."""
+    shown = ((metric, record.get(name)) for name, metric in metrics.items() if metric.short)
+    return [metric.line(value) for metric, value in shown if value is not None]

@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 from pretrain.common.settings import Location, Section
 from pretrain.config.model import ModelConfig
 
+READ_BY_OBJECTIVES = ("distillation.teacher",)
+"""Settings that name what an objective reads. A run compares what is there, so a place may change."""
+
 
 class DistillationConfig(Section):
     """Knowledge distillation (Sanh et al. 2019, "DistilBERT", arXiv:1910.01108, section 2)."""

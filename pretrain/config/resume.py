@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pretrain.common import settings
 from pretrain.common.addresses import local_run
 from pretrain.common.files import checkpoint_names
 from pretrain.config.engine import Precision
+from pretrain.config.objectives import READ_BY_OBJECTIVES
 from pretrain.config.run import PretrainConfig, R, RunConfig
 
 FREE_ON_RESUME = (
@@ -33,8 +35,6 @@ _FREE_ON_RESUME = (
     *FREE_ON_RESUME,
     # The corpus is compared by the fingerprint in the checkpoint.
     "corpus",
-    # So is the teacher.
-    "distillation.teacher",
     "adaptation.finetuning",
     "adaptation.finetuning_seeds",
     "evaluation.every_steps",
@@ -55,6 +55,8 @@ def changed_for_resume(before: PretrainConfig, after: PretrainConfig) -> list[st
     """Dotted names, with both values, of changed settings that a resumed run must keep."""
     replayed = before.adaptation.replay_share or after.adaptation.replay_share
     free = _FREE_ON_RESUME if replayed else (*_FREE_ON_RESUME, _EVALUATED_ONLY)
+    # What is read in both is compared by the fingerprint, too.
+    free += tuple(name for name in READ_BY_OBJECTIVES if all(map(attrgetter(name), (before, after))))
     return settings.differences(before, keep_precision(after, before), free=free)
 
 

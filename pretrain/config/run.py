@@ -200,9 +200,7 @@ class PretrainConfig(RunConfig):
                     "layers of the checkpoint"
                 )
             return self
-        for name, value in self.adaptation:
-            if value != AdaptationConfig.model_fields[name].default:
-                raise ValueError(f"adaptation.{name} ({value}) needs start_from: the checkpoint to continue from")
+        _refuse_changes("adaptation", self.adaptation, "start_from: the checkpoint to continue from")
         if added := self.corpus.vocabulary.added_words:
             raise ValueError(
                 f"corpus.vocabulary.added_words ({added}) needs start_from: the checkpoint whose vocabulary is extended"
@@ -213,11 +211,7 @@ class PretrainConfig(RunConfig):
     def _check_distillation(self) -> PretrainConfig:
         settings = self.distillation
         if not settings.teacher:
-            for name, value in settings:
-                if value != DistillationConfig.model_fields[name].default:
-                    raise ValueError(
-                        f"distillation.{name} ({value}) needs distillation.teacher: the model to learn from"
-                    )
+            _refuse_changes("distillation", settings, "distillation.teacher: the model to learn from")
             return self
         if self.start_from:
             raise ValueError(
@@ -234,9 +228,7 @@ class PretrainConfig(RunConfig):
     @model_validator(mode="after")
     def _check_electra(self) -> PretrainConfig:
         if not self.electra.is_on:
-            for name, value in self.electra:
-                if value != ElectraConfig.model_fields[name].default:
-                    raise ValueError(f"electra.{name} ({value}) needs electra.generator_width, such as 0.25")
+            _refuse_changes("electra", self.electra, "electra.generator_width, such as 0.25")
             return self
         if self.pairs.has_classifier:
             raise ValueError(f"electra does not fit the objective {self.pairs.objective}. Set pairs.objective: none")
@@ -352,6 +344,13 @@ class PretrainConfig(RunConfig):
                 return number, step
             step -= phase.steps
         raise IndexError("step is past the last phase")
+
+
+def _refuse_changes(section: str, settings: Section, needed: str) -> None:
+    """Raise `ValueError` if a setting is no default: without what is `needed` it has no effect."""
+    for name, value in settings:
+        if value != type(settings).model_fields[name].default:
+            raise ValueError(f"{section}.{name} ({value}) needs {needed}")
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> PretrainConfig:

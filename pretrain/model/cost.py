@@ -11,12 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pretrain.config import ElectraConfig, ModelConfig
+from pretrain.config import ModelConfig
 from pretrain.model.activations import get_activation
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import (
     Parameter,
-    discriminator_parameters,
     embedding_parameters,
     final_parameters,
     head_parameters,
@@ -31,7 +30,7 @@ from pretrain.model.parameters import (
 # the decoder's gradient more often.
 LOGITS_PER_PIECE = 1 << 26
 # 2 FLOPs for each multiply-add; the backward pass has twice the products of the forward pass.
-_FLOPS_PER_ENTRY = 6
+FLOPS_PER_ENTRY = 6
 _PROJECTIONS = ("qkv_weight", "q_weight", "kv_weight")
 
 
@@ -76,7 +75,7 @@ def flops(
     rows that no loss reads.
     """
     pairs = len(lengths) if next_sentence else 0
-    return _all_layers(model, lengths) + head_flops(model, vocabulary_size, masked, pairs)
+    return layers_flops(model, lengths) + head_flops(model, vocabulary_size, masked, pairs)
 
 
 def head_flops(model: ModelConfig, vocabulary_size: int, masked: float, pairs: int = 0) -> float:
@@ -85,81 +84,18 @@ def head_flops(model: ModelConfig, vocabulary_size: int, masked: float, pairs: i
     width = model.embedding or model.hidden
     transform = heads["mlm_transform_weight"].numel if model.mlm_transform else 0
     classifier = heads["pooler_weight"].numel + heads["nsp_weight"].numel if pairs else 0
-    return _FLOPS_PER_ENTRY * ((transform + width * vocabulary_size) * masked + classifier * pairs)
-
-
-def executed_flops(
-    model: ModelConfig, vocabulary_size: int, lengths: Sequence[float], masked: float, next_sentence: bool = True
-) -> float:
-    """As `flops`, without the rows that the last layer skips: only [CLS] and the masked tokens are its query positions.
-
-    MFU counts these, so skipped work never counts as done. Masked tokens are assumed to be spread evenly over the
-    sequences. Pooling of all tokens skips none.
-    """
-    useful = flops(model, vocabulary_size, lengths, masked, next_sentence)
-    if next_sentence and model.pooling != "cls":
-        return useful
-    tokens, window = sum(lengths), model.window(model.layers - 1)
-    linear = _products(model).after_attention * (tokens - masked - len(lengths))
-    skipped = (_pairs(length, window) * (1 - 1 / length - masked / tokens) for length in lengths)
-    return useful - linear - 12 * model.hidden * sum(skipped)
-
-
-def electra_parameter_count(model: ModelConfig, settings: ElectraConfig, vocabulary_size: int) -> tuple[int, int]:
-    """Parameters of `electra.ElectraModel`: (the discriminator with its head, the generator without what it shares)."""
-    generator = settings.generator(model)
-    discriminator = sum(parameter_count(model, vocabulary_size, False)[:2]) + total(discriminator_parameters(model))
-    own = parameter_count(generator, vocabulary_size, False).total
-    if settings.embeddings == "shared":
-        tables = (p for p in embedding_parameters(generator, vocabulary_size) if not p.name.startswith("project_"))
-        own -= total(tables)
-    return discriminator, own
-
-
-def trained_parameters(model: ModelConfig, electra: ElectraConfig, vocabulary_size: int, next_sentence: bool) -> int:
-    """Parameters that a run trains: those of an ELECTRA generator too, if there is one."""
-    if electra.is_on:
-        return sum(electra_parameter_count(model, electra, vocabulary_size))
-    return parameter_count(model, vocabulary_size, next_sentence).total
-
-
-def electra_flops(
-    model: ModelConfig, settings: ElectraConfig, vocabulary_size: int, lengths: Sequence[float], masked: float
-) -> float:
-    """As `executed_flops`, of both models of `electra.ElectraModel`.
-
-    The discriminator reads every row, the generator only the masked ones. The scores that samples are drawn from count
-    a second time, without a backward pass.
-    """
-    frozen: Any = settings, model
-    generator = _generator(*frozen)
-    discriminator = _FLOPS_PER_ENTRY * matrix_entries(discriminator_parameters(model)) * sum(lengths)
-    heads = discriminator + head_flops(generator, vocabulary_size, masked)
-    scores = _FLOPS_PER_ENTRY / 3 * (model.embedding or model.hidden) * vocabulary_size * masked
-    return _all_layers(model, lengths) + encoder_flops(generator, lengths, masked) + heads + scores
-
-
-def teacher_flops(
-    teacher: ModelConfig, vocabulary_size: int, lengths: Sequence[float], masked: float, *, every_row: bool
-) -> float:
-    """FLOPs of a distillation's teacher, which has a forward pass only: a third of the products.
-
-    Args:
-        every_row: whether a loss compares the hidden states of all tokens, not only those of the masked ones.
-    """
-    rows = sum(lengths) if every_row else masked
-    return (encoder_flops(teacher, lengths, rows) + head_flops(teacher, vocabulary_size, masked)) / 3
+    return FLOPS_PER_ENTRY * ((transform + width * vocabulary_size) * masked + classifier * pairs)
 
 
 def encoder_flops(model: ModelConfig, lengths: Sequence[float], rows: float) -> float:
-    """FLOPs of the encoder, forward and backward, with `rows` query positions in the last layer (as `executed_flops`).
+    """FLOPs of the encoder, forward and backward, with `rows` query positions in the last layer.
 
-    They are assumed to be spread evenly over the tokens.
+    They are assumed to be spread evenly over the tokens. MFU counts these, so skipped work never counts as done.
     """
     tokens, window = sum(lengths), model.window(model.layers - 1)
     pairs = sum(_pairs(length, window) for length in lengths)
     skipped = _products(model).after_attention * (tokens - rows) + 12 * model.hidden * pairs * (1 - rows / tokens)
-    return _all_layers(model, lengths) - skipped
+    return layers_flops(model, lengths) - skipped
 
 
 def recomputed_flops(model: ModelConfig, lengths: Sequence[float], rows: float, *, checkpointing: bool) -> float:
@@ -227,7 +163,7 @@ def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, items
     return piece * (itemsize if compiled else 16 + itemsize) + itemsize * vocabulary_size * width
 
 
-def _all_layers(model: ModelConfig, lengths: Sequence[float]) -> float:
+def layers_flops(model: ModelConfig, lengths: Sequence[float]) -> float:
     """FLOPs of the layers, as often as they are applied, and of the projection of the embeddings."""
     tokens, products = sum(lengths), _products(model)
     pairs = sum(
@@ -256,21 +192,16 @@ def _products(model: ModelConfig) -> _Products:
 def _counted_products(model: ModelConfig) -> _Products:
     layers = [[p for p in layer_parameters(model, number) if not _is_of_distances(p)] for number in range(model.layers)]
     return _Products(
-        _FLOPS_PER_ENTRY * sum(map(matrix_entries, layers)),
-        _FLOPS_PER_ENTRY * matrix_entries(p for p in layers[-1] if p.name not in _PROJECTIONS),
+        FLOPS_PER_ENTRY * sum(map(matrix_entries, layers)),
+        FLOPS_PER_ENTRY * matrix_entries(p for p in layers[-1] if p.name not in _PROJECTIONS),
         Counter(map(model.window, range(model.layers))),
     )
-
-
-@functools.lru_cache(maxsize=16)
-def _generator(settings: ElectraConfig, model: ModelConfig) -> ModelConfig:
-    return settings.generator(model)
 
 
 def _projection(model: ModelConfig) -> int:
     """FLOPs per token of the projection of embeddings that have another width than the layers."""
     width = model.embedding or model.hidden
-    return _FLOPS_PER_ENTRY * width * model.hidden if width != model.hidden else 0
+    return FLOPS_PER_ENTRY * width * model.hidden if width != model.hidden else 0
 
 
 def _pairs(length: float, window: int) -> float:

@@ -116,11 +116,6 @@ def head_parameters(model: ModelConfig, vocabulary_size: int, next_sentence: boo
     )
 
 
-def discriminator_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The parameters of `electra.DiscriminatorHeads`."""
-    return (*linear_parameters("rtd_dense", model.hidden, model.hidden), *linear_parameters("rtd_out", 1, model.hidden))
-
-
 def linear_parameters(
     name: str,
     outputs: int,

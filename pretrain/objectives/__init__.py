@@ -1,20 +1,37 @@
-"""What a pretraining minimises: one module for each objective, chosen by the config."""
+"""What a pretraining minimizes: one module for each objective, with its class as `OBJECTIVE`, chosen by the config.
+
+Adding one is adding its module and its line in the registry.
+"""
 
 from __future__ import annotations
 
-from pretrain.config import PretrainConfig
-from pretrain.objectives.distillation import Distillation
+import importlib
+from collections.abc import Callable, Mapping
+
+from pretrain.common.records import Metric
+from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.objectives.objective import Objective
-from pretrain.objectives.replaced_tokens import ReplacedTokens
 
-__all__ = ["Objective", "make_objective"]
+__all__ = ["REGISTRY", "MaskedTokens", "Objective", "objective_metrics", "objective_of"]
+
+REGISTRY: dict[str, Callable[[PretrainConfig], object]] = {
+    f"{__name__}.distillation": lambda config: config.distillation.teacher,
+    f"{__name__}.replaced_tokens": lambda config: config.electra.is_on,
+}
+"""Module -> whether a config chooses it. A module is imported when it is needed, since its model needs torch."""
 
 
-def make_objective(config: PretrainConfig, vocabulary_size: int) -> Objective:
-    """The objective of a run, with its model. Raises `InputError` if a teacher does not fit."""
-    if config.distillation.teacher:
-        return Distillation(config, vocabulary_size)
-    if config.electra.is_on:
-        return ReplacedTokens(config, vocabulary_size)
-    return MaskedTokens(config, vocabulary_size)
+def objective_of(config: PretrainConfig, vocabulary: int = 0, frozen: ModelConfig | None = None) -> Objective:
+    """The objective that a config chooses, else masked tokens; arguments as its attributes."""
+    chosen = next((_load(module) for module, is_chosen in REGISTRY.items() if is_chosen(config)), MaskedTokens)
+    return chosen(config, vocabulary, frozen)
+
+
+def objective_metrics() -> Mapping[str, Metric]:
+    """The metrics of all objectives, by name."""
+    return {name: metric for one in (MaskedTokens, *map(_load, REGISTRY)) for name, metric in one.metrics.items()}
+
+
+def _load(module: str) -> type[Objective]:
+    return importlib.import_module(module).OBJECTIVE

@@ -1,44 +1,108 @@
-"""Distillation: a teacher's predictions and hidden states beside the masked tokens (Sanh et al. 2019, section 2)."""
+"""Distillation: a teacher's predictions and hidden states beside the masked tokens.
+
+Sanh et al. 2019, "DistilBERT", arXiv:1910.01108, section 2. Shape letters: T tokens, S sequences, K masked tokens, H
+hidden width, V vocabulary.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.batches.batch import MicroBatch, StepBatch
-from pretrain.checkpoint.teacher import read_teacher, student_weights
-from pretrain.config import PretrainConfig
-from pretrain.model.distillation import DistillationLosses, DistillingModel
-from pretrain.planning.work import Flops
+from pretrain.batches.batch import StepBatch
+from pretrain.common.errors import InputError
+from pretrain.common.records import Metric
+from pretrain.config import DistillationConfig, ModelConfig, PretrainConfig
+from pretrain.model import cost
+from pretrain.model.fused_cross_entropy import SoftTargets, soft_target_losses
+from pretrain.model.heads import PretrainingBatch, PretrainingModel, nsp_logits, pool
+from pretrain.objectives.masked import MaskedTokens
+from pretrain.objectives.objective import FrozenModel, ReadFrozen
+
+# Settings of the model that may differ between a student and the teacher whose layers it begins with.
+_FREE = (
+    "family",
+    "size",
+    "layers",
+    "max_positions",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_std",
+    "attention_init",
+    "scaled_output_init",
+)
+# 0 in these fields stands for another field's value.
+_DEFAULTS = {"embedding": "hidden", "kv_heads": "heads"}
 
 
-class Distillation:
-    """Learning from a teacher as an `Objective`. Raises `InputError` as `read_teacher` and `student_weights`."""
+class Distillation(MaskedTokens):
+    """Learning from a teacher; `build` and `check` raise `InputError` if it does not fit the student."""
 
-    def __init__(self, config: PretrainConfig, vocabulary_size: int) -> None:
-        self._config, self._vocabulary_size = config, vocabulary_size
-        teacher = read_teacher(config)
-        self._teacher = teacher.model
-        self.identity: dict[str, Any] = {"teacher": {"folder": teacher.folder, "fingerprint": teacher.fingerprint}}
+    setting = "distillation.teacher"
+    gist = "learns from a teacher"
+    frozen_role = "teacher"
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        **MaskedTokens.metrics,
+        "distil_loss": Metric(
+            "nats",
+            "Divergence from the teacher's predictions per masked token, at the temperature and times its square; mean "
+            "since the last record.",
+            "Divergence from the teacher",
+            "distil loss",
+            live=True,
+        ),
+        "cosine_loss": Metric(
+            "",
+            "1 minus the cosine of the last hidden states of student and teacher; mean of tokens since the last "
+            "record.",
+            "Cosine distance from the teacher",
+        ),
+    }
+    model: DistillingModel
+
+    _first: Mapping[str, Tensor] = MappingProxyType({})
+
+    @property
+    def settings(self) -> DistillationConfig:
+        return self.config.distillation
+
+    def check(self, read: ReadFrozen) -> None:
+        teacher = self._read(read)
+        if self.settings.initialise:
+            student_weights(self.config, teacher, student_shapes(self.config, teacher))
+
+    def build(self, read: ReadFrozen) -> None:
+        teacher = self._read(read)
+        self.frozen = teacher.model
+        self.identity = {"teacher": {"folder": teacher.folder, "fingerprint": teacher.fingerprint}}
         self.model = DistillingModel(
-            config.model,
-            vocabulary_size,
-            config.pairs.has_classifier,
-            teacher=teacher.build(compile=config.engine.compiled),
-            settings=config.distillation,
-            compile=config.engine.compiled,
-            activation_checkpointing=config.engine.activation_checkpointing,
+            self.config.model,
+            self.vocabulary,
+            self.config.pairs.has_classifier,
+            teacher=_built(teacher, compile=self.how["compile"]),
+            settings=self.settings,
+            **self.how,
         )
-        self._first: dict[str, Tensor] = {}
-        if config.distillation.initialise:
+        if self.settings.initialise:
             own = self.model.state_dict()
-            self._first = {**own, **student_weights(config, teacher, {name: own[name].shape for name in own})}
+            self._first = {**own, **student_weights(self.config, teacher, {name: own[name].shape for name in own})}
+
+    def _read(self, read: ReadFrozen) -> FrozenModel:
+        teacher, width = read(self.config, self.setting), self.config.model.hidden
+        if self.settings.cosine_weight and teacher.model.hidden != width:
+            raise InputError(
+                f"distillation.teacher: {teacher.folder} has a hidden width of {teacher.model.hidden}, and the student "
+                f"of {width} (model.hidden). Set distillation.cosine_weight: 0, or the same width."
+            )
+        return teacher
 
     def place(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.model.place_teacher(device, dtype)
+        self.model.teacher.to(device=device, dtype=dtype)
 
     def first_weights(self) -> Mapping[str, Tensor]:
         first, self._first = self._first, {}
@@ -46,24 +110,20 @@ class Distillation:
 
     def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
         # Invariant 3: global counts. Both losses of the predictions are means over the masked tokens.
-        return 1 / max(step.masked, 1), 1 / max(step.labeled, 1), self._config.distillation.cosine_weight / step.tokens
+        return 1 / max(step.masked, 1), 1 / max(step.labeled, 1), self.settings.cosine_weight / step.tokens
 
     def loss(self, output: DistillationLosses, weights: Sequence[float] | Tensor) -> Tensor:
         return output.predictions * weights[0] + output.nsp_loss * weights[1] + output.cosine_loss * weights[2]
 
-    def totals(self, output: DistillationLosses) -> Tensor:
-        return torch.stack(list(output[1:]))
+    def totals(self, output: DistillationLosses) -> Sequence[Tensor]:
+        return output[1:]
 
-    def counts(self, step: StepBatch) -> Tensor:
-        return torch.tensor([step.masked, step.labeled, step.tokens], dtype=torch.float64)
+    def counts(self, step: StepBatch) -> tuple[float, ...]:
+        return step.masked, step.labeled, step.tokens
 
-    def flops(self, micro_batch: MicroBatch) -> float:
-        counted = Flops(self._config, self._vocabulary_size, self._teacher)
-        return counted.of_models(micro_batch.real_lengths, micro_batch.targets)
-
-    def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
+    def means(self, totals: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
         mlm_loss, nsp_loss, mlm_correct, nsp_correct, soft_loss, cosine_loss = totals
-        (masked, labeled, tokens), settings = (max(one, 1) for one in counts), self._config.distillation
+        (masked, labeled, tokens), settings = (max(one, 1) for one in counts), self.settings
         means = {
             "mlm_loss": mlm_loss / masked,
             "mlm_accuracy": mlm_correct / masked,
@@ -73,7 +133,206 @@ class Distillation:
             means["cosine_loss"] = cosine_loss / tokens
         loss = settings.soft_weight * soft_loss / masked + settings.mlm_weight * mlm_loss / masked
         loss += settings.cosine_weight * cosine_loss / tokens + nsp_loss / labeled
-        if self._config.pairs.has_classifier:
-            name = self._config.pairs.objective
-            means |= {f"{name}_loss": nsp_loss / labeled, f"{name}_accuracy": nsp_correct / labeled}
-        return {"loss": loss, **means}
+        return {"loss": loss, **means, **self.pair_means(nsp_loss / labeled, nsp_correct / labeled)}
+
+    def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
+        return super().useful_flops(lengths, masked) + self._teacher_flops(lengths, masked)
+
+    def model_flops(self, lengths: Sequence[float], masked: float) -> float:
+        return super().model_flops(lengths, masked) + self._teacher_flops(lengths, masked)
+
+    def _teacher_flops(self, lengths: Sequence[float], masked: float) -> float:
+        """The forward pass of the teacher: a third of the products."""
+        teacher = self.frozen
+        if teacher is None:
+            return 0.0
+        rows = sum(lengths) if self.settings.cosine_weight else masked
+        return (cost.encoder_flops(teacher, lengths, rows) + cost.head_flops(teacher, self.vocabulary, masked)) / 3
+
+    def last_rows(self, tokens: float, sequences: float, masked: float) -> list[float]:
+        every_row = self.settings.cosine_weight > 0 or self.config.pairs.has_classifier
+        return [tokens if every_row else masked]
+
+
+OBJECTIVE = Distillation
+
+
+# ---- the model
+
+
+class DistillationLosses(NamedTuple):
+    """Sums over the micro-batch, fp32 scalars; the training task divides them by global counts (invariant 3).
+
+    Only `predictions`, `nsp_loss` and `cosine_loss` are differentiable.
+    """
+
+    predictions: Tensor  # soft_weight * soft_loss + mlm_weight * mlm_loss
+    mlm_loss: Tensor  # cross-entropy with the masked tokens, in nats
+    nsp_loss: Tensor
+    mlm_correct: Tensor
+    nsp_correct: Tensor
+    soft_loss: Tensor  # divergence from the teacher's predictions, in nats
+    cosine_loss: Tensor  # 1 - cosine of the two models' last hidden states, over all tokens
+
+
+class DistillingModel(PretrainingModel):
+    """A `PretrainingModel` with a teacher beside it, which is neither a submodule nor in a checkpoint.
+
+    Args:
+        arguments, how: as its base class, of the student.
+        teacher: a model over the same vocabulary. It is not trained, and runs without dropout.
+        settings: weights of the losses.
+    """
+
+    def __init__(self, *arguments: Any, teacher: PretrainingModel, settings: DistillationConfig, **how: bool) -> None:
+        super().__init__(*arguments, **how)
+        self.settings = settings
+        # In a tuple, torch does not find it: DeepSpeed would partition it, and `parameters` list it.
+        self._teachers = (teacher.eval().requires_grad_(False),)
+
+    @property
+    def teacher(self) -> PretrainingModel:
+        return self._teachers[0]
+
+    def forward(self, batch: PretrainingBatch) -> DistillationLosses:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Losses and correct predictions of one micro-batch. The cosine loss reads all tokens, the others some."""
+        rows_K, whole = batch.masked_rows, self.settings.cosine_weight > 0
+        whole_too = whole or self.heads.next_sentence
+        hidden = self.encode(batch) if whole_too else self.encode(batch, rows_K)
+        with torch.no_grad():
+            theirs = self.teacher.encode(batch) if whole else self.teacher.encode(batch, rows_K)
+        soft = self._soft_targets(theirs.index_select(0, rows_K) if whole else theirs)
+        predictions, mlm_loss, soft_loss, mlm_correct = soft_target_losses(
+            self.heads.transform(hidden.index_select(0, rows_K) if whole_too else hidden, self.fused),
+            self._decoder(),
+            self.heads.decoder_bias,
+            batch.masked_labels,
+            soft,
+            self.fused,
+        )
+        nothing = mlm_loss.new_zeros(())
+        cosine_loss = (1 - F.cosine_similarity(hidden.float(), theirs.float(), dim=-1)).sum() if whole else nothing
+        nsp_loss, nsp_correct = self._pairs(hidden, batch) if self.heads.next_sentence else (nothing, nothing)
+        return DistillationLosses(predictions, mlm_loss, nsp_loss, mlm_correct, nsp_correct, soft_loss, cosine_loss)
+
+    @torch.no_grad()
+    def _soft_targets(self, hidden_KH: Tensor) -> SoftTargets:
+        teacher, settings = self.teacher, self.settings
+        return SoftTargets(
+            teacher.heads.transform(hidden_KH, teacher.fused),
+            teacher._decoder(),
+            teacher.heads.decoder_bias,
+            settings.temperature,
+            settings.soft_weight,
+            settings.mlm_weight,
+        )
+
+    def _pairs(self, hidden_TH: Tensor, batch: PretrainingBatch) -> tuple[Tensor, Tensor]:
+        """Loss and correct predictions of the classifier of sentence pairs."""
+        pooled_SH = pool(hidden_TH, batch.cu_seqlens, self.shape.pooling)
+        logits_S2 = nsp_logits(pooled_SH, self.heads.nsp_weights()).float()
+        loss = F.cross_entropy(logits_S2, batch.nsp_labels, reduction="sum")
+        return loss, (logits_S2.argmax(-1) == batch.nsp_labels).sum().float()
+
+
+def evenly_spread(student: int, teacher: int) -> tuple[int, ...]:
+    """Which of the teacher's layers each layer of the student begins with: from the first to the last.
+
+    For 6 of 12 they are DistilBERT's 0, 2, 4, 7, 9, 11 (transformers, research project distillation,
+    scripts/extract_distilbert.py).
+    """
+    if student == 1:
+        return (0,)
+    return tuple(round(number * (teacher - 1) / (student - 1)) for number in range(student))
+
+
+def _built(teacher: FrozenModel, *, compile: bool) -> PretrainingModel:
+    """The teacher with its weights, not copied; it draws no random numbers."""
+    with torch.device("meta"):
+        rows = len(teacher.state["embeddings.word"])
+        model = PretrainingModel(teacher.model, rows, teacher.next_sentence, compile=compile)
+    model.load_state_dict(teacher.state, assign=True)
+    return model
+
+
+# ---- what a student begins with
+
+
+def student_shapes(config: PretrainConfig, teacher: FrozenModel) -> dict[str, torch.Size]:
+    """Shapes of the student's parameters, by name, with the teacher's heads."""
+    # `neighbours` needs the values of its biases, which a meta tensor has not.
+    shape = config.model.model_copy(update={"attention_init": "normal"})
+    with torch.device("meta"):
+        student = PretrainingModel(shape, len(teacher.state["embeddings.word"]), teacher.next_sentence)
+    return {name: tensor.shape for name, tensor in student.state_dict().items()}
+
+
+def student_weights(
+    config: PretrainConfig, teacher: FrozenModel, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Tensor]:
+    """What a student begins with: the teacher's embeddings and heads, and those of its layers that the config names.
+
+    Args:
+        config: the run.
+        teacher: the model to begin with.
+        shapes: of the student's parameters, by name. A head that the teacher lacks is left out of the result.
+
+    Raises:
+        InputError: the student has other parts or widths, or the teacher has no such layer.
+    """
+    _refuse_other_shape(config, teacher)
+    layers = config.distillation.layers or evenly_spread(config.model.layers, teacher.model.layers)
+    if max(layers) >= teacher.model.layers or len(set(layers)) < len(layers):
+        raise InputError(
+            f"distillation.layers: {list(layers)}, but {teacher.folder} has {teacher.model.layers} layers, numbered "
+            "from 0. Choose fewer layers for the student."
+        )
+    state: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        found = teacher.state.get(_source(name, layers))
+        if found is None:
+            if name.startswith("heads."):
+                continue
+            raise InputError(
+                f"distillation.layers: the student needs {name}, but layer {layers[0]} of {teacher.folder} has none. "
+                "Let the first layer be the teacher's first one."
+            )
+        if name == "embeddings.position":
+            found = found[: config.model.max_positions]
+        if tuple(found.shape) != tuple(shape):
+            raise InputError(
+                f"distillation.teacher: {teacher.folder}: {name} is {list(found.shape)}, but {list(shape)} in the "
+                "student. Give it the teacher's shape, or set distillation.initialise: false."
+            )
+        state[name] = found
+    return state
+
+
+def _source(name: str, layers: Sequence[int]) -> str:
+    """The teacher's parameter that one of the student's begins with."""
+    part, _, rest = name.partition(".")
+    if part != "layers":
+        return name
+    number, _, parameter = rest.partition(".")
+    return f"layers.{layers[int(number)]}.{parameter}" if int(number) < len(layers) else ""
+
+
+def _resolved(model: ModelConfig, name: str) -> Any:
+    """The value of a field, or of the one that 0 stands for."""
+    return getattr(model, name) or getattr(model, _DEFAULTS.get(name, name))
+
+
+def _refuse_other_shape(config: PretrainConfig, teacher: FrozenModel) -> None:
+    """Raise `InputError` for the first setting of the model that differs from the teacher's and has to be the same."""
+    for name in ModelConfig.model_fields:
+        own, theirs = (_resolved(model, name) for model in (config.model, teacher.model))
+        if name not in _FREE and own != theirs:
+            raise InputError(
+                f"model.{name}: {own!r}, but the teacher ({teacher.folder}) has {theirs!r}, and the student begins "
+                "with its layers. Set the teacher's, or distillation.initialise: false."
+            )
+    if config.model.max_positions > teacher.model.max_positions and config.model.positions == "learned":
+        raise InputError(
+            f"model.max_positions: {config.model.max_positions}, but the teacher ({teacher.folder}) has "
+            f"{teacher.model.max_positions}. Lower it, or set distillation.initialise: false."
+        )

@@ -1,65 +1,101 @@
-"""Masked language modelling, and the prediction of next sentences or of their order (Devlin et al. 2019)."""
+"""Masked language modeling, and the prediction of next sentences or of their order (Devlin et al. 2019)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+from pretrain.common.records import Metric
+from pretrain.model import cost
+from pretrain.objectives.objective import Exported, Objective
 
-from pretrain.batches.batch import MicroBatch, StepBatch
-from pretrain.config import PretrainConfig
-from pretrain.model.heads import Losses, PretrainingModel
-from pretrain.planning.work import Flops
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pretrain.batches.batch import StepBatch
+    from pretrain.model.heads import Losses
+    from pretrain.objectives.objective import ReadFrozen
+
+MLM = {
+    "mlm_loss": Metric("nats", "Cross-entropy per masked token; mean since the last record.", "MLM loss", "mlm loss"),
+    "mlm_accuracy": Metric(
+        "fraction", "Masked tokens predicted correctly since the last record.", "MLM accuracy", "mlm", live=True
+    ),
+}
+PAIRS = {
+    "nsp_loss": Metric("nats", "Cross-entropy per sentence pair; mean since the last record.", "NSP loss"),
+    "nsp_accuracy": Metric(
+        "fraction", "Sentence pairs classified correctly since the last record.", "NSP accuracy", "nsp", live=True
+    ),
+    "sop_loss": Metric(
+        "nats", "Cross-entropy per pair of segments in order or swapped; mean since the last record.", "SOP loss"
+    ),
+    "sop_accuracy": Metric(
+        "fraction",
+        "Pairs classified correctly as in order or swapped since the last record.",
+        "SOP accuracy",
+        "sop",
+        live=True,
+    ),
+}
+_LEARNED = {"nsp": " and next-sentence prediction", "sop": " and sentence-order prediction", "none": ""}
 
 
-class MaskedTokens:
-    """BERT's objectives as an `Objective`."""
+class MaskedTokens(Objective):
+    """BERT's objectives."""
 
-    def __init__(self, config: PretrainConfig, vocabulary_size: int) -> None:
-        self._config, self._vocabulary_size = config, vocabulary_size
-        self.identity: dict[str, Any] = {}
-        self.model = PretrainingModel(
-            config.model,
-            vocabulary_size,
-            config.pairs.has_classifier,
-            compile=config.engine.compiled,
-            activation_checkpointing=config.engine.activation_checkpointing,
-        )
+    metrics: ClassVar[Mapping[str, Metric]] = {**MLM, **PAIRS}
 
-    def place(self, device: torch.device, dtype: torch.dtype) -> None:
-        """All there is are parameters of the model."""
+    def build(self, read: ReadFrozen) -> None:
+        from pretrain.model.heads import PretrainingModel
 
-    def first_weights(self) -> Mapping[str, Tensor]:
-        return {}
+        shape, pairs = self.config.model, self.config.pairs.has_classifier
+        self.model = PretrainingModel(shape, self.vocabulary, pairs, **self.how)
 
     def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
-        # Invariant: losses are normalised globally, by counts over all ranks and micro-batches. As in Devlin et al.,
+        # Invariant: losses are normalized globally, by counts over all ranks and micro-batches. As in Devlin et al.,
         # the loss is the sum of the two means.
         return 1 / max(step.masked, 1), 1 / max(step.labeled, 1)
 
     def loss(self, output: Losses, weights: Sequence[float] | Tensor) -> Tensor:
         return output.mlm_loss * weights[0] + output.nsp_loss * weights[1]
 
-    def totals(self, output: Losses) -> Tensor:
-        return torch.stack(list(output))
+    def counts(self, step: StepBatch) -> tuple[float, ...]:
+        return step.masked, step.labeled
 
-    def counts(self, step: StepBatch) -> Tensor:
-        return torch.tensor([step.masked, step.labeled], dtype=torch.float64)
-
-    def flops(self, micro_batch: MicroBatch) -> float:
-        return Flops(self._config, self._vocabulary_size).of_models(micro_batch.real_lengths, micro_batch.targets)
-
-    def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
+    def means(self, totals: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
         mlm_loss, nsp_loss, mlm_correct, nsp_correct = totals
         masked, labeled = max(counts[0], 1), max(counts[1], 1)
-        means = {
+        return {
             "loss": mlm_loss / masked + nsp_loss / labeled,
             "mlm_loss": mlm_loss / masked,
             "mlm_accuracy": mlm_correct / masked,
+            **self.pair_means(nsp_loss / labeled, nsp_correct / labeled),
         }
-        if self._config.pairs.has_classifier:
-            name = self._config.pairs.objective
-            means |= {f"{name}_loss": nsp_loss / labeled, f"{name}_accuracy": nsp_correct / labeled}
-        return means
+
+    def pair_means(self, loss: float, accuracy: float) -> dict[str, float]:
+        """The metrics of the classifier of pairs, if there is one."""
+        name = self.config.pairs.objective
+        return {f"{name}_loss": loss, f"{name}_accuracy": accuracy} if self.config.pairs.has_classifier else {}
+
+    def parameters(self) -> list[tuple[str, int, str]]:
+        count = cost.parameter_count(self.config.model, self.vocabulary, self.config.pairs.has_classifier)
+        return [("model", count.total, "")]
+
+    def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
+        return cost.flops(self.config.model, self.vocabulary, lengths, masked, self.config.pairs.has_classifier)
+
+    def model_flops(self, lengths: Sequence[float], masked: float) -> float:
+        model, pairs = self.config.model, len(lengths) if self.config.pairs.has_classifier else 0
+        (rows,) = self.last_rows(sum(lengths), len(lengths), masked)
+        heads = cost.head_flops(model, self.vocabulary, masked, pairs)
+        return cost.encoder_flops(model, lengths, rows) + heads
+
+    def last_rows(self, tokens: float, sequences: float, masked: float) -> list[float]:
+        pooled = self.config.pairs.has_classifier and self.config.model.pooling != "cls"
+        return [tokens if pooled else masked + sequences]
+
+    @property
+    def exported(self) -> tuple[Exported, ...]:
+        learned = f"masked language modelling{_LEARNED[self.config.pairs.objective]}"
+        return (Exported(self.config.model, learned),)

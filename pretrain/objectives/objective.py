@@ -1,56 +1,179 @@
-"""What a pretraining minimises, as the training task uses it."""
+"""What a pretraining minimizes, and all that other rooms ask of it. No torch is needed but to train.
+
+Letters: V vocabulary, T tokens and K masked tokens of a micro-batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from pretrain.common.errors import InputError
+from pretrain.common.records import Metric
+from pretrain.config import ModelConfig, PretrainConfig
+from pretrain.model import cost
 
-from pretrain.batches.batch import MicroBatch, StepBatch
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from pretrain.batches.batch import StepBatch
 
 
-class Objective(Protocol):
+class FrozenModel(NamedTuple):
+    """A model that a run reads and does not train, such as a teacher."""
+
+    folder: str  # where it was read
+    model: ModelConfig
+    next_sentence: bool  # whether it has a classifier of sentence pairs
+    state: dict[str, Tensor]  # of `PretrainingModel`, whole, fp32, with as many rows as its tokenizer has entries
+    fingerprint: str  # SHA-256 of `state`, as hexadecimal digits
+
+
+ReadFrozen = Callable[[PretrainConfig, str], FrozenModel]
+"""Reads the model that a setting of the config names; raises `InputError` if it does not fit the run."""
+
+
+class Exported(NamedTuple):
+    """One of the models that a run is exported as, and what its card says of it."""
+
+    shape: ModelConfig
+    learned: str  # after "pretrained with"
+    weights: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict  # its parameters, of those in a checkpoint
+    suffix: str = ""  # of its folder's name
+    layout: str = ""  # whose released layout it has, if not that of its family
+    head: str = ""  # the end of its class's name in transformers, if the classifier of pairs does not decide it
+    usage: str = ""  # if it does not fill masks
+
+
+class Objective(ABC):
     """A model that computes sums of losses, and the means that they become (invariant 3).
 
-    Attributes:
-        model: whose forward pass takes a `MicroBatch` and returns what the methods below call `output`.
-        identity: what each checkpoint keeps of the objective; a resumed run must have the same.
+    `model` exists after `build`. Its forward pass takes a `MicroBatch` and returns what the methods of training call
+    `output`. In the methods of planning, `lengths` are the tokens of each sequence, and `masked` those to predict. All
+    FLOPs are of matrix products, forward and backward.
+
+    Args:
+        config: of the run.
+        vocabulary: V, which training and planning need.
+        frozen: the shape of the model that the run reads and does not train; `build` finds it, too.
     """
 
-    identity: dict[str, Any]
+    setting: ClassVar[str] = ""  # of the config that chooses the objective
+    gist: ClassVar[str] = ""  # what a run with it does
+    metrics: ClassVar[Mapping[str, Metric]] = {}  # what it records, as it is shown; `loss` is everybody's
+    frozen_role: ClassVar[str] = ""  # what the frozen model is, if there is one; `setting` then names it
+    model: nn.Module
+
+    def __init__(self, config: PretrainConfig, vocabulary: int = 0, frozen: ModelConfig | None = None) -> None:
+        self.config, self.vocabulary, self.frozen = config, vocabulary, frozen
+        self.shapes = [config.model]  # of the models that are trained; the first is the run's own
+        self.identity: dict[str, Any] = {}  # what each checkpoint keeps: folder and fingerprint, by role
+
+    # ---- the start of a run
+
+    def check(self, read: ReadFrozen) -> None:
+        """Raise `InputError` if what the objective reads does not fit, before anything is written."""
+        return None
+
+    @abstractmethod
+    def build(self, read: ReadFrozen) -> None:
+        """Make `model`. Raises `InputError` as `check`."""
 
     @property
-    def model(self) -> nn.Module: ...
+    def how(self) -> dict[str, bool]:
+        """How the config's engine runs a model."""
+        engine = self.config.engine
+        return {"compile": engine.compiled, "activation_checkpointing": engine.activation_checkpointing}
+
+    def check_resumed(self, state: Mapping[str, Any], checkpoint: Path) -> None:
+        """Raise `InputError` if the checkpoint with this state is of a run that read something else."""
+        for role, now in self.identity.items():
+            before = state.get(role)
+            if before is None or before["fingerprint"] != now["fingerprint"]:
+                was = f"{before['folder']} ({before['fingerprint'][:12]})" if before else "none"
+                raise InputError(
+                    f"{checkpoint}: its {role} was {was}, and {self.setting} is {now['folder']} "
+                    f"({now['fingerprint'][:12]}). Give the same one, or start a new run."
+                )
 
     def place(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move what is not a parameter of the model to where the engine computes, in its precision."""
+        return None
 
     def first_weights(self) -> Mapping[str, Tensor]:
-        """The weights of a new run by name, fp32; {} leaves the model as it was initialised."""
-        ...
+        """The weights of a new run by name, fp32; {} leaves the model as it was initialized."""
+        return {}
 
+    # ---- training
+
+    @abstractmethod
     def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
         """What the losses of each micro-batch of a step are multiplied by: one over their global counts, and shares."""
-        ...
 
+    @abstractmethod
     def loss(self, output: Any, weights: Sequence[float] | Tensor) -> Tensor:
         """This micro-batch's part of the global mean loss, to be differentiated; `weights` as `loss_weights`."""
-        ...
 
-    def totals(self, output: Any) -> Tensor:
-        """fp32 [n] sums of one micro-batch."""
-        ...
+    def totals(self, output: Any) -> Sequence[Tensor]:
+        """fp32 scalars: the sums of one micro-batch."""
+        return output
 
-    def counts(self, step: StepBatch) -> Tensor:
-        """fp64 [m] global counts of one step, which totals are divided by."""
-        ...
+    @abstractmethod
+    def counts(self, step: StepBatch) -> tuple[float, ...]:
+        """Global counts of one step, which totals are divided by."""
 
-    def flops(self, micro_batch: MicroBatch) -> float:
-        """Useful floating-point operations of one micro-batch, forward and backward."""
-        ...
+    @abstractmethod
+    def means(self, totals: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
+        """`loss` and `metrics`, by name."""
 
-    def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
-        """Named means, `loss` among them."""
-        ...
+    # ---- planning
+
+    @abstractmethod
+    def parameters(self) -> list[tuple[str, int, str]]:
+        """(name, trained parameters, note) of each of `shapes`; without what it shares with one before it."""
+
+    @property
+    def trained(self) -> int:
+        """All parameters that are trained."""
+        return sum(count for _, count, _ in self.parameters())
+
+    @abstractmethod
+    def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
+        """As `cost.flops`: no padding, no recomputation, and the last layer whole."""
+
+    @abstractmethod
+    def model_flops(self, lengths: Sequence[float], masked: float) -> float:
+        """What MFU counts: as `useful_flops`, without the rows that the last layers skip."""
+
+    @abstractmethod
+    def last_rows(self, tokens: float, sequences: float, masked: float) -> list[float]:
+        """Query positions of the last layer of each of `shapes`."""
+
+    def executed_flops(self, lengths: Sequence[float], masked: float) -> float:
+        """What is executed: `model_flops`, and what the backward pass computes again; without the optimizer's."""
+        checkpointing = self.config.engine.activation_checkpointing
+        return self.model_flops(lengths, masked) + self._again(lengths, masked, checkpointing=checkpointing)
+
+    def repeated_flops(self, lengths: Sequence[float], masked: float) -> float:
+        """What activation checkpointing adds to `executed_flops`; 0 without it."""
+        if not self.config.engine.activation_checkpointing:
+            return 0.0
+        with_it, without = (self._again(lengths, masked, checkpointing=one) for one in (True, False))
+        return with_it - without
+
+    def _again(self, lengths: Sequence[float], masked: float, *, checkpointing: bool) -> float:
+        rows = self.last_rows(sum(lengths), len(lengths), masked)
+        return sum(
+            cost.recomputed_flops(shape, lengths, of_last, checkpointing=checkpointing)
+            for shape, of_last in zip(self.shapes, rows, strict=True)
+        )
+
+    # ---- what remains
+
+    @property
+    @abstractmethod
+    def exported(self) -> tuple[Exported, ...]:
+        """The models that a run is exported as; its own, which fine-tuning uses, comes last."""

@@ -1,60 +1,88 @@
-"""Replaced-token detection: a generator's samples, found by the discriminator (Clark et al. 2020, section 2)."""
+"""Replaced-token detection: a discriminator that finds the tokens that a small generator has replaced.
+
+Clark et al. 2020, "ELECTRA", section 2. The discriminator is the encoder of the run; the generator, a masked language
+model, lies beside it. Both read one table of embeddings, or the discriminator adds differences to the generator's (He
+et al. 2021, DeBERTaV3, section 3.2).
+
+Shape letters: T tokens, K masked tokens, C of them at a time, H hidden width, E width of the embeddings, V vocabulary.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from pretrain.batches.batch import MicroBatch, StepBatch
-from pretrain.config import PretrainConfig
-from pretrain.model.electra import ElectraLosses, ElectraModel
-from pretrain.planning.work import Flops
+from pretrain.batches.batch import StepBatch
+from pretrain.common.records import Metric
+from pretrain.config import ElectraConfig, ModelConfig, PretrainConfig
+from pretrain.model import cost
+from pretrain.model.block import BlockFunctions
+from pretrain.model.encoder import Embeddings, Encoder, look_up
+from pretrain.model.fused_cross_entropy import empty_scores, vocabulary_losses
+from pretrain.model.hash_rng import hash_bits
+from pretrain.model.heads import PretrainingBatch, PretrainingModel
+from pretrain.model.initialisation import create_parameters
+from pretrain.model.parameters import Parameter, embedding_parameters, linear_parameters, matrix_entries, total
+from pretrain.objectives.masked import MLM
+from pretrain.objectives.objective import Exported, Objective, ReadFrozen
+
+# Scores that are summed at a time to sample from them: 32 MiB of fp64.
+_SCORES_AT_ONCE = 1 << 22
+# They separate the random numbers of a token: the discriminator's dropout, the generator's, and the sample.
+_GENERATOR, _SAMPLE = 0x1B873593, 0x52DCE729
+
+_GENERATOR_NAMES = "generator."  # of parameters in a checkpoint
+_TABLES = ("embeddings.word", "embeddings.position")
 
 
-class ReplacedTokens:
-    """ELECTRA as an `Objective`."""
+class ReplacedTokens(Objective):
+    """ELECTRA's objective."""
 
-    def __init__(self, config: PretrainConfig, vocabulary_size: int) -> None:
-        self._config, self._vocabulary_size = config, vocabulary_size
-        self.identity: dict[str, Any] = {}
-        self.model = ElectraModel(
-            config.model,
-            vocabulary_size,
-            settings=config.electra,
-            compile=config.engine.compiled,
-            activation_checkpointing=config.engine.activation_checkpointing,
-        )
+    setting = "electra"
+    gist = "learns from replaced tokens"
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        **MLM,
+        "rtd_loss": Metric(
+            "nats",
+            "Binary cross-entropy of the ELECTRA discriminator per token; mean since the last record.",
+            "RTD loss",
+            "rtd loss",
+        ),
+        "rtd_accuracy": Metric(
+            "fraction",
+            "Tokens recognised as original or replaced since the last record.",
+            "RTD accuracy",
+            "rtd",
+            live=True,
+        ),
+    }
 
-    def place(self, device: torch.device, dtype: torch.dtype) -> None:
-        """All there is are parameters of the model."""
+    def __init__(self, config: PretrainConfig, vocabulary: int = 0, frozen: ModelConfig | None = None) -> None:
+        super().__init__(config, vocabulary, frozen)
+        self.settings = config.electra
+        self.generator = config.electra.generator(config.model)
+        self.shapes = [config.model, self.generator]
 
-    def first_weights(self) -> Mapping[str, Tensor]:
-        return {}
+    def build(self, read: ReadFrozen) -> None:
+        self.model = ElectraModel(self.config.model, self.vocabulary, settings=self.settings, **self.how)
 
     def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
         # Invariant 3: the generator's loss is a mean over the masked tokens, the discriminator's over all.
-        settings = self._config.electra
-        return settings.mlm_weight / max(step.masked, 1), settings.rtd_weight / step.tokens
+        return self.settings.mlm_weight / max(step.masked, 1), self.settings.rtd_weight / step.tokens
 
     def loss(self, output: ElectraLosses, weights: Sequence[float] | Tensor) -> Tensor:
         return output.mlm_loss * weights[0] + output.rtd_loss * weights[1]
 
-    def totals(self, output: ElectraLosses) -> Tensor:
-        return torch.stack(list(output))
+    def counts(self, step: StepBatch) -> tuple[float, ...]:
+        return step.masked, step.tokens
 
-    def counts(self, step: StepBatch) -> Tensor:
-        return torch.tensor([step.masked, step.tokens], dtype=torch.float64)
-
-    def flops(self, micro_batch: MicroBatch) -> float:
-        counted = Flops(self._config, self._vocabulary_size)
-        return counted.of_models(micro_batch.real_lengths, micro_batch.targets)
-
-    def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
+    def means(self, totals: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
         mlm_loss, rtd_loss, mlm_correct, rtd_correct = totals
-        masked, tokens, settings = max(counts[0], 1), counts[1], self._config.electra
+        masked, tokens, settings = max(counts[0], 1), counts[1], self.settings
         return {
             "loss": settings.mlm_weight * mlm_loss / masked + settings.rtd_weight * rtd_loss / tokens,
             "mlm_loss": mlm_loss / masked,
@@ -62,3 +90,233 @@ class ReplacedTokens:
             "rtd_loss": rtd_loss / tokens,
             "rtd_accuracy": rtd_correct / tokens,
         }
+
+    def parameters(self) -> list[tuple[str, int, str]]:
+        model, generator = self.shapes
+        own = sum(cost.parameter_count(model, self.vocabulary, False)[:2]) + total(discriminator_parameters(model))
+        others = cost.parameter_count(generator, self.vocabulary, False).total
+        if self.settings.embeddings == "shared":
+            tables = (p for p in embedding_parameters(generator, self.vocabulary) if not p.name.startswith("project_"))
+            others -= total(tables)
+        return [
+            ("model", own, "; the discriminator, which fine-tuning uses"),
+            ("generator", others, "; without what it shares"),
+        ]
+
+    def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
+        """The discriminator reads every row, the generator only the masked ones.
+
+        The scores that samples are drawn from count a second time, without a backward pass.
+        """
+        model, generator = self.shapes
+        discriminator = cost.FLOPS_PER_ENTRY * matrix_entries(discriminator_parameters(model)) * sum(lengths)
+        heads = discriminator + cost.head_flops(generator, self.vocabulary, masked)
+        scores = cost.FLOPS_PER_ENTRY / 3 * (model.embedding or model.hidden) * self.vocabulary * masked
+        return cost.layers_flops(model, lengths) + cost.encoder_flops(generator, lengths, masked) + heads + scores
+
+    def model_flops(self, lengths: Sequence[float], masked: float) -> float:
+        return self.useful_flops(lengths, masked)
+
+    def last_rows(self, tokens: float, sequences: float, masked: float) -> list[float]:
+        return [tokens, masked]
+
+    @property
+    def exported(self) -> tuple[Exported, ...]:
+        return (
+            Exported(
+                self.generator,
+                "masked language modelling, as the generator of ELECTRA,",
+                generator_state,
+                suffix="-generator",
+                layout="electra",
+            ),
+            Exported(
+                self.config.model,
+                "the detection of replaced tokens, as the discriminator of ELECTRA,",
+                discriminator_state,
+                layout="electra",
+                head="ForPreTraining",
+                usage="`ElectraForPreTraining` of `transformers` loads it: its head detects replaced tokens and fills "
+                "no mask. The generator,\nwhich does, is in the folder beside this one.",
+            ),
+        )
+
+
+OBJECTIVE = ReplacedTokens
+
+
+# ---- the model
+
+
+class ElectraLosses(NamedTuple):
+    """Sums over the micro-batch, fp32 scalars; the training task divides them by global counts (invariant 3)."""
+
+    mlm_loss: Tensor  # the generator's cross-entropy at the masked tokens, in nats
+    rtd_loss: Tensor  # the discriminator's binary cross-entropy over all tokens, in nats
+    mlm_correct: Tensor
+    rtd_correct: Tensor  # tokens that are recognised as original or replaced
+
+
+class Tokens(NamedTuple):
+    """What an encoder reads of a batch (`encoder.UnpaddedBatch`), with other tokens or other keys."""
+
+    input_ids: Tensor
+    token_types: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    token_keys: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, batch: PretrainingBatch, input_ids: Tensor, token_keys: Tensor) -> Tokens:
+        return cls(input_ids, batch.token_types, batch.positions, batch.cu_seqlens, token_keys, batch.lengths)
+
+
+class ElectraModel(Encoder):
+    """The discriminator, whose `generator` is a `PretrainingModel`; arguments as `Encoder`, and the generator's."""
+
+    def __init__(self, shape: ModelConfig, vocabulary_size: int, *, settings: ElectraConfig, **how: bool) -> None:
+        super().__init__(shape, vocabulary_size, **how)
+        self.settings = settings
+        self.generator = PretrainingModel(settings.generator(shape), vocabulary_size, False, **how)
+        # Parameters are named in the order of the forward pass, on which the engine's buckets rely.
+        self.layers = self._modules.pop("layers")
+        self.heads = DiscriminatorHeads(shape)
+        if settings.embeddings == "disentangled":
+            self.embeddings = DisentangledEmbeddings(shape, vocabulary_size, compile, self.generator.embeddings)
+        else:
+            share_embeddings(self.embeddings, self.generator.embeddings)
+
+    def forward(self, batch: PretrainingBatch) -> ElectraLosses:
+        """Losses and correct predictions of one micro-batch."""
+        rows_K, labels_K = batch.masked_rows, batch.masked_labels
+        generator, keys_T = self.generator, batch.token_keys
+        hidden_KH = generator.encode(Tokens.of(batch, batch.input_ids, keys_T ^ _GENERATOR), rows_K)
+        transformed_KE = generator.heads.transform(hidden_KH, generator.fused)
+        decoder_VE, bias_V = generator._decoder(), generator.heads.decoder_bias
+        mlm_loss, mlm_correct = vocabulary_losses(transformed_KE, decoder_VE, bias_V, labels_K, generator.fused)
+        sampled_K = sample_tokens(transformed_KE, decoder_VE, bias_V, keys_T[rows_K], self.settings.temperature)
+        logits_T = self.scores(Tokens.of(batch, batch.input_ids.index_copy(0, rows_K, sampled_K), keys_T))
+        # A sample that is the original token counts as original.
+        replaced_T = torch.zeros_like(logits_T).index_copy_(0, rows_K, (sampled_K != labels_K).float())
+        rtd_loss = F.binary_cross_entropy_with_logits(logits_T, replaced_T, reduction="sum")
+        rtd_correct = ((logits_T > 0) == (replaced_T > 0)).sum().float()
+        return ElectraLosses(mlm_loss, rtd_loss, mlm_correct, rtd_correct)
+
+    def scores(self, tokens: Tokens) -> Tensor:
+        """fp32 [T]: how much each token seems to be replaced; above 0, rather than not."""
+        return self.heads(self.encode(tokens))
+
+
+class DiscriminatorHeads(nn.Module):
+    """A dense layer, the activation and one score per token (google-research/electra, _get_discriminator_output)."""
+
+    rtd_dense_weight: nn.Parameter  # [H, H]
+    rtd_dense_bias: nn.Parameter
+    rtd_out_weight: nn.Parameter  # [1, H]
+    rtd_out_bias: nn.Parameter
+
+    def __init__(self, shape: ModelConfig) -> None:
+        super().__init__()
+        self.functions = BlockFunctions.of(shape)
+        create_parameters(self, discriminator_parameters(shape), shape.init_std)
+
+    def forward(self, hidden_TH: Tensor) -> Tensor:
+        """[T, H] -> fp32 [T]"""
+        inner_TH = self.functions.activation(F.linear(hidden_TH, self.rtd_dense_weight, self.rtd_dense_bias))
+        return F.linear(inner_TH, self.rtd_out_weight, self.rtd_out_bias)[:, 0].float()
+
+
+def discriminator_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+    """The parameters of `DiscriminatorHeads`."""
+    return (*linear_parameters("rtd_dense", model.hidden, model.hidden), *linear_parameters("rtd_out", 1, model.hidden))
+
+
+class DisentangledEmbeddings(Embeddings):
+    """Embeddings whose tables of words and positions are differences from another model's (DeBERTaV3, section 3.2).
+
+    They begin as 0. The other model's tables get no gradient from here, so the two objectives do not pull them apart.
+    Segments and the norm are not shared.
+
+    Args:
+        shape, vocabulary_size, compile: as `Embeddings`.
+        base: the other model's, of the same width.
+    """
+
+    def __init__(self, shape: ModelConfig, vocabulary_size: int, compile: bool, base: Embeddings) -> None:
+        super().__init__(shape, vocabulary_size, compile)
+        self._bases = (base,)  # in a tuple: it is the other model's submodule
+        for table in (self.word, getattr(self, "position", None)):
+            if table is not None:
+                nn.init.zeros_(table)
+
+    def word_rows(self, input_ids: Tensor) -> Tensor:
+        return super().word_rows(input_ids) + look_up(self._bases[0].word, input_ids).detach()
+
+    def position_rows(self, positions: Tensor) -> Tensor:
+        return super().position_rows(positions) + look_up(self._bases[0].position, positions).detach()
+
+
+def share_embeddings(owner: Embeddings, other: Embeddings) -> None:
+    """Let `other` use the tables and the norm of `owner`, which has the same width; their projections stay apart."""
+    for name, parameter in owner.named_parameters():
+        if not name.startswith("project_"):
+            other.register_parameter(name, parameter)
+
+
+@torch.no_grad()
+def sample_tokens(
+    hidden_KE: Tensor, word_VE: Tensor, bias_V: Tensor | None, keys_K: Tensor, temperature: float
+) -> Tensor:
+    """Tokens drawn from the softmax of the scores: a function of the scores and the keys alone (invariant 1).
+
+    Args:
+        hidden_KE: what the decoder reads.
+        word_VE, bias_V: the decoder.
+        keys_K: int32, one random number for each token is a hash of its key.
+        temperature: by which the scores are divided.
+
+    Returns:
+        int64 [K].
+    """
+    bits_K = hash_bits(keys_K ^ _SAMPLE).long() & 0xFFFFFFFF
+    uniform_K = (bits_K.double() + 0.5) / (1 << 32)
+    rows = max(1, _SCORES_AT_ONCE // len(word_VE))
+    samples = [keys_K.new_empty(0, dtype=torch.int64)]
+    for hidden_CE, uniform_C in zip(hidden_KE.split(rows), uniform_K.split(rows), strict=True):
+        scores_CV = torch.mm(hidden_CE, word_VE.T, out=empty_scores(len(hidden_CE), word_VE)).float()
+        if bias_V is not None:
+            scores_CV = scores_CV + bias_V.float()
+        # The inverse of the distribution function, which needs one random number where Gumbel's noise needs V.
+        sums_CV = (scores_CV / temperature).softmax(-1).cumsum(-1, dtype=torch.float64)
+        found_C1 = torch.searchsorted(sums_CV, uniform_C[:, None] * sums_CV[:, -1:], right=True)
+        samples.append(found_C1[:, 0].clamp_(max=len(word_VE) - 1))
+    return torch.cat(samples)
+
+
+# ---- the two models in a checkpoint, apart
+
+
+def discriminator_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of the model itself, with whole embeddings."""
+    own = {name: tensor for name, tensor in state.items() if not name.startswith(_GENERATOR_NAMES)}
+    for name in _TABLES:
+        base = state.get(_GENERATOR_NAMES + name)
+        if base is not None:  # disentangled: the discriminator has the difference
+            own[name] = own[name] + base
+    return own
+
+
+def generator_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of the generator as a `pretrain.model.heads.PretrainingModel`, shared embeddings included."""
+    own = {
+        name.removeprefix(_GENERATOR_NAMES): tensor
+        for name, tensor in state.items()
+        if name.startswith(_GENERATOR_NAMES)
+    }
+    shared = {
+        name: tensor
+        for name, tensor in state.items()
+        if name.startswith("embeddings.") and not name.startswith("embeddings.project_")
+    }
+    return own if _TABLES[0] in own else {**shared, **own}

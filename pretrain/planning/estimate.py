@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +23,9 @@ from pretrain.corpus.stored import prepared_manifest
 from pretrain.model import cost
 from pretrain.model.parameters import total
 from pretrain.model.precision import allow_tf32, matmul_peak, resolve_precision, unsupported
+from pretrain.objectives import objective_of
 from pretrain.planning.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
-from pretrain.planning.work import ASSUMED_FILL, Flops, Work, models, optimizer_flops, phase_work
+from pretrain.planning.work import ASSUMED_FILL, Work, optimizer_flops, phase_work
 
 Device = Literal["cpu", "cuda"]
 
@@ -65,8 +67,8 @@ def dry_run(
     has_gpus = bool(config.scheduling.address) or Path("/proc/driver/nvidia").exists()
     device: Device = cluster.device if cluster else "cuda" if has_gpus else "cpu"
     lengths = [mean_length] * len(config.phases) if mean_length else measured or [None] * len(config.phases)
-    pairs, teacher = zip(config.phases, lengths, strict=True), teacher_shape(config)
-    work = [phase_work(config, phase, size, length, teacher) for phase, length in pairs]
+    pairs, frozen = zip(config.phases, lengths, strict=True), frozen_shape(config)
+    work = [phase_work(config, phase, size, length, frozen) for phase, length in pairs]
     parts = [
         f"Precision\n  {config.engine.precision}: {why}",
         "Parameters\n" + _parameter_lines(config, size),
@@ -102,14 +104,15 @@ def _check_batches(config: PretrainConfig, workers: int, where: str) -> None:
                 raise InputError(f"{where}: phases.{number}.{name} ({sequences}) {why}.")
 
 
-def teacher_shape(config: PretrainConfig) -> ModelConfig | None:
-    """The shape of the run's teacher; None without one, or if it cannot be read yet."""
-    if not config.distillation.teacher:
+def frozen_shape(config: PretrainConfig) -> ModelConfig | None:
+    """The shape of the model that the run reads and does not train; None without one, or if it cannot be read yet."""
+    objective = objective_of(config)
+    if not objective.frozen_role:
         return None
     from pretrain.checkpoint.released import read_shape
 
     try:
-        return read_shape(config.distillation.teacher)
+        return read_shape(attrgetter(objective.setting)(config))
     except InputError:  # the run can be estimated before its teacher is trained
         return None
 
@@ -158,13 +161,13 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     gradients     kept from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
     activations   saved for the backward pass of one micro-batch, and the working space of one layer
     logits        scores of the masked tokens and their gradient; both twice with CUDA graphs
-    teacher       its weights, and what its forward pass needs, in a distillation; 0 if it cannot be read
+    teacher       or what else is read and not trained: its weights, and what its forward pass needs, if it can be read
     copies        gradients in communication, and what DeepSpeed copies to take a step
     checkpoint    the copy that is written in the background (CPU; on CUDA it is in the host's memory)
     process       the interpreter and its libraries (CPU)
     """
     size = vocabulary_size(config)
-    p = cost.trained_parameters(config.model, config.electra, size, config.pairs.has_classifier)
+    p = objective_of(config, size).trained
     half = config.engine.precision != "fp32"
     activations, logits = _micro_batch_bytes(config, size, workers)
     # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The second one is
@@ -183,29 +186,29 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
         **states,
         "activations": activations,
         "logits": logits,
-        "teacher": _teacher_bytes(config, size, workers),
+        **({role: _frozen_bytes(config, size, workers)} if (role := objective_of(config).frozen_role) else {}),
         "copies": copies,
         "checkpoint": (12 * p + more) // workers if config.checkpoint.background and device == "cpu" else 0,
         "process": _PROCESS_BYTES + config.engine.compiled * _COMPILER_BYTES if device == "cpu" else 0,
     }
 
 
-def _teacher_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
-    """The weights of a distillation's teacher, which every worker has whole, and the work space of its forward pass."""
-    teacher = teacher_shape(config)
-    if teacher is None:
+def _frozen_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
+    """The weights of a model that is not trained, which every worker has whole, and work space of its forward pass."""
+    frozen = frozen_shape(config)
+    if frozen is None:
         return 0
     itemsize = 4 if config.engine.precision == "fp32" else 2
     tokens = micro_batch_tokens(config, workers)
     scores = min(round(config.largest_masking_share * tokens) * vocabulary, cost.LOGITS_PER_PIECE)
-    weights = cost.parameter_count(teacher, vocabulary, next_sentence=False).total
-    return itemsize * (weights + scores) + cost.working_bytes(teacher, tokens, itemsize)
+    weights = cost.parameter_count(frozen, vocabulary, next_sentence=False).total
+    return itemsize * (weights + scores) + cost.working_bytes(frozen, tokens, itemsize)
 
 
 def _more_than_adamw(config: PretrainConfig, p: int) -> int:
     """Bytes of optimizer state besides AdamW's, over all workers; negative if there is less, as with Muon."""
     averages = 4 * p if config.averaging.share else 0
-    matrices = sum(total(cost.hidden_matrices(model)) for model in models(config))
+    matrices = sum(total(cost.hidden_matrices(shape)) for shape in objective_of(config).shapes)
     return averages - (4 * matrices if config.optimizer.name == "muon" else 0)
 
 
@@ -257,21 +260,18 @@ def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) ->
     """(activations, logits) in bytes of the largest micro-batch that a worker can get."""
     engine, tokens = config.engine, micro_batch_tokens(config, workers)
     masked = round(config.largest_masking_share * tokens)
-    queries = masked + tokens // max(phase.sequence_length for phase in config.phases)
-    every_token = config.electra.is_on or (config.distillation.teacher and config.distillation.cosine_weight)
-    if every_token or (config.pairs.has_classifier and config.model.pooling != "cls"):
-        queries = tokens
+    objective, longest = objective_of(config), max(phase.sequence_length for phase in config.phases)
     itemsize = 4 if engine.precision == "fp32" else 2
     activations = sum(
         cost.activation_bytes(
             model,
             tokens,
-            rows,
+            round(rows),
             itemsize=itemsize,
             compiled=engine.compiled,
             checkpointing=engine.activation_checkpointing,
         )
-        for model, rows in zip(models(config), (queries, masked), strict=False)
+        for model, rows in zip(objective.shapes, objective.last_rows(tokens, tokens // longest, masked), strict=True)
     )
     return activations, cost.logits_bytes(config.model, vocabulary, masked, itemsize=itemsize, compiled=engine.compiled)
 
@@ -337,21 +337,23 @@ def used_devices(config: PretrainConfig) -> int:
 
 
 def _parameter_lines(config: PretrainConfig, size: int) -> str:
-    model, pairs = config.model, config.pairs
-    if config.electra.is_on:
-        discriminator, generator = cost.electra_parameter_count(model, config.electra, size)
+    objective, model = objective_of(config, size), config.model
+    trained, whole = objective.parameters(), objective.trained
+    if len(trained) > 1:
         rows = [
-            ("model", discriminator, f"{_shape(model)}; the discriminator, which fine-tuning uses"),
-            ("generator", generator, f"{_shape(config.electra.generator(model))}; without what it shares"),
-            ("total", discriminator + generator, "trained"),
+            *(
+                (name, count, _shape(shape) + note)
+                for (name, count, note), shape in zip(trained, objective.shapes, strict=True)
+            ),
+            ("total", whole, "trained"),
         ]
     else:
-        count = cost.parameter_count(model, size, pairs.has_classifier)
+        count = cost.parameter_count(model, size, config.pairs.has_classifier)
         rows = [
             ("embeddings", count.embeddings, _embedding_note(model, size)),
             ("layers", count.layers, _shape(model)),
-            ("heads", count.heads, _head_note(config)),
-            ("total", count.total, _total_note(model)),
+            ("heads", whole - count.embeddings - count.layers, _head_note(config)),
+            ("total", whole, _total_note(model)),
         ]
     return "\n".join(f"  {label:<12}{number:>14,}  {note}" for label, number, note in rows)
 
@@ -452,13 +454,11 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
         "  executed: without the rows that the last layer skips, with what the backward pass computes again"
         + (" and the optimizer's products" if config.optimizer.name == "muon" else "")
     )
-    if config.distillation.teacher:
-        told = (
-            "both count the teacher's forward pass"
-            if teacher_shape(config)
-            else "the teacher cannot be read: not counted"
-        )
-        lines.append(f"  {config.distillation.teacher}: {told}")
+    objective = objective_of(config)
+    if role := objective.frozen_role:
+        counted = f"both count the {role}'s forward pass"
+        told = counted if frozen_shape(config) else f"the {role} cannot be read: not counted"
+        lines.append(f"  {attrgetter(objective.setting)(config)}: {told}")
     if config.optimizer.name == "muon":
         flops = optimizer_flops(config)
         shares = ", ".join(f"{flops / (w.flops / w.steps):.2g}" for w in work)
@@ -475,9 +475,9 @@ def _time_lines(config: PretrainConfig, work: list[Work], size: int, cluster: Cl
     if cluster is None:
         return "  give a cluster with --on 8xH100, or measure this machine with --on here"
     if cluster.gpu is not None:
-        flops = Flops(config, size, teacher_shape(config))
+        objective = objective_of(config, size, frozen_shape(config))
         times = [
-            step_times(config, phase, w, flops, cluster.gpu, cluster.workers)
+            step_times(objective, phase, w, cluster.gpu, cluster.workers)
             for phase, w in zip(config.phases, work, strict=True)
         ]
         return _roofline_lines(work, times, cluster)

@@ -20,7 +20,7 @@ from pretrain.common.settings import dump, load
 from pretrain.common.worker import torchrun_place
 from pretrain.config import PretrainConfig
 from pretrain.model.precision import resolve_precision
-from pretrain.planning.estimate import ASSUMED_MFU, parse_cluster, teacher_shape, vocabulary_size
+from pretrain.planning.estimate import ASSUMED_MFU, frozen_shape, parse_cluster, vocabulary_size
 from pretrain.planning.work import Work, phase_work
 
 TRAINING_SHARE = 0.95  # of the time; evaluations and checkpoints take the rest, 2 to 3 % in the demo
@@ -91,9 +91,9 @@ def measure(config: PretrainConfig, lengths: Sequence[float] | None = None) -> P
 
 def _works(config: PretrainConfig, lengths: Sequence[float] | None) -> list[Work]:
     """The work of each phase."""
-    rows, teacher = vocabulary_size(config), teacher_shape(config)
+    rows, frozen = vocabulary_size(config), frozen_shape(config)
     pairs = zip(config.phases, lengths or [None] * len(config.phases), strict=True)
-    return [phase_work(config, phase, rows, length, teacher) for phase, length in pairs]
+    return [phase_work(config, phase, rows, length, frozen) for phase, length in pairs]
 
 
 def scale(config: PretrainConfig, factor: float) -> PretrainConfig:

@@ -12,6 +12,7 @@ from pretrain.common.memory import machine_memory
 from pretrain.common.worker import torchrun_place
 from pretrain.config import PretrainConfig
 from pretrain.model.precision import resolve_precision
+from pretrain.objectives import objective_of
 from pretrain.planning import estimate, pace, published
 from pretrain.planning.budget import Budget, parse_budget
 from pretrain.planning.candidates import SHAPES, Plan, plan, volume, with_shape, with_workers, works
@@ -119,15 +120,13 @@ def _near(plans: Sequence[Plan], found: PublishedLaw) -> set[str]:
 
 
 def _check(config: PretrainConfig, budget: Budget, on: str, where: str) -> None:
-    for is_given, what in (
-        (config.start_from, "start_from: continues a checkpoint, whose size is given"),
-        (config.distillation.teacher, "distillation.teacher: learns from a teacher"),
-        (config.electra.is_on, "electra: learns from replaced tokens"),
-    ):
-        if is_given:
+    objective = objective_of(config)
+    others = {"start_from": config.start_from and "continues a checkpoint, whose size is given"}
+    for setting, gist in {**others, objective.setting: objective.gist}.items():
+        if gist:
             raise InputError(
-                f"--budget: {what}. The law is of masked language modelling from random weights; give --minutes "
-                "instead, which scales the steps of this config."
+                f"--budget: {setting}: {gist}. The law is of masked language modelling from random weights; give "
+                "--minutes instead, which scales the steps of this config."
             )
     if budget.seconds and not on:
         raise InputError(

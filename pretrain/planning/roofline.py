@@ -20,7 +20,8 @@ from typing import NamedTuple
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.model import cost
 from pretrain.model.parameters import Parameter, head_parameters, layer_parameters
-from pretrain.planning.work import Flops, Work, models, optimizer_flops
+from pretrain.objectives import MaskedTokens, Objective, objective_of
+from pretrain.planning.work import Work, optimizer_flops
 
 
 class Gpu(NamedTuple):
@@ -116,51 +117,47 @@ class StepTimes:
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
 
 
-def step_times(
-    config: PretrainConfig, phase: PhaseConfig, work: Work, flops: Flops, gpu: Gpu, workers: int
-) -> StepTimes:
+def step_times(objective: Objective, phase: PhaseConfig, work: Work, gpu: Gpu, workers: int) -> StepTimes:
     """The parts of a mean step of a phase on `workers` GPUs.
 
     Args:
         work: of the phase (`pretrain.planning.work.phase_work`).
-        flops: counts the FLOPs of the run; a generator's or a teacher's are taken to run at the rate of the model's.
+        objective: of the run; those of its models that are not the run's own are taken to run at the rate of it.
     """
+    config, vocabulary = objective.config, objective.vocabulary
     batch = _Batch.of(config, phase, work, workers)
-    more = _more_than_own(config, work, flops)
+    more = _more_than_own(objective, work)
     itemsize = 4 if config.engine.precision == "fp32" else 2
     muon = optimizer_flops(config) / workers / (gpu.product_share * gpu.peak_flops)
     return StepTimes(
-        products=more * batch.micro_batches * _product_seconds(config, flops.vocabulary, batch, gpu, itemsize) + muon,
+        products=more * batch.micro_batches * _product_seconds(config, vocabulary, batch, gpu, itemsize) + muon,
         attention=more * batch.micro_batches * _attention_seconds(config, batch, gpu),
-        memory=step_bytes(config, phase, work, flops, workers) / (_MEMORY_SHARE * gpu.memory),
+        memory=step_bytes(objective, phase, work, workers) / (_MEMORY_SHARE * gpu.memory),
         launches=_launches(config, batch.micro_batches, workers) * _LAUNCH_SECONDS,
-        network=_network_seconds(config, _parameters(config, flops) * itemsize, batch.micro_batches, gpu, workers),
+        network=_network_seconds(config, objective.trained * itemsize, batch.micro_batches, gpu, workers),
         loader=_loader_seconds(batch, workers),
     )
 
 
-def step_bytes(config: PretrainConfig, phase: PhaseConfig, work: Work, flops: Flops, workers: int) -> float:
+def step_bytes(objective: Objective, phase: PhaseConfig, work: Work, workers: int) -> float:
     """What one of `workers` reads and writes in a mean step beside its products, in bytes; arguments as `step_times`.
 
     The kernels between the products, sums of gradients, and the optimizer.
     """
+    config = objective.config
     batch = _Batch.of(config, phase, work, workers)
     itemsize = 4 if config.engine.precision == "fp32" else 2
     states = workers if config.engine.zero_stage else 1
-    between = _memory_bytes(config, flops.vocabulary, batch, itemsize) * batch.micro_batches
-    updates = _parameters(config, flops) * (_SUM_BYTES * batch.micro_batches + _OPTIMIZER_BYTES / states)
-    return _more_than_own(config, work, flops) * between + updates
+    between = _memory_bytes(config, objective.vocabulary, batch, itemsize) * batch.micro_batches
+    updates = objective.trained * (_SUM_BYTES * batch.micro_batches + _OPTIMIZER_BYTES / states)
+    return _more_than_own(objective, work) * between + updates
 
 
-def _parameters(config: PretrainConfig, flops: Flops) -> int:
-    return cost.trained_parameters(config.model, config.electra, flops.vocabulary, config.pairs.has_classifier)
-
-
-def _more_than_own(config: PretrainConfig, work: Work, flops: Flops) -> float:
-    """FLOPs of a sequence with a generator or a teacher, over those of the model alone."""
-    own = Flops(config.model_copy(update={"electra": type(config.electra)()}), flops.vocabulary)
-    lengths = [work.mean_length]
-    return flops.executed(lengths, work.masked) / own.executed(lengths, work.masked)
+def _more_than_own(objective: Objective, work: Work) -> float:
+    """FLOPs of a sequence with all models of the objective, over those of masked language modelling."""
+    own = MaskedTokens(objective.config, objective.vocabulary)
+    executed, alone = (one.executed_flops([work.mean_length], work.masked) for one in (objective, own))
+    return executed / alone
 
 
 @dataclass(frozen=True)
@@ -246,7 +243,7 @@ def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: _Batch, itemsi
 
 def _launches(config: PretrainConfig, micro_batches: int, workers: int) -> float:
     """Kernels and CUDA graphs that the host starts in a step."""
-    trained = models(config)
+    trained = objective_of(config).shapes
     layer = _LAYER_KERNELS if config.engine.compiled else _PLAIN_LAYER_KERNELS
     parameters = sum(len(layer_parameters(model, number)) for model in trained for number in range(model.layers))
     depth = sum(model.depth for model in trained)

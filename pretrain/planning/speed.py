@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Protocol
 from pretrain.config import ModelConfig, Precision, PretrainConfig
 from pretrain.model.parameters import layer_parameters
 from pretrain.model.precision import torch_dtype
+from pretrain.objectives import objective_of
 from pretrain.planning.estimate import ASSUMED_MFU, Cluster, Device, used_devices, vocabulary_size
 from pretrain.planning.roofline import REACHED, step_bytes, step_times
-from pretrain.planning.work import Flops, Work
+from pretrain.planning.work import Work
 
 if TYPE_CHECKING:
     import torch
@@ -51,10 +52,10 @@ class Roofline:
         return f"{self.cluster.name}: by arithmetic, at {REACHED:.2f} of the limit that `--on` computes"
 
     def seconds(self, config: PretrainConfig, work: Sequence[Work]) -> float:
-        flops, gpu = Flops(config, vocabulary_size(config)), self.cluster.gpu
+        objective, gpu = objective_of(config, vocabulary_size(config)), self.cluster.gpu
         assert gpu is not None
         steps = [
-            one.steps * step_times(config, phase, one, flops, gpu, self.cluster.workers).limit
+            one.steps * step_times(objective, phase, one, gpu, self.cluster.workers).limit
             for phase, one in zip(config.phases, work, strict=True)
         ]
         return sum(steps) / REACHED
@@ -170,7 +171,5 @@ def _product_time(shape: Sequence[int], device: Device, dtype: torch.dtype) -> f
 
 def _bytes(config: PretrainConfig, work: Sequence[Work]) -> float:
     """What all steps move beside their products, by all workers together."""
-    flops = Flops(config, vocabulary_size(config))
-    return sum(
-        one.steps * step_bytes(config, phase, one, flops, 1) for phase, one in zip(config.phases, work, strict=True)
-    )
+    objective = objective_of(config, vocabulary_size(config))
+    return sum(one.steps * step_bytes(objective, phase, one, 1) for phase, one in zip(config.phases, work, strict=True))

@@ -5,17 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pretrain.common.errors import InputError
 from pretrain.corpus.byte_words import is_byte_vocabulary, spelt
 from pretrain.corpus.vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
-    from pretrain.batches.batch import MicroBatch
+    from torch import Tensor
+
     from pretrain.corpus.shards import TokenShards
 
 GUESSES = 5
+
+
+class _Batch(NamedTuple):
+    """What our encoder reads of unpadded sequences (`pretrain.model.heads.PretrainingBatch`)."""
+
+    input_ids: Tensor
+    token_types: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    masked_rows: Tensor
+    masked_labels: Tensor
+    nsp_labels: Tensor
+    token_keys: Tensor
+    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -151,11 +166,9 @@ def _maskable_bytes(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[in
 # ---- predicting
 
 
-def _as_batch(sentences: Sequence[MaskedSentence], special: Mapping[str, int]) -> MicroBatch:
+def _as_batch(sentences: Sequence[MaskedSentence], special: Mapping[str, int]) -> _Batch:
     """The sentences, in ascending order of length, as one unpadded micro-batch; `special` has ids by role."""
     import torch
-
-    from pretrain.batches.batch import MicroBatch
 
     first, last, mask = (special[role] for role in ("cls", "sep", "mask"))
     ids: list[int] = []
@@ -165,7 +178,7 @@ def _as_batch(sentences: Sequence[MaskedSentence], special: Mapping[str, int]) -
         ids += [first, *sentence.tokens, last]
         ids[rows[-1]] = mask
     lengths = tuple(len(sentence.tokens) + 2 for sentence in sentences)
-    return MicroBatch(
+    return _Batch(
         input_ids=torch.tensor(ids),
         token_types=torch.zeros(len(ids), dtype=torch.int64),
         positions=torch.cat([torch.arange(length) for length in lengths]),

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint.electra import GENERATOR_SUFFIX
 from pretrain.common.errors import InputError
-from pretrain.common.records import is_training, read_records
+from pretrain.common.records import is_training, metric_lines, read_records
 from pretrain.common.settings import dump, names
 from pretrain.common.wording import clock, counted
 from pretrain.config import PretrainConfig, load_config
@@ -27,6 +26,7 @@ from pretrain.reporting.charts import Change, Series, change_chart, line_chart
 from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
 from pretrain.reporting.gains import gains
 from pretrain.reporting.pages import write_page
+from pretrain.run.metrics import objective_metrics
 
 SENTENCES, SHOWN = 100, 10  # that the model fills a word in, and those of them on the page
 FINETUNED = "finetuned.json"
@@ -73,7 +73,7 @@ def summary(run_dir: Path) -> str:
     ]
     if run.evaluations:
         last = run.evaluations[-1]
-        lines.append(f"  held-out    {'   '.join(_measured(last))}   (step {last['step']:,})")
+        lines.append(f"  held-out    {'   '.join(metric_lines(last, objective_metrics()))}   (step {last['step']:,})")
     lines.append(f"  throughput  {'   '.join(_throughput(run))}")
     if run.card.get("totals"):
         lines.append(f"  corpus      {_corpus_line(run.card)}")
@@ -200,17 +200,9 @@ def _tiles(run: _ReportData) -> list[tuple[str, str, str]]:
     if run.evaluations:
         last = run.evaluations[-1]
         note = f"held-out, step {last['step']:,}"
-        for field, label, form in (
-            ("mlm_loss", "MLM loss", "{:.3f}"),
-            ("mlm_accuracy", "MLM accuracy", "{:.1%}"),
-            ("nsp_accuracy", "NSP accuracy", "{:.1%}"),
-            ("sop_accuracy", "SOP accuracy", "{:.1%}"),
-            ("distil_loss", "Divergence from the teacher", "{:.3f}"),
-            ("rtd_loss", "RTD loss", "{:.3f}"),
-            ("rtd_accuracy", "RTD accuracy", "{:.1%}"),
-        ):
-            if last.get(field) is not None:
-                tiles.append((label, form.format(last[field]), note))
+        for name, metric in objective_metrics().items():
+            if metric.short and last.get(name) is not None:
+                tiles.append((metric.title, metric.text(last[name]), note))
     speeds = [value for _, value in run.curve("tokens_per_second")]
     utilisation = [value for _, value in run.curve("mfu")]
     if speeds:
@@ -225,18 +217,6 @@ def _tiles(run: _ReportData) -> list[tuple[str, str, str]]:
 
 def _workers(config: PretrainConfig) -> str:
     return counted(config.scheduling.workers, "worker")
-
-
-def _measured(record: dict[str, Any]) -> list[str]:
-    forms = {
-        "mlm_loss": "mlm loss {:.3f}",
-        "mlm_accuracy": "mlm {:.1%}",
-        "nsp_accuracy": "nsp {:.1%}",
-        "sop_accuracy": "sop {:.1%}",
-        "distil_loss": "distil loss {:.3f}",
-        "rtd_accuracy": "rtd {:.1%}",
-    }
-    return [form.format(record[key]) for key, form in forms.items() if record.get(key) is not None]
 
 
 def _throughput(run: _ReportData) -> list[str]:
@@ -286,17 +266,11 @@ def _charts(run: _ReportData) -> list[str]:
 
     at_step: dict[str, Any] = {"form_x": lambda step: f"{step:,.0f}", "marks": _phase_marks(run.config)}
     return [
-        line_chart("MLM loss", pair("mlm_loss"), form=_plain, **at_step),
-        line_chart("MLM accuracy", pair("mlm_accuracy"), form=_percent, **at_step),
+        *(
+            line_chart(one.title, pair(name), form=_percent if one.unit == "fraction" else _plain, **at_step)
+            for name, one in objective_metrics().items()
+        ),
         line_chart("Learning rate", one("lr", smooth=False), form=_scientific, from_zero=True, **at_step),
-        line_chart("NSP loss", pair("nsp_loss"), form=_plain, **at_step),
-        line_chart("NSP accuracy", pair("nsp_accuracy"), form=_percent, **at_step),
-        line_chart("SOP loss", pair("sop_loss"), form=_plain, **at_step),
-        line_chart("SOP accuracy", pair("sop_accuracy"), form=_percent, **at_step),
-        line_chart("Divergence from the teacher", pair("distil_loss"), form=_plain, **at_step),
-        line_chart("Cosine distance from the teacher", pair("cosine_loss"), form=_plain, **at_step),
-        line_chart("RTD loss", pair("rtd_loss"), form=_plain, **at_step),
-        line_chart("RTD accuracy", pair("rtd_accuracy"), form=_percent, **at_step),
         line_chart("Gradient norm", one("grad_norm"), form=_plain, from_zero=True, **at_step),
         timed("Useful tokens per second", "tokens_per_second", short),
         timed("MFU", "mfu", _percent),
@@ -414,8 +388,9 @@ def _cell(key: str, value: Any) -> str:
 
 def _predictions(run: _ReportData) -> list[Filling]:
     """The predictions for masked words; [] if the run has no export or its corpus is missing."""
-    name = f"export{GENERATOR_SUFFIX}" if run.config.electra.is_on else "export"  # of the model that fills words in
-    export_dir, corpus = run.folder / name, run.config.corpus.folder
+    from pretrain.checkpoint import hf
+
+    export_dir, corpus = hf.fills_masks(run.folder, run.config), run.config.corpus.folder
     if not export_dir.is_dir() or not corpus.is_dir():
         return []
     from pretrain.corpus.shards import open_shards

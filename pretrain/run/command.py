@@ -114,6 +114,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         print(f"Run\n  {config.folder}: {state}\n\n{estimates}")
         return
     from pretrain.config import changed_for_resume
+    from pretrain.objectives import objective_of
     from pretrain.run import launch, preflight
 
     started = launch.start_run(
@@ -125,6 +126,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         check=functools.partial(_check, resume=arguments.resume),
         is_finished=preflight.is_finished,
         changed=changed_for_resume,
+        metrics=objective_of(config).metrics,
     )
     if started is not None:
         place = config.address or config.folder
@@ -136,6 +138,7 @@ def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:
     from pretrain.config import began_from
     from pretrain.corpus.stored import fetch_corpus
     from pretrain.model.cost import check_names
+    from pretrain.objectives import objective_of
     from pretrain.run import launch, preflight
 
     check_names(config.model)
@@ -146,10 +149,10 @@ def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:
 
         check_start_corpus(config)
     preflight.check_corpus(config)
-    if config.distillation.teacher:
-        from pretrain.checkpoint.teacher import check_teacher
+    if (objective := objective_of(config)).frozen_role:
+        from pretrain.checkpoint.start import read_frozen
 
-        check_teacher(config)
+        objective.check(read_frozen)
     launch.check_cores(config, alone)
     if begins:
         print(f"{config.start_from}:\n{textwrap.indent(start_table(config), '  ')}")
@@ -188,18 +191,18 @@ def _fit(config: PretrainConfig, arguments: argparse.Namespace) -> PretrainConfi
 
 def _export(arguments: argparse.Namespace) -> None:
     from pretrain.checkpoint import hf
-    from pretrain.checkpoint.electra import GENERATOR_SUFFIX
     from pretrain.common.addresses import is_remote, local, shown
-    from pretrain.common.files import MANIFEST
+    from pretrain.config import load_config
+    from pretrain.objectives import objective_of
     from pretrain.storage.runs import StoredRun
 
     address = shown(arguments.run)
     if arguments.checkpoint and is_remote(address):
         StoredRun(address, arguments.run).bring_all()
     own = hf.export_run(arguments.run, local(arguments.out), arguments.checkpoint, averaged=arguments.averaged)
-    store_target(arguments.out)
-    if (local(beside := f"{arguments.out}{GENERATOR_SUFFIX}") / MANIFEST).is_file() and is_remote(beside):
-        store_target(beside)
+    if is_remote(arguments.out):
+        for part in objective_of(load_config(arguments.run / "config.yaml")).exported:
+            store_target(f"{arguments.out}{part.suffix}")
     if own:
         print(f"{arguments.out}: written for bertrain's own commands. transformers cannot load it ({own}).")
     else:

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from pretrain.common import records
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import disk_errors
+from pretrain.common.records import NO_METRICS, Metric
 from pretrain.common.wording import counted
 from pretrain.common.worker import STOP_FILE, Flag, Worker, clear_stop, torchrun_place
 from pretrain.config import R, RunConfig
@@ -32,6 +33,7 @@ def start_run(
     check: Callable[[R, bool], int | None],
     is_finished: Callable[[R], bool],
     changed: Callable[[R, R], list[str]],
+    metrics: Mapping[str, Metric] = NO_METRICS,
 ) -> R | None:
     """Check that the run can start, record it in its folder and train it to the end.
 
@@ -47,6 +49,7 @@ def start_run(
             of training steps, or None if the run is finished already.
         is_finished: whether the run folder holds the finished run.
         changed: names the settings that differ between the run's first start and now, and must not.
+        metrics: what its records have, for the line on the terminal.
 
     Returns:
         The config with which the run trained, or None if this process did not start it.
@@ -71,7 +74,7 @@ def start_run(
                 return report_finished(config)
             preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
             print(_how(config, ray=ray, alone=alone))
-            _train_and_follow(target, config, resume, steps, alone=alone, ray=ray)
+            _train_and_follow(target, config, resume, steps, metrics, alone=alone, ray=ray)
     return config
 
 
@@ -163,10 +166,19 @@ def _how(config: RunConfig, *, ray: bool, alone: bool) -> str:
     return f"{counted(scheduling.workers, 'worker')}, {f'through {where}' if by_ray else 'without Ray'}"
 
 
-def _train_and_follow(target: str, config: RunConfig, resume: bool, steps: int, *, alone: bool, ray: bool) -> None:
+def _train_and_follow(
+    target: str,
+    config: RunConfig,
+    resume: bool,
+    steps: int,
+    metrics: Mapping[str, Metric],
+    *,
+    alone: bool,
+    ray: bool,
+) -> None:
     """Train, with a live line on the terminal, and record why the run ended early."""
     try:
-        with live.follow(config.folder, steps):
+        with live.follow(config.folder, steps, metrics=metrics):
             _train(target, config, resume, alone=alone, ray=ray)
     except (StoppedError, DivergedError) as error:
         try:

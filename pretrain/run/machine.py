@@ -5,7 +5,7 @@ from __future__ import annotations
 from pretrain.batches.synthetic import VOCABULARY_SIZE, loader_rate
 from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.model.precision import is_faster_in_fp32, measure_matmul
-from pretrain.planning.work import Flops
+from pretrain.objectives import objective_of
 
 __all__ = ["deepspeed_ops", "is_faster_in_fp32", "loader_rate", "measure_matmul", "sequence_flops"]
 
@@ -23,4 +23,4 @@ def sequence_flops() -> float:
     config = PretrainConfig(
         name="doctor", corpus=CorpusConfig(dir="nowhere"), model=ModelConfig(size="base"), phases=(phase,)
     )
-    return Flops(config, VOCABULARY_SIZE).of_models([128], round(0.15 * 128))
+    return objective_of(config, VOCABULARY_SIZE).model_flops([128], round(0.15 * 128))

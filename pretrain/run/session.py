@@ -22,6 +22,7 @@ from pretrain.common.settings import changes, differences
 from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import Worker
 from pretrain.config import R, RunConfig, SchedulingConfig, with_precision
+from pretrain.config.objectives import READ_BY_OBJECTIVES
 from pretrain.model import precision
 from pretrain.run import preflight
 from pretrain.storage.runs import StoredRun
@@ -37,7 +38,7 @@ _ENDLESS = timedelta(days=365)
 # With which a user sets up torch's allocator of device memory; it takes either.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Where things are, of which `check_same_data` compares the contents: a machine may have paths of its own.
-_PLACES = ("corpus.dir", "start_from", "adaptation.general", "distillation.teacher")
+_PLACES = ("corpus.dir", "start_from", "adaptation.general", *READ_BY_OBJECTIVES)
 _WATCHED = ("hang_seconds", "data_stall_seconds")  # the settings of `scheduling` that workers read
 # A machine may have a run_dir of its own, too, if it leads to the same folder (`_check_shared`).
 _OF_A_MACHINE = (

@@ -22,6 +22,7 @@ from pretrain.batches.filler import rounding_of, with_filler
 from pretrain.batches.loader import BatchMaker, Loader, validation_batches
 from pretrain.batches.sampler import SAMPLER
 from pretrain.checkpoint import hf
+from pretrain.checkpoint.start import read_frozen
 from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
@@ -29,7 +30,7 @@ from pretrain.config import PretrainConfig, changed_for_resume
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.stored import fetch_corpus
 from pretrain.model.precision import torch_dtype
-from pretrain.objectives import Objective, make_objective
+from pretrain.objectives import Objective, objective_of
 from pretrain.planning.estimate import micro_batch_tokens
 from pretrain.run.attention.history import AttentionHistory
 from pretrain.run.continuation import Continuation, Corpora
@@ -43,7 +44,7 @@ from pretrain.training.fresh_state import FreshState
 from pretrain.training.optim import learning_rate, make_optimizer
 from pretrain.training.rates import rated_groups
 
-LAUNCHING = (make_objective.__module__,)  # only launches kernels on a GPU
+LAUNCHING = (objective_of.__module__,)  # only launches kernels on a GPU
 _FETCH_SECONDS = 86400.0  # the most that fetching a corpus to this machine may take
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,10 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             fetch_corpus(config.corpus)
         corpora = Corpora.open(config)
         check_same_data(corpora.fingerprints())
-        objective = make_objective(config, config.model.rows(corpora.own.vocabulary_size))
-        if teacher := objective.identity.get("teacher"):
-            check_same_data({"distillation.teacher": teacher["fingerprint"]})
+        objective = objective_of(config, config.model.rows(corpora.own.vocabulary_size))
+        objective.build(read_frozen)
+        for read in objective.identity.values():
+            check_same_data({objective.setting: read["fingerprint"]})
         continuation = Continuation(config, corpora, objective.model.state_dict())
         continuation.identity.update(objective.identity)
         shares = continuation.rate_shares
@@ -81,7 +83,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
 
         def check(state: dict[str, Any], checkpoint: Path) -> None:
             _check_state(state, checkpoint, config, corpora.training)
-            _check_teacher(state, checkpoint, config, objective)
+            objective.check_resumed(state, checkpoint)
             continuation.resume(engine, state)
 
         training = Training(
@@ -136,8 +138,7 @@ class Pretraining:
         self._phase = 0
         self._steps = 0  # that were begun
         self._history: AttentionHistory | None = None
-        # ELECTRA's discriminator has no table of words of its own.
-        if config.evaluation.attention and not config.electra.is_on:
+        if config.evaluation.attention and len(objective.shapes) == 1:  # of two models, one may read the other's tables
             self._history = AttentionHistory(config.folder, config.model, corpora.held_out)
         self._exchange: Exchange | None = None
         self._validation: dict[int, list[StepBatch]] = {}
@@ -197,16 +198,16 @@ class Pretraining:
         return self._objective.loss(output, weights)
 
     def totals(self, output: Any) -> Tensor:
-        return self._objective.totals(output)
+        return torch.stack(list(self._objective.totals(output)))
 
     def counts(self, step: StepBatch) -> Tensor:
-        return self._objective.counts(step)
+        return torch.tensor(self._objective.counts(step), dtype=torch.float64)
 
     def flops(self, micro_batch: MicroBatch) -> float:
-        return self._objective.flops(micro_batch)
+        return self._objective.model_flops(micro_batch.real_lengths, micro_batch.targets)
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
-        return self._objective.metrics(totals, counts)
+        return self._objective.means(totals, counts)
 
     def evaluate(self, engine: Engine) -> dict[str, float]:
         means = self._means(engine, self._validation[self._phase])
@@ -283,17 +284,6 @@ def _check_state(state: dict[str, Any], checkpoint: Path, config: PretrainConfig
     if state["step"] > config.total_steps:
         raise InputError(
             f"{checkpoint}: is at step {state['step']}, past the {config.total_steps} steps of the config's phases."
-        )
-
-
-def _check_teacher(state: dict[str, Any], checkpoint: Path, config: PretrainConfig, objective: Objective) -> None:
-    before, now = (identity.get("teacher") for identity in (state, objective.identity))
-    if (before and before["fingerprint"]) != (now and now["fingerprint"]):
-        was = f"{before['folder']} ({before['fingerprint'][:12]})" if before else "none"
-        given = f"{config.distillation.teacher} ({now['fingerprint'][:12]})" if now else "none"
-        raise InputError(
-            f"{checkpoint}: its teacher was {was}, and distillation.teacher is {given}. Give the same one, or start a "
-            "new run."
         )
 
 

@@ -1,11 +1,11 @@
 """Fields of evaluations and events in metrics.jsonl, and the kinds of events, with their meaning.
 
-`pretrain.tracking.metrics` has those of training records; docs/reference/metrics.md is made from both.
+`pretrain.run.metrics` has those of training records; docs/reference/metrics.md is made from both.
 """
 
 from __future__ import annotations
 
-from pretrain.tracking.metrics import Metric
+from pretrain.common.records import Metric
 
 EVALUATION_FIELDS: dict[str, Metric] = {
     "split": Metric("", "Always `validation`: held-out sequences, or the first dev set."),

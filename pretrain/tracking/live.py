@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.records import parse_record
+from pretrain.common.records import NO_METRICS, Metric, metric_lines, parse_record
 from pretrain.common.run_files import METRICS
 from pretrain.common.wording import clock, shown_scores
 from pretrain.common.worker import WAITING_FILE
@@ -32,8 +32,12 @@ _SETTLING_SECONDS = 2.0  # a shorter time span gives no reliable speed
 
 
 @contextlib.contextmanager
-def follow(run_dir: Path, total_steps: int, console: Console | None = None) -> Iterator[None]:
+def follow(
+    run_dir: Path, total_steps: int, console: Console | None = None, metrics: Mapping[str, Metric] = NO_METRICS
+) -> Iterator[None]:
     """Show the run's progress on the terminal while the block runs.
+
+    `metrics` says how those of a pretraining are shown; a fine-tuning has scores.
 
     One live line shows step, loss, accuracy, useful tokens/s, MFU, data stalls and time left. Evaluations are printed
     above it. Before the first record, the line shows the phase of the start. If stdout is not a terminal, a plain line
@@ -43,7 +47,7 @@ def follow(run_dir: Path, total_steps: int, console: Console | None = None) -> I
 
     console = console or RichConsole(highlight=False, soft_wrap=True)
     starting.end_phases(run_dir)  # a killed start leaves its phase
-    progress = _Progress(run_dir, total_steps, console)
+    progress = _Progress(run_dir, total_steps, console, metrics)
     progress.poll()  # existing records belong to earlier starts of the run
     stop = threading.Event()
     draw = _draw_live if console.is_terminal else _print_plain
@@ -103,8 +107,11 @@ class _Tail:
 class _Progress:
     """State of the live line: the latest values and the speed."""
 
-    def __init__(self, run_dir: Path, total_steps: int, console: Console) -> None:
+    def __init__(
+        self, run_dir: Path, total_steps: int, console: Console, metrics: Mapping[str, Metric] = NO_METRICS
+    ) -> None:
         self.console = console
+        self.metrics = metrics
         self.total_steps = total_steps
         self.started = time.monotonic()
         self.last: dict[str, Any] = {}
@@ -180,11 +187,14 @@ class _Progress:
             best = record.get("best", loss is not None and loss < self._best)
             self._best = loss if best and loss is not None else self._best
             if self._news:
-                self.console.print(_evaluation_line(record, best))
+                self.console.print(_evaluation_line(record, self.metrics, best))
             return
         self.last = record
         if self._news:
             self._pace.append((time.monotonic(), self._work(self.step)))
+
+    def live_metrics(self) -> list[tuple[str, Metric]]:
+        return [(name, metric) for name, metric in self.metrics.items() if metric.live]
 
     @property
     def started_training(self) -> bool:
@@ -271,11 +281,7 @@ def _pieces(progress: _Progress) -> dict[str, str]:
         "phase": progress.phase(),
         "step": f"step {progress.step:,}/{progress.total_steps:,}",
         "loss": _piece(last.get("loss"), "loss {:.3f}"),
-        "mlm": _piece(last.get("mlm_accuracy"), "mlm {:.1%}"),
-        "nsp": _piece(last.get("nsp_accuracy"), "nsp {:.1%}"),
-        "sop": _piece(last.get("sop_accuracy"), "sop {:.1%}"),
-        "distil": _piece(last.get("distil_loss"), "distil {:.3f}"),
-        "rtd": _piece(last.get("rtd_accuracy"), "rtd {:.1%}"),
+        **{name: metric.line(last[name]) for name, metric in progress.live_metrics() if last.get(name) is not None},
         "speed": _piece(last.get("tokens_per_second"), "{:,.0f} tokens/s"),
         "mfu": _piece(last.get("mfu"), "{:.0%} MFU"),
         "stall": _piece(last.get("data_stall_fraction"), "stall {:.1%}"),
@@ -289,15 +295,11 @@ def _piece(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
-# In order of importance: on a narrow terminal the last ones are left out first.
-_PRIORITY = ("step", "loss", "left", "skipped", "speed", "mlm", "mfu", "phase", "nsp", "sop", "distil", "rtd", "stall")
+# In order of importance: on a narrow terminal the last ones are left out first. The first metric stands before the
+# others.
+_PRIORITY, _LATER, _LAST = ("step", "loss", "left", "skipped", "speed"), ("mfu", "phase"), ("stall",)
 _STYLES = {
     "loss": "bold",
-    "mlm": "green",
-    "nsp": "green",
-    "sop": "green",
-    "distil": "green",
-    "rtd": "green",
     "speed": "cyan",
     "mfu": "cyan",
     "skipped": "yellow",
@@ -312,10 +314,12 @@ def _live_line(progress: _Progress, width: int) -> Text:
         spin = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[int(time.monotonic() / _REFRESH_SECONDS) % 10]
         return Text(f"{spin} {progress.phase_of_start}, {clock(time.monotonic() - progress.started)}", style="dim")
     pieces = _pieces(progress)
+    measured = [name for name, _ in progress.live_metrics()]
     shown: set[str] = set()
     bar_width = max(0, min(24, width // 6))
     width_left = width - 1 - bar_width - 2
-    for key in _PRIORITY:
+    first, others = measured[:1], measured[1:]
+    for key in (*_PRIORITY, *first, *_LATER, *others, *_LAST):
         if key in pieces and len(pieces[key]) + 2 <= width_left:
             shown.add(key)
             width_left -= len(pieces[key]) + 2
@@ -323,7 +327,7 @@ def _live_line(progress: _Progress, width: int) -> Text:
     line.append_text(_bar(progress.step / max(1, progress.total_steps), bar_width)).append("  ")
     for key, text in pieces.items():
         if key in shown:
-            line.append(text, style=_STYLES.get(key, "")).append("  ")
+            line.append(text, style=_STYLES.get(key, "green" if key in measured else "")).append("  ")
     return line
 
 
@@ -334,32 +338,23 @@ def _bar(share: float, width: int) -> Text:
     return Text("━" * full, style="cyan").append("━" * (width - full), style="bright_black")
 
 
-def _evaluation_line(record: dict[str, Any], best: bool) -> Text:
+def _evaluation_line(record: dict[str, Any], metrics: Mapping[str, Metric], best: bool) -> Text:
     from rich.text import Text
 
     line = Text(f"  step {record.get('step', 0):,} held-out", style="dim", no_wrap=True, overflow="crop")
-    for name, value in _shown_scores(record):
-        line.append("  ").append(f"{name} {value}", style="default not dim bold")
+    for score in _shown_scores(record, metrics):
+        line.append("  ").append(score, style="default not dim bold")
     return line.append("  best" if best else "", style="default not dim green")
 
 
-_SCORES = {
-    "mlm_loss": ("mlm loss", "{:.3f}"),
-    "mlm_accuracy": ("mlm", "{:.1%}"),
-    "nsp_accuracy": ("nsp", "{:.1%}"),
-    "sop_accuracy": ("sop", "{:.1%}"),
-    "distil_loss": ("distil loss", "{:.3f}"),
-    "rtd_accuracy": ("rtd", "{:.1%}"),
-}
 _MOST_SCORES = 4
 
 
-def _shown_scores(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of an evaluation: the metrics of pretraining, or the first few of another task."""
-    known = {key: shown for key, shown in _SCORES.items() if record.get(key) is not None}
-    if known:
-        return [(name, form.format(record[key])) for key, (name, form) in known.items()]
+def _shown_scores(record: dict[str, Any], metrics: Mapping[str, Metric]) -> list[str]:
+    """The metrics of an evaluation of pretraining, or the first few scores of another task."""
+    if known := metric_lines(record, metrics):
+        return known
     others = shown_scores(
         {key: value for key, value in record.items() if isinstance(value, float) and key != "seconds"}
     )
-    return [(key.replace("_", " "), f"{value:.3f}") for key, value in list(others.items())[:_MOST_SCORES]]
+    return [f"{key.replace('_', ' ')} {value:.3f}" for key, value in list(others.items())[:_MOST_SCORES]]

@@ -69,7 +69,7 @@ class Tracker:
                 self._wandb.log(record)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append one record (`pretrain.tracking.metrics`); NaN and infinities are written as null."""
+        """Append one record (`pretrain.run.metrics`); NaN and infinities are written as null."""
         if self._file is None:
             return
         record = {

@@ -29,9 +29,10 @@ from pretrain.common.errors import InputError
 from pretrain.common.wording import aligned
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
+from pretrain.objectives import objective_of
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.planning.roofline import GPUS, Gpu, step_times
-from pretrain.planning.work import Flops, phase_work
+from pretrain.planning.work import phase_work
 from pretrain.run import session
 from pretrain.run.passes import Passes
 from pretrain.run.train import full_batch
@@ -193,9 +194,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _predicted(case: Case, config: PretrainConfig, gpu: Gpu) -> dict[str, Any]:
-    flops = Flops(config, case.vocabulary)
+    objective = objective_of(config, case.vocabulary)
     work = phase_work(config, config.phases[0], case.vocabulary, case.length)
-    times = step_times(config, config.phases[0], work, flops, gpu, 1)
+    times = step_times(objective, config.phases[0], work, gpu, 1)
     times = dataclasses.replace(times, loader=0.0)  # there is none here
     return {"limit_seconds": times.limit, "limited_by": times.limited_by, "parts": dict(times.rows())}
 

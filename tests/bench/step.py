@@ -27,7 +27,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import Precision, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.model.precision import measure_matmul
-from pretrain.planning.work import Flops
+from pretrain.objectives import objective_of
 from tests.bench.baselines import BARE, BASELINES, OURS, TrainerProcess, TrainerSpec, bench_config
 
 LEARNING_RATE = 1e-4
@@ -57,7 +57,7 @@ def compare(
 ) -> dict[str, Any]:
     """One model size at one sequence length: medians over the timed steps, as JSON values.
 
-    `mfu` is the model FLOPs utilisation of our engine (`pretrain.tracking.metrics`). `mfu_full_last_layer` also counts
+    `mfu` is the model FLOPs utilisation of our engine (`pretrain.run.metrics`). `mfu_full_last_layer` also counts
     the rows that our last layer skips, as the usual definition does.
     """
     shards = open_shards(Path(options.corpus), "train")
@@ -77,8 +77,8 @@ def compare(
     baselines = [kind for kind in options.peers if kind != BARE] or [BARE]
     # Utilisation for each FLOP that a token costs.
     per_flop = sorted(1 / (time * peak) for time, peak in zip(seconds[OURS], timings.matmul_peaks, strict=True))
-    counted = Flops(config, shards.vocabulary_size)
-    flops_per_token = _sum(counted.of_models, steps) / tokens
+    counted = objective_of(config, shards.vocabulary_size)
+    flops_per_token = _sum(counted.model_flops, steps) / tokens
     return {
         "family": family,
         "size": size,
@@ -95,7 +95,7 @@ def compare(
         "matmul_peak_gflops": statistics.median(timings.matmul_peaks) / 1e9,
         "mfu": flops_per_token * statistics.median(per_flop),
         "mfu_spread": [flops_per_token * per_flop[0], flops_per_token * per_flop[-1]],
-        "mfu_full_last_layer": _sum(counted.useful, steps) / tokens * statistics.median(per_flop),
+        "mfu_full_last_layer": _sum(counted.useful_flops, steps) / tokens * statistics.median(per_flop),
     }
 
 

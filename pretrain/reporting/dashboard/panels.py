@@ -1,4 +1,4 @@
-"""The panels of a dashboard as data. Both the W&B workspace and the HTML page are generated from `PANELS`."""
+"""The panels of a dashboard as data. Both the W&B workspace and the HTML page are generated from `panels`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from pretrain.run.metrics import objective_metrics
+
 Kind = Literal["curve", "ranks", "scores"]
 Unit = Literal["nats", "share", "tokens/s", "s", "bytes", "steps", ""]
+
+
+_UNITS: dict[str, Unit] = {"fraction": "share", "nats": "nats"}  # of a metric
 
 
 @dataclass(frozen=True)
@@ -25,19 +30,11 @@ class Panel:
     kind: Kind = "curve"
 
 
-PANELS = (
+_LEARNING = (
     Panel("Scores on held-out examples", (), "", "Learning", "scores"),
     Panel("Loss", ("loss",), "nats", "Learning"),
-    Panel("MLM loss", ("mlm_loss",), "nats", "Learning"),
-    Panel("MLM accuracy", ("mlm_accuracy",), "share", "Learning"),
-    Panel("NSP loss", ("nsp_loss",), "nats", "Learning"),
-    Panel("NSP accuracy", ("nsp_accuracy",), "share", "Learning"),
-    Panel("SOP loss", ("sop_loss",), "nats", "Learning"),
-    Panel("SOP accuracy", ("sop_accuracy",), "share", "Learning"),
-    Panel("Divergence from the teacher", ("distil_loss",), "nats", "Learning"),
-    Panel("Cosine distance from the teacher", ("cosine_loss",), "", "Learning"),
-    Panel("RTD loss", ("rtd_loss",), "nats", "Learning"),
-    Panel("RTD accuracy", ("rtd_accuracy",), "share", "Learning"),
+)
+_OTHERS = (
     Panel("Gradient norm before clipping", ("grad_norm",), "", "Learning"),
     Panel("Learning rate", ("lr",), "", "Learning"),
     Panel("Useful tokens per second", ("tokens_per_second",), "tokens/s", "Speed"),
@@ -49,6 +46,17 @@ PANELS = (
     Panel("Peak memory of worker 0", ("memory_bytes",), "bytes", "Workers"),
     Panel("Steps skipped (NaN or infinite gradients)", ("skipped_steps",), "steps", "Workers"),
 )
+
+
+def panels() -> tuple[Panel, ...]:
+    """All panels: those of each objective's metrics come after the loss."""
+    metrics = objective_metrics().items()
+    return (
+        *_LEARNING,
+        *(Panel(one.title, (name,), _UNITS.get(one.unit, ""), "Learning") for name, one in metrics),
+        *_OTHERS,
+    )
+
 
 EVENTS = (
     "resume",
@@ -72,12 +80,12 @@ _NO_SCORES = {"split", "step", "epoch", "samples", "tokens", "seconds", "best"}
 
 
 def panels_for(records: Iterable[dict[str, Any]]) -> Iterator[Panel]:
-    """The `PANELS` for which `records` have data; the metrics of the panel `scores` are taken from the records."""
+    """The `panels` for which `records` have data; the metrics of the panel `scores` are taken from the records."""
     key_sets = dict.fromkeys(map(tuple, records))  # few distinct ones
     measured = {key for keys in key_sets for key in keys}
-    not_scores = {metric for panel in PANELS for metric in panel.metrics} | _NO_SCORES
+    not_scores = {metric for panel in panels() for metric in panel.metrics} | _NO_SCORES
     scores = dict.fromkeys(key for keys in key_sets if "split" in keys for key in keys if key not in not_scores)
-    for panel in PANELS:
+    for panel in panels():
         if panel.kind == "scores":
             panel = replace(panel, metrics=tuple(scores))
         if measured.intersection(panel.metrics):

@@ -1,7 +1,7 @@
 """A budget of FLOPs as a number of steps: the phases of a config keep their proportions.
 
 What a sequence costs is measured on batches of the prepared corpus, so the lengths of its sequences are its own. The
-FLOPs are those of `pretrain.planning.work.Flops.executed` and `optimizer_flops`: of training, without evaluations.
+FLOPs are the objective's `executed_flops` and `pretrain.planning.work.optimizer_flops`: of training, not evaluations.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
+from pretrain.objectives import objective_of
 from pretrain.planning import work
 
 MOST_EPOCHS = 10.0
@@ -76,7 +77,7 @@ def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[
     """What a sequence of each phase costs, from batches of the config's prepared corpus."""
     shards = open_shards(config.corpus.folder, "train")
     rows = config.model.rows(shards.vocabulary_size)
-    counted = work.Flops(config, rows, teacher)
+    counted = objective_of(config, rows, teacher)
     costs = []
     for number, phase in enumerate(config.phases):
         maker = BatchMaker(shards, config, number, seed=config.seed, rank=0, world_size=1)
@@ -84,7 +85,7 @@ def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[
         flops, tokens, sequences = 0.0, 0, 0
         for step in _sampled_steps(maker, phase):
             tokens, sequences = tokens + step.tokens, sequences + step.sequences
-            flops += sum(counted.executed(batch.real_lengths, batch.targets) for batch in step.micro_batches)
+            flops += sum(counted.executed_flops(batch.real_lengths, batch.targets) for batch in step.micro_batches)
         costs.append(SequenceCost(flops / sequences, tokens / sequences, maker.samples_per_epoch))
     return costs
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from pretrain.common.records import Metric
+from pretrain.objectives import objective_metrics
 
-
-class Metric(NamedTuple):
-    """The unit and the definition of one field of a training record."""
-
-    unit: str
-    description: str
+__all__ = ["TRAINING_METRICS", "objective_metrics"]
 
 
 TRAINING_METRICS: dict[str, Metric] = {
@@ -19,27 +15,9 @@ TRAINING_METRICS: dict[str, Metric] = {
     "tokens": Metric("tokens", "Tokens trained on so far, without padding."),
     "loss": Metric(
         "nats",
-        "Sum of mlm_loss and nsp_loss or sop_loss; in distillation and ELECTRA, the weighted sum of their losses; for "
-        "fine-tuning, the loss of the task.",
+        "Weighted sum of the objective's losses, such as mlm_loss and nsp_loss; for fine-tuning, the loss of the task.",
     ),
-    "mlm_loss": Metric("nats", "Cross-entropy per masked token; mean since the last record."),
-    "mlm_accuracy": Metric("fraction", "Masked tokens predicted correctly since the last record."),
-    "nsp_loss": Metric("nats", "Cross-entropy per sentence pair; mean since the last record."),
-    "nsp_accuracy": Metric("fraction", "Sentence pairs classified correctly since the last record."),
-    "sop_loss": Metric("nats", "Cross-entropy per pair of segments in order or swapped; mean since the last record."),
-    "sop_accuracy": Metric("fraction", "Pairs classified correctly as in order or swapped since the last record."),
-    "distil_loss": Metric(
-        "nats",
-        "Divergence from the teacher's predictions per masked token, at the temperature and times its square; mean "
-        "since the last record.",
-    ),
-    "cosine_loss": Metric(
-        "", "1 minus the cosine of the last hidden states of student and teacher; mean of tokens since the last record."
-    ),
-    "rtd_loss": Metric(
-        "nats", "Binary cross-entropy of the ELECTRA discriminator per token; mean since the last record."
-    ),
-    "rtd_accuracy": Metric("fraction", "Tokens recognised as original or replaced since the last record."),
+    **objective_metrics(),
     "lr": Metric("", "Learning rate of the last step."),
     "grad_norm": Metric("", "Global gradient norm of the last step, before clipping."),
     "tokens_per_second": Metric("tokens/s", "Throughput over all workers, without padding."),

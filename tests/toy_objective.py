@@ -1,0 +1,105 @@
+"""An objective in one file: masked tokens, and the position of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pretrain.batches.batch import StepBatch
+from pretrain.common.records import Metric
+from pretrain.model.heads import PretrainingBatch, PretrainingModel
+from pretrain.objectives.masked import MaskedTokens
+from pretrain.objectives.objective import Exported, ReadFrozen
+
+
+class PlaceLosses(NamedTuple):
+    """Sums over the micro-batch, fp32 scalars."""
+
+    mlm_loss: Tensor
+    place_loss: Tensor
+    mlm_correct: Tensor
+    place_correct: Tensor
+
+
+class PlaceModel(PretrainingModel):
+    """`heads.place_weight` [positions, H] scores the positions."""
+
+    def __init__(self, *arguments: Any, positions: int) -> None:
+        super().__init__(*arguments)
+        self.heads.place_weight = nn.Parameter(0.02 * torch.randn(positions, self.shape.hidden))
+
+    def forward(self, batch: PretrainingBatch) -> PlaceLosses:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden_TH = self.encode(batch)
+        masked_KH = hidden_TH.index_select(0, batch.masked_rows)
+        mlm_loss, _, mlm_correct, _ = self.heads(masked_KH, self._decoder(), batch.masked_labels, batch.nsp_labels)
+        scores_TP = F.linear(hidden_TH, self.heads.place_weight).float()
+        place_loss = F.cross_entropy(scores_TP, batch.positions, reduction="sum")
+        return PlaceLosses(mlm_loss, place_loss, mlm_correct, (scores_TP.argmax(-1) == batch.positions).sum().float())
+
+
+class Places(MaskedTokens):
+    setting = "name"
+    gist = "learns positions"
+    metrics: ClassVar[Mapping[str, Metric]] = {
+        **MaskedTokens.metrics,
+        "place_loss": Metric("nats", "Cross-entropy of the position.", "Loss of places"),
+        "place_accuracy": Metric("fraction", "Positions found.", "Places found", "place", live=True),
+    }
+
+    def build(self, read: ReadFrozen) -> None:
+        shape = self.config.model
+        self.model = PlaceModel(shape, self.vocabulary, False, positions=shape.max_positions)
+
+    def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
+        return 1 / max(step.masked, 1), 1 / step.tokens
+
+    def loss(self, output: Any, weights: Sequence[float] | Tensor) -> Tensor:
+        return output.mlm_loss * weights[0] + output.place_loss * weights[1]
+
+    def counts(self, step: StepBatch) -> tuple[float, ...]:
+        return step.masked, step.tokens
+
+    def means(self, totals: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
+        mlm_loss, place_loss, mlm_correct, place_correct = totals
+        masked, tokens = max(counts[0], 1), counts[1]
+        return {
+            "loss": mlm_loss / masked + place_loss / tokens,
+            "mlm_loss": mlm_loss / masked,
+            "mlm_accuracy": mlm_correct / masked,
+            "place_loss": place_loss / tokens,
+            "place_accuracy": place_correct / tokens,
+        }
+
+    @property
+    def entries(self) -> int:
+        """Of its own head."""
+        return self.config.model.max_positions * self.config.model.hidden
+
+    def parameters(self) -> list[tuple[str, int, str]]:
+        ((name, count, note),) = super().parameters()
+        return [(name, count + self.entries, note)]
+
+    def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
+        return super().useful_flops(lengths, masked) + 6 * self.entries * sum(lengths)
+
+    def model_flops(self, lengths: Sequence[float], masked: float) -> float:
+        return self.useful_flops(lengths, masked)
+
+    def last_rows(self, tokens: float, sequences: float, masked: float) -> list[float]:
+        return [tokens]
+
+    @property
+    def exported(self) -> tuple[Exported, ...]:
+        return (Exported(self.config.model, "masked language modeling and positions", _without_places),)
+
+
+OBJECTIVE = Places
+
+
+def _without_places(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What released layouts hold."""
+    return {name: tensor for name, tensor in state.items() if name != "heads.place_weight"}
