@@ -39,6 +39,13 @@ def make_starts(main: Callable[[dict[str, Any], Worker], None], given: Sequence[
     return outcomes
 
 
+def starts(given: Sequence[Start]) -> list[str]:
+    """Starts of pretrainings; as `make_starts`."""
+    from pretrain.run import train
+
+    return make_starts(train.main, given)
+
+
 def pretraining(
     corpus: Path, run_dir: Path, phases: Sequence[tuple[int, int, int]], /, **changes: Any
 ) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pretrain.reporting.attention.strips import percent
 from pretrain.run.attention import history
 from pretrain.run.attention.history import AttentionHistory, read_history, unpacked
 from tests.distributed import run_workers
-from tests.starts import Start, make_starts, pretraining, records
+from tests.starts import Start, pretraining, records, starts
 
 STEPS = 6
 
@@ -31,12 +31,6 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=30, vocabulary_size=300)
-
-
-def starts(given: list[Start]) -> list[str]:
-    from pretrain.run import train
-
-    return make_starts(train.main, given)
 
 
 def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from pretrain.batches.pairs import IGNORED
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.model.attention import dispatch
-from pretrain.model.fused_cross_entropy import vocabulary_losses
 from pretrain.model.heads import PretrainingModel
+from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
 from pretrain.objectives.masked import MaskedTokens
 from tests.test_batches_loader import run_config
 
@@ -193,7 +193,9 @@ def test_counts_and_useful_work_are_those_of_the_text(shards: TokenShards, world
         for one, other in zip(plain.micro_batches, filled.micro_batches, strict=True):
             assert other.filler.sequences
             assert other.filler.rows
-            assert objective.flops(one) == objective.flops(other)
+            assert objective.model_flops(one.real_lengths, one.targets) == objective.model_flops(
+                other.real_lengths, other.targets
+            )
 
 
 def test_held_out_batches_have_no_filler(shards: TokenShards) -> None:

@@ -23,19 +23,18 @@ from pretrain import __main__ as command_line
 from pretrain.common.errors import InputError
 from pretrain.common.records import is_training, note_end, read_records
 from pretrain.common.run_files import FAILED, SCORES
-from pretrain.config import DistillationConfig, ElectraConfig, PairsConfig
-from pretrain.objectives.distillation import Distillation
-from pretrain.objectives.masked import MaskedTokens
-from pretrain.objectives.replaced_tokens import ReplacedTokens
+from pretrain.config import PretrainConfig
+from pretrain.objectives import objective_of
 from pretrain.reporting import dashboard
 from pretrain.reporting.dashboard import curves, workspace
-from pretrain.reporting.dashboard.panels import PANELS, panels_for
+from pretrain.reporting.dashboard.panels import panels, panels_for
 from pretrain.reporting.dashboard.runs import find_folder, read_runs
 from pretrain.reporting.dashboard.subjects import subject
 from pretrain.run import loop
 from pretrain.run.metrics import TRAINING_METRICS
 from pretrain.run.progress import Progress, Stopwatch, Window
 from pretrain.run.stragglers import RankTimes
+from tests.starts import pretraining
 
 HOSTILE = "</script><script>alert(1)</script> | [x](y) \u2028 'q\""
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -160,26 +159,22 @@ class TestPanels:
             device=torch.device("cpu"),
             workers=SimpleNamespace(sum_over_workers=lambda it: it),
         )
-        for kind, objective in (
-            (MaskedTokens, "nsp"),
-            (MaskedTokens, "sop"),
-            (Distillation, "none"),
-            (ReplacedTokens, "none"),
+        for pairs, changes, totals, counts in (
+            ("nsp", {}, 4, 2),
+            ("sop", {}, 4, 2),
+            ("none", {"distillation__teacher": "x"}, 6, 3),
+            ("none", {"electra__generator_width": 0.5}, 4, 2),
         ):
-            pairs = PairsConfig.model_validate({"objective": objective})
-            settings = {"distillation": DistillationConfig(), "electra": ElectraConfig()}
-            own: Any = kind.__new__(kind)
-            own._config = SimpleNamespace(pairs=pairs, **settings)
-            totals = {MaskedTokens: 4, Distillation: 6, ReplacedTokens: 4}[kind]
-            counts = {MaskedTokens: 2, Distillation: 3, ReplacedTokens: 2}[kind]
+            values = pretraining(Path("corpus"), Path("run"), [(32, 8, 1)], pairs__objective=pairs, **changes)
+            objective = objective_of(PretrainConfig.model_validate(values))
             run: Any = SimpleNamespace(
                 progress=Progress(step=1, window=Window(totals=[1.0] * totals, counts=[1.0] * counts)),
                 engine=engine,
-                task=SimpleNamespace(metrics=own.metrics),
+                task=SimpleNamespace(metrics=objective.means),
                 plan=SimpleNamespace(peak_flops=1.0),
                 recorder=SimpleNamespace(log=written.append),
                 stopwatch=Stopwatch(),
-                stragglers=RankTimes(engine, 2.0),
+                stragglers=RankTimes(engine),
                 rate=0.1,
                 epoch=0,
                 norm=1.0,
@@ -188,9 +183,9 @@ class TestPanels:
         special = ("nsp_loss", "sop_loss", "distil_loss", "rtd_loss")
         assert [{*special} & set(record) for record in written] == [{name} for name in special]
         record = {name: value for one in written for name, value in one.items()}
-        assert {metric for panel in PANELS for metric in panel.metrics} <= set(record)
+        assert {metric for panel in panels() for metric in panel.metrics} <= set(record)
         assert set(record) == set(TRAINING_METRICS)
-        by_rank = {metric for panel in PANELS if panel.kind == "ranks" for metric in panel.metrics}
+        by_rank = {metric for panel in panels() if panel.kind == "ranks" for metric in panel.metrics}
         assert by_rank == {metric for metric, value in record.items() if isinstance(value, list)}
 
     def test_scores_are_what_else_an_evaluation_has(self) -> None:
@@ -250,7 +245,7 @@ class TestCurves:
             training(2, rank_forward_seconds=[1.0] * 15),
         ]
         (run,) = read_runs(write_run(tmp_path / "r", records))
-        (panel,) = [panel for panel in PANELS if panel.metrics == ("rank_forward_seconds",)]
+        (panel,) = [panel for panel in panels() if panel.metrics == ("rank_forward_seconds",)]
         found = {curve.name: curve.y for curve in curves.curves(panel, [run])}
         assert found == {
             "slowest of 16": [15.0, 1.0],

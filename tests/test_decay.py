@@ -8,13 +8,7 @@ from typing import Any
 from corpora import make_corpus
 
 from tests.distributed import run_workers
-from tests.starts import Start, make_starts, pretraining, records
-
-
-def starts(given: list[Start]) -> list[str]:
-    from pretrain.run import train
-
-    return make_starts(train.main, given)
+from tests.starts import Start, pretraining, records, starts
 
 
 def test_a_run_decays_as_its_timescale_says(tmp_path: Path) -> None:

@@ -15,23 +15,17 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.start import read_frozen
 from pretrain.common.errors import InputError
 from pretrain.config import DistillationConfig, ModelConfig, PretrainConfig, load_config
-from pretrain.model import fused_cross_entropy
 from pretrain.model.heads import PretrainingModel
+from pretrain.model.kernels import fused_cross_entropy
 from pretrain.objectives import objective_of
 from pretrain.objectives.distillation import DistillingModel, evenly_spread, student_shapes, student_weights
 from pretrain.objectives.objective import FrozenModel
 from tests.batches_by_hand import make_batch, next_sentence_logits
 from tests.distributed import run_workers
-from tests.starts import Start, make_starts, pretraining, records
+from tests.starts import Start, pretraining, records, starts
 
 STEPS = 4
 CONFIGS = Path(__file__).resolve().parent.parent / "configs/pretrain"
-
-
-def starts(given: list[Start]) -> list[str]:
-    from pretrain.run import train
-
-    return make_starts(train.main, given)
 
 
 # ---- losses

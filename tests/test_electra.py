@@ -27,7 +27,7 @@ from pretrain.objectives.replaced_tokens import (
 )
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
-from tests.starts import Start, make_starts, pretraining, records
+from tests.starts import Start, pretraining, records, starts
 
 SHAPE = ModelConfig(
     size="custom", layers=2, hidden=32, heads=4, intermediate=48, embedding=24, max_positions=40, hidden_dropout=0.0
@@ -195,12 +195,6 @@ def settings(corpus: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         "electra__generator_width": 0.5,
     }
     return pretraining(corpus, folder, [(32, 8, STEPS)], **{**small, **changes})
-
-
-def starts(given: list[Start]) -> list[str]:
-    from pretrain.run import train
-
-    return make_starts(train.main, given)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.filler import COARSE, with_filler
+from pretrain.checkpoint.start import read_frozen
 from pretrain.common.settings import dump
 from pretrain.common.worker import Worker
 from pretrain.config import ModelConfig, OptimizerConfig, PretrainConfig
@@ -57,7 +58,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lamb": {"name": "lamb"},
     "stable_adamw": {"name": "stable_adamw"},
     "muon": {"name": "muon"},
-    "normuon": {"name": "muon", "normalised": True},
 }
 GPU = torch.device("cuda")
 Run = Callable[..., Tensor]
@@ -243,6 +243,7 @@ def training(config: PretrainConfig) -> Iterator[tuple[Engine, Run]]:
         config, device = session.choose_device(config, Worker())
         torch.manual_seed(0)
         objective = MaskedTokens(config, VOCABULARY)
+        objective.build(read_frozen)
         engine = Engine(
             objective.model,
             lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay)),

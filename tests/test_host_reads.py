@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pretrain.batches.batch import MicroBatch
 from pretrain.common.transfers import OnItsWay, arrivals
 from pretrain.config import ElectraConfig, ModelConfig
-from pretrain.model.attention import dispatch, grouped_op
+from pretrain.model.attention import dispatch
 from pretrain.model.heads import PretrainingModel
+from pretrain.model.kernels import grouped_op
 from pretrain.objectives.replaced_tokens import ElectraModel
 
 VOCABULARY = 1000

@@ -19,11 +19,10 @@ from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.objectives.masked import MaskedTokens
-from pretrain.run import train
 from pretrain.run.continuation import Corpora
 from pretrain.run.train import Pretraining
 from tests.distributed import run_workers
-from tests.starts import Start, all_records, make_starts, pretraining, records
+from tests.starts import Start, all_records, pretraining, records, starts
 
 STEPS = 6  # over both phases
 SIZES = [4, 4, 8, 12]  # of the first phase
@@ -134,10 +133,6 @@ def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
         "engine": {**values["engine"], "micro_batch_tokens": 256, "zero_stage": 1},
     }
     return {**values, **more}
-
-
-def starts(given: list[Start]) -> list[str]:
-    return make_starts(train.main, given)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ from pretrain.storage.runs import fetched_model
 from pretrain.training.rates import rate_shares, rated_groups
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
-from tests.starts import Start, make_starts, pretraining, records, with_changes
+from tests.starts import Start, pretraining, records, starts, with_changes
 
 JARGON = ["zymurgy", "quotidian", "vexillology", "jumbuck", "wyvern"]
 
@@ -85,12 +85,6 @@ def write_config(path: Path, corpus: Path, text: Path, start: Path, **changes: A
 
 def resolved(path: Path, *overrides: str) -> PretrainConfig:
     return load_config(path, [*overrides, *start_overrides(path, overrides)])
-
-
-def starts(given: list[Start]) -> list[str]:
-    from pretrain.run import train
-
-    return make_starts(train.main, given)
 
 
 def start_of(path: Path, **options: Any) -> Start:

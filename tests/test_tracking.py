@@ -31,6 +31,7 @@ from pretrain.common.records import note_end, read_records
 from pretrain.common.settings import dump
 from pretrain.common.wording import clock
 from pretrain.config import PretrainConfig
+from pretrain.objectives.masked import MaskedTokens
 from pretrain.tracking import live, mirror, starting
 from pretrain.tracking.live import follow
 from pretrain.tracking.mirror import wandb_names
@@ -739,7 +740,7 @@ class TestFollow:
 
     @given(width=st.integers(40, 250), step=st.integers(1, 100), loss=st.none() | st.floats(0, 1e4))
     def test_the_live_line_fits_the_terminal(self, width: int, step: int, loss: float | None) -> None:
-        progress = live._Progress(Path("/nonexistent"), 100, Console(file=io.StringIO()))
+        progress = live._Progress(Path("/nonexistent"), 100, Console(file=io.StringIO()), MaskedTokens.metrics)
         progress.last = {
             "step": step,
             "loss": loss,
@@ -764,7 +765,7 @@ def test_clock(seconds: float, text: str) -> None:
 def following(run: Path, terminal: bool = False) -> Iterator[io.StringIO]:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=terminal, width=200, color_system=None, highlight=False)
-    with follow(run, 100, console):
+    with follow(run, 100, console, MaskedTokens.metrics):
         yield screen
 
 

@@ -26,7 +26,7 @@ from cluster.workers.actors import PROCESS_TITLE
 from pretrain.config import PretrainConfig, load_config
 from pretrain.run import preflight
 from tests.distributed import run_workers
-from tests.starts import Start, make_starts, pretraining, records
+from tests.starts import Start, pretraining, records, starts
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6  # over both phases
@@ -41,12 +41,6 @@ def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
     """A run of two phases; section__key changes it."""
     small = {"engine__micro_batch_tokens": 256, "evaluation__every_steps": 3}
     return pretraining(corpus, run_dir, [(32, 12, 4), (64, 6, 2)], **{**small, **changes})
-
-
-def starts(given: list[Start]) -> list[str]:
-    from pretrain.run import train
-
-    return make_starts(train.main, given)
 
 
 def starts_of_own(given: list[list[Start]]) -> list[str]:

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from pretrain.batches.batch import MicroBatch
 from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.model import cost
-from pretrain.model.attention import grouped_op
 from pretrain.model.heads import PretrainingModel
+from pretrain.model.kernels import grouped_op
 from pretrain.model.parameters import is_hidden_matrix, stacked_parts
 from pretrain.objectives import objective_of
 from pretrain.objectives.distillation import DistillingModel

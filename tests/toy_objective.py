@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretrain.batches.batch import StepBatch
 from pretrain.common.records import Metric
 from pretrain.model.heads import PretrainingBatch, PretrainingModel
 from pretrain.objectives.masked import MaskedTokens
-from pretrain.objectives.objective import Exported, ReadFrozen
+from pretrain.objectives.objective import Exported, ReadFrozen, Term
 
 
 class PlaceLosses(NamedTuple):
@@ -54,25 +53,9 @@ class Places(MaskedTokens):
         shape = self.config.model
         self.model = PlaceModel(shape, self.vocabulary, False, positions=shape.max_positions)
 
-    def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
-        return 1 / max(step.masked, 1), 1 / step.tokens
-
-    def loss(self, output: Any, weights: Sequence[float] | Tensor) -> Tensor:
-        return output.mlm_loss * weights[0] + output.place_loss * weights[1]
-
-    def counts(self, step: StepBatch) -> tuple[float, ...]:
-        return step.masked, step.tokens
-
-    def means(self, totals: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
-        mlm_loss, place_loss, mlm_correct, place_correct = totals
-        masked, tokens = max(counts[0], 1), counts[1]
-        return {
-            "loss": mlm_loss / masked + place_loss / tokens,
-            "mlm_loss": mlm_loss / masked,
-            "mlm_accuracy": mlm_correct / masked,
-            "place_loss": place_loss / tokens,
-            "place_accuracy": place_correct / tokens,
-        }
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return Term("mlm", "masked", shown="mlm"), Term("place", "tokens", shown="place")
 
     @property
     def entries(self) -> int:

@@ -19,8 +19,8 @@ from pretrain.common.errors import InputError
 from pretrain.common.records import Metric
 from pretrain.config import DistillationConfig, ModelConfig, PretrainConfig
 from pretrain.model import cost
-from pretrain.model.fused_cross_entropy import SoftTargets, soft_target_losses
 from pretrain.model.heads import PretrainingBatch, PretrainingModel, nsp_logits, pool
+from pretrain.model.kernels.fused_cross_entropy import SoftTargets, soft_target_losses
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.objectives.objective import FrozenModel, ReadFrozen
 
@@ -50,16 +50,15 @@ class Distillation(MaskedTokens):
         **MaskedTokens.metrics,
         "distil_loss": Metric(
             "nats",
-            "Divergence from the teacher's predictions per masked token, at the temperature and times its square; mean "
-            "since the last record.",
+            "Divergence from the teacher's predictions per masked token, times the squared temperature; mean since the "
+            "last record.",
             "Divergence from the teacher",
             "distil loss",
             live=True,
         ),
         "cosine_loss": Metric(
             "",
-            "1 minus the cosine of the last hidden states of student and teacher; mean of tokens since the last "
-            "record.",
+            "1 minus the cosine of both models' last hidden states; mean of tokens.",
             "Cosine distance from the teacher",
         ),
     }
@@ -115,25 +114,22 @@ class Distillation(MaskedTokens):
     def loss(self, output: DistillationLosses, weights: Sequence[float] | Tensor) -> Tensor:
         return output.predictions * weights[0] + output.nsp_loss * weights[1] + output.cosine_loss * weights[2]
 
-    def totals(self, output: DistillationLosses) -> Sequence[Tensor]:
-        return output[1:]
+    def totals(self, output: DistillationLosses) -> Tensor:
+        return torch.stack(list(output[1:]))
 
     def counts(self, step: StepBatch) -> tuple[float, ...]:
         return step.masked, step.labeled, step.tokens
 
     def means(self, totals: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
         mlm_loss, nsp_loss, mlm_correct, nsp_correct, soft_loss, cosine_loss = totals
-        (masked, labeled, tokens), settings = (max(one, 1) for one in counts), self.settings
-        means = {
-            "mlm_loss": mlm_loss / masked,
-            "mlm_accuracy": mlm_correct / masked,
-            "distil_loss": soft_loss / masked,
-        }
+        masked, labeled, tokens = (max(one, 1) for one in counts)
+        means = super().means([mlm_loss, nsp_loss, mlm_correct, nsp_correct], [masked, labeled])
+        means["distil_loss"] = soft_loss / masked
+        settings = self.settings
         if settings.cosine_weight:
             means["cosine_loss"] = cosine_loss / tokens
         loss = settings.soft_weight * soft_loss / masked + settings.mlm_weight * mlm_loss / masked
-        loss += settings.cosine_weight * cosine_loss / tokens + nsp_loss / labeled
-        return {"loss": loss, **means, **self.pair_means(nsp_loss / labeled, nsp_correct / labeled)}
+        return {**means, "loss": loss + (settings.cosine_weight * cosine_loss / tokens + nsp_loss / labeled)}
 
     def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
         return super().useful_flops(lengths, masked) + self._teacher_flops(lengths, masked)

@@ -7,13 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pretrain.common.records import Metric
 from pretrain.model import cost
-from pretrain.objectives.objective import Exported, Objective
+from pretrain.objectives.objective import Exported, Objective, Term
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pretrain.batches.batch import StepBatch
-    from pretrain.model.heads import Losses
     from pretrain.objectives.objective import ReadFrozen
 
 MLM = {
@@ -31,11 +27,7 @@ PAIRS = {
         "nats", "Cross-entropy per pair of segments in order or swapped; mean since the last record.", "SOP loss"
     ),
     "sop_accuracy": Metric(
-        "fraction",
-        "Pairs classified correctly as in order or swapped since the last record.",
-        "SOP accuracy",
-        "sop",
-        live=True,
+        "fraction", "Pairs correctly found in order or swapped since the last record.", "SOP accuracy", "sop", live=True
     ),
 }
 _LEARNED = {"nsp": " and next-sentence prediction", "sop": " and sentence-order prediction", "none": ""}
@@ -52,31 +44,15 @@ class MaskedTokens(Objective):
         shape, pairs = self.config.model, self.config.pairs.has_classifier
         self.model = PretrainingModel(shape, self.vocabulary, pairs, **self.how)
 
-    def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
-        # Invariant: losses are normalized globally, by counts over all ranks and micro-batches. As in Devlin et al.,
-        # the loss is the sum of the two means.
-        return 1 / max(step.masked, 1), 1 / max(step.labeled, 1)
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        # As in Devlin et al., the loss is the sum of the two means.
+        return Term("mlm", "masked", shown="mlm"), self.pairs
 
-    def loss(self, output: Losses, weights: Sequence[float] | Tensor) -> Tensor:
-        return output.mlm_loss * weights[0] + output.nsp_loss * weights[1]
-
-    def counts(self, step: StepBatch) -> tuple[float, ...]:
-        return step.masked, step.labeled
-
-    def means(self, totals: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
-        mlm_loss, nsp_loss, mlm_correct, nsp_correct = totals
-        masked, labeled = max(counts[0], 1), max(counts[1], 1)
-        return {
-            "loss": mlm_loss / masked + nsp_loss / labeled,
-            "mlm_loss": mlm_loss / masked,
-            "mlm_accuracy": mlm_correct / masked,
-            **self.pair_means(nsp_loss / labeled, nsp_correct / labeled),
-        }
-
-    def pair_means(self, loss: float, accuracy: float) -> dict[str, float]:
-        """The metrics of the classifier of pairs, if there is one."""
-        name = self.config.pairs.objective
-        return {f"{name}_loss": loss, f"{name}_accuracy": accuracy} if self.config.pairs.has_classifier else {}
+    @property
+    def pairs(self) -> Term:
+        """Of the classifier of pairs; 0 without one."""
+        return Term("nsp", "labeled", shown=self.config.pairs.objective if self.config.pairs.has_classifier else "")
 
     def parameters(self) -> list[tuple[str, int, str]]:
         count = cost.parameter_count(self.config.model, self.vocabulary, self.config.pairs.has_classifier)

@@ -5,6 +5,8 @@ Letters: V vocabulary, T tokens and K masked tokens of a micro-batch.
 
 from __future__ import annotations
 
+import functools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +48,15 @@ class Exported(NamedTuple):
     layout: str = ""  # whose released layout it has, if not that of its family
     head: str = ""  # the end of its class's name in transformers, if the classifier of pairs does not decide it
     usage: str = ""  # if it does not fill masks
+
+
+class Term(NamedTuple):
+    """A loss: the sum `NAME_loss` of the model's output, whose mean is over a count. `NAME_correct` is beside it."""
+
+    name: str
+    count: str  # of a `StepBatch`: masked, labeled or tokens; over all ranks and micro-batches
+    weight: float = 1.0  # in the whole
+    shown: str = ""  # SHOWN_loss and SHOWN_accuracy are recorded; "" records neither
 
 
 class Objective(ABC):
@@ -109,25 +120,42 @@ class Objective(ABC):
 
     # ---- training
 
+    @property
     @abstractmethod
-    def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
-        """What the losses of each micro-batch of a step are multiplied by: one over their global counts, and shares."""
+    def terms(self) -> tuple[Term, ...]:
+        """What the loss is the weighted sum of."""
 
-    @abstractmethod
+    def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
+        """What the losses of each micro-batch of a step are multiplied by (invariant 3: global counts)."""
+        return tuple(term.weight / max(getattr(step, term.count), 1) for term in self.terms)
+
     def loss(self, output: Any, weights: Sequence[float] | Tensor) -> Tensor:
         """This micro-batch's part of the global mean loss, to be differentiated; `weights` as `loss_weights`."""
+        parts = (getattr(output, f"{term.name}_loss") * weights[number] for number, term in enumerate(self.terms))
+        return functools.reduce(operator.add, parts)
 
-    def totals(self, output: Any) -> Sequence[Tensor]:
-        """fp32 scalars: the sums of one micro-batch."""
-        return output
+    def totals(self, output: Any) -> Tensor:
+        """fp32 [n] sums of one micro-batch."""
+        import torch
 
-    @abstractmethod
+        return torch.stack(
+            [getattr(output, f"{one.name}_{kind}") for kind in ("loss", "correct") for one in self.terms]
+        )
+
     def counts(self, step: StepBatch) -> tuple[float, ...]:
         """Global counts of one step, which totals are divided by."""
+        return tuple(getattr(step, term.count) for term in self.terms)
 
-    @abstractmethod
     def means(self, totals: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
         """`loss` and `metrics`, by name."""
+        terms, counts = self.terms, [max(count, 1) for count in counts]
+        losses, correct = totals[: len(terms)], totals[len(terms) :]
+        whole = sum(term.weight * loss / count for term, loss, count in zip(terms, losses, counts, strict=True))
+        means = {"loss": whole}
+        for term, loss, right, count in zip(terms, losses, correct, counts, strict=True):
+            if term.shown:
+                means |= {f"{term.shown}_loss": loss / count, f"{term.shown}_accuracy": right / count}
+        return means
 
     # ---- planning
 

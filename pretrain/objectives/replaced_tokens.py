@@ -16,19 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretrain.batches.batch import StepBatch
 from pretrain.common.records import Metric
 from pretrain.config import ElectraConfig, ModelConfig, PretrainConfig
 from pretrain.model import cost
 from pretrain.model.block import BlockFunctions
 from pretrain.model.encoder import Embeddings, Encoder, look_up
-from pretrain.model.fused_cross_entropy import empty_scores, vocabulary_losses
-from pretrain.model.hash_rng import hash_bits
 from pretrain.model.heads import PretrainingBatch, PretrainingModel
 from pretrain.model.initialisation import create_parameters
+from pretrain.model.kernels.fused_cross_entropy import empty_scores, vocabulary_losses
+from pretrain.model.kernels.hash_rng import hash_bits
 from pretrain.model.parameters import Parameter, embedding_parameters, linear_parameters, matrix_entries, total
 from pretrain.objectives.masked import MLM
-from pretrain.objectives.objective import Exported, Objective, ReadFrozen
+from pretrain.objectives.objective import Exported, Objective, ReadFrozen, Term
 
 # Scores that are summed at a time to sample from them: 32 MiB of fp64.
 _SCORES_AT_ONCE = 1 << 22
@@ -47,17 +46,10 @@ class ReplacedTokens(Objective):
     metrics: ClassVar[Mapping[str, Metric]] = {
         **MLM,
         "rtd_loss": Metric(
-            "nats",
-            "Binary cross-entropy of the ELECTRA discriminator per token; mean since the last record.",
-            "RTD loss",
-            "rtd loss",
+            "nats", "Binary cross-entropy of the discriminator per token; mean since the last record.", "RTD loss"
         ),
         "rtd_accuracy": Metric(
-            "fraction",
-            "Tokens recognised as original or replaced since the last record.",
-            "RTD accuracy",
-            "rtd",
-            live=True,
+            "fraction", "Tokens found original or replaced since the last record.", "RTD accuracy", "rtd", live=True
         ),
     }
 
@@ -70,26 +62,11 @@ class ReplacedTokens(Objective):
     def build(self, read: ReadFrozen) -> None:
         self.model = ElectraModel(self.config.model, self.vocabulary, settings=self.settings, **self.how)
 
-    def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
-        # Invariant 3: the generator's loss is a mean over the masked tokens, the discriminator's over all.
-        return self.settings.mlm_weight / max(step.masked, 1), self.settings.rtd_weight / step.tokens
-
-    def loss(self, output: ElectraLosses, weights: Sequence[float] | Tensor) -> Tensor:
-        return output.mlm_loss * weights[0] + output.rtd_loss * weights[1]
-
-    def counts(self, step: StepBatch) -> tuple[float, ...]:
-        return step.masked, step.tokens
-
-    def means(self, totals: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
-        mlm_loss, rtd_loss, mlm_correct, rtd_correct = totals
-        masked, tokens, settings = max(counts[0], 1), counts[1], self.settings
-        return {
-            "loss": settings.mlm_weight * mlm_loss / masked + settings.rtd_weight * rtd_loss / tokens,
-            "mlm_loss": mlm_loss / masked,
-            "mlm_accuracy": mlm_correct / masked,
-            "rtd_loss": rtd_loss / tokens,
-            "rtd_accuracy": rtd_correct / tokens,
-        }
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        # The generator's loss is a mean over the masked tokens, the discriminator's over all.
+        mlm, rtd = self.settings.mlm_weight, self.settings.rtd_weight
+        return Term("mlm", "masked", mlm, shown="mlm"), Term("rtd", "tokens", rtd, shown="rtd")
 
     def parameters(self) -> list[tuple[str, int, str]]:
         model, generator = self.shapes

@@ -138,7 +138,7 @@ class Pretraining:
         self._phase = 0
         self._steps = 0  # that were begun
         self._history: AttentionHistory | None = None
-        if config.evaluation.attention and len(objective.shapes) == 1:  # of two models, one may read the other's tables
+        if len(objective.shapes) == 1:  # of two models, one may read the other's tables
             self._history = AttentionHistory(config.folder, config.model, corpora.held_out)
         self._exchange: Exchange | None = None
         self._validation: dict[int, list[StepBatch]] = {}
@@ -198,7 +198,7 @@ class Pretraining:
         return self._objective.loss(output, weights)
 
     def totals(self, output: Any) -> Tensor:
-        return torch.stack(list(self._objective.totals(output)))
+        return self._objective.totals(output)
 
     def counts(self, step: StepBatch) -> Tensor:
         return torch.tensor(self._objective.counts(step), dtype=torch.float64)

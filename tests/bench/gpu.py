@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from pretrain.batches.batch import StepBatch
+from pretrain.checkpoint.start import read_frozen
 from pretrain.common.commands import positive_int, program
 from pretrain.common.errors import InputError
 from pretrain.common.wording import aligned
@@ -205,6 +206,7 @@ def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int)
     """Seconds of a step, host reads of one step, and peak memory of the device."""
     on_gpu = device.type == "cuda"
     objective = MaskedTokens(config, case.vocabulary)
+    objective.build(read_frozen)
     engine = Engine(
         objective.model,
         lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay)),
