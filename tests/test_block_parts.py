@@ -12,7 +12,7 @@ from torch import Tensor
 from pretrain.checkpoint.layouts import LAYOUTS, OWN, ReleasedFacts, write_config
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig
-from pretrain.model.cost import encoder_flops, executed_flops, flops, parameter_count
+from pretrain.model.cost import encoder_flops, flops, parameter_count
 from pretrain.model.encoder import Encoder
 from pretrain.model.positions import rotate, rotation
 from tests.batches_by_hand import make_batch
@@ -146,8 +146,9 @@ def test_recursions_cost_flops_and_no_parameters() -> None:
     heads = flops(once, VOCABULARY, LENGTHS, 6) - encoder_flops(once, LENGTHS, sum(LENGTHS))
     assert flops(twice, VOCABULARY, LENGTHS, 6) - heads == 2 * (flops(once, VOCABULARY, LENGTHS, 6) - heads)
     # Rows that no loss reads are skipped in the last application alone.
-    assert flops(once, VOCABULARY, LENGTHS, 6) - executed_flops(once, VOCABULARY, LENGTHS, 6) == pytest.approx(
-        flops(twice, VOCABULARY, LENGTHS, 6) - executed_flops(twice, VOCABULARY, LENGTHS, 6)
+    whole = sum(LENGTHS)
+    assert encoder_flops(once, LENGTHS, whole) - encoder_flops(once, LENGTHS, 6) == pytest.approx(
+        encoder_flops(twice, LENGTHS, whole) - encoder_flops(twice, LENGTHS, 6)
     )
 
 

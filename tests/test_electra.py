@@ -167,7 +167,7 @@ def test_parameters_are_counted(embeddings: str) -> None:
     generator = sum(count for name, count in names.items() if name.startswith("generator."))
     expected = sum(names.values()) - generator, generator
     values = settings(Path("corpus"), Path("run"), electra=model.settings.model_dump(), model=SHAPE.model_dump())
-    counted = objective_of(PretrainConfig.model_validate(values)).parameters(60)
+    counted = objective_of(PretrainConfig.model_validate(values), 60).parameters()
     assert tuple(count for _, count, _ in counted) == expected
 
 

@@ -73,7 +73,7 @@ def test_pages_show_its_metrics(run: Path) -> None:
     assert page.count(">Places found<") == 1 + page.count(">Loss of places<")  # a tile, too
     last = records(run, "validation")[-1]
     assert f"place {last['place_accuracy']:.1%}" in report.summary(run)
-    write_dashboard(run, run / "dashboard.html")
+    write_dashboard(str(run), run / "dashboard.html")
     assert "Places found" in (run / "dashboard.html").read_text()
     assert list(objective_metrics())[-1] == "place_accuracy"
 
@@ -109,4 +109,4 @@ def test_its_model_is_exported_and_read(run: Path, tmp_path: Path) -> None:
     assert "| Places found |" in card
     assert read_released(run).backbone.keys() == read_released(tmp_path / "out").backbone.keys()
     state = store.read_weights(store.newest(run / "checkpoints") or Path())
-    assert "heads.place_weight" in state
+    assert "place_weight" in state

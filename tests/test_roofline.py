@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from pretrain.config import PretrainConfig, load_config
-from pretrain.model import cost
 from pretrain.objectives import objective_of
 from pretrain.planning import estimate, roofline
 from pretrain.planning.roofline import GPUS, StepTimes, step_times
@@ -52,7 +51,7 @@ def test_products_are_the_counted_ones(model: dict[str, Any]):
     work = phase_work(config, config.phases[0], 30522)
     batch = roofline._Batch.of(config, config.phases[0], work, 8)
     products = [*roofline._layer_products(config, batch), *roofline._head_products(config, 30522, batch)]
-    executed = cost.executed_flops(config.model, 30522, [work.mean_length], work.masked) * batch.sequences
+    executed = objective_of(config, 30522).model_flops([work.mean_length], work.masked) * batch.sequences
     length, shape = work.mean_length, config.model
     pairs = shape.depth * length**2 - length**2 * (1 - 1 / length - work.masked / length)
     attention = 12 * shape.hidden * pairs * batch.sequences

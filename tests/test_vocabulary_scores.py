@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretrain.model import electra
 from pretrain.model.kernels import fused_cross_entropy
 from pretrain.model.kernels.fused_cross_entropy import SoftTargets, empty_scores, soft_target_losses, vocabulary_losses
+from pretrain.objectives.replaced_tokens import sample_tokens
 
 WIDTH, VOCABULARY, TOKENS = 16, 30_522, 6
 
@@ -66,7 +66,7 @@ def test_every_product_of_the_loss_has_aligned_rows(name: str) -> None:
 def test_a_generators_samples_have_them_too() -> None:
     hidden, word, bias, labels = inputs("meta", torch.bfloat16)
     with Products() as products:
-        electra.sample_tokens(hidden, word, bias, labels.int(), 1.0)
+        sample_tokens(hidden, word, bias, labels.int(), 1.0)
     assert all(max(matrix.stride()) * matrix.itemsize % 16 == 0 for matrix in products.matrices)
     assert len(products.matrices) == 3
 

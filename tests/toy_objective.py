@@ -25,17 +25,19 @@ class PlaceLosses(NamedTuple):
 
 
 class PlaceModel(PretrainingModel):
-    """`heads.place_weight` [positions, H] scores the positions."""
+    """The encoder with a second head."""
+
+    place_weight: nn.Parameter  # [positions, H]
 
     def __init__(self, *arguments: Any, positions: int) -> None:
         super().__init__(*arguments)
-        self.heads.place_weight = nn.Parameter(0.02 * torch.randn(positions, self.shape.hidden))
+        self.place_weight = nn.Parameter(0.02 * torch.randn(positions, self.shape.hidden))
 
     def forward(self, batch: PretrainingBatch) -> PlaceLosses:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden_TH = self.encode(batch)
         masked_KH = hidden_TH.index_select(0, batch.masked_rows)
         mlm_loss, _, mlm_correct, _ = self.heads(masked_KH, self._decoder(), batch.masked_labels, batch.nsp_labels)
-        scores_TP = F.linear(hidden_TH, self.heads.place_weight).float()
+        scores_TP = F.linear(hidden_TH, self.place_weight).float()
         place_loss = F.cross_entropy(scores_TP, batch.positions, reduction="sum")
         return PlaceLosses(mlm_loss, place_loss, mlm_correct, (scores_TP.argmax(-1) == batch.positions).sum().float())
 
@@ -85,4 +87,4 @@ OBJECTIVE = Places
 
 def _without_places(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What released layouts hold."""
-    return {name: tensor for name, tensor in state.items() if name != "heads.place_weight"}
+    return {name: tensor for name, tensor in state.items() if name != "place_weight"}
