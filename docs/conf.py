@@ -44,6 +44,7 @@ NAVIGATION = {
         "extend/change-the-model",
         "extend/add-a-source",
         "extend/add-a-masking-scheme",
+        "extend/add-an-objective",
         "extend/add-a-task",
         "extend/add-a-metric",
         "contributing",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,10 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("cluster", "finetune", "pretrain")
 LONG_FILE = 500  # lines
+# What only an objective beside masked tokens has, and where it may stand: with it, in its settings and their checks, and
+# in the layouts of released models. DistilBERT is such a model.
+OBJECTIVES = re.compile(r"electra|replaced.?tokens|\brtd|discriminator|distil(?!bert)|\bteacher", re.IGNORECASE)
+THEIR_PLACES = ("pretrain/objectives/", "pretrain/config/", "pretrain/checkpoint/layouts/")
 
 
 def limits() -> dict[str, int]:
@@ -32,6 +37,7 @@ def weight() -> dict[str, int]:
         "settings": len(_settings()),
         "components": len(MAY_IMPORT),
         "permitted_imports": sum(len(components.split()) for components in MAY_IMPORT.values()),
+        "files_that_know_an_objective": len(files_that_know_an_objective()),
         "files_over_500_lines": sum(_lines(file) > LONG_FILE for file in product),
         "longest_function": max(length for file in product for length in _functions(file)),
         "engine_public_methods": _public_methods(ROOT / "pretrain/training/engine/engine.py", "Engine"),
@@ -41,6 +47,17 @@ def weight() -> dict[str, int]:
         "decisions": len([file for file in _pages() if file.parent.name == "decisions" and file.name[0].isdigit()]),
         "changelog_kilobytes": (ROOT / "CHANGELOG.md").stat().st_size // 1000,
     }
+
+
+def files_that_know_an_objective() -> list[str]:
+    """Those of the product outside `THEIR_PLACES`, comments and templates included."""
+    files = [file for file in _tracked("*.py", "*.j2") if file.relative_to(ROOT).parts[0] in PRODUCT]
+    names = {file.relative_to(ROOT).as_posix(): file for file in files}
+    return [
+        name
+        for name, file in names.items()
+        if not name.startswith(THEIR_PLACES) and OBJECTIVES.search(file.read_text())
+    ]
 
 
 def _tracked(*patterns: str) -> list[Path]:

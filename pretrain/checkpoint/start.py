@@ -337,7 +337,7 @@ def _table(
 
 
 def read_frozen(config: PretrainConfig, setting: str) -> FrozenModel:
-    """The model that `setting` names, such as `distillation.teacher`.
+    """The model that `setting` of the config names.
 
     Raises:
         InputError: it cannot be read, has no whole head for masked language modelling, knows too few positions, or has

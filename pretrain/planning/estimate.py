@@ -113,7 +113,7 @@ def frozen_shape(config: PretrainConfig) -> ModelConfig | None:
 
     try:
         return read_shape(attrgetter(objective.setting)(config))
-    except InputError:  # the run can be estimated before its teacher is trained
+    except InputError:  # the run can be estimated before it is trained
         return None
 
 
@@ -161,7 +161,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     gradients     kept from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
     activations   saved for the backward pass of one micro-batch, and the working space of one layer
     logits        scores of the masked tokens and their gradient; both twice with CUDA graphs
-    teacher       or what else is read and not trained: its weights, and what its forward pass needs, if it can be read
+    (its role)    a model that is read and not trained: its weights, and what its forward pass needs, if it can be read
     copies        gradients in communication, and what DeepSpeed copies to take a step
     checkpoint    the copy that is written in the background (CPU; on CUDA it is in the host's memory)
     process       the interpreter and its libraries (CPU)
