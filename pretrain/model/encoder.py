@@ -34,6 +34,7 @@ from pretrain.model.initialisation import (
     attend_to_adjacent_tokens_by_rotation,
     create_parameters,
 )
+from pretrain.model.kernels import native
 from pretrain.model.kernels.hash_rng import BETWEEN
 from pretrain.model.parameters import (
     embedding_parameters,
@@ -254,6 +255,9 @@ class Layer(nn.Module):
         self.fused = compile
         self.functions = BlockFunctions.of(shape)
         self.norm_first = shape.norm_placement == "pre" and shape.has_attention_norm(number)
+        of_bert = shape.norm_placement == "post" and not shape.gated
+        biases = shape.attention_bias and shape.ffn_in_bias and shape.ffn_out_bias
+        self.is_native = not compile and of_bert and biases and (shape.norm, shape.activation) == ("layer_norm", "gelu")
         create_parameters(self, layer_parameters(shape, number), shape.init_std)
 
     def forward(self, hidden_TH: Tensor, layout: TokenLayout) -> Tensor:
@@ -274,6 +278,8 @@ class Layer(nn.Module):
             hidden_TH, keys_T = hidden_TH.index_select(0, layout.rows), keys_T[layout.rows]
         weights = LayerWeights.of(self, shape)
         dropout = shape.hidden_dropout if training else 0.0
+        if self.is_native and native.runs_natively(hidden_TH):
+            return native.after_attention(context_TH, hidden_TH, keys_T, weights, shape.layer_norm_eps, dropout)
         return program(after_attention, self.fused, ("M",) * 3)(
             context_TH, hidden_TH, keys_T, weights, self.functions, dropout
         )

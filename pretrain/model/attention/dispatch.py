@@ -2,7 +2,8 @@
 
 CUDA in half precision: torch's varlen flash kernel. Everywhere else (CPU, fp32): batched matmuls over groups of
 sequences of similar lengths, with the operations between the matmuls fused by torch.compile. On CPU that is
-2 to 6 times faster than torch's own fused CPU kernel (docs/benchmarks/lab-notes.md), and it has attention dropout.
+2 to 6 times faster than torch's own fused CPU kernel (docs/benchmarks/lab-notes.md), and it has attention dropout. Short
+sequences of a model that is not compiled: loops of our own (decision 149).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pretrain.model.kernels.distances import DistanceTables
 from pretrain.model.kernels.flash import flash_attention, has_flash
 from pretrain.model.kernels.grouped_op import grouped_attention
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
+from pretrain.model.kernels.native import attends_natively, attention
 
 FORM_AXES = "M", "", "", "M"  # of `form_qkv`: products, biases, norms, rotation
 
@@ -49,6 +51,8 @@ def self_attention(
         qkv = hidden @ weight.T
     if flash:
         return flash_attention(qkv, layout, options)
+    if attends_natively(qkv, layout, options):
+        return attention(qkv, bias, layout, options)[0]
     # torch's CPU matmul writes the bias out to every row first; the kernels add it as they read. On CPU the compiled
     # rotation of whole rows costs a tenth of a small model's step, that of the rows read nothing.
     tables = DistanceTables()
