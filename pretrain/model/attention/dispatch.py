@@ -2,8 +2,8 @@
 
 CUDA in half precision: torch's varlen flash kernel. Everywhere else (CPU, fp32): batched matmuls over groups of
 sequences of similar lengths, with the operations between the matmuls fused by torch.compile. On CPU that is
-2 to 6 times faster than torch's own fused CPU kernel (docs/benchmarks/lab-notes.md), and it has attention dropout. Short
-sequences of a model that is not compiled: loops of our own (decision 149).
+2 to 6 times faster than torch's own fused CPU kernel (docs/benchmarks/lab-notes.md), and it has attention dropout.
+Short sequences of a model that is not compiled: loops of our own (decision 149).
 """
 
 from __future__ import annotations
