@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.model.attention import AttentionOptions, TokenLayout
-from pretrain.model.attention.projection import form_qkv
 from pretrain.model.kernels.distances import DistanceTables
 from pretrain.model.kernels.grouped_op import Arguments, _groups, grouped_attention
 from pretrain.model.kernels.grouping import cut_into_units
+from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.positions import relative_buckets, rotate, rotation, sinusoids
+from pretrain.model.projection import form_qkv
 from tests.batches_by_hand import make_batch
 
 HEADS, WIDTH = 3, 8
@@ -186,7 +186,7 @@ def test_rotation_in_the_operator_equals_rotation_before_it(
     layout = layout_of(MIXED, None if asked is None else torch.tensor(asked))
     options = AttentionOptions(HEADS, 0.0, fused, window)
     ours, _ = grouped_attention(qkv, bias, layout._replace(rotation=by), options)
-    theirs, _ = grouped_attention(form_qkv((qkv,), (bias,), None, by, HEADS), None, layout, options)
+    theirs, _ = grouped_attention(form_qkv((qkv,), (bias,), by, HEADS), None, layout, options)
     torch.testing.assert_close(ours, theirs)
     probe = torch.randn_like(ours)
     found = torch.autograd.grad((ours * probe).sum(), [qkv, bias])

@@ -9,7 +9,13 @@ _LEFT_IN, _READ_UNTIL = "0.2", "0.3"
 _LAST_COMMIT = "02149e8"  # that had all of `LEFT`
 
 LEFT: dict[str, dict[str, Any]] = {
-    "model": {"attention_gate": "none", "bigram_rows": 0, "norm_before_output": False, "zero_output_init": False},
+    "model": {
+        "attention_gate": "none",
+        "bigram_rows": 0,
+        "norm_before_output": False,
+        "qk_norm": False,
+        "zero_output_init": False,
+    },
     "masking": {"shifted_targets": False, "span_longest": 10, "span_probability": 0.2, "z_loss": 0.0},
     "phases": {"causal_share": 0.0},
     "optimizer": {"cautious_weight_decay": False},

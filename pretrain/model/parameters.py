@@ -77,7 +77,6 @@ def layer_parameters(model: ModelConfig, number: int) -> tuple[Parameter, ...]:
     return (
         *(attention_norm if before else ()),
         *_projections(model),
-        *_head_norms(model),
         *relative_projections(model),
         *linear_parameters("attention_out", hidden, hidden, bias=model.attention_bias, scale=scale),
         *(ffn_norm if before else attention_norm),
@@ -175,12 +174,6 @@ def _projections(model: ModelConfig) -> tuple[Parameter, ...]:
         return linear_parameters("qkv", STACKED["qkv"] * hidden, hidden, bias=bias)
     rows = STACKED["kv"] * model.kv_heads * model.head_width
     return *linear_parameters("q", hidden, hidden, bias=bias), *linear_parameters("kv", rows, hidden, bias=bias)
-
-
-def _head_norms(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The gains of the norms of query and key, one number per column of a head."""
-    names = ("q_norm_weight", "k_norm_weight") if model.qk_norm else ()
-    return tuple(Parameter(name, (model.head_width,), "ones") for name in names)
 
 
 def _output_scale(model: ModelConfig) -> float:
