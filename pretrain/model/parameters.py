@@ -57,7 +57,7 @@ def embedding_parameters(model: ModelConfig, vocabulary_size: int) -> tuple[Para
 
 
 def position_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The parameters of `encoder.RelativePositions` or `encoder.RelativeEmbeddings`, for all layers."""
+    """The parameters of `encoder_parts.RelativePositions` or `encoder_parts.RelativeEmbeddings`, for all layers."""
     if model.positions == "relative":
         return (Parameter("table", (model.relative_buckets, model.heads), "normal"),)
     if model.disentangled:
@@ -67,7 +67,7 @@ def position_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
 
 
 def layer_parameters(model: ModelConfig, number: int) -> tuple[Parameter, ...]:
-    """The parameters of the `encoder.Layer` with a number from 0, in the order of the computation."""
+    """The parameters of the `block.Layer` with a number from 0, in the order of the computation."""
     hidden, ffn = model.hidden, model.intermediate
     before = model.norm_placement == "pre"
     attention_norm = _norm("attention_norm", hidden, model) if model.has_attention_norm(number) else ()
@@ -95,7 +95,7 @@ def relative_projections(model: ModelConfig) -> tuple[Parameter, ...]:
 
 
 def final_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The parameters of `encoder.FinalNorm`, after the last layer of a pre-norm model."""
+    """The parameters of `encoder_parts.FinalNorm`, after the last layer of a pre-norm model."""
     return _norm("norm", model.hidden, model) if model.norm_placement == "pre" else ()
 
 
