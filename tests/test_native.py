@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from pretrain.config import ModelConfig
-from pretrain.model.attention import AttentionOptions, TokenLayout
 from pretrain.model.block import BlockFunctions, LayerWeights, after_attention
 from pretrain.model.encoder import Encoder
 from pretrain.model.kernels import native
 from pretrain.model.kernels.grouped_op import grouped_attention
+from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from tests.batches_by_hand import make_batch
 
 LENGTHS = (1, 2, 5, 17, 33, 64, 100)
@@ -85,8 +85,10 @@ def test_the_rest_of_a_layer_equals_its_definition(dtype: torch.dtype, dropout: 
         state,
         *(x for part in weights for x in (part if isinstance(part, tuple) else (part,)) if x is not None),
     ]
-    ours = results(lambda: native.after_attention(context, state, keys, weights, 1e-12, dropout), inputs)
     functions = BlockFunctions.of(shape)._replace(eps=1e-12)
+    natively = native.or_natively(after_attention, shape, compile=False)
+    assert natively is not after_attention
+    ours = results(lambda: natively(context, state, keys, weights, functions, dropout), inputs)
     wanted = results(lambda: after_attention(context, state, keys, weights, functions, dropout), inputs)
     assert len(ours) == len(inputs) + 1
     # A gradient of zero but for rounding has no digits to compare.

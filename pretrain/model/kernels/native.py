@@ -17,7 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pretrain.common.measured import rates_file
+from pretrain.config import ModelConfig
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout, query_boundaries
 
 _SOURCE = Path(__file__).with_name("native.cpp")
@@ -81,13 +82,27 @@ def attention(
     return _Attention.apply(qkv, bias, places, options)  # pyright: ignore[reportReturnType]
 
 
-def after_attention(
-    context_TH: Tensor, hidden_TH: Tensor, keys_T: Tensor | None, weights: Sequence[Any], eps: float, dropout: float
-) -> Tensor:
-    """As `block.after_attention` of a post-norm layer with LayerNorm, GELU and biases; `weights` as there."""
-    out_weight, out_bias, norm, in_weight, in_bias, last_weight, last_bias, last_norm = weights
-    flat = (out_weight, out_bias, *norm, in_weight, in_bias, last_weight, last_bias, *last_norm)
-    return _AfterAttention.apply(context_TH, hidden_TH, keys_T, eps, float(dropout), *flat)  # pyright: ignore[reportReturnType]
+def or_natively(function: Callable[..., Tensor], shape: ModelConfig, compile: bool) -> Callable[..., Tensor]:
+    """`block.after_attention` in C++ where the model is BERT's kind and not compiled; `function` does it elsewhere."""
+    kind = shape.norm, shape.activation, shape.norm_placement, shape.gated
+    biases = shape.attention_bias and shape.ffn_in_bias and shape.ffn_out_bias
+    if compile or not biases or kind != ("layer_norm", "gelu", "post", False):
+        return function
+
+    def after_attention(
+        context_TH: Tensor,
+        hidden_TH: Tensor,
+        keys_T: Tensor | None,
+        weights: Sequence[Any],
+        functions: Any,
+        dropout: float,
+    ) -> Tensor:
+        if not runs_natively(hidden_TH):
+            return function(context_TH, hidden_TH, keys_T, weights, functions, dropout)
+        flat = (x for part in weights for x in (part if isinstance(part, tuple) else (part,)))
+        return _AfterAttention.apply(context_TH, hidden_TH, keys_T, functions.eps, float(dropout), *flat)  # pyright: ignore[reportReturnType]
+
+    return after_attention
 
 
 class _Sequences(ctypes.Structure):
