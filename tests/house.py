@@ -16,8 +16,8 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("cluster", "finetune", "pretrain")
 LONG_FILE = 500  # lines
-# What only an objective beside masked tokens has, and where it may stand: with it, in its settings and their checks, and
-# in the layouts of released models. DistilBERT is such a model.
+# What only an objective beside masked tokens has, and where it may stand: with it, in its settings and their checks,
+# and in the layouts of released models. DistilBERT is such a model.
 OBJECTIVES = re.compile(r"electra|replaced.?tokens|\brtd|discriminator|distil(?!bert)|\bteacher", re.IGNORECASE)
 THEIR_PLACES = ("pretrain/objectives/", "pretrain/config/", "pretrain/checkpoint/layouts/")
 KERNELS = f"{ROOT / 'pretrain' / 'model' / 'kernels'}/"

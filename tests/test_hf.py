@@ -331,7 +331,7 @@ class TestExportRun:
         assert "pretrained from random initialisation" in card
         assert "checkpoint after step 2,000 of 3,000" in card
         assert "| MLM loss | 2.5000 |" in card
-        assert "| next-sentence accuracy | 75.00% |" in card
+        assert "| NSP accuracy | 75.00% |" in card
         assert "### Two novels" in card
         assert "global_sequences: 4" in card
         assert "france is [MASK]." in card

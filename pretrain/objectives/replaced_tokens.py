@@ -160,7 +160,7 @@ class ElectraModel(Encoder):
         self.layers = self._modules.pop("layers")
         self.heads = DiscriminatorHeads(shape)
         if settings.embeddings == "disentangled":
-            self.embeddings = DisentangledEmbeddings(shape, vocabulary_size, compile, self.generator.embeddings)
+            self.embeddings = DisentangledEmbeddings(shape, vocabulary_size, self.fused, self.generator.embeddings)
         else:
             share_embeddings(self.embeddings, self.generator.embeddings)
 
