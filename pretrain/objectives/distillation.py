@@ -50,8 +50,8 @@ class Distillation(MaskedTokens):
         **MaskedTokens.metrics,
         "distil_loss": Metric(
             "nats",
-            "Divergence from the teacher's predictions per masked token, times the squared temperature; mean since the "
-            "last record.",
+            "Divergence from the teacher's predictions per masked token, at the temperature and times its square; mean "
+            "since the last record.",
             "Divergence from the teacher",
             "distil loss",
             live=True,
