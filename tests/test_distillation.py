@@ -241,7 +241,7 @@ def test_a_run_keeps_to_its_teacher(runs, place: Place) -> None:
     assert stopped.startswith("StoppedError")
     assert "its teacher was" in other
     assert f"distillation.teacher is {place.other}" in other
-    assert "distillation.teacher is none" in without
+    assert "distillation.teacher (" in without
     assert same == ""
 
 
