@@ -25,8 +25,8 @@ from pretrain.batches.pairs import IGNORED
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.model.attention import dispatch
-from pretrain.model.fused_cross_entropy import vocabulary_losses
 from pretrain.model.heads import PretrainingModel
+from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
 from pretrain.objectives.masked import MaskedTokens
 from tests.test_batches_loader import run_config
 

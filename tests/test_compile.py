@@ -15,8 +15,7 @@ from torch._inductor.utils import run_and_get_code
 
 from pretrain.config import ModelConfig
 from pretrain.model.attention.dispatch import FORM_AXES
-from pretrain.model.attention.layout import HeadNorms
-from pretrain.model.attention.projection import form_qkv
+from pretrain.model.attention.projection import HeadNorms, form_qkv
 from pretrain.model.compile import MARKS_UNKNOWN_SIZES, program
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.positions import Rotation

@@ -14,9 +14,9 @@ from pretrain.checkpoint.layouts import LAYOUTS, OWN, layout_of, read_config
 from pretrain.checkpoint.released import read_released
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig
-from pretrain.model.attention import grouped_op
 from pretrain.model.cost import encoder_flops, flops, recomputed_flops
 from pretrain.model.heads import PretrainingModel
+from pretrain.model.kernels import grouped_op
 from pretrain.model.parameters import relative_projections
 from pretrain.model.positions import distance_rows
 from tests import parity
@@ -66,7 +66,7 @@ def test_pieces_of_any_size_give_the_same(scores: int, monkeypatch: pytest.Monke
 def test_a_short_group_reads_only_rows_that_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = make_shape(relative_buckets=16, relative_max_distance=40)
     model, batch, seen = PretrainingModel(shape, 101), make_batch((3, 3, 60)), []
-    monkeypatch.setattr("pretrain.model.attention.grouping.SCORES_PER_GROUP", 0)  # a group for each length
+    monkeypatch.setattr("pretrain.model.kernels.grouping.SCORES_PER_GROUP", 0)  # a group for each length
     own = grouped_op.DistanceTerms._of_heads
 
     def spy(self: Any, *arguments: Any) -> Any:

@@ -15,9 +15,9 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.teacher import Teacher, check_teacher, student_shapes, student_weights
 from pretrain.common.errors import InputError
 from pretrain.config import DistillationConfig, ModelConfig, PretrainConfig, load_config
-from pretrain.model import fused_cross_entropy
 from pretrain.model.distillation import DistillingModel, evenly_spread
 from pretrain.model.heads import PretrainingModel
+from pretrain.model.kernels import fused_cross_entropy
 from tests.batches_by_hand import make_batch, next_sentence_logits
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records

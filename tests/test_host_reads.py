@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pretrain.batches.batch import MicroBatch
 from pretrain.common.transfers import OnItsWay, arrivals
 from pretrain.config import ElectraConfig, ModelConfig
-from pretrain.model.attention import dispatch, grouped_op
+from pretrain.model.attention import dispatch
 from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
+from pretrain.model.kernels import grouped_op
 
 VOCABULARY = 1000
 LENGTHS = (40, 128, 9, 77)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.model.attention import AttentionOptions, TokenLayout
-from pretrain.model.attention.grouped_op import _groups, grouped_attention
-from pretrain.model.attention.grouping import cut_into_units
 from pretrain.model.attention.projection import form_qkv
+from pretrain.model.kernels.grouped_op import _groups, grouped_attention
+from pretrain.model.kernels.grouping import cut_into_units
 from pretrain.model.positions import relative_buckets, rotate, rotation, sinusoids
 from tests.batches_by_hand import make_batch
 

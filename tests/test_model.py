@@ -19,15 +19,16 @@ from pretrain.batches.batch import MicroBatch
 from pretrain.checkpoint.layouts import BERT
 from pretrain.checkpoint.released_writer import their_tensors
 from pretrain.config import MAX_WIDTH, ModelConfig
-from pretrain.model.attention import AttentionOptions, ProjectionWeights, TokenLayout, grouped_op, self_attention
-from pretrain.model.attention.grouped_op import _keys_to_heads, grouped_attention
-from pretrain.model.attention.grouping import SCORES_PER_GROUP, group_sequences
+from pretrain.model.attention import AttentionOptions, ProjectionWeights, TokenLayout, self_attention
 from pretrain.model.compile import MARKS_UNKNOWN_SIZES
 from pretrain.model.encoder import Embeddings, Encoder, look_up
-from pretrain.model.fused_cross_entropy import vocabulary_losses
-from pretrain.model.hash_rng import ALONG, BETWEEN, hash_dropout, keep_mask
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.initialisation import normal
+from pretrain.model.kernels import grouped_op
+from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
+from pretrain.model.kernels.grouped_op import _keys_to_heads, grouped_attention
+from pretrain.model.kernels.grouping import SCORES_PER_GROUP, group_sequences
+from pretrain.model.kernels.hash_rng import ALONG, BETWEEN, hash_dropout, keep_mask
 from pretrain.model.positions import rotate, rotations
 from tests.batches_by_hand import make_batch, next_sentence_logits, take_sequence
 from tests.bench.baselines import pad
@@ -155,7 +156,7 @@ def test_attention_for_some_queries_is_a_part_of_all(asked: tuple[int, ...], dro
 
 
 def test_attention_pieces_smaller_than_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.model.attention.grouped_op.SCORES_PER_PIECE", 1)
+    monkeypatch.setattr("pretrain.model.kernels.grouped_op.SCORES_PER_PIECE", 1)
     test_attention_equals_its_naive_twin((3, 9, 10, 30))
 
 
@@ -459,7 +460,7 @@ def test_a_tie_for_the_top_score_counts_as_its_share() -> None:
 @pytest.mark.parametrize("entries", [1 << 26, 3 * 50])
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_the_vocabulary_loss_equals_its_slow_twin(entries: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.model.fused_cross_entropy.LOGITS_PER_PIECE", entries)
+    monkeypatch.setattr("pretrain.model.kernels.fused_cross_entropy.LOGITS_PER_PIECE", entries)
     torch.manual_seed(0)
     inputs = [torch.randn(*size, requires_grad=True) for size in ((count, 8), (50, 8), (50,))]
     hidden, word, bias = inputs

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretrain.model import electra, fused_cross_entropy
-from pretrain.model.fused_cross_entropy import SoftTargets, empty_scores, soft_target_losses, vocabulary_losses
+from pretrain.model import electra
+from pretrain.model.kernels import fused_cross_entropy
+from pretrain.model.kernels.fused_cross_entropy import SoftTargets, empty_scores, soft_target_losses, vocabulary_losses
 
 WIDTH, VOCABULARY, TOKENS = 16, 30_522, 6
 

@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from pretrain.batches.batch import MicroBatch
 from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.model import cost
-from pretrain.model.attention import grouped_op
 from pretrain.model.distillation import DistillingModel
 from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
+from pretrain.model.kernels import grouped_op
 from pretrain.model.parameters import is_hidden_matrix, stacked_parts
 from pretrain.planning import estimate, work
 from tests.batches_by_hand import make_batch

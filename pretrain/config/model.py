@@ -10,7 +10,7 @@ from pretrain.common.kinds import did_you_mean
 from pretrain.common.settings import Section
 from pretrain.config.families import PARTS, SIZES, TITLES, Shape
 
-# The widths and lengths up to which the dropout seeds are distinct in int32 (model/hash_rng.py, ALONG).
+# The widths and lengths up to which the dropout seeds are distinct in int32 (model/kernels/hash_rng.py, ALONG).
 MAX_WIDTH = 8192
 # Far beyond any encoder (Wang et al. 2022, DeepNet, has 1,000 layers); a typing error is refused before it is built.
 MAX_LAYERS = 1024

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pretrain.config import ModelConfig
 from pretrain.model.activations import get_activation
-from pretrain.model.hash_rng import hash_dropout
+from pretrain.model.kernels.hash_rng import hash_dropout
 from pretrain.model.norms import get_norm
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.config import DistillationConfig, ModelConfig
-from pretrain.model.fused_cross_entropy import SoftTargets, soft_target_losses
 from pretrain.model.heads import PretrainingBatch, PretrainingModel, nsp_logits, pool
+from pretrain.model.kernels.fused_cross_entropy import SoftTargets, soft_target_losses
 
 
 class DistillationLosses(NamedTuple):

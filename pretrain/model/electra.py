@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from pretrain.config import ElectraConfig, ModelConfig
 from pretrain.model.block import BlockFunctions
 from pretrain.model.encoder import Embeddings, Encoder, look_up
-from pretrain.model.fused_cross_entropy import empty_scores, vocabulary_losses
-from pretrain.model.hash_rng import hash_bits
 from pretrain.model.heads import PretrainingBatch, PretrainingModel
 from pretrain.model.initialisation import create_parameters
+from pretrain.model.kernels.fused_cross_entropy import empty_scores, vocabulary_losses
+from pretrain.model.kernels.hash_rng import hash_bits
 from pretrain.model.parameters import discriminator_parameters
 
 # Scores that are summed at a time to sample from them: 32 MiB of fp64.

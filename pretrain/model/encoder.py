@@ -29,12 +29,12 @@ from pretrain.model.block import (
     norm_weights,
 )
 from pretrain.model.compile import program
-from pretrain.model.hash_rng import BETWEEN
 from pretrain.model.initialisation import (
     attend_to_adjacent_tokens,
     attend_to_adjacent_tokens_by_rotation,
     create_parameters,
 )
+from pretrain.model.kernels.hash_rng import BETWEEN
 from pretrain.model.parameters import (
     embedding_parameters,
     final_parameters,

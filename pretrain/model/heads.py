@@ -15,8 +15,8 @@ from pretrain.config import ModelConfig
 from pretrain.model.block import BlockFunctions, linear, norm_weights
 from pretrain.model.compile import program
 from pretrain.model.encoder import Encoder, UnpaddedBatch
-from pretrain.model.fused_cross_entropy import vocabulary_losses
 from pretrain.model.initialisation import create_parameters
+from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
 from pretrain.model.parameters import head_parameters
 
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pretrain.model.attention.kernels import kernels
 from pretrain.model.compile import program
+from pretrain.model.kernels.kernels import kernels
 from tests.fake_cuda import trace
 
 H100 = {

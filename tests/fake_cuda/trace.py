@@ -31,8 +31,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pretrain.model.attention import grouped_op
-from pretrain.model.attention.grouping import group_sequences
+from pretrain.model.kernels import grouped_op
+from pretrain.model.kernels.grouping import group_sequences
 
 STEPS = 3  # the first ones keep constants; DeepSpeed's timers, if they were on, would wait from the third on
 PACKAGES = ("pretrain", "finetune", "deepspeed")

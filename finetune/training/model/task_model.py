@@ -18,9 +18,9 @@ from pretrain.checkpoint.layouts import HeadDropout, TaskHead
 from pretrain.config import ModelConfig
 from pretrain.model.activations import get_activation
 from pretrain.model.encoder import Encoder
-from pretrain.model.hash_rng import hash_dropout
 from pretrain.model.heads import pool as pool_tokens
 from pretrain.model.initialisation import create_parameters
+from pretrain.model.kernels.hash_rng import hash_dropout
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import Parameter, linear_parameters
 

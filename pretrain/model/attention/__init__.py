@@ -1,6 +1,7 @@
 """Self-attention over unpadded batches."""
 
 from pretrain.model.attention.dispatch import self_attention
-from pretrain.model.attention.layout import AttentionOptions, ProjectionWeights, RelativeRows, TokenLayout
+from pretrain.model.attention.projection import ProjectionWeights
+from pretrain.model.kernels.layout import AttentionOptions, RelativeRows, TokenLayout
 
 __all__ = ["AttentionOptions", "ProjectionWeights", "RelativeRows", "TokenLayout", "self_attention"]

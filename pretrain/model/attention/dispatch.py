@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.model.attention.distances import DistanceTables
-from pretrain.model.attention.flash import flash_attention, has_flash
-from pretrain.model.attention.grouped_op import grouped_attention
-from pretrain.model.attention.layout import AttentionOptions, ProjectionWeights, TokenLayout
-from pretrain.model.attention.projection import form_qkv, project_distances
+from pretrain.model.attention.projection import ProjectionWeights, form_qkv, project_distances
 from pretrain.model.compile import program
+from pretrain.model.kernels.distances import DistanceTables
+from pretrain.model.kernels.flash import flash_attention, has_flash
+from pretrain.model.kernels.grouped_op import grouped_attention
+from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 
 FORM_AXES = "M", "", "", "M"  # of `form_qkv`: products, biases, norms, rotation
 

@@ -6,13 +6,66 @@ H = N * D.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.model.attention.layout import HeadNorms, ProjectionWeights
+from pretrain.config import ModelConfig
 from pretrain.model.norms import rms_norm
 from pretrain.model.positions import Rotation, rotate
+
+
+class HeadNorms(NamedTuple):
+    """The norms of queries and keys: gains [D] that all heads share, and the epsilon."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+class RelativeProjection(NamedTuple):
+    """How embeddings of distances are projected: which terms there are, and weights of their own if there are such."""
+
+    terms: str  # as `ModelConfig.relative_terms`
+    key: tuple[Tensor, Tensor | None] | None = None  # weight [H, H] and bias
+    query: tuple[Tensor, Tensor | None] | None = None
+
+    @classmethod
+    def of(cls, layer: Any, model: ModelConfig) -> RelativeProjection:
+        """Those of a module whose parameters are `parameters.layer_parameters`."""
+        own = (
+            (layer_weight, getattr(layer, f"{name}_bias", None))
+            if (layer_weight := getattr(layer, f"{name}_weight", None)) is not None
+            else None
+            for name in ("position_key", "position_query")
+        )
+        return cls(model.relative_terms, *own)
+
+
+class ProjectionWeights(NamedTuple):
+    """The projections to query, key and value. Either stacked, or the query apart if it has more heads."""
+
+    weights: tuple[Tensor, ...]  # one [3H, H], or [H, H] and [2 * kv_heads * D, H]
+    biases: tuple[Tensor | None, ...]
+    norms: HeadNorms | None = None
+    relative: RelativeProjection | None = None  # of embeddings of distances, for disentangled positions
+
+    @classmethod
+    def of(cls, layer: Any, model: ModelConfig) -> ProjectionWeights:
+        """Those of a module whose parameters are `parameters.layer_parameters`."""
+        names = ("qkv",) if model.kv_heads in (0, model.heads) else ("q", "kv")
+        weights = tuple(getattr(layer, f"{name}_weight") for name in names)
+        norms = HeadNorms(layer.q_norm_weight, layer.k_norm_weight, model.layer_norm_eps) if model.qk_norm else None
+        biases = tuple(getattr(layer, f"{name}_bias", None) for name in names)
+        relative = RelativeProjection.of(layer, model) if model.disentangled else None
+        return cls(weights, biases, norms, relative)
+
+    @property
+    def only_product(self) -> bool:
+        """Whether query, key and value are their product with its bias, and nothing else."""
+        return len(self.weights) == 1 and self.norms is None
 
 
 def form_qkv(
@@ -25,7 +78,7 @@ def form_qkv(
     """[T, 3H]: query, key and value of every head, in the dtype of the products.
 
     Args:
-        products: hidden states times the weights of `layout.ProjectionWeights`: [T, 3H], or [T, H] and [T, 2GD].
+        products: hidden states times the weights of `ProjectionWeights`: [T, 3H], or [T, H] and [T, 2GD].
         biases: of the products, or None.
         norms: of each head's query and key (Henry et al. 2020, arXiv:2010.04245; as RMSNorm with a learned gain, which
             takes the place of their learned temperature); None leaves them as they are.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.model.attention.grouping import SequenceGroup
+from pretrain.model.kernels.grouping import SequenceGroup
 
 
 class ScoreTerms(NamedTuple):

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.model.attention.distances import DistanceTables, DistanceTerms
-from pretrain.model.attention.grouping import SequenceGroup, cut_into_units, group_sequences
-from pretrain.model.attention.kernels import Kernels, heads_first, kernels
-from pretrain.model.attention.layout import AttentionOptions, TokenLayout, query_boundaries
-from pretrain.model.attention.terms import GroupTerms
-from pretrain.model.hash_rng import HEADS, hash_bits
+from pretrain.model.kernels.distances import DistanceTables, DistanceTerms
+from pretrain.model.kernels.grouping import SequenceGroup, cut_into_units, group_sequences
+from pretrain.model.kernels.hash_rng import HEADS, hash_bits
+from pretrain.model.kernels.kernels import Kernels, heads_first, kernels
+from pretrain.model.kernels.layout import AttentionOptions, TokenLayout, query_boundaries
+from pretrain.model.kernels.terms import GroupTerms
 
 # Scores of one batched matmul: 2^20 bf16 entries are 2 MiB, so that they stay in cache from one step to the next.
 SCORES_PER_PIECE = 1 << 20

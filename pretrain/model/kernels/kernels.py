@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pretrain.model.compile import program
-from pretrain.model.hash_rng import ALONG, keep_mask
+from pretrain.model.kernels.hash_rng import ALONG, keep_mask
 from pretrain.model.positions import join_pairs, rotate_pairs, split_pairs
 
 

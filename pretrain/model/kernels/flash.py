@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config import FLASH_WIDTHS
-from pretrain.model.attention.layout import AttentionOptions, TokenLayout, query_boundaries
+from pretrain.model.kernels.layout import AttentionOptions, TokenLayout, query_boundaries
 
 
 def has_flash(hidden: Tensor, heads: int) -> bool:

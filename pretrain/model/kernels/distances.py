@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pretrain.common.transfers import to_device
-from pretrain.model.attention.grouping import SequenceGroup
+from pretrain.model.kernels.grouping import SequenceGroup
 
 
 class DistanceTables(NamedTuple):

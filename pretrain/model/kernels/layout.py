@@ -1,0 +1,48 @@
+"""The arguments of the attention operators besides query, key and value: which tokens attend to which, and how."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pretrain.model.positions import Rotation
+
+
+class RelativeRows(NamedTuple):
+    """The embeddings of distances that a micro-batch reads, for disentangled positions."""
+
+    embeddings: Tensor  # [P, H], normalised if the model does that
+    row_of: Tensor  # int64 [2M - 1] on the host: the row of the distances 1 - M to M - 1, query minus key; ascending
+
+
+class TokenLayout(NamedTuple):
+    """The sequences of an unpadded micro-batch of T tokens, and its query positions."""
+
+    cu_seqlens: Tensor  # int32 [S + 1], where the sequences begin on the token axis; the first is 0, the last T
+    lengths: tuple[int, ...]  # tokens of each sequence, on the host: to read `cu_seqlens` would wait for a GPU
+    rows: Tensor | None  # int64 [R], ascending: the query positions; None if every token is one
+    keys: Tensor  # int32 [T], the dropout seed of each token as a query
+    rotation: Rotation | None = None  # of queries and keys, [T, K]
+    distance_bias: Tensor | None = None  # [N, 2M - 1], added to the scores: of the distances 1 - M to M - 1
+    relative: RelativeRows | None = None  # for disentangled positions
+
+    @property
+    def max_seqlen(self) -> int:
+        """Length of the longest sequence."""
+        return max(self.lengths)
+
+
+class AttentionOptions(NamedTuple):
+    """How to attend."""
+
+    heads: int
+    dropout: float = 0.0  # probability of dropping an attention weight
+    fused: bool = False  # let torch.compile fuse the steps between the matmuls
+    window: int = 0  # tokens that a query attends to on each side; 0 if to all
+
+
+def query_boundaries(rows_R: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """int32 [S + 1]: where the sequences begin among the query positions `rows_R`, int64 and ascending."""
+    return torch.searchsorted(rows_R, cu_seqlens.long()).int()
