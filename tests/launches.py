@@ -127,7 +127,6 @@ if __name__ == "__main__":
         {"name": "lamb"},
         {"name": "stable_adamw"},
         {"name": "muon"},
-        {"name": "muon", "normalised": True},
     ):
         for flat in (True, False):
             found = of_step(OptimizerConfig.model_validate(values), flat=flat)

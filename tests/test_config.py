@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.common.earlier import LEFT
+from pretrain.common.earlier import LEFT_AFTER
 from pretrain.common.errors import InputError
 from pretrain.common.sections import Section, is_section
 from pretrain.common.settings import dump
@@ -403,8 +403,8 @@ def test_a_resumed_run_may_change_the_rate_of_muon(write):
     path = write(GOOD)
     muon = load_config(path, ["optimizer.name=muon"])
     slower = load_config(path, ["optimizer.name=muon", "optimizer.muon_rate=0.5"])
-    momentum = load_config(path, ["optimizer.name=muon", "optimizer.muon_momentum=0.5"])
     assert changed_for_resume(muon, slower) == []
+    momentum = load_config(path, ["optimizer.name=muon", "optimizer.beta1=0.5"])
     assert len(changed_for_resume(muon, momentum)) == 1
 
 
@@ -457,7 +457,6 @@ def test_a_phase_more_or_less_is_a_change(write):
             "attention_init: neighbours needs recursions: 1 where positions are learned, not 2",
         ),
         ("model={size: mini, embedding: 64, mlm_transform: false}", r"embedding \(64\) needs mlm_transform: true"),
-        ("optimizer.normalised=true", "normalised has no effect with name: adamw. Remove it, or set name: muon"),
         ("pairs={input_format: full_sentences}", "full_sentences does not fit the objective nsp; use segment_pairs"),
         (
             "pairs={objective: none, input_format: segment_pairs}",
@@ -510,17 +509,36 @@ LEFT_WITH_AN_EFFECT = {
     "optimizer.cautious_weight_decay": "true",
     "engine.flash_attention": "fa3",
     "engine.fp8": "true",
+    "optimizer.muon_momentum": "0.5",
+    "optimizer.normalised": "true",
+    "checkpoint.background": "false",
+    "guard.spike_share": "0.3",
+    "tracking.straggler_factor": "2",
+    "evaluation.attention": "false",
+    "corpus.vocabulary.training_bytes": "1000",
+    "corpus.filters.language.sample_characters": "100",
+    "corpus.filters.near_duplicates.ngram": "5",
+    "corpus.filters.near_duplicates.bands": "8",
+    "corpus.filters.near_duplicates.rows": "8",
+    "corpus.filters.contamination.ngram": "5",
+    "corpus.filters.contamination.shortest": "5",
 }
+
+
+def _short(section: str) -> str:
+    """The name of a section in the table of settings that left."""
+    return "phases" if section.startswith("phases") else section.rsplit(".", 1)[-1]
 
 
 @pytest.mark.parametrize(("name", "value"), [*LEFT_WITH_AN_EFFECT.items(), ("masking.scheme", "spans")])
 def test_a_setting_that_left_is_named_with_what_to_do(name: str, value: str, write) -> None:
-    message = "left in 0.2; the last commit that had it is 02149e8; remove the line"
+    section, key = name.rsplit(".", 1)
+    last = next((commit for commit, left in LEFT_AFTER.items() if key in left.get(_short(section), {})), "02149e8")
+    message = f"left in 0.2; the last commit that had it is {last}; remove the line"
     shown = f"{name}: {value}" if name == "masking.scheme" else name
     with pytest.raises(InputError, match=rf"^--set {name}={value}: {re.escape(shown)} {message}$"):
         load_config(write(GOOD), [f"{name}={value}"])
-    section, key = name.split(".", 1)
-    if section not in ("phases", "engine"):
+    if "." not in section and section not in ("phases", "engine"):
         path = write(f"{GOOD}\n{section}:\n  {key}: {value}\n")
         with pytest.raises(InputError, match=rf"^{re.escape(str(path))}:\d+: {re.escape(shown)} {message}$") as error:
             load_config(path)
@@ -531,13 +549,30 @@ def test_a_setting_that_left_is_named_with_what_to_do(name: str, value: str, wri
 def test_recorded_configs_of_earlier_versions_are_read(write) -> None:
     """They name all settings; those that left are there without effect."""
     path = write(GOOD)
+    values = {_short(s): s for s, _ in (name.rsplit(".", 1) for name in LEFT_WITH_AN_EFFECT)}
     without = [
-        f"{section.replace('phases', 'phases.0')}.{name}={json.dumps(value)}"
-        for section, of_section in LEFT.items()
+        f"{values[section]}.{name}={json.dumps(value)}"
+        for left in LEFT_AFTER.values()
+        for section, of_section in left.items()
         for name, value in of_section.items()
+        if section in values
     ]
     assert len(without) == len(LEFT_WITH_AN_EFFECT)
     assert load_config(path, without) == load_config(path)
+
+
+def test_thresholds_of_quality_rules_that_stand_beside_them_are_read(write) -> None:
+    """As configs of 0.1 had them, and recorded configs, which name them all."""
+    quality = "corpus.filters.quality"
+    before = load_config(write(GOOD), [f"{quality}.max_words=70", f"{quality}.min_stop_words=2"])
+    assert before == load_config(write(GOOD), [f"{quality}.thresholds.max_words=70"])
+    assert before.corpus.filters.quality.threshold("min_words") == 50
+    for wrong, message in (
+        ("max_word: 7", "did you mean max_words"),
+        ("max_bullet_lines: 90", "above 1, and is a share"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_config(write(GOOD), [f"{quality}.thresholds={{{wrong}}}"])
 
 
 @pytest.mark.parametrize(

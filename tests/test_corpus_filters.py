@@ -14,6 +14,7 @@ from test_corpus_prepare import card, config, content
 
 from pretrain.common.errors import InputError
 from pretrain.config import FiltersConfig, QualityConfig, SourceConfig, load_config
+from pretrain.config.filters import RULE_SETS
 from pretrain.corpus.filters import Filters, filter_settings
 from pretrain.corpus.filters.quality import MEASURES, broken_rules
 from pretrain.corpus.filters.report import Report
@@ -69,7 +70,8 @@ BREAKS = {
 
 @pytest.mark.parametrize("rule", BREAKS)
 def test_a_rule_drops_what_it_is_for_and_nothing_else(rule: str) -> None:
-    rules = QualityConfig.model_validate({"rules": (rule,), **({"max_words": 300} if rule == "max_words" else {})})
+    thresholds = {"max_words": 300} if rule == "max_words" else {}
+    rules = QualityConfig(rules=(rule,), thresholds=thresholds)
     broken, _ = broken_rules(text_columns([prose(100), BREAKS[rule], prose(101)]), rules)
     assert broken.tolist() == [-1, 0, -1]
 
@@ -133,8 +135,8 @@ def test_figures_are_those_of_plain_code() -> None:
         lines += ["", " • stone", "café naïve…", "34 {5}"][: draw.randint(0, 4)]
         texts.append("\n".join(lines + lines[: draw.randint(0, 3)]) if seed else "")
     # A threshold of 0 counts every document exactly.
-    zero = {name: 0.0 for name in QualityConfig.model_fields if "_gram" in name}
-    columns, rules = text_columns(texts), QualityConfig.model_validate(zero)
+    grams = {rule: 0.0 for rules in RULE_SETS.values() for rule in rules if "_gram" in rule}
+    columns, rules = text_columns(texts), QualityConfig(thresholds=grams)
     plain = [_plain(text) for text in texts]
     for rule in plain[0]:
         expected = [figures[rule] for figures in plain]
@@ -216,7 +218,9 @@ def test_a_corpus_of_other_filters_is_not_taken_for_this_one(sources: Path, tmp_
 
 
 def test_thresholds_of_rules_that_do_not_apply_decide_nothing() -> None:
-    some = filtered(Path(), Path("x"), {"quality": {"enabled": True, "rules": ["min_words"], "max_words": 70}})
+    some = filtered(
+        Path(), Path("x"), {"quality": {"enabled": True, "rules": ["min_words"], "thresholds": {"max_words": 70}}}
+    )
     assert filter_settings(some.corpus.filters) == {"quality.rules": ["min_words"], "quality.min_words": 50}
 
 
@@ -224,8 +228,8 @@ def test_thresholds_of_rules_that_do_not_apply_decide_nothing() -> None:
     ("setting", "message"),
     [
         ("quality.rules=[gofer_quality]", r"'gofer_quality' is not one of .*; did you mean gopher_quality\?"),
-        ("quality.max_top_2_gram=1.5", r"max_top_2_gram is 1.5; expected at most 1"),
-        ("quality.min_wrods=1", r"min_wrods is not a known setting; did you mean min_words\?"),
+        ("quality.thresholds.max_top_2_gram=1.5", r"max_top_2_gram: 1.5 is above 1"),
+        ("quality.thresholds.min_wrods=1", r"'min_wrods' is not one of .*; did you mean min_words\?"),
         ("quality={enabled: true, min_words: 9, max_words: 3}", r"min_words \(9\) is above max_words \(3\)"),
         ("quality={enabled: true, rules: []}", r"rules: none is left"),
     ],

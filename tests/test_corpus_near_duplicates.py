@@ -54,7 +54,7 @@ def search(texts: list[str], folder: Path, *, per_part: int = 400, shares: int =
         hashes = np.array([[hash(text) & (2**63 - 1), 0] for text in kept], np.uint64)
         sketches.save(folder / f"000-000000-{number:06d}-0000{near.SUFFIX}", hashes)
     pairs = np.zeros(0, near.PAIR)
-    for band in range(config.near_duplicates.bands):
+    for band in range(near.BANDS):
         for share in range(shares):
             near.find_pairs(folder, folder / "pairs.npy", band, share, shares, config.near_duplicates.threshold)
             pairs = np.append(pairs, np.load(folder / "pairs.npy"))

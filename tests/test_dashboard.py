@@ -179,7 +179,7 @@ class TestPanels:
                 plan=SimpleNamespace(peak_flops=1.0),
                 recorder=SimpleNamespace(log=written.append),
                 stopwatch=Stopwatch(),
-                stragglers=RankTimes(engine, 2.0),
+                stragglers=RankTimes(engine),
                 rate=0.1,
                 epoch=0,
                 norm=1.0,

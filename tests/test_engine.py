@@ -37,12 +37,10 @@ SHAPE = ModelConfig(size="custom", layers=2, hidden=32, heads=2, max_positions=6
 VOCABULARY, LENGTHS, MICRO_BATCHES, RATE = 101, (7, 12, 20, 20), 4, 1e-2
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16")
-OPTIMIZERS = ("adamw", "lamb", "stable_adamw", "muon", "normuon")
+OPTIMIZERS = ("adamw", "lamb", "stable_adamw", "muon")
 
 
 def choice_of(optimizer: str) -> OptimizerConfig:
-    if optimizer == "normuon":
-        return OptimizerConfig(name="muon", normalised=True)
     return OptimizerConfig(name=optimizer)  # type: ignore[arg-type]
 
 

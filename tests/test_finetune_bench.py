@@ -110,7 +110,6 @@ def test_the_trainer_has_our_optimizer_and_schedule(tmp_path: Path, monkeypatch:
     ("values", "message"),
     [
         ({"training": {"layer_decay": 0.9}}, "training.layer_decay: 0.9; the Trainer has no such setting. Set it to 1"),
-        ({"training": {"preset": "few-sample"}}, "training.reinitialised_layers: 1"),
         ({"optimizer": {"name": "lamb"}}, "optimizer.name: lamb; the Trainer has no such setting. Set it to adamw"),
         ({"random_weights": True}, "random_weights: True; the Trainer has no such setting. Set it to False"),
         ({"class_weights": "balanced"}, "classification.class_weights: balanced; .* Set it to none"),

@@ -20,6 +20,7 @@ from finetune.training.train import make_model
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, read_config
 from pretrain.checkpoint.released_writer import their_tensors
+from pretrain.common.earlier import as_trained
 from pretrain.common.errors import InputError
 from pretrain.model.heads import PretrainingModel
 from tests.starts import with_changes
@@ -77,17 +78,6 @@ def named(*labels: str) -> dict[str, Any]:
 def test_a_pretrained_model_gives_backbone_and_pooler() -> None:
     lines = start_table(make_config(), make_task(), make_released()).split("\n")
     assert sorted(lines) == sorted([*PRETRAINED, FITTED])
-
-
-@pytest.mark.parametrize("layers", [1, 3])
-def test_the_table_lists_tensors_that_are_not_loaded(layers: int) -> None:
-    training = {"reinitialised_layers": layers, "reinitialise_pooler": True}
-    config, task, released = make_config(training=training), make_task(), make_released()
-    text = start_table(config, task, released)
-    assert f"{16 * layers} tensors left out: initialised at random (training.reinitialised_layers: {layers})" in text
-    assert f"{16 * (3 - layers)} tensors -> layers.*" in text or layers == 3
-    assert "bert.pooler.dense.*: 2 tensors left out: initialised at random" in text
-    assert text.endswith("initialised at random: head.dense.*, head.out.*")
 
 
 def test_a_head_without_a_pooler_and_random_weights_are_reported() -> None:
@@ -204,9 +194,17 @@ def test_a_dry_run_shows_the_table_of_its_own_settings(tmp_path: Path) -> None:
         "start_from": str(make_bert(tmp_path / "bert")),
         "max_length": 32,
         "classification": sets,
-        "training": {"reinitialised_layers": 1, "examples_per_step": 4},
+        "training": {"examples_per_step": 4, "output_layer": "random"},
     }
     mapping = plan(FinetuneConfig.model_validate(values), alone=True).key_mapping
-    assert "16 tensors -> layers.*" in mapping
-    assert "16 tensors left out: initialised at random (training.reinitialised_layers: 1)" in mapping
+    assert "32 tensors -> layers.*" in mapping
     assert mapping.endswith("initialised at random: head.out.*")
+
+
+def test_a_model_that_was_trained_with_settings_that_left_is_read() -> None:
+    now = make_config().model_dump(mode="json")
+    training = {**now["training"], "preset": "few-sample", "reinitialised_layers": 1, "reinitialise_pooler": True}
+    before = {**now, "training": training, "optimizer": {**now["optimizer"], "normalised": True}}
+    assert FinetuneConfig.model_validate(as_trained(before)) == FinetuneConfig.model_validate(now)
+    with pytest.raises(ValueError, match=r"preset: few-sample left in 0\.2"):
+        FinetuneConfig.model_validate(before)

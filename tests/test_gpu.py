@@ -57,7 +57,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lamb": {"name": "lamb"},
     "stable_adamw": {"name": "stable_adamw"},
     "muon": {"name": "muon"},
-    "normuon": {"name": "muon", "normalised": True},
 }
 GPU = torch.device("cuda")
 Run = Callable[..., Tensor]

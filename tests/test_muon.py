@@ -24,7 +24,7 @@ from pretrain.training.optim import (
 )
 from pretrain.training.optim import matrix_rounds as rounds
 from pretrain.training.optim.matrix_rounds import MatrixPiece, plan_rounds
-from pretrain.training.optim.muon import normalise_rows, orthogonalise
+from pretrain.training.optim.muon import orthogonalise
 from tests.distributed import run_workers
 
 SHAPES = {
@@ -44,7 +44,6 @@ PARTS = {"layers.0.qkv_weight": 3, "layers.0.gated_in_weight": 2, "layers.1.kv_w
 MATRICES = [name for name in SHAPES if name.startswith("layers.") and name.endswith(("in_weight", "out_weight"))]
 MATRICES += ["layers.0.qkv_weight", "layers.1.kv_weight"]
 SETTINGS = OptimizerConfig(name="muon", weight_decay=0.1, muon_rate=0.5)
-NORMALISED = SETTINGS.model_copy(update={"normalised": True})
 RATE = 0.02
 
 
@@ -82,25 +81,18 @@ def newton_schulz(g: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def reference(name: str, steps: int, settings: OptimizerConfig = SETTINGS) -> torch.Tensor:
-    """Liu et al. 2025, section 2.2, part by part in fp64; Li et al. 2025, Algorithm 1."""
+def reference(name: str, steps: int) -> torch.Tensor:
+    """Liu et al. 2025, section 2.2, part by part in fp64."""
     parts = PARTS.get(name, 1)
     weights = [part.double() for part in make_parameters()[name].detach().chunk(parts)]
     momenta = [torch.zeros_like(part) for part in weights]
-    squares = [torch.zeros(len(part), 1).double() for part in weights]
     rate = 0.5 * RATE
     for step in range(steps):
         for number, gradient in enumerate(make_gradients(step)[name].chunk(parts)):
             g, m, w = gradient.double(), momenta[number], weights[number]
             m.mul_(0.95).add_(g)
             update = newton_schulz(g + 0.95 * m)
-            if settings.normalised:
-                v = squares[number]
-                v.mul_(0.95).add_(0.05 * (update * update).mean(1, keepdim=True))
-                update = update / (v.sqrt() + 1e-8)
-                update = 0.2 * math.sqrt(w.numel()) * update / update.norm()
-            else:
-                update = 0.2 * math.sqrt(max(w.shape)) * update
+            update = 0.2 * math.sqrt(max(w.shape)) * update
             w.sub_(rate * (update + 0.1 * w))
     return torch.cat(weights).float()
 
@@ -152,30 +144,6 @@ def test_whole_matrices_equal_the_paper_and_all_else_adamw() -> None:
             torch.testing.assert_close(parameter.detach(), reference(name, 4), rtol=1e-4, atol=1e-5, msg=name)
         else:
             assert torch.equal(parameter, others[name]), name
-
-
-def test_normalised_rows_equal_their_paper() -> None:
-    parameters, plain = make_parameters(), make_parameters()
-    train_whole(4, make_muon(parameters, NORMALISED), parameters)
-    train_whole(4, make_muon(plain), plain)
-    for name in MATRICES:
-        torch.testing.assert_close(
-            parameters[name].detach(), reference(name, 4, NORMALISED), rtol=1e-4, atol=1e-5, msg=name
-        )
-        assert (parameters[name] - plain[name]).abs().max() > 1e-4, name
-
-
-def test_all_rows_move_equally_far_in_the_long_run() -> None:
-    """Even where the gradients of some neurons are tiny: that is what NorMuon is for."""
-    generator = torch.Generator().manual_seed(4)
-    sizes = torch.tensor([1.0, 1e-2] * 4)[:, None]
-    moment, moved = torch.zeros(8), torch.zeros(8)
-    for _ in range(200):
-        update = normalise_rows(orthogonalise(torch.randn(8, 6, generator=generator) * sizes), moment)
-        assert update.norm() == pytest.approx(math.sqrt(6))
-        moved += update.square().sum(1)
-    assert moved.max() < 1.5 * moved.min()
-    assert not normalise_rows(torch.zeros(8, 6), torch.zeros(8)).any()
 
 
 def test_it_is_near_torchs() -> None:
@@ -285,20 +253,19 @@ def train_sharded(
 
 
 @pytest.mark.parametrize(
-    ("borders", "entries", "settings"),
+    ("borders", "entries"),
     [
-        ((0.37,), 1 << 24, SETTINGS),  # inside a matrix
-        ((0.05, 0.06), 100, SETTINGS),  # the second of three workers holds a few entries; many rounds
-        ((0.05, 0.06), 100, NORMALISED),
-        ((0.5, 1.0), 1 << 24, SETTINGS),  # the third holds padding only
+        ((0.37,), 1 << 24),  # inside a matrix
+        ((0.05, 0.06), 100),  # the second of three workers holds a few entries; many rounds
+        ((0.5, 1.0), 1 << 24),  # the third holds padding only
     ],
 )
-def test_cut_over_workers_it_equals_whole(borders: Sequence[float], entries: int, settings: OptimizerConfig) -> None:
+def test_cut_over_workers_it_equals_whole(borders: Sequence[float], entries: int) -> None:
     parameters = make_parameters()
-    optimizer = make_muon(parameters, settings)
+    optimizer = make_muon(parameters)
     names_of = [list(group["names"]) for group in optimizer.param_groups]
     train_whole(3, optimizer, parameters)
-    parts = run_workers(len(borders) + 1, train_sharded, borders, 3, entries, settings)
+    parts = run_workers(len(borders) + 1, train_sharded, borders, 3, entries)
     for number, names in enumerate(names_of):
         joined = torch.cat([shards[number] for shards, _ in parts])
         whole = torch.cat([parameters[name].detach().reshape(-1) for name in names])

@@ -381,7 +381,7 @@ class Rank:
 
 def make_saver(run: StoredRun, folder: Path, rank: Rank | None = None) -> Saver:
     group = rank or Rank(0, Ranks(1))
-    return Saver(folder / "checkpoints", group, keep_last=1, background=True, retry_seconds=0.0, stored=run)
+    return Saver(folder / "checkpoints", group, keep_last=1, retry_seconds=0.0, stored=run)
 
 
 def save(saver: Saver, step: int, value: float | None = None, **state: Any) -> None:

@@ -37,7 +37,6 @@ TENSORS, MATRICES = 246, 72  # three for a stacked query, key and value
         # Two factors for each tensor.
         ({"name": "stable_adamw"}, (640, 1030)),
         ({"name": "muon"}, (250, 250)),
-        ({"name": "muon", "normalised": True}, (400, 410)),
         ({"name": "adamw"}, (6, 7)),
     ],
     ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else "",
@@ -100,7 +99,6 @@ def train(values: dict[str, Any], *, flat: bool) -> list[torch.Tensor]:
         {"name": "lamb"},
         {"name": "stable_adamw"},
         {"name": "muon"},
-        {"name": "muon", "normalised": True},
     ],
     ids=lambda values: "-".join(map(str, values.values())),
 )

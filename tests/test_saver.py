@@ -47,7 +47,7 @@ def save_and_wait(saver: Saver, step: int) -> None:
 
 
 def make(folder: Path, **changes: Any) -> Saver:
-    return Saver(folder, Alone(), **{"keep_last": 2, "background": True, "retry_seconds": 0.0, **changes})
+    return Saver(folder, Alone(), **{"keep_last": 2, "retry_seconds": 0.0, **changes})
 
 
 def test_a_checkpoint_is_the_state_at_its_step_while_training_continues(
@@ -110,7 +110,7 @@ def test_no_rank_writes_while_the_first_still_removes_old_checkpoints(
     failed = []
 
     def train(rank: int) -> None:
-        saver = Saver(tmp_path, Rank(rank), keep_last=3, background=True, retry_seconds=0.0)
+        saver = Saver(tmp_path, Rank(rank), keep_last=3, retry_seconds=0.0)
         for step in (1, 2):
             fragment = Fragment("a", 2 * rank, {"weight": torch.full((2,), float(step))}, shared=False)
             try:
@@ -146,7 +146,7 @@ def test_the_other_ranks_do_not_wait_for_one_whose_save_failed(tmp_path: Path, m
     failed = []
 
     def train(rank: int) -> None:
-        saver = Saver(tmp_path, Rank(rank), keep_last=3, background=True, retry_seconds=0.0)
+        saver = Saver(tmp_path, Rank(rank), keep_last=3, retry_seconds=0.0)
         saver.save(1, [Fragment("a", 2 * rank, {"weight": torch.ones(2)}, shared=False)], STATE)
         try:
             saver.wait()
@@ -221,12 +221,11 @@ def test_waits_for_a_save_last_as_long_as_its_retries(tmp_path: Path, monkeypatc
     assert 7200 < sum(waited) < 16200
 
 
-@pytest.mark.parametrize("background", [True, False])
 def test_a_failure_for_good_is_raised_and_the_checkpoint_before_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saver_module, "_FIRST_WAIT_SECONDS", 0.05)
-    saver = make(tmp_path, background=background, retry_seconds=60.0)
+    saver = make(tmp_path, retry_seconds=60.0)
     saver.save(1, fragments(torch.ones(4)), STATE)
     saver.wait()
     tries = []

@@ -53,7 +53,7 @@ def test_stragglers() -> None:
 def test_a_straggler_is_named_once_when_it_has_been_slow_for_a_while(monkeypatch) -> None:
     now, logged = [0.0], []
     monkeypatch.setattr(stragglers.time, "monotonic", lambda: now[0])
-    times = RankTimes(SimpleNamespace(), 1.5)  # type: ignore[arg-type]
+    times = RankTimes(SimpleNamespace())  # type: ignore[arg-type]
     recorder = SimpleNamespace(log=logged.append)
 
     def record(second: float, forward: list[float]) -> int:

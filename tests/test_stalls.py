@@ -66,8 +66,8 @@ def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
         return False
 
     recorder = SimpleNamespace(log=lambda record: look("log"), rewind=lambda step: look("rewind"))
-    tracking = SimpleNamespace(log_every_steps=1, straggler_factor=1.5)
-    saving = SimpleNamespace(keep_last=1, background=False, retry_seconds=0.0)
+    tracking = SimpleNamespace(log_every_steps=1)
+    saving = SimpleNamespace(keep_last=1, retry_seconds=0.0)
     config: Any = SimpleNamespace(seed=0, tracking=tracking, checkpoint=saving, address="")
     plan = TrainingPlan(config, 2, lambda _: 0.0, evaluate_every_steps=9, checkpoint_every_steps=9)
     task: Any = SimpleNamespace(batches=batches, stalled_seconds=lambda: 0.0, validation_set=lambda: "dev")
@@ -118,7 +118,7 @@ def test_the_first_batch_of_a_loader_is_not_a_stall(tmp_path: Path) -> None:
 
 def test_a_long_wait_for_one_batch_is_an_event(tmp_path: Path) -> None:
     engine, logged = Engine(tmp_path, size=3, rank=1), list[dict[str, Any]]()
-    times = RankTimes(engine, 1.5)  # type: ignore[arg-type]
+    times = RankTimes(engine)  # type: ignore[arg-type]
     recorder = SimpleNamespace(log=logged.append)
     times.waited_once(4.0)
     times.waited_once(3.0)

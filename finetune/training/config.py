@@ -12,6 +12,7 @@ from pydantic import Field, create_model, model_validator
 
 from finetune.tasks import registry
 from pretrain.common import settings
+from pretrain.common.earlier import LEFT_PRESETS, LeftError
 from pretrain.common.settings import Location, Section
 from pretrain.config import (
     FREE_ON_RESUME,
@@ -36,17 +37,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Mosbach et al. 2021, "On the stability of fine-tuning BERT", section 6: a small rate, warm-up, bias
     # correction (which torch's AdamW always has) and 20 epochs even for small sets.
     "stable": {"examples_per_step": 16, "learning_rate": 2e-5, "epochs": 20.0, "warmup_share": 0.1},
-    # Zhang et al. 2021, "Revisiting few-sample BERT fine-tuning", sections 5 and 6: re-initialise pooler and
-    # top layers, and train longer than three epochs of a small set. The paper chooses the number of layers by task, up
-    # to 6 of 24; one suits models of any depth.
-    "few-sample": {
-        "examples_per_step": 32,
-        "learning_rate": 2e-5,
-        "epochs": 10.0,
-        "warmup_share": 0.1,
-        "reinitialised_layers": 1,
-        "reinitialise_pooler": True,
-    },
     # google-research/bert README.md, the 24 smaller models: 4 epochs at a rate from 3e-4 to 3e-5.
     "small-bert": {"examples_per_step": 32, "learning_rate": 1e-4, "epochs": 4.0, "warmup_share": 0.1},
     # Liu et al. 2019, appendix C; fairseq examples/roberta/README.glue.md.
@@ -55,8 +45,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # What the source of a preset sets in other sections.
 _PRESET_DEFAULTS: dict[str, dict[str, dict[str, float]]] = {
-    # asappresearch/revisit-bert-finetuning, sample_commands/reinit.sh.
-    "few-sample": {"optimizer": {"weight_decay": 0.0}},
     # fairseq examples/roberta/README.glue.md.
     "roberta": {
         "optimizer": {"weight_decay": 0.1, "beta2": 0.98, "epsilon": 1e-6},
@@ -92,11 +80,13 @@ _LEAST_STEPS = 300  # more epochs than `_EPOCHS` of few examples, up to `_MOST_E
 class TrainingConfig(Section):
     """Length, batch size and learning rate. `preset` fills what is not given, here and in optimizer and engine."""
 
-    preset: Literal["auto", "devlin", "stable", "few-sample", "small-bert", "roberta"] = Field(
+    EARLIER = "training"
+
+    preset: Literal["auto", "devlin", "stable", "small-bert", "roberta"] = Field(
         default="auto",
         description="Source of the values that are not given: auto chooses learning rate and epochs by the model's "
         "width and the number of examples; the others are published recipes, for thousands of examples (devlin), few "
-        "(stable, few-sample), models below BERT-Base (small-bert) and RoBERTa (roberta).",
+        "(stable), models below BERT-Base (small-bert) and RoBERTa (roberta).",
     )
     output_layer: Literal["fitted", "random"] = Field(
         default="fitted",
@@ -132,8 +122,6 @@ class TrainingConfig(Section):
         le=1,
         description="Learning rate of a layer divided by that of the layer above it; 1 is the same rate for all.",
     )
-    reinitialised_layers: int = Field(default=0, ge=0, description="Number of top layers to re-initialise.")
-    reinitialise_pooler: bool = Field(default=False, description="Re-initialise the pooler as well.")
     patience: int = Field(
         default=0,
         ge=0,
@@ -146,6 +134,8 @@ class TrainingConfig(Section):
         if not isinstance(values, dict):
             return values
         preset = values.get("preset", "auto")
+        if preset in LEFT_PRESETS:
+            raise LeftError(f"preset: {preset}", "acc156f")
         chosen = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
         given = {key: value for key, value in values.items() if key not in _POSITIVE or value != 0}
         return {**chosen, **given}

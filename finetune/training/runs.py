@@ -191,11 +191,6 @@ def check_fit(config: FinetuneConfig, model: ModelConfig) -> None:
             f"max_length: {config.max_length}, but {config.start_from} has {model.max_positions} positions. "
             "Lower it to that."
         )
-    if config.training.reinitialised_layers > model.layers:
-        raise InputError(
-            f"training.reinitialised_layers: {config.training.reinitialised_layers}, but {config.start_from} has "
-            f"{model.layers} layers. Lower it to that or less."
-        )
 
 
 def digest(config: FinetuneConfig, *, test_sets: bool = True) -> str:

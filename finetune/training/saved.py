@@ -18,6 +18,7 @@ from finetune.training.card import CardFacts, model_card
 from finetune.training.config import FinetuneConfig
 from finetune.training.folders import MODEL, SETTINGS, model_folder
 from finetune.training.rows import write_rows
+from pretrain.common.earlier import as_trained
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, expect_other, is_stream, write_json
 from pretrain.common.run_files import SCORES
@@ -151,7 +152,7 @@ def load_saved(folder: Path) -> Saved:
     path = model_folder(folder) / SETTINGS
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return Saved(FinetuneConfig.model_validate(values["config"]), values["state"], values["scores"])
+        return Saved(FinetuneConfig.model_validate(as_trained(values["config"])), values["state"], values["scores"])
     except (ValueError, KeyError) as error:
         raise InputError(f"{path}: damaged ({' '.join(str(error).split())[:200]}). Fine-tune again.") from None
 

@@ -34,7 +34,6 @@ class Saver:
         group: the ranks. Background saves run its collectives in another thread than training, so it needs a process
             group of its own.
         keep_last: number of newest checkpoints to keep (`store.prune`).
-        background: copy the state and return, instead of writing before returning.
         retry_seconds: how long to retry if the storage fails. A full disk is retried once.
         stored: where checkpoints are stored besides the folder, if anywhere. A failure there is reported as `trouble`
             and does not end the run; the next checkpoint is stored again.
@@ -46,12 +45,11 @@ class Saver:
         group: store.SavingGroup,
         *,
         keep_last: int,
-        background: bool,
         retry_seconds: float,
         stored: StoredRun | None = None,
     ) -> None:
         self._folder, self._group, self._keep_last = folder, group, keep_last
-        self._background, self._retry_seconds, self._stored = background, retry_seconds, stored
+        self._retry_seconds, self._stored = retry_seconds, stored
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -59,12 +57,8 @@ class Saver:
         self.trouble = ""
 
     def save(self, step: int, fragments: Iterable[store.HeldFragment], state: dict[str, Any]) -> None:
-        """Save the current state of the fragments. Raises the error of the previous save, or of a synchronous one."""
+        """Save the current state of the fragments. Raises the error of the previous save."""
         self.wait()
-        if not self._background:
-            self._write(step, store.take_shard(fragments, self._group), state)
-            self._raise()
-            return
         shard = store.take_shard(fragments, self._group, self._copy)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies are asynchronous

@@ -6,16 +6,32 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _LEFT_IN, _READ_UNTIL = "0.2", "0.3"
-_LAST_COMMIT = "02149e8"  # that had all of `LEFT`
 
-LEFT: dict[str, dict[str, Any]] = {
-    "model": {"attention_gate": "none", "bigram_rows": 0, "norm_before_output": False, "zero_output_init": False},
-    "masking": {"shifted_targets": False, "span_longest": 10, "span_probability": 0.2, "z_loss": 0.0},
-    "phases": {"causal_share": 0.0},
-    "optimizer": {"cautious_weight_decay": False},
-    "engine": {"flash_attention": "torch", "fp8": False},
+LEFT_AFTER: dict[str, dict[str, dict[str, Any]]] = {
+    "02149e8": {
+        "model": {"attention_gate": "none", "bigram_rows": 0, "norm_before_output": False, "zero_output_init": False},
+        "masking": {"shifted_targets": False, "span_longest": 10, "span_probability": 0.2, "z_loss": 0.0},
+        "phases": {"causal_share": 0.0},
+        "optimizer": {"cautious_weight_decay": False},
+        "engine": {"flash_attention": "torch", "fp8": False},
+    },
+    "acc156f": {
+        "optimizer": {"muon_momentum": 0.95, "normalised": False},
+        "checkpoint": {"background": True},
+        "guard": {"spike_share": 0.2},
+        "tracking": {"straggler_factor": 1.5},
+        "evaluation": {"attention": True},
+        "vocabulary": {"training_bytes": 1 << 30},
+        "language": {"sample_characters": 500},
+        "near_duplicates": {"ngram": 3, "bands": 32, "rows": 4},
+        "contamination": {"ngram": 13, "shortest": 8},
+        "classification": {"train_examples_seed": 0, "containment_pairs": 60_000},
+        "training": {"reinitialised_layers": 0, "reinitialise_pooler": False},
+    },
 }
-"""Section -> name -> the value without effect, with which a recorded config is still read."""
+"""The last commit that had the settings -> section -> name -> the value without effect, which is still read."""
+
+LEFT_PRESETS = ("few-sample",)  # of `training.preset`, after acc156f
 
 
 class Renamed(NamedTuple):
@@ -39,20 +55,20 @@ RENAMED: dict[str, dict[str, Renamed]] = {
 
 
 class LeftError(ValueError):
-    """A setting of `LEFT` with an effect, by its name within its section."""
+    """A setting that left, with an effect, by its name within its section."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"{name} left in {_LEFT_IN}; the last commit that had it is {_LAST_COMMIT}; remove the line")
+    def __init__(self, name: str, last_commit: str = "02149e8") -> None:
+        super().__init__(f"{name} left in {_LEFT_IN}; the last commit that had it is {last_commit}; remove the line")
 
 
 def as_now(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a section with today's names. Raises `LeftError` if one had an effect that left."""
-    left, renamed = LEFT.get(section, {}), RENAMED.get(section, {})
-    for name, without_effect in left.items():
-        if values.get(name, without_effect) != without_effect:
-            raise LeftError(name)
-    now = {name: value for name, value in values.items() if name not in left}
-    for old, new in renamed.items():
+    now = dict(values)
+    for commit, left in LEFT_AFTER.items():
+        for name, without_effect in left.get(section, {}).items():
+            if now.pop(name, without_effect) != without_effect:
+                raise LeftError(name, commit)
+    for old, new in RENAMED.get(section, {}).items():
         if (value := new.value(now.get(old))) is not None:
             del now[old]
             if now.get(new.name) in (None, ""):
@@ -70,6 +86,23 @@ def as_before(values: Mapping[str, Any]) -> dict[str, Any]:
                 value = before[section].pop(new.name)
                 before[section][old] = next((was for was, now in new.values.items() if now == value), value)
     return before
+
+
+def as_trained(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved model's recorded config without what left since: how it was trained has no effect on its use."""
+    gone: dict[str, set[str]] = {}
+    for left in LEFT_AFTER.values():
+        for section, names in left.items():
+            gone.setdefault(section, set()).update(names)
+    now = {
+        section: {name: value for name, value in values.items() if name not in gone.get(section, ())}
+        if isinstance(values, Mapping)
+        else values
+        for section, values in config.items()
+    }
+    if now.get("training", {}).get("preset") in LEFT_PRESETS:
+        now["training"]["preset"] = "auto"
+    return now
 
 
 def name_now(section: str, name: Any) -> Any:

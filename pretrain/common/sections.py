@@ -24,7 +24,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     EARLIER: ClassVar[str] = ""
-    """The section's name in `earlier.LEFT` and `earlier.RENAMED`, if it is there."""
+    """The section's name in `earlier.LEFT_AFTER` and `earlier.RENAMED`, if it is there."""
 
     @model_validator(mode="before")
     @classmethod

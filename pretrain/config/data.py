@@ -74,6 +74,8 @@ class SourceConfig(Section):
 class VocabularyConfig(Section):
     """The vocabulary: trained on the corpus, or read from `path`."""
 
+    EARLIER = "vocabulary"
+
     kind: Literal["wordpiece", "byte_bpe"] = Field(
         default="wordpiece",
         description="wordpiece is BERT's. byte_bpe is the byte-level BPE of GPT-2, RoBERTa and ModernBERT: it "
@@ -103,11 +105,6 @@ class VocabularyConfig(Section):
         "false with lowercase: true keeps them. Only wordpiece; BertTokenizer has the same setting.",
     )
     min_frequency: int = Field(default=2, ge=1, description="Occurrences that a pair of tokens needs to be merged.")
-    training_bytes: int = Field(
-        default=1 << 30,
-        ge=1,
-        description="Most bytes of text to train the vocabulary on. Larger corpora are sampled by document hash.",
-    )
     added_words: int = Field(
         default=0,
         ge=0,

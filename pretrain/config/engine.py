@@ -129,18 +129,18 @@ class EngineConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints of a run."""
+    """Checkpoints of a run, written while training continues.
+
+    Their copy in memory takes 12 bytes per parameter, over all workers together; 16 while weights are averaged.
+    """
+
+    EARLIER = "checkpoint"
 
     every_steps: int = Field(default=1000, ge=1, description="Optimizer steps between checkpoints.")
     keep_last: int = Field(
         default=2,
         ge=1,
         description="Number of newest checkpoints to keep. The one with the lowest validation loss is kept too.",
-    )
-    background: bool = Field(
-        default=True,
-        description="Copy the state in memory and write it while training continues. "
-        "The copy takes 12 bytes per parameter, over all workers together; 16 while weights are averaged.",
     )
     retry_seconds: float = Field(
         default=60.0,
@@ -152,16 +152,13 @@ class CheckpointConfig(Section):
 class SpikeConfig(Section):
     """Loss spikes: a run rolls back to its last checkpoint and skips the data that caused the spike."""
 
+    EARLIER = "guard"
+
     spike_sigmas: float = Field(
         default=10.0,
         ge=0,
         description="A loss is a spike if it exceeds the median of the last 64 steps by this many standard deviations. "
-        "0 disables the detection.",
-    )
-    spike_share: float = Field(
-        default=0.2,
-        ge=0,
-        description="A spike must also exceed that median by this share of it: 0.2 means 20 %.",
+        "It must also exceed the median by 20 %. 0 disables the detection.",
     )
     max_rollbacks: int = Field(
         default=3,

@@ -2,50 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Annotated, Any
+
 from pydantic import Field, field_validator, model_validator
 
 from pretrain.common.kinds import not_one_of
 from pretrain.common.settings import LocalPath, Section
 
-RULE_SETS: dict[str, tuple[str, ...]] = {
-    "gopher_quality": (
-        "min_words",
-        "max_words",
-        "min_mean_word_length",
-        "max_mean_word_length",
-        "max_symbols_per_word",
-        "max_bullet_lines",
-        "max_ellipsis_lines",
-        "min_alphabetic_words",
-        "min_stop_words",
-    ),
-    "gopher_repetition": (
-        "max_repeated_lines",
-        "max_repeated_line_characters",
-        "max_top_2_gram",
-        "max_top_3_gram",
-        "max_top_4_gram",
-        "max_repeated_5_grams",
-        "max_repeated_6_grams",
-        "max_repeated_7_grams",
-        "max_repeated_8_grams",
-        "max_repeated_9_grams",
-        "max_repeated_10_grams",
-    ),
-    "fineweb": ("min_punctuated_lines", "max_short_lines", "max_lines_per_word"),
-    "c4": ("max_curly_brackets", "max_lorem_ipsum"),
-    "characters": ("max_odd_characters",),
+RULE_SETS: dict[str, dict[str, float]] = {
+    "gopher_quality": {
+        "min_words": 50,
+        "max_words": 100_000,
+        "min_mean_word_length": 3,  # characters
+        "max_mean_word_length": 10,
+        "max_symbols_per_word": 0.1,  # number signs or ellipses, whichever are more
+        "max_bullet_lines": 0.9,  # share of lines that begin with a bullet
+        "max_ellipsis_lines": 0.3,  # share of lines that end with an ellipsis
+        "min_alphabetic_words": 0.8,  # share of words with a letter
+        "min_stop_words": 2,  # of `stop_words`, each counted once
+    },
+    # Shares of lines, or of characters, that were there before, and of those in the most frequent n words.
+    "gopher_repetition": {
+        "max_repeated_lines": 0.3,
+        "max_repeated_line_characters": 0.2,  # FineWeb has 0.1
+        **{f"max_top_{n}_gram": share for n, share in ((2, 0.2), (3, 0.18), (4, 0.16))},
+        **{f"max_repeated_{n}_grams": (20 - n) / 100 for n in range(5, 11)},
+    },
+    "fineweb": {
+        "min_punctuated_lines": 0.12,  # share of lines that end with punctuation
+        "max_short_lines": 0.67,  # share of lines with at most 30 characters
+        "max_lines_per_word": 0.3,
+    },
+    "c4": {"max_curly_brackets": 0, "max_lorem_ipsum": 0},
+    # Share of control, unassigned, private and replacement characters, and of pictographs.
+    "characters": {"max_odd_characters": 0.1},
 }
-"""Sets of quality rules. A rule has the name of the field of `QualityConfig` that holds its threshold."""
-RULES = tuple(rule for rules in RULE_SETS.values() for rule in rules)
-
-
-def _share(default: float, description: str) -> float:
-    return Field(default=default, ge=0, le=1, description=description)
+"""Set of quality rules -> rule -> its published threshold, in the order in which they are applied."""
+_PUBLISHED = {rule: threshold for rules in RULE_SETS.values() for rule, threshold in rules.items()}
 
 
 class QualityConfig(Section):
-    """Rules that drop whole documents. A document is counted under the first rule of the list below that it breaks.
+    """Rules that drop whole documents. A document is counted under the first rule of `RULE_SETS` that it breaks.
 
     Words are separated by spaces, lines are paragraphs; both without the empty ones.
     """
@@ -53,79 +51,70 @@ class QualityConfig(Section):
     enabled: bool = Field(default=False, description="Drop the documents that break one of the rules.")
     rules: tuple[str, ...] = Field(
         default=("gopher_quality", "gopher_repetition", "fineweb", "characters"),
-        description="Rules to apply, by the names of the fields below, or of their sets: gopher_quality (Rae et al. "
+        description="Rules to apply, by name or by set: gopher_quality (Rae et al. "
         "2021, appendix A1.1), gopher_repetition (the same, table A1), fineweb (Penedo et al. 2024, section 3.6), c4 "
         "(Raffel et al. 2020, section 2.2), characters.",
     )
     skip: tuple[str, ...] = Field(
         default=(), description="Rules, or sets of them, to leave out of rules: max_words keeps whole books."
     )
-    min_words: int = Field(default=50, ge=0, description="gopher_quality: words that a document needs.")
-    max_words: int = Field(default=100_000, ge=1, description="gopher_quality: most words of a document.")
-    min_mean_word_length: float = Field(
-        default=3.0, ge=0, description="gopher_quality: characters of a document's words, on average, at least."
-    )
-    max_mean_word_length: float = Field(
-        default=10.0, gt=0, description="gopher_quality: characters of a document's words, on average, at most."
-    )
-    max_symbols_per_word: float = Field(
-        default=0.1, ge=0, description="gopher_quality: number signs or ellipses, whichever are more, per word."
-    )
-    max_bullet_lines: float = _share(0.9, "gopher_quality: share of lines that begin with a bullet.")
-    max_ellipsis_lines: float = _share(0.3, "gopher_quality: share of lines that end with an ellipsis.")
-    min_alphabetic_words: float = _share(0.8, "gopher_quality: share of words with a letter.")
-    min_stop_words: int = Field(
-        default=2, ge=0, description="gopher_quality: how many of stop_words a document has, each counted once."
+    thresholds: Mapping[str, Annotated[float, Field(ge=0)]] = Field(
+        default={},
+        description="Rule -> threshold in place of the published one, such as {max_words: 5000}. A rule that begins "
+        "with min_ needs at least that, one with max_ at most. Published: "
+        + ", ".join(f"{rule} {threshold:g}" for rule, threshold in _PUBLISHED.items())
+        + ".",
     )
     stop_words: tuple[str, ...] = Field(
         default=("the", "be", "to", "of", "and", "that", "have", "with"),
-        description="Frequent words of the language; the default is English.",
+        description="Frequent words of the language, for min_stop_words; the default is English.",
     )
-    max_repeated_lines: float = _share(0.3, "gopher_repetition: share of lines that were there before.")
-    max_repeated_line_characters: float = _share(
-        0.2, "gopher_repetition: share of characters in lines that were there before. FineWeb has 0.1."
-    )
-    max_top_2_gram: float = _share(0.2, "gopher_repetition: share of characters in the most frequent pair of words.")
-    max_top_3_gram: float = _share(0.18, "gopher_repetition: the same for 3 words.")
-    max_top_4_gram: float = _share(0.16, "gopher_repetition: the same for 4 words.")
-    max_repeated_5_grams: float = _share(
-        0.15, "gopher_repetition: share of characters in sequences of 5 words that were there before."
-    )
-    max_repeated_6_grams: float = _share(0.14, "gopher_repetition: the same for 6 words.")
-    max_repeated_7_grams: float = _share(0.13, "gopher_repetition: the same for 7 words.")
-    max_repeated_8_grams: float = _share(0.12, "gopher_repetition: the same for 8 words.")
-    max_repeated_9_grams: float = _share(0.11, "gopher_repetition: the same for 9 words.")
-    max_repeated_10_grams: float = _share(0.1, "gopher_repetition: the same for 10 words.")
-    min_punctuated_lines: float = _share(0.12, "fineweb: share of lines that end with punctuation.")
-    max_short_lines: float = _share(0.67, "fineweb: share of lines with at most 30 characters.")
-    max_lines_per_word: float = Field(default=0.3, ge=0, description="fineweb: lines per word.")
-    max_curly_brackets: int = Field(default=0, ge=0, description="c4: curly brackets, a sign of program code.")
-    max_lorem_ipsum: int = Field(default=0, ge=0, description="c4: occurrences of the filler text 'lorem ipsum'.")
-    max_odd_characters: float = _share(
-        0.1, "characters: share of control, unassigned, private and replacement characters, and of pictographs."
-    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_earlier(cls, values: Any) -> Any:
+        """Until 0.3, a threshold may stand beside `rules`, as configs and cards of 0.1 have it."""
+        if not isinstance(values, dict) or not (beside := values.keys() & _PUBLISHED):
+            return values
+        given = {rule: values[rule] for rule in _PUBLISHED if rule in beside and values[rule] != _PUBLISHED[rule]}
+        kept = {name: value for name, value in values.items() if name not in beside}
+        return {**kept, "thresholds": {**given, **values.get("thresholds", {})}}
+
+    @field_validator("thresholds")
+    @classmethod
+    def _check_thresholds(cls, given: Mapping[str, float]) -> Mapping[str, float]:
+        for rule, threshold in given.items():
+            if rule not in _PUBLISHED:
+                raise ValueError(not_one_of(rule, tuple(_PUBLISHED)))
+            if 0 < _PUBLISHED[rule] < 1 < threshold:
+                raise ValueError(f"{rule}: {threshold:g} is above 1, and is a share")
+        return given
 
     @field_validator("rules", "skip")
     @classmethod
     def _check_rules(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
-            if name not in RULE_SETS and name not in RULES:
-                raise ValueError(not_one_of(name, (*RULE_SETS, *RULES)))
+            if name not in RULE_SETS and name not in _PUBLISHED:
+                raise ValueError(not_one_of(name, (*RULE_SETS, *_PUBLISHED)))
         return names
 
     @property
     def chosen_rules(self) -> tuple[str, ...]:
-        """The names of the rules that apply, in the order of `RULES`."""
+        """The names of the rules that apply, in the order of `RULE_SETS`."""
         chosen, skipped = _rules_of(self.rules), _rules_of(self.skip)
-        return tuple(rule for rule in RULES if rule in chosen and rule not in skipped)
+        return tuple(rule for rule in _PUBLISHED if rule in chosen and rule not in skipped)
+
+    def threshold(self, rule: str) -> float:
+        """What a document's figure is compared with."""
+        return self.thresholds.get(rule, _PUBLISHED[rule])
 
     @model_validator(mode="after")
     def _check_together(self) -> QualityConfig:
         if self.enabled and not self.chosen_rules:
             raise ValueError("rules: none is left to apply. Name some, or set enabled: false")
         for low, high in (("min_words", "max_words"), ("min_mean_word_length", "max_mean_word_length")):
-            if getattr(self, low) > getattr(self, high):
-                raise ValueError(f"{low} ({getattr(self, low)}) is above {high} ({getattr(self, high)})")
+            if self.threshold(low) > self.threshold(high):
+                raise ValueError(f"{low} ({self.threshold(low):g}) is above {high} ({self.threshold(high):g})")
         return self
 
 
@@ -134,10 +123,9 @@ def _rules_of(names: tuple[str, ...]) -> set[str]:
 
 
 class NearDuplicatesConfig(Section):
-    """Documents that are nearly equal to an earlier one, of any source, found by MinHash and banding.
+    """Documents that are nearly equal to an earlier one, of any source, found by MinHash and banding."""
 
-    A pair of documents with similarity s shares a band with probability 1 - (1 - s^rows)^bands.
-    """
+    EARLIER = "near_duplicates"
 
     enabled: bool = Field(default=False, description="Drop documents that are similar to an earlier one.")
     threshold: float = Field(
@@ -145,30 +133,18 @@ class NearDuplicatesConfig(Section):
         gt=0,
         le=1,
         description="Similarity from which a document is dropped: the common share of all different sequences of words "
-        "in both (Jaccard), as MinHash estimates it. With sequences of 3, changing an eighth of the words gives 0.5.",
+        "in both (Jaccard), as MinHash estimates it. Sequences have 3 words: a change of an eighth gives 0.5.",
     )
-    ngram: int = Field(default=3, ge=1, le=20, description="Words in a sequence; case and punctuation do not count.")
-    bands: int = Field(default=32, ge=1, le=512, description="Bands: more find more pairs.")
-    rows: int = Field(default=4, ge=1, le=64, description="Minima in a band: more find fewer pairs.")
-
-    @model_validator(mode="after")
-    def _check_size(self) -> NearDuplicatesConfig:
-        if self.bands * self.rows > 1024:
-            raise ValueError(f"bands ({self.bands}) times rows ({self.rows}) is above 1024. Choose fewer")
-        return self
 
 
 class LanguageConfig(Section):
     """Language identification with lingua, which works offline and is installed separately."""
 
+    EARLIER = "language"
+
     keep: tuple[str, ...] = Field(
         default=(),
         description="ISO 639-1 codes of the languages whose documents stay, such as en. Without any, it is off.",
-    )
-    sample_characters: int = Field(
-        default=500,
-        ge=20,
-        description="Characters of a document that identify its language, from five evenly spaced places.",
     )
 
 
@@ -190,18 +166,10 @@ class EvaluationSetConfig(Section):
 class ContaminationConfig(Section):
     """Documents that share a sequence of words with an evaluation set (Brown et al. 2020, GPT-3, appendix C)."""
 
+    EARLIER = "contamination"
+
     sets: tuple[EvaluationSetConfig, ...] = Field(default=(), description="Evaluation sets. Without any, it is off.")
     drop: bool = Field(default=True, description="Drop the documents. false only counts them.")
-    ngram: int = Field(default=13, ge=2, le=100, description="Words in a sequence; case and punctuation do not count.")
-    shortest: int = Field(
-        default=8, ge=2, description="Words of the shortest text that is looked for, if it has fewer than ngram."
-    )
-
-    @model_validator(mode="after")
-    def _check_together(self) -> ContaminationConfig:
-        if self.shortest > self.ngram:
-            raise ValueError(f"shortest ({self.shortest}) is above ngram ({self.ngram}). Lower it")
-        return self
 
 
 class FiltersConfig(Section):

@@ -38,7 +38,6 @@ _FREE_ON_RESUME = (
     "adaptation.finetuning",
     "adaptation.finetuning_seeds",
     "evaluation.every_steps",
-    "evaluation.attention",
     # Learning rates: a diverged run is resumed with lower ones.
     "phases.*.peak_learning_rate",
     "phases.*.warmup_steps",

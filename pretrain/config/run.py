@@ -32,14 +32,11 @@ R = TypeVar("R", bound="RunConfig")
 
 
 class TrackingConfig(Section):
-    """Metrics, W&B and stragglers."""
+    """Metrics and W&B."""
+
+    EARLIER = "tracking"
 
     log_every_steps: int = Field(default=10, ge=1, description="Optimizer steps between records in metrics.jsonl.")
-    straggler_factor: float = Field(
-        default=1.5,
-        gt=1,
-        description="A worker whose forward passes take this many times the median of the others is reported.",
-    )
     wandb: Literal["auto", "offline", "online", "off"] = Field(
         default="auto", description="Mode of W&B. auto is online if a W&B key is set, and offline if not."
     )

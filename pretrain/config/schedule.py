@@ -29,25 +29,17 @@ class OptimizerConfig(Section):
         default=0.01, ge=0, description="Decoupled weight decay. Biases and LayerNorm are exempt. 0 disables it."
     )
 
-    muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Only muon: decay rate of the momentum.")
     muon_rate: float = Field(
         default=1.0,
         gt=0,
         description="Only muon: learning rate of the layers' matrices, as a multiple of the phase's. Updates are as "
         "large as those of adamw, so 1 suits most runs.",
     )
-    normalised: bool = Field(
-        default=False,
-        description="Only muon: divide each row of an orthogonalised update by the root mean square that this row has "
-        "had in recent steps, and scale the whole back to its size (Li et al. 2025, NorMuon). Takes one number per row "
-        "of memory.",
-    )
 
     @model_validator(mode="after")
     def _check_muon(self) -> OptimizerConfig:
-        for key in ("muon_momentum", "muon_rate", "normalised"):
-            if self.name != "muon" and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} has no effect with name: {self.name}. Remove it, or set name: muon")
+        if self.name != "muon" and self.muon_rate != 1:
+            raise ValueError(f"muon_rate has no effect with name: {self.name}. Remove it, or set name: muon")
         return self
 
 
@@ -214,9 +206,7 @@ class AveragingConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation on held-out sequences during pretraining."""
 
+    EARLIER = "evaluation"
+
     every_steps: int = Field(default=1000, ge=1, description="Optimizer steps between evaluations.")
     sequences: int = Field(default=1024, ge=1, description="Held-out sequences per evaluation, always the same ones.")
-    attention: bool = Field(
-        default=True,
-        description="Record at every evaluation what each head attends to, for the report (attention.json).",
-    )

@@ -19,6 +19,7 @@ from pretrain.corpus.shards import FORMAT, token_dtype
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.vocabulary import TOKENIZER_FILES, vocabulary_size
 
+VOCABULARY_BYTES = 1 << 30  # of text, at most, on which a vocabulary is trained; sampled by document hash
 _OTHER_FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")  # of models
 
 
@@ -99,11 +100,12 @@ def fingerprint_settings(
     if tokenizer is not None:
         settings["corpus.vocabulary.path"] = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
     else:
-        for key in ("size", "min_frequency", "training_bytes"):
+        for key in ("size", "min_frequency"):
             settings[f"corpus.vocabulary.{key}"] = getattr(vocabulary, key)
+        settings["corpus.vocabulary.training_bytes"] = VOCABULARY_BYTES
     if vocabulary.added_words:
         settings["corpus.vocabulary.added_words"] = vocabulary.added_words
-        settings["corpus.vocabulary.training_bytes"] = vocabulary.training_bytes
+        settings["corpus.vocabulary.training_bytes"] = VOCABULARY_BYTES
     for key, value in filter_settings(corpus.filters).items():
         settings[f"corpus.filters.{key}"] = value
     for number, (source, its_inputs) in enumerate(zip(corpus.sources, inputs, strict=True)):

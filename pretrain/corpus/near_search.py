@@ -6,7 +6,14 @@ from pathlib import Path
 
 from pretrain.config import NearDuplicatesConfig
 from pretrain.corpus import stages
-from pretrain.corpus.filters.near_duplicates import MOST_DOCUMENTS, NearDuplicates, SketchFiles, merge_pairs
+from pretrain.corpus.filters.near_duplicates import (
+    BANDS,
+    MOST_DOCUMENTS,
+    ROWS,
+    NearDuplicates,
+    SketchFiles,
+    merge_pairs,
+)
 from pretrain.corpus.parallel import Pool
 from pretrain.corpus.stage_bar import StageBar
 
@@ -25,13 +32,13 @@ def find_near_duplicates(pool: Pool, work: Path, settings: NearDuplicatesConfig,
     shares = -(-documents // MOST_DOCUMENTS)
     calls = [
         (f"pairs-{band:04d}-{share:04d}-{shares:04d}.npy", band, share, shares)
-        for band in range(settings.bands)
+        for band in range(BANDS)
         for share in range(shares)
     ]
-    with bar.stage("finding near-duplicates", _KEY_BYTES * documents * settings.bands) as advance:
+    with bar.stage("finding near-duplicates", _KEY_BYTES * documents * BANDS) as advance:
         for _ in pool.run(stages.find_pairs, calls, lambda name, *_: (work / name).exists() or None):
             advance(_KEY_BYTES * documents // shares)
-    merge_pairs([work / name for name, *_ in calls], work, settings.bands * settings.rows, result)
+    merge_pairs([work / name for name, *_ in calls], work, BANDS * ROWS, result)
 
 
 def near_duplicates(work: Path, settings: NearDuplicatesConfig) -> NearDuplicates | None:

@@ -43,6 +43,7 @@ from pretrain.corpus.filters import check_filters
 from pretrain.corpus.filters.evaluation_sets import TABLE, set_names, write_table
 from pretrain.corpus.inputs import PIECE_BYTES, Input, Piece, Problems
 from pretrain.corpus.manifest import (
+    VOCABULARY_BYTES,
     accepted_manifest,
     content_state,
     fingerprint,
@@ -378,7 +379,7 @@ class _Preparation:
         return hashes
 
     def _vocabulary(self, pool: Pool, summaries: list[PieceSummary]) -> Tokenizer:
-        """Train on the documents that stay, at most training_bytes of them, those with the lowest hashes."""
+        """Train on the documents that stay, at most VOCABULARY_BYTES of them, those with the lowest hashes."""
         path = self._work / stages.TOKENIZER
         if path.exists():
             return Tokenizer.from_file(str(path))
@@ -387,12 +388,12 @@ class _Preparation:
         sizes: collections.deque[int] = collections.deque()
 
         def sampled() -> Iterator[tuple[str, np.ndarray]]:
-            for part, chosen, size in documents.sample(settings.training_bytes):
+            for part, chosen, size in documents.sample(VOCABULARY_BYTES):
                 sizes.append(size)
                 yield part, np.packbits(chosen)
 
         counts: collections.Counter[bytes] = collections.Counter()
-        with self._bar.stage("counting words", min(settings.training_bytes, self._input_bytes())) as advance:
+        with self._bar.stage("counting words", min(VOCABULARY_BYTES, self._input_bytes())) as advance:
             for _, (words, numbers) in pool.run(stages.count_words, sampled()):
                 for word, number in zip(words, numbers.tolist(), strict=True):
                     counts[word] += number

@@ -185,7 +185,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
         "logits": logits,
         "teacher": _teacher_bytes(config, size, workers),
         "copies": copies,
-        "checkpoint": (12 * p + more) // workers if config.checkpoint.background and device == "cpu" else 0,
+        "checkpoint": (12 * p + more) // workers if device == "cpu" else 0,
         "process": _PROCESS_BYTES + config.engine.compiled * _COMPILER_BYTES if device == "cpu" else 0,
     }
 

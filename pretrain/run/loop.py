@@ -146,12 +146,11 @@ class _Fit(Generic[S]):
             checkpoints,
             engine.workers.aside(),
             keep_last=saving.keep_last,
-            background=saving.background,
             retry_seconds=saving.retry_seconds,
             stored=stored_run(plan.config),
         )
         self.stopwatch = Stopwatch()
-        self.stragglers = RankTimes(engine, plan.config.tracking.straggler_factor)
+        self.stragglers = RankTimes(engine)
         self.passes = Passes(engine, task, self.stragglers.forward)
         self.scale_search = LossScaleSearch()
         self.stalled_before = task.stalled_seconds()
@@ -408,7 +407,7 @@ class _Fit(Generic[S]):
             progress.evaluations_without_gain += 1
 
     def save(self) -> None:
-        """Save a checkpoint of this step, in the background if the config says so."""
+        """Save a checkpoint of this step, in the background."""
         began = time.perf_counter()
         self.save_due = False
         self.progress.window.seconds += self.stopwatch.lap()

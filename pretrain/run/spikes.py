@@ -10,6 +10,7 @@ from pretrain.config import SpikeConfig
 
 REMEMBERED = 64  # steps whose losses define the usual loss
 _ENOUGH = 32  # fewest losses with which a spike can be detected
+_LEAST_SHARE = 0.2  # of the usual loss, that a spike exceeds it by
 _SKIPS_AT_ONE_SCALE = 3  # fp16's loss scaler lowers the scale before it skips more (its hysteresis is 2)
 _SIGMA = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 
@@ -25,7 +26,7 @@ def is_spike(before: Sequence[float], loss: float, settings: SpikeConfig) -> boo
         return True
     usual = statistics.median(before)
     sigma = _SIGMA * statistics.median(abs(one - usual) for one in before)
-    return loss > usual + max(settings.spike_sigmas * sigma, settings.spike_share * abs(usual))
+    return loss > usual + max(settings.spike_sigmas * sigma, _LEAST_SHARE * abs(usual))
 
 
 class LossScaleSearch:

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 # A straggler is reported if it was slow in every record of this time span, and of at least this many records.
 _RECORDS = 3
+_FACTOR = 1.5  # of the median of the other ranks
 _SECONDS = 10.0
 _NOISE_SECONDS = 0.005  # of a forward pass
 _STALL_SECONDS = 5.0  # a wait for one batch is an event from this length on
@@ -32,13 +33,11 @@ _STALL_SECONDS = 5.0  # a wait for one batch is an event from this length on
 class RankTimes:
     """Seconds of this rank since the last record, gathered with those of the other ranks for each record.
 
-    Args:
-        engine: the ranks.
-        factor: a rank is a straggler if its forward pass takes this multiple of the others' median.
+    A rank is a straggler if its forward passes take `_FACTOR` times the median of the others.
     """
 
-    def __init__(self, engine: Engine, factor: float) -> None:
-        self._engine, self._factor = engine, factor
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._seconds, self._passes = 0.0, 0
         self._events: list[tuple[Any, Any]] = []  # CUDA: start and end of each forward pass
         self._slow: dict[int, _Slow] = {}
@@ -91,7 +90,7 @@ class RankTimes:
         return {name: [float(f"{one:.4g}") for one in seconds] for name, seconds in values.items()}
 
     def _name_stragglers(self, forward: list[float], recorder: Recorder, step: int) -> None:
-        now, times = time.monotonic(), find_stragglers(forward, self._factor)
+        now, times = time.monotonic(), find_stragglers(forward, _FACTOR)
         self._slow = {rank: self._slow.get(rank, _Slow(now)) for rank in sorted(times)}
         for rank, slow in self._slow.items():
             slow.records += 1

@@ -137,7 +137,7 @@ class Pretraining:
         self._steps = 0  # that were begun
         self._history: AttentionHistory | None = None
         # ELECTRA's discriminator has no table of words of its own.
-        if config.evaluation.attention and not config.electra.is_on:
+        if not config.electra.is_on:
             self._history = AttentionHistory(config.folder, config.model, corpora.held_out)
         self._exchange: Exchange | None = None
         self._validation: dict[int, list[StepBatch]] = {}

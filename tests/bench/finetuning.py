@@ -99,8 +99,6 @@ def _check(config: FinetuneConfig) -> None:
     for name, value, needed in (
         ("optimizer.name", config.optimizer.name, "adamw"),
         ("training.layer_decay", training.layer_decay, 1),
-        ("training.reinitialised_layers", training.reinitialised_layers, 0),
-        ("training.reinitialise_pooler", training.reinitialise_pooler, False),
         ("training.patience", training.patience, 0),
         ("random_weights", config.random_weights, False),
         (f"{config.task_name}.class_weights", weighted, "none"),

@@ -167,7 +167,7 @@ def fit_of(engine: Any) -> Any:
     from pretrain.run.stragglers import RankTimes
 
     fit: Any = object.__new__(_Fit)
-    fit.engine, fit.stragglers, fit.stalled_before = engine, RankTimes(engine, 1.5), 0.0
+    fit.engine, fit.stragglers, fit.stalled_before = engine, RankTimes(engine), 0.0
     fit.plan, fit.saver = SimpleNamespace(learning_rate=lambda _: 1e-3), SimpleNamespace(failed=False)
     task: Any = SimpleNamespace(
         loss_weights=lambda _: (0.01,),

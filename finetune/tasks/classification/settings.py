@@ -26,6 +26,8 @@ SCORES: dict[Problem, tuple[str, ...]] = {
 class ClassificationSettings(Section):
     """Classes, sets of labels or values of texts, or of pairs of texts."""
 
+    EARLIER = "classification"
+
     glue: GlueName = Field(default="", description="Name of a GLUE task; sets its official files, labels and scores.")
     glue_dir: LocalPath = Field(default="", description="glue: folder with the official downloads (CoLA, SST-2, ...).")
     dataset: LocalPath = Field(
@@ -41,10 +43,8 @@ class ClassificationSettings(Section):
     containment: LocalPath = Field(
         default="",
         description="Unlabelled text, a file or folder, of which the training set is made: pairs of a passage and "
-        "words that are in it (entailment) or not (not_entailment). A task before RTE and other tasks of pairs.",
-    )
-    containment_pairs: int = Field(
-        default=60_000, ge=100, description="containment: most pairs, each made of about 1,000 characters."
+        "words that are in it (entailment) or not (not_entailment), at most 60,000. A task before RTE and "
+        "other tasks of pairs.",
     )
     dev: LocalPath = Field(default="", description="Labelled set that chooses the checkpoint.")
     test: LocalPath = Field(
@@ -62,7 +62,6 @@ class ClassificationSettings(Section):
         ge=0,
         description="Train on this number of examples only, drawn from the training set by a hash; 0 takes all.",
     )
-    train_examples_seed: int = Field(default=0, ge=0, description="train_examples: which examples are drawn.")
     format: Format = Field(
         default="",
         description="Format of the files; empty goes by their suffix. lines: a label, a space, the text (TREC).",
@@ -152,8 +151,6 @@ class ClassificationSettings(Section):
             raise ValueError("dev: the files of a task of GLUE are those in glue_dir; leave dev and test out")
         if self.dev and self.dev_share:
             raise ValueError("dev_share: there is a dev set; set one of the two")
-        if self.train_examples_seed and not self.train_examples:
-            raise ValueError("train_examples_seed: draws nothing without train_examples; set that, too")
         return self
 
     @model_validator(mode="after")

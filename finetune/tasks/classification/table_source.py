@@ -16,6 +16,8 @@ from finetune.tasks.datasets.table import Key, Table, TableFormat
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import Quoting
 
+_CONTAINMENT_PAIRS = 60_000  # at most
+
 
 class TableSource:
     """Tables of one config, with the columns text, pair and label.
@@ -146,7 +148,7 @@ class TableSource:
             )
 
             if self._made is None:
-                self._made = containment_pairs(Path(settings.containment).expanduser(), settings.containment_pairs)
+                self._made = containment_pairs(Path(settings.containment).expanduser(), _CONTAINMENT_PAIRS)
             return self._made
         named = getattr(settings, part)
         if not settings.dataset:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from finetune.training.config import FinetuneConfig
 from pretrain.common.errors import InputError
 from pretrain.common.setting_errors import shortened
-from pretrain.model.parameters import layer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,10 +63,8 @@ def fits_output_layer(config: FinetuneConfig, task: Task[Any], released: Release
 
     The features of random weights have nothing to fit.
     """
-    training = config.training
-    trained = not (config.random_weights or training.reinitialised_layers or training.reinitialise_pooler)
     new = "head.out_weight" not in initial_state(config, task, released)
-    return training.output_layer == "fitted" and trained and new
+    return config.training.output_layer == "fitted" and not config.random_weights and new
 
 
 def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> str:
@@ -98,16 +95,10 @@ def _why_left_out(name: str, config: FinetuneConfig, task: Task[Any], released: 
     if config.random_weights:
         return "initialised at random (random_weights)"
     part, _, rest = name.partition(".")
-    again, layers = config.training.reinitialised_layers, released.model.layers
-    if layers - again < layer_of(name, layers) <= layers:
-        return f"initialised at random (training.reinitialised_layers: {again})"
     if part == "heads":
         return "pretraining heads"
-    if rest.startswith(("dense_", "norm_")) and part == "head":
-        if not released.task_head(task.head).activation:
-            return f"the head of {config.task_name} has only one layer"
-        if config.training.reinitialise_pooler:
-            return "initialised at random (training.reinitialise_pooler)"
+    if rest.startswith(("dense_", "norm_")) and part == "head" and not released.task_head(task.head).activation:
+        return f"the head of {config.task_name} has only one layer"
     if rest.startswith("out_") and part == "head" and not _same_outputs(config, task, released):
         return "an output layer of another task or of other labels"
     return ""

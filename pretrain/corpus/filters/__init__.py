@@ -16,10 +16,10 @@ import numpy as np
 from pretrain.common.files import sha256_file
 from pretrain.config import FiltersConfig, QualityConfig
 from pretrain.corpus.filters.contamination import Contamination
-from pretrain.corpus.filters.evaluation_sets import TABLE, evaluation_files
-from pretrain.corpus.filters.language import Language, check_language
+from pretrain.corpus.filters.evaluation_sets import NGRAM, SHORTEST, TABLE, evaluation_files
+from pretrain.corpus.filters.language import SAMPLE_CHARACTERS, Language, check_language
 from pretrain.corpus.filters.mojibake import repaired
-from pretrain.corpus.filters.near_duplicates import Sketches, sketches
+from pretrain.corpus.filters.near_duplicates import BANDS, ROWS, WORDS, Sketches, sketches
 from pretrain.corpus.filters.quality import broken_rules
 from pretrain.corpus.filters.report import Report
 from pretrain.corpus.filters.text_columns import TextColumns, text_columns
@@ -61,20 +61,21 @@ def filter_settings(config: FiltersConfig) -> dict[str, Any]:
     if config.quality.enabled:
         rules = config.quality.chosen_rules
         settings["quality.rules"] = list(rules)
-        settings |= {f"quality.{rule}": getattr(config.quality, rule) for rule in rules}
+        settings |= {f"quality.{rule}": config.quality.threshold(rule) for rule in rules}
         if "min_stop_words" in rules:
             settings["quality.stop_words"] = list(config.quality.stop_words)
     if config.language.keep:
         settings["language.keep"] = sorted(config.language.keep)
-        settings["language.sample_characters"] = config.language.sample_characters
+        settings["language.sample_characters"] = SAMPLE_CHARACTERS
     if config.contamination.sets:
         values = config.contamination.model_dump(exclude={"sets"})
         settings |= {f"contamination.{key}": value for key, value in values.items()}
+        settings |= {"contamination.ngram": NGRAM, "contamination.shortest": SHORTEST}
         for number, files in enumerate(evaluation_files(config.contamination)):
             columns = config.contamination.sets[number].columns
             settings[f"contamination.sets.{number}"] = [[sha256_file(file) for file in files], list(columns)]
     if config.near_duplicates.enabled:
-        values = config.near_duplicates.model_dump(exclude={"enabled"})
+        values = {"threshold": config.near_duplicates.threshold, "ngram": WORDS, "bands": BANDS, "rows": ROWS}
         settings |= {f"near_duplicates.{key}": value for key, value in values.items()}
     if config.repair_mojibake:
         settings["repair_mojibake"] = True
@@ -112,7 +113,7 @@ class Filters:
                 report.add(name, rule, texts[number], found, is_dropped=verdicts.drops)
             report.seen.update(verdicts.seen.tolist())
             stays &= ~(broken & verdicts.drops)
-        made = sketches(texts, columns, self._near_duplicates).select(stays) if self._near_duplicates.enabled else None
+        made = sketches(texts, columns).select(stays) if self._near_duplicates.enabled else None
         return [texts[number] for number in np.flatnonzero(stays).tolist()], made
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.config import ContaminationConfig
-from pretrain.corpus.filters.evaluation_sets import set_names
+from pretrain.corpus.filters.evaluation_sets import SHORTEST, set_names
 from pretrain.corpus.filters.text_columns import TextColumns
 from pretrain.corpus.filters.verdicts import Verdicts
 
@@ -22,13 +22,13 @@ class Contamination:
     def __init__(self, config: ContaminationConfig, table: Path) -> None:
         self._drops = config.drop
         self._names = set_names(config)
-        self._path, self._shortest = table, config.shortest
+        self._path = table
         self._table: _Table | None = None
 
     def judge(self, texts: Sequence[str], columns: TextColumns) -> Verdicts:
         """The verdicts; a document counts for the first set that it has text of."""
         if self._table is None:
-            self._table = _Table(self._path, self._shortest)
+            self._table = _Table(self._path)
         broken, places = np.full(len(texts), -1), np.zeros((len(texts), 2), np.int64)
         seen = [np.zeros(0, np.int64)]
         for n, begins, owners in self._table.find(columns):
@@ -47,11 +47,11 @@ class Contamination:
 class _Table:
     """The n-grams of all sets, as `evaluation_sets.write_table` wrote them."""
 
-    def __init__(self, path: Path, shortest: int) -> None:
+    def __init__(self, path: Path) -> None:
         with np.load(path, allow_pickle=False) as arrays:
             self.hashes, self._texts = arrays["hashes"], arrays["texts"]
             self.lengths, self.first = arrays["lengths"].tolist(), arrays["first"]
-            self._beginnings, self._shortest = arrays["beginnings"], shortest
+            self._beginnings = arrays["beginnings"]
         bits = min(_MOST_BITS, max(16, (_SLOTS_PER_GRAM * len(self._beginnings)).bit_length()))
         self._shift = np.uint64(64 - bits)
         self._may_be = np.zeros(1 << bits, bool)
@@ -59,7 +59,7 @@ class _Table:
 
     def find(self, columns: TextColumns) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(n, first terms of the n-grams of documents that a set has, the texts that have them) for each length."""
-        grams = columns.grams(self._shortest)
+        grams = columns.grams(SHORTEST)
         may_begin = np.flatnonzero(self._may_be[(grams >> self._shift).astype(np.int64)])
         may_begin = may_begin[_places(self._beginnings, grams[may_begin])[1]]
         ends = columns.terms[np.searchsorted(columns.terms, may_begin, "right")]

@@ -26,6 +26,8 @@ from pretrain.corpus.filters.text_columns import text_columns
 from pretrain.corpus.inputs import BROKEN, files_in, open_file, plain_suffix
 
 TABLE = "evaluation.npz"
+NGRAM = 13  # words, as in GPT-3
+SHORTEST = 8  # words of a text with fewer than NGRAM that is looked for
 _TEXTS_AT_ONCE = 4096
 
 
@@ -43,14 +45,14 @@ def write_table(config: ContaminationConfig, path: Path) -> list[int]:
     """Write the n-grams of all sets to `path`; returns the number of texts of each set.
 
     hashes uint64 [G], ascending, and texts int64 [G], the first text that has it; beginnings uint64: hashes of their
-    first `config.shortest` words; lengths int64: words in the n-grams; first int64 [sets + 1]: first text of each set.
+    first `SHORTEST` words; lengths int64: words in the n-grams; first int64 [sets + 1]: first text of each set.
     """
     none = np.zeros(0, np.uint64)
     grams, first = [_Grams(none, none, none.astype(np.int64), none.astype(np.int64))], [0]
     for one, files in zip(config.sets, evaluation_files(config), strict=True):
         count = first[-1]
         for texts in _batched(_texts(files, one)):
-            grams.append(_grams(texts, count, config))
+            grams.append(_grams(texts, count))
             count += len(texts)
         if count == first[-1]:
             raise InputError(f"{one.path}: no text in this evaluation set. Check the file and its columns.")
@@ -76,18 +78,18 @@ class _Grams(NamedTuple):
     lengths: np.ndarray
 
 
-def _grams(texts: Sequence[str], first: int, config: ContaminationConfig) -> _Grams:
+def _grams(texts: Sequence[str], first: int) -> _Grams:
     """The n-grams of `texts`, of which the first has the number `first`. A shorter text is one n-gram."""
     columns = text_columns(texts)
-    starts, counts = columns.gram_documents(config.ngram)
+    starts, counts = columns.gram_documents(NGRAM)
     begins = np.arange(counts.sum()) + np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts)
     terms = np.diff(columns.terms)
-    short = np.flatnonzero((counts == 0) & (terms >= config.shortest))
-    lengths = np.append(np.full(len(begins), config.ngram), terms[short])
+    short = np.flatnonzero((counts == 0) & (terms >= SHORTEST))
+    lengths = np.append(np.full(len(begins), NGRAM), terms[short])
     begins = np.append(begins, columns.terms[short])
     return _Grams(
         columns.sequence_hashes(begins, begins + lengths),
-        columns.sequence_hashes(begins, begins + config.shortest),
+        columns.sequence_hashes(begins, begins + SHORTEST),
         first + np.append(np.repeat(np.arange(len(texts)), counts), short),
         lengths,
     )

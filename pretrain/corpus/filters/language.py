@@ -21,6 +21,7 @@ from pretrain.corpus.filters.verdicts import Verdicts
 
 _FEWEST_WORDS = 20  # of a document whose language can be told
 _FIRST_LOOK = 100  # characters
+SAMPLE_CHARACTERS = 500  # of a closer look
 _SLICES = 5  # of the sample: one quotation does not decide
 _FREQUENT = {"ar", "ca", "cs", "de", "en", "es", "fr", "id", "it", "ja", "nl", "pl", "pt", "ro", "ru", "sk", "sv", "tr"}
 _APART = {"de", "en", "fr", "it", "pl"}  # languages without a near relative outside of _FREQUENT
@@ -55,7 +56,7 @@ class Language:
         first = _identified(self._first, _slices(text, _FIRST_LOOK, 1))
         if first in self._config.keep:
             return first
-        return _identified(self._closer, _slices(text, self._config.sample_characters, _SLICES))
+        return _identified(self._closer, _slices(text, SAMPLE_CHARACTERS, _SLICES))
 
 
 def _are_english(columns: TextColumns) -> np.ndarray:

@@ -22,12 +22,14 @@ from typing import Any
 import numpy as np
 
 from pretrain.common.files import atomic_open, write_json
-from pretrain.config import NearDuplicatesConfig
 from pretrain.corpus.filters.report import MOST_EXAMPLES, excerpt
 from pretrain.corpus.filters.text_columns import TextColumns, mixed
 from pretrain.corpus.partitions import Partitions, partition_of
 
 SUFFIX = ".sketches"
+WORDS = 3  # of a sequence
+# A pair of documents with similarity s shares a band with probability 1 - (1 - s^ROWS)^BANDS: 0.87 at 0.5.
+BANDS, ROWS = 32, 4  # ROWS: minima in a band
 _SEED = 42
 MOST_DOCUMENTS = 1 << 23  # of a call of `find_pairs`: about 0.4 GB of memory
 _PAIRS_AT_ONCE = 4096  # compared, so that their minima fit the cache
@@ -61,17 +63,17 @@ class Sketches:
                 np.save(file, array, allow_pickle=False)
 
 
-def sketches(texts: Sequence[str], columns: TextColumns, config: NearDuplicatesConfig) -> Sketches:
-    """The sketches of `texts`, of which each set is that of its sequences of `config.ngram` words."""
+def sketches(texts: Sequence[str], columns: TextColumns) -> Sketches:
+    """The sketches of `texts`, of which each set is that of its sequences of `WORDS` words."""
     from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
 
-    grams, counts = _gram_sets(texts, columns, config.ngram)
+    grams, counts = _gram_sets(texts, columns, WORDS)
     offsets = np.append(0, np.cumsum(counts)).astype(np.uint64)
-    size = config.bands * config.rows
+    size = BANDS * ROWS
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(grams, offsets, size, _SEED)
-    minima = np.array(matrix.to_rows(), np.uint64).reshape(len(texts), config.bands, config.rows)
-    keys = np.zeros((len(texts), config.bands), np.uint64)
-    for row in range(config.rows):
+    minima = np.array(matrix.to_rows(), np.uint64).reshape(len(texts), BANDS, ROWS)
+    keys = np.zeros((len(texts), BANDS), np.uint64)
+    for row in range(ROWS):
         keys = mixed(keys * np.uint64(0x9E3779B97F4A7C15) + minima[:, :, row] + np.uint64(1))
     lowest = (minima & np.uint64(0xFF)).astype(np.uint8).reshape(len(texts), size)
     excerpts = np.array([excerpt(text).encode()[:_EXCERPT_BYTES] for text in texts], f"S{_EXCERPT_BYTES}")

@@ -38,7 +38,7 @@ def broken_rules(texts: TextColumns, config: QualityConfig) -> tuple[np.ndarray,
     broken, figures = np.full(count, -1), np.zeros(count)
     for number, rule in enumerate(config.chosen_rules):
         figure = MEASURES[rule](texts, config)
-        threshold = getattr(config, rule)
+        threshold = config.threshold(rule)
         breaks = (figure < threshold) if rule.startswith("min_") else (figure > threshold)
         breaks &= broken < 0
         broken[breaks], figures[breaks] = number, figure[breaks]
@@ -134,11 +134,11 @@ def _repeated_line_characters(texts: TextColumns, _: QualityConfig) -> np.ndarra
 
 
 def _top_gram(n: int) -> Measure:
-    return lambda texts, config: top_share(texts, n, getattr(config, f"max_top_{n}_gram"))
+    return lambda texts, config: top_share(texts, n, config.threshold(f"max_top_{n}_gram"))
 
 
 def _repeated_grams(n: int) -> Measure:
-    return lambda texts, config: repeated_share(texts, n, getattr(config, f"max_repeated_{n}_grams"))
+    return lambda texts, config: repeated_share(texts, n, config.threshold(f"max_repeated_{n}_grams"))
 
 
 MEASURES: dict[str, Measure] = {

@@ -32,7 +32,6 @@ from pretrain.training.engine.pass_graphs import LossAndTotals, PassGraphs
 from pretrain.training.engine.state_layouts import (
     AVERAGE,
     MOMENTS,
-    ROW_MOMENT,
     Fragment,
     FragmentReader,
     Parts,
@@ -40,7 +39,7 @@ from pretrain.training.engine.state_layouts import (
     tensor_segments,
 )
 from pretrain.training.engine.workers import WorkerGroup
-from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes, number_tensors
+from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes
 
 _LEAST_DIVIDED = 1 << 14  # entries of a tensor; at resume in ZeRO-0, every rank reads smaller ones whole
 
@@ -276,7 +275,6 @@ class Engine:
     def fragments(self) -> Iterator[Fragment]:
         """Every piece of weights, moments and averages that this rank holds."""
         yield from self._layout.fragments()
-        yield from self._row_moments()
 
     @torch.no_grad()
     def average(self) -> None:
@@ -310,7 +308,7 @@ class Engine:
             if self.averaged:
                 self._optimizer.state[flat][AVERAGE] = torch.zeros_like(flat, requires_grad=False)
         with torch.no_grad():
-            for fragment in (*self._layout.fragments(), *self._row_moments(everywhere=True)):
+            for fragment in self._layout.fragments():
                 for kind, tensor in fragment.tensors.items():
                     tensor.copy_(self._read(reader, kind, fragment))
             self._layout.refresh(reader)
@@ -376,16 +374,6 @@ class Engine:
                 shared=self._layout.shared,
                 dtype=torch.bfloat16 if low else torch.float32,
             )
-
-    def _row_moments(self, *, everywhere: bool = False) -> Iterator[Fragment]:
-        """The second moments of rows that this rank saves, or those of all matrices."""
-        if not isinstance(self._optimizer, Muon):
-            return
-        numbers = number_tensors(self.shapes)
-        places = {tensor_id: (name, part) for name, ids in numbers.items() for part, tensor_id in enumerate(ids)}
-        for tensor_id, moment in self._optimizer.row_moments(everywhere=everywhere):
-            name, part = places[tensor_id]
-            yield Fragment(name, part * len(moment), {ROW_MOMENT: moment}, shared=False)
 
     def _prepare_moments(self) -> None:
         """Give every master tensor moments of zero and a step count of zero, whatever DeepSpeed did to them."""

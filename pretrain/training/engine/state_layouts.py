@@ -26,15 +26,14 @@ from pretrain.training.optim.lists import foreach
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 AVERAGE = "average"  # the running mean of the weights
-ROW_MOMENT = "row_square"  # second moments of the rows of a matrix, one number each
 
 
 @dataclass(frozen=True)
 class Fragment:
     """Entries [start, start + numel) of the flattened parameter `name`, as this rank holds them.
 
-    `tensors` are 1-D fp32 views into the optimizer: "weight", and those of `MOMENTS` and `AVERAGE` that it keeps. Or
-    `ROW_MOMENT` alone: then start and numel count rows. `shared` is true if every rank holds the same entries.
+    `tensors` are 1-D fp32 views into the optimizer: "weight", and those of `MOMENTS` and `AVERAGE` that it keeps.
+    `shared` is true if every rank holds the same entries.
     """
 
     name: str
@@ -44,7 +43,7 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        """Number of elements of its weights, or of rows."""
+        """Number of elements of its weights."""
         return next(iter(self.tensors.values())).numel()
 
 

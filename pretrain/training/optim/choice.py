@@ -58,10 +58,8 @@ def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]
         return Muon(
             groups,
             lr=0.0,
-            momentum=settings.muon_momentum,
             betas=betas,
             eps=settings.epsilon,
-            normalised=settings.normalised,
         )
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon, fused=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from pretrain.training.optim.tensorwise import Segment, cut_segments, number_ten
 _QUINTIC, _STEPS = (3.4445, -4.7750, 2.0315), 5
 _RMS = 0.2  # of AdamW's updates, Liu et al. 2025 section 2.2
 # Li et al. 2025, NorMuon: decay rate of the rows' second moments, and what is added to their root.
-_ROW_DECAY, _ROW_EPSILON = 0.95, 1e-8
 _NARROW = 256  # in bf16, one by one such matrices take 1.5 times as long, of 128 4 to 5 times (docs/benchmarks)
 
 
@@ -58,24 +57,6 @@ def orthogonalise(update_RC: Tensor) -> Tensor:
     return x.mT if rows > columns else x
 
 
-def normalise_rows(update_RC: Tensor, moment_R: Tensor, new: float | Tensor = 1 - _ROW_DECAY) -> Tensor:
-    """NorMuon (Li et al. 2025, arXiv:2510.05491, Algorithm 1): rows divided by the root of their second moments.
-
-    So that all neurons learn equally fast: orthogonalised updates have rows of unequal size. The result has the norm of
-    an orthogonal matrix, sqrt(min(R, C)).
-
-    Args:
-        update_RC: an orthogonalised update, of any floating-point type; or several, [..., R, C].
-        moment_R: fp32, running mean of each row's mean square; advanced in place. [..., R] for several.
-        new: share of this update in the moment; 0 leaves the moment as it is.
-    """
-    update = update_RC.float()
-    moment_R.lerp_(update.square().mean(-1), new)
-    scaled = update / (moment_R.sqrt() + _ROW_EPSILON)[..., None]
-    norm = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True).clamp(min=1e-30)
-    return (scaled * (math.sqrt(min(update.shape[-2:])) / norm)).to(update_RC.dtype)
-
-
 class Muon(SkippingOptimizer):
     """Muon, Jordan et al. 2024, with weight decay and the scale of Liu et al. 2025 (arXiv:2502.16982, section 2.2).
 
@@ -85,8 +66,7 @@ class Muon(SkippingOptimizer):
     and so are the halves of `gated_in_weight`.
 
     Groups carry `names`, and `orthogonal` where all their parameters are matrices for Muon. Parameters must be
-    contiguous fp32. `step` uses up the gradient. Matrices have no second moment, or with `normalised` one number per
-    row.
+    contiguous fp32. `step` uses up the gradient. Matrices have no second moment.
     """
 
     def __init__(
@@ -97,7 +77,6 @@ class Muon(SkippingOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
-        normalised: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -108,8 +87,6 @@ class Muon(SkippingOptimizer):
             "orthogonal": False,
         }
         super().__init__(groups, defaults)
-        self._normalised = normalised
-        self._row_moments: dict[int, Tensor] = {}  # of all matrices; only a matrix's owner advances its own
         self._planned: dict[int, bool] = {}  # matrices in any round so far, and whether this worker owns them
         self._held: list[list[MatrixPiece]] | None = None  # by rank
         self._numbers: dict[Tensor, int] = {}  # of the flat tensors
@@ -147,19 +124,6 @@ class Muon(SkippingOptimizer):
         gathered = workers.gather_objects([tuple(piece) for piece in mine])
         self._held = [[MatrixPiece(*values) for values in of_rank] for of_rank in gathered]
         self._shapes, self._shared, self._workers, self._rounds = dict(shapes), shared, workers, {}
-        if self._normalised:
-            device = next(iter(segments)).device
-            self._row_moments = {i: torch.zeros(rows, device=device) for i, (rows, _) in shapes.items()}
-
-    def row_moments(self, *, everywhere: bool = False) -> Iterator[tuple[int, Tensor]]:
-        """Second moments of rows, (tensor id, fp32 [rows]), of the matrices that this worker saves; none in plain Muon.
-
-        That is each matrix on one worker: on its owner, or on the first one before the first step. `everywhere` gives
-        all of them, to be loaded: every worker loads every matrix, because owners are known at the first step.
-        """
-        for tensor_id, moment in self._row_moments.items():
-            if everywhere or self._planned.get(tensor_id, self._workers.rank == 0):
-                yield tensor_id, moment
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -287,26 +251,13 @@ class Muon(SkippingOptimizer):
         """
         begin = 0
         for shape, run in itertools.groupby(part.owned.items(), key=lambda owned: owned[1]):
-            ids = [tensor_id for tensor_id, _ in run]
+            count = len(list(run))
             many = in_lists(whole) or min(shape) <= _NARROW
-            for some in [ids] if many else [[i] for i in ids]:
-                end = begin + len(some) * math.prod(shape)
+            for some in [count] if many else [1] * count:
+                end = begin + some * math.prod(shape)
                 matrices = whole[begin:end].view((-1, *shape) if many else shape)
-                matrices.copy_(self._update(some, matrices))
+                matrices.copy_(orthogonalise(matrices))
                 begin = end
-
-    def _update(self, ids: list[int], momenta_RC: Tensor) -> Tensor:
-        """The updates of whole matrices [R, C] or [..., R, C], up to the rate: as large as orthogonal ones."""
-        updates_RC = orthogonalise(momenta_RC)
-        if not self._normalised:
-            return updates_RC
-        own, new = [self._row_moments[tensor_id] for tensor_id in ids], self._share(1 - _ROW_DECAY)
-        if momenta_RC.dim() == 2:
-            return normalise_rows(updates_RC, own[0], new)
-        moments_NR = torch.stack(own)
-        updates_RC = normalise_rows(updates_RC, moments_NR, new)
-        foreach._foreach_copy_(own, moments_NR.unbind())
-        return updates_RC
 
     def _send(
         self, values: Sequence[Tensor], sent: list[list[MatrixPiece]], received: list[list[MatrixPiece]], like: Tensor
