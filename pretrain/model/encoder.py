@@ -29,7 +29,7 @@ from pretrain.model.block import (
     norm_weights,
 )
 from pretrain.model.compile import program
-from pretrain.model.initialisation import (
+from pretrain.model.initialization import (
     attend_to_adjacent_tokens,
     attend_to_adjacent_tokens_by_rotation,
     create_parameters,
@@ -90,12 +90,12 @@ class Encoder(nn.Module):
         relative = {"relative": RelativePositions, "disentangled": RelativeEmbeddings}.get(shape.positions)
         self.relative = None if relative is None else relative(shape)
         layers = [Layer(shape, number, compile) for number in range(shape.layers)]
-        if shape.attention_init == "neighbours":
-            self._begin_at_neighbours(layers[: (shape.layers + 1) // 2])
+        if shape.attention_init == "neighbors":
+            self._initialize_to_neighbors(layers[: (shape.layers + 1) // 2])
         self.layers = nn.ModuleList(layers)
         self.final = FinalNorm(shape, compile) if shape.norm_placement == "pre" else None
 
-    def _begin_at_neighbours(self, layers: list[Layer]) -> None:
+    def _initialize_to_neighbors(self, layers: list[Layer]) -> None:
         shape = self.shape
         if shape.positions == "learned":
             weights = [layer.qkv_weight for layer in layers]
@@ -146,7 +146,7 @@ class Encoder(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Sum of word, position and segment embeddings, normalised (Devlin et al., figure 2), of those that the config has.
+    """Sum of word, position and segment embeddings, normalized (Devlin et al., figure 2), of those that the config has.
 
     A projection follows if they are narrower or wider than the layers (google-research/electra modeling.py,
     embeddings_project).

@@ -83,13 +83,13 @@ def _forward(
     queries = len(qkv) if rows is None else len(rows)
     context_RH = qkv.new_empty(queries, qkv.shape[1] // 3)
     lse_RN = qkv.new_empty(queries, heads, dtype=torch.float32)
-    between, turn = kernels(fused), _Turn(cos, sin, interleaved)
+    between, rotary = kernels(fused), _Rotary(cos, sin, interleaved)
     for group in _groups(lengths, rows, heads, window, qkv.device):
-        q_BQD, k_BLD, v_BLD = _project(between, qkv, bias, group, rows, heads, turn)
+        q_BQD, k_BLD, v_BLD = _project(between, qkv, bias, group, rows, heads, rotary)
         token_GQ = _rows(group, rows)
         terms = GroupTerms(group, token_GQ, heads, window, distance_bias)
         distances = DistanceTerms(group, token_GQ, heads, window, tables)
-        weighing = _Weighing.of(group, terms, _scale(q_BQD, tables), dropout, keys[token_GQ], heads)
+        weighing = _Softmax.of(group, terms, _scale(q_BQD, tables), dropout, keys[token_GQ], heads)
         context_BQD = torch.empty_like(q_BQD)
         lse_BQ = q_BQD.new_empty(q_BQD.shape[:2], dtype=torch.float32)
         for b in _head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
@@ -134,16 +134,16 @@ def _backward(
     grad_tables = tables.gradients(qkv)
     grad_qkv = torch.empty_like(qkv) if rows is None else torch.zeros_like(qkv)
     grad_table_NM = _empty_table(qkv, distance_bias).zero_()
-    between, turn = kernels(fused), _Turn(cos, sin, interleaved)
+    between, rotary = kernels(fused), _Rotary(cos, sin, interleaved)
     for group in _groups(lengths, rows, heads, window, qkv.device):
-        q_BQD, k_BLD, v_BLD = _project(between, qkv, bias, group, rows, heads, turn)
+        q_BQD, k_BLD, v_BLD = _project(between, qkv, bias, group, rows, heads, rotary)
         numbers = group.queries
         do_BQD, delta_BQ = between.grad_to_heads(grad_context, context, numbers.number_GL, numbers.real_GL, heads)
         lse_BQ = heads_first(_without_padding(lse[numbers.number_GL], numbers.real_GL, rows))
         token_GQ = _rows(group, rows)
         terms = GroupTerms(group, token_GQ, heads, window, distance_bias)
         distances = DistanceTerms(group, token_GQ, heads, window, tables)
-        weighing = _Weighing.of(group, terms, _scale(q_BQD, tables), dropout, keys[token_GQ], heads)
+        weighing = _Softmax.of(group, terms, _scale(q_BQD, tables), dropout, keys[token_GQ], heads)
         grad_q_BQD, grad_k_BLD, grad_v_BLD = (torch.empty_like(x) for x in (q_BQD, k_BLD, v_BLD))
         for b in _head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
             scores_BQL = distances.products(b, q_BQD[b], k_BLD[b])
@@ -158,7 +158,7 @@ def _backward(
             distances.add_gradients(b, grad_scores_BQL, operands, totals, grad_tables)
             if distance_bias is not None:
                 terms.add_gradient(grad_table_NM, b, grad_scores_BQL.float() / weighing.scale)
-        _add_to_tokens(between, grad_qkv, (grad_q_BQD, grad_k_BLD, grad_v_BLD), group, rows, turn)
+        _add_to_tokens(between, grad_qkv, (grad_q_BQD, grad_k_BLD, grad_v_BLD), group, rows, rotary)
     return grad_qkv, grad_table_NM, *grad_tables.both()
 
 
@@ -248,7 +248,7 @@ def _rows(group: SequenceGroup, rows: Tensor | None) -> Tensor:
     return group.queries.number_GL if rows is None else rows[group.queries.number_GL]
 
 
-class _Turn(NamedTuple):
+class _Rotary(NamedTuple):
     """The rotation of queries and keys, fp32 [T, K] twice, as `positions.Rotation`; None without one."""
 
     cos: Tensor | None
@@ -262,7 +262,7 @@ class _Turn(NamedTuple):
         return self.cos[tokens], self.sin[tokens], self.interleaved
 
 
-class _Weighing(NamedTuple):
+class _Softmax(NamedTuple):
     """How the scores of a group become weights, in both passes."""
 
     mask_BL: Tensor
@@ -274,7 +274,7 @@ class _Weighing(NamedTuple):
     @classmethod
     def of(
         cls, group: SequenceGroup, terms: GroupTerms, scale: float, dropout: float, keys_GQ: Tensor, heads: int
-    ) -> _Weighing:
+    ) -> _Softmax:
         seeds_BQ = _keys_to_heads(keys_GQ, heads) if dropout else None
         return cls(group.mask_GL.repeat_interleave(heads, 0), scale, seeds_BQ, dropout, terms)
 
@@ -291,12 +291,12 @@ def _project(
     group: SequenceGroup,
     rows: Tensor | None,
     heads: int,
-    turn: _Turn,
+    rotary: _Rotary,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(queries [B, Q, D], keys [B, L, D], values [B, L, D]) of one group."""
     x_T3ND = qkv.unflatten(1, (3, heads, -1))
     biases = (None, None, None) if bias is None else bias.unflatten(0, (3, heads, -1)).unbind(0)
-    rotation = turn if turn.cos is not None else ()
+    rotation = rotary if rotary.cos is not None else ()
     q_BQD = between.to_heads(x_T3ND[:, 0], biases[0], _rows(group, rows), *rotation)
     k_BLD = between.to_heads(x_T3ND[:, 1], biases[1], group.keys.number_GL, *rotation)
     v_BLD = between.to_heads(x_T3ND[:, 2], biases[2], group.keys.number_GL)
@@ -309,19 +309,19 @@ def _add_to_tokens(
     grads: tuple[Tensor, Tensor, Tensor],
     group: SequenceGroup,
     rows: Tensor | None,
-    turn: _Turn,
+    rotary: _Rotary,
 ) -> None:
     """Put the gradients of a group's queries [B, Q, D], keys and values [B, L, D] into `grad_qkv` [T, 3H]."""
     hidden, (grad_q_BQD, grad_k_BLD, grad_v_BLD), numbers = grad_qkv.shape[1] // 3, grads, group.queries
     heads = hidden // grad_q_BQD.shape[-1]
     queries = numbers.range if rows is None else rows[numbers.range]
-    grad_q_RH = between.to_tokens(grad_q_BQD, numbers.place_T, None, heads, *turn.of(queries)).flatten(1)
+    grad_q_RH = between.to_tokens(grad_q_BQD, numbers.place_T, None, heads, *rotary.of(queries)).flatten(1)
     if isinstance(queries, slice):
         grad_qkv[queries, :hidden] = grad_q_RH
     else:  # a token may be a query twice
         grad_qkv[:, :hidden].index_add_(0, queries, grad_q_RH)
     tokens, places = group.keys.range, (group.keys.place_T, group.keys.other_T, heads)
-    grad_qkv[tokens, hidden : 2 * hidden] = between.to_tokens(grad_k_BLD, *places, *turn.of(tokens)).flatten(1)
+    grad_qkv[tokens, hidden : 2 * hidden] = between.to_tokens(grad_k_BLD, *places, *rotary.of(tokens)).flatten(1)
     grad_qkv[tokens, 2 * hidden :] = between.to_tokens(grad_v_BLD, *places).flatten(1)
 
 
