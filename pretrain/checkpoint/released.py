@@ -98,7 +98,7 @@ def _read_run(folder: Path) -> Released:
         raise InputError(f"{folder / 'checkpoints'}: has no complete checkpoint. Train first.")
     own = objective_of(load_config(folder / "config.yaml")).exported[-1]
     state = own.weights(store.read_weights(checkpoint))
-    # Re-initialised parameters get BERT's values, as from an export, which does not record the initialisation.
+    # Re-initialized parameters get BERT's values, as from an export, which does not record the initialization.
     model, state = with_position_table(own.shape.model_copy(update={"attention_init": "normal"}), state)
     layout = layout_of(model, own.layout)
     pretraining = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}

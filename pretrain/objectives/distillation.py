@@ -72,7 +72,7 @@ class Distillation(MaskedTokens):
 
     def check(self, read: ReadFrozen) -> None:
         teacher = self._read(read)
-        if self.settings.initialise:
+        if self.settings.initialize:
             student_weights(self.config, teacher, student_shapes(self.config, teacher))
 
     def build(self, read: ReadFrozen) -> None:
@@ -87,7 +87,7 @@ class Distillation(MaskedTokens):
             settings=self.settings,
             **self.how,
         )
-        if self.settings.initialise:
+        if self.settings.initialize:
             own = self.model.state_dict()
             self._first = {**own, **student_weights(self.config, teacher, {name: own[name].shape for name in own})}
 
@@ -100,7 +100,7 @@ class Distillation(MaskedTokens):
             )
         return teacher
 
-    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
         self.model.teacher.to(device=device, dtype=dtype)
 
     def first_weights(self) -> Mapping[str, Tensor]:
@@ -256,7 +256,7 @@ def _built(teacher: FrozenModel, *, compile: bool) -> PretrainingModel:
 
 def student_shapes(config: PretrainConfig, teacher: FrozenModel) -> dict[str, torch.Size]:
     """Shapes of the student's parameters, by name, with the teacher's heads."""
-    # `neighbours` needs the values of its biases, which a meta tensor has not.
+    # `neighbors` needs the values of its biases, which a meta tensor has not.
     shape = config.model.model_copy(update={"attention_init": "normal"})
     with torch.device("meta"):
         student = PretrainingModel(shape, len(teacher.state["embeddings.word"]), teacher.next_sentence)
@@ -298,7 +298,7 @@ def student_weights(
         if tuple(found.shape) != tuple(shape):
             raise InputError(
                 f"distillation.teacher: {teacher.folder}: {name} is {list(found.shape)}, but {list(shape)} in the "
-                "student. Give it the teacher's shape, or set distillation.initialise: false."
+                "student. Give it the teacher's shape, or set distillation.initialize: false."
             )
         state[name] = found
     return state
@@ -325,10 +325,10 @@ def _refuse_other_shape(config: PretrainConfig, teacher: FrozenModel) -> None:
         if name not in _FREE and own != theirs:
             raise InputError(
                 f"model.{name}: {own!r}, but the teacher ({teacher.folder}) has {theirs!r}, and the student begins "
-                "with its layers. Set the teacher's, or distillation.initialise: false."
+                "with its layers. Set the teacher's, or distillation.initialize: false."
             )
     if config.model.max_positions > teacher.model.max_positions and config.model.positions == "learned":
         raise InputError(
             f"model.max_positions: {config.model.max_positions}, but the teacher ({teacher.folder}) has "
-            f"{teacher.model.max_positions}. Lower it, or set distillation.initialise: false."
+            f"{teacher.model.max_positions}. Lower it, or set distillation.initialize: false."
         )

@@ -73,5 +73,5 @@ class MaskedTokens(Objective):
 
     @property
     def exported(self) -> tuple[Exported, ...]:
-        learned = f"masked language modelling{_LEARNED[self.config.pairs.objective]}"
+        learned = f"masked language modeling{_LEARNED[self.config.pairs.objective]}"
         return (Exported(self.config.model, learned),)

@@ -110,7 +110,7 @@ class Objective(ABC):
                     f"({now['fingerprint'][:12]}). Give the same one, or start a new run."
                 )
 
-    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move what is not a parameter of the model to where the engine computes, in its precision."""
         return None
 

@@ -22,7 +22,7 @@ from pretrain.model import cost
 from pretrain.model.block import BlockFunctions
 from pretrain.model.encoder import Embeddings, Encoder, look_up
 from pretrain.model.heads import PretrainingBatch, PretrainingModel
-from pretrain.model.initialisation import create_parameters
+from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.fused_cross_entropy import empty_scores, vocabulary_losses
 from pretrain.model.kernels.hash_rng import hash_bits
 from pretrain.model.parameters import Parameter, embedding_parameters, linear_parameters, matrix_entries, total
@@ -102,7 +102,7 @@ class ReplacedTokens(Objective):
         return (
             Exported(
                 self.generator,
-                "masked language modelling, as the generator of ELECTRA,",
+                "masked language modeling, as the generator of ELECTRA,",
                 generator_state,
                 suffix="-generator",
                 layout="electra",
@@ -131,7 +131,7 @@ class ElectraLosses(NamedTuple):
     mlm_loss: Tensor  # the generator's cross-entropy at the masked tokens, in nats
     rtd_loss: Tensor  # the discriminator's binary cross-entropy over all tokens, in nats
     mlm_correct: Tensor
-    rtd_correct: Tensor  # tokens that are recognised as original or replaced
+    rtd_correct: Tensor  # tokens that are recognized as original or replaced
 
 
 class Tokens(NamedTuple):

@@ -154,7 +154,7 @@ def step_bytes(objective: Objective, phase: PhaseConfig, work: Work, workers: in
 
 
 def _more_than_own(objective: Objective, work: Work) -> float:
-    """FLOPs of a sequence with all models of the objective, over those of masked language modelling."""
+    """FLOPs of a sequence with all models of the objective, over those of masked language modeling."""
     own = MaskedTokens(objective.config, objective.vocabulary)
     executed, alone = (one.executed_flops([work.mean_length], work.masked) for one in (objective, own))
     return executed / alone

@@ -26,7 +26,7 @@ def optimizer_flops(config: PretrainConfig) -> float:
     """FLOPs of the matrix products of one optimizer step, over all workers: Muon's. Other optimizers have none."""
     if config.optimizer.name != "muon":
         return 0.0
-    return float(sum(cost.orthogonalisation_flops(shape) for shape in objective_of(config).shapes))
+    return float(sum(cost.orthogonalization_flops(shape) for shape in objective_of(config).shapes))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ TRAINING_METRICS: dict[str, Metric] = {
     "tokens_per_second": Metric("tokens/s", "Throughput over all workers, without padding."),
     "mfu": Metric(
         "fraction",
-        "Model FLOPs utilisation: model FLOP/s over the measured matmul peak. The numerator counts the matrix "
+        "Model FLOPs utilization: model FLOP/s over the measured matmul peak. The numerator counts the matrix "
         "products of the forward and backward pass. It leaves out padding, recomputation and the rows that the last "
         "layer skips. Fine-tuning counts only the encoder. The denominator is the matmul rate of all workers in the "
         "run's precision, measured when the run starts, not the peak of a data sheet. The usual definition counts "
