@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.training import config as finetuning
 from pretrain.common.earlier import RENAMED, as_before, as_now
-from pretrain.common.sections import Section
 from pretrain.config import PretrainConfig, changed_for_resume, load_config
 from pretrain.reporting.report import _card
 from pretrain.run.progress import Progress
@@ -27,23 +25,19 @@ PRETRAINING = {
     "start_from": "",
     "phases": [{"sequence_length": 64, "global_sequences": 8, "steps": 10, "peak_learning_rate": 1e-4}],
 }
-FINETUNING = {"name": "t", "start_from": "x", "training": {}, "classification": {"train": "a.csv"}}
 # Section, old name, new name, a value of the old one and what it is now.
 ROWS: list[tuple[str, str, str, Any, Any]] = [
     ("model", "attention_init", "attention_init", "neighbours", "neighbors"),
     ("optimizer", "muon_rate", "muon_lr_scale", 2.5, 2.5),
-    ("optimizer", "normalised", "normalized", True, True),
     ("adaptation", "general", "replay_corpus", "g", "g"),
     ("distillation", "initialise", "initialize", False, False),
     ("corpus.sources.1", "licence", "license", "CC0", "CC0"),
-    ("training", "reinitialised_layers", "reinitialized_layers", 2, 2),
-    ("training", "reinitialise_pooler", "reinitialize_pooler", True, True),
 ]
 
 
 def given(folder: Path, section: str, name: str, value: Any) -> Path:
     """A config with this setting."""
-    values = yaml.safe_load(yaml.safe_dump(FINETUNING if section == "training" else PRETRAINING))
+    values = yaml.safe_load(yaml.safe_dump(PRETRAINING))
     values |= {"start_from": "s", "distillation": {}} if section == "adaptation" else {}
     *path, last = [int(key) if key.isdigit() else key for key in section.split(".")]
     inner = values
@@ -55,10 +49,6 @@ def given(folder: Path, section: str, name: str, value: Any) -> Path:
     return folder / "config.yaml"
 
 
-def read(path: Path, section: str, *overrides: str) -> Section:
-    return (finetuning.load_config if section == "training" else load_config)(path, overrides)
-
-
 def test_each_row_is_tested() -> None:
     tested = {(section.split(".")[0].replace("corpus", "sources"), old) for section, old, *_ in ROWS}
     told = {(section, old) for section in RENAMED.keys() - {"pairs", "masking", "progress"} for old in RENAMED[section]}
@@ -67,20 +57,20 @@ def test_each_row_is_tested() -> None:
 
 @pytest.mark.parametrize(("section", "old", "new", "was", "now"), ROWS)
 def test_an_old_name_is_read_with_a_remark(section, old, new, was, now, tmp_path, capsys) -> None:
-    expected = read(given(tmp_path / "new", section, new, now), section)
+    expected = load_config(given(tmp_path / "new", section, new, now))
     assert capsys.readouterr().err == ""
     path = given(tmp_path / "old", section, old, was)
-    assert read(path, section) == expected
+    assert load_config(path) == expected
     values = (f": {was}", f": {now}") if old == new else ("", "")
     said = f"{section}.{old}{values[0]} is now {section}.{new}{values[1]}; the old name is read until 0.3"
     assert re.fullmatch(rf"{re.escape(str(path))}:\d+: {re.escape(said)}\n", capsys.readouterr().err)
     # The override decides, whatever the names.
-    path = given(tmp_path / "both", section, new, {"neighbors": "normal", 2.5: 1.0, 2: 1}.get(now, now))
-    assert read(path, section, f"{section}.{old}={yaml.safe_dump(was).split()[0]}") == expected
+    path = given(tmp_path / "both", section, new, {"neighbors": "normal", 2.5: 1.0}.get(now, now))
+    assert load_config(path, [f"{section}.{old}={yaml.safe_dump(was).split()[0]}"]) == expected
     assert f"--set {section}.{old}=" in capsys.readouterr().err
     # A run recorded the names of its version.
     given(tmp_path / "run", section, old, was).with_name("metrics.jsonl").touch()
-    assert read(tmp_path / "run" / "config.yaml", section) == expected
+    assert load_config(tmp_path / "run" / "config.yaml") == expected
     assert capsys.readouterr().err == ""
 
 
@@ -89,10 +79,10 @@ def test_the_new_name_decides_beside_the_old_one() -> None:
 
 
 def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
-    before = load_config(given(tmp_path, "optimizer", "normalised", True))
+    before = load_config(given(tmp_path, "optimizer", "muon_rate", 2.5))
     recorded = as_before(before.model_dump(mode="json"))
-    assert recorded["optimizer"]["normalised"] is True
-    assert not {"normalized", "muon_lr_scale"} & recorded["optimizer"].keys()
+    assert recorded["optimizer"]["muon_rate"] == 2.5
+    assert "muon_lr_scale" not in recorded["optimizer"]
     assert changed_for_resume(PretrainConfig.model_validate(recorded), before) == []
     state = {**dataclasses.asdict(Progress(step=7)), "passed_over": [[2, 3]]}
     del state["skipped"]

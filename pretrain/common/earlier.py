@@ -51,13 +51,9 @@ RENAMED: dict[str, dict[str, Renamed]] = {
     "pairs": {"next_sentence": Renamed("objective", {True: "nsp", False: "none"})},
     "masking": {"whole_word": Renamed("scheme", {True: "whole_words", False: "tokens"})},
     "model": {"attention_init": Renamed("attention_init", {"neighbours": "neighbors"})},
-    "optimizer": {"muon_rate": Renamed("muon_lr_scale"), "normalised": Renamed("normalized")},
+    "optimizer": {"muon_rate": Renamed("muon_lr_scale")},
     "adaptation": {"general": Renamed("replay_corpus")},
     "distillation": {"initialise": Renamed("initialize")},
-    "training": {
-        "reinitialised_layers": Renamed("reinitialized_layers"),
-        "reinitialise_pooler": Renamed("reinitialize_pooler"),
-    },
     "sources": {"licence": Renamed("license")},  # and those of a corpus's manifest and card
     "progress": {"passed_over": Renamed("skipped")},  # of a checkpoint
 }
