@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError
 from pretrain.common.records import is_training, metric_lines, read_records
 from pretrain.common.settings import dump, names
@@ -330,7 +331,7 @@ _SOURCE_COLUMNS = (
 
 def _card(card: dict[str, Any]) -> dict[str, Any]:
     """The corpus card in the layout of the page: totals, sources, length histograms, input errors."""
-    sources = card.get("sources", [])
+    sources = [as_now("sources", source) for source in card.get("sources", [])]
     facts = {**card.get("totals", {}), "language": card.get("language")}
     facts.update({f"vocabulary {key}": value for key, value in card.get("vocabulary", {}).items()})
     for one in card.get("readings", []):
