@@ -55,9 +55,8 @@ PARTS: list[dict[str, Any]] = [
     {"tied_decoder": False, "token_types": False},
     {"pooling": "mean"},
     {"pooling": "max"},
-    {"qk_norm": True},
     {"norm": "rms_norm", "norm_placement": "pre", "gated": True},
-    {"qk_norm": True, "positions": "rotary", "rotary_base": 1e4, "kv_heads": 2, "attention_bias": False},
+    {"positions": "rotary", "rotary_base": 1e4, "kv_heads": 2, "attention_bias": False},
     {"embedding": 16},
     {"recursions": 2},
     {
@@ -68,7 +67,6 @@ PARTS: list[dict[str, Any]] = [
         "global_every": 2,
         "layers": 2,
     },
-    {"norm_placement": "pre", "qk_norm": True},
     # Buckets of one distance up to 3, and more distances than there are buckets.
     {"family": "deberta", "relative_buckets": 6, "relative_max_distance": 20},
     {"family": "deberta", "relative_buckets": 0, "relative_max_distance": 9, "relative_projections": True},
@@ -80,7 +78,6 @@ PARTS: list[dict[str, Any]] = [
         "relative_projections": True,
         "local_attention": 8,
         "kv_heads": 2,
-        "qk_norm": True,
     },
     {**GEGLU, "relative_max_distance": 30, "relative_terms": "c2p", "relative_norm": True, "kv_heads": 1},
 ]

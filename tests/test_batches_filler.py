@@ -24,7 +24,7 @@ from pretrain.batches.loader import BatchMaker
 from pretrain.batches.pairs import IGNORED
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.model.attention import dispatch
+from pretrain.model import attention
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
 from pretrain.objectives.masked import MaskedTokens
@@ -169,7 +169,7 @@ def shapes_of_a_step(batch: MicroBatch) -> list[tuple[str, list[tuple[int, ...]]
 
 
 def test_different_texts_take_the_same_kernels_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "has_flash", lambda *_: True)
+    monkeypatch.setattr(attention, "has_flash", lambda *_: True)
     first = make_batch([*range(60, 124), 128], VOCABULARY)
     second = make_batch([70, *range(61, 124), 128], VOCABULARY)
     assert shapes_of_a_step(first) != shapes_of_a_step(second)

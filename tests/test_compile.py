@@ -14,11 +14,10 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 from pretrain.config import ModelConfig
-from pretrain.model.attention.dispatch import FORM_AXES
-from pretrain.model.attention.projection import HeadNorms, form_qkv
 from pretrain.model.compile import MARKS_UNKNOWN_SIZES, program
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.positions import Rotation
+from pretrain.model.projection import FORM_AXES, form_qkv
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
 
@@ -124,13 +123,12 @@ def test_a_model_compiles_nothing_new_for_any_batch(family: str) -> None:
 @pytest.mark.skipif(not MARKS_UNKNOWN_SIZES, reason="this torch relies on sizes")
 def test_rotating_what_flash_attention_reads_compiles_once() -> None:
     stats, seen = torch._dynamo.utils.counters["stats"], set()
-    norms = HeadNorms(torch.ones(8), torch.ones(8), 1e-6)
     for tokens in (1, 3, 500):
         angles = torch.rand(tokens, 4)
         rotation = Rotation(angles.cos(), angles.sin())
         products = torch.randn(tokens, 48)
-        whole = form_qkv((products,), (None,), norms, rotation, 2)
-        found = program(form_qkv, True, FORM_AXES)((products.clone(),), (None,), norms, rotation, 2)
+        whole = form_qkv((products,), (None,), rotation, 2)
+        found = program(form_qkv, True, FORM_AXES)((products.clone(),), (None,), rotation, 2)
         torch.testing.assert_close(found, whole)
         seen.add(stats["unique_graphs"])
     assert len(seen) == 1

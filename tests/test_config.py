@@ -496,6 +496,7 @@ LEFT_WITH_AN_EFFECT = {
     "model.attention_gate": "head",
     "model.bigram_rows": "64",
     "model.norm_before_output": "true",
+    "model.qk_norm": "true",
     "model.zero_output_init": "true",
     "masking.shifted_targets": "true",
     "masking.span_longest": "5",

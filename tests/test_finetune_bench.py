@@ -130,9 +130,9 @@ def test_checkpoints_that_transformers_cannot_load_are_refused_before_training(
     reviews, run = write_reviews(tmp_path, train=4, dev=4), tmp_path / "pretrained"
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text("name: pretrained\n")
-    monkeypatch.setattr("pretrain.checkpoint.released.why_not_transformers", lambda _: "model.qk_norm")
+    monkeypatch.setattr("pretrain.checkpoint.released.why_not_transformers", lambda _: "model.norm")
     own = make_bert(tmp_path / "own")
-    for start, message in ((run, "It is a run: export it"), (own, r"It has model\.qk_norm"), ("", "--from: missing")):
+    for start, message in ((run, "It is a run: export it"), (own, r"It has model\.norm"), ("", "--from: missing")):
         config = load_config(write_config(tmp_path, start_from=str(start), classification=reviews))
         with pytest.raises(InputError, match=message):
             finetuning.compare(config, 1)

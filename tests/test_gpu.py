@@ -47,7 +47,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "bert": {},
     "modernbert": {"family": "modernbert"},
     "local": {"family": "modernbert", "local_attention": 16, "global_every": 2},
-    "shared keys": {"family": "modernbert", "qk_norm": True, "kv_heads": 1},
+    "shared keys": {"family": "modernbert", "kv_heads": 1},
     "relative": {"positions": "relative", "relative_buckets": 8, "relative_max_distance": 32},
     "disentangled": {"family": "deberta"},
     "sinusoidal": {"positions": "sinusoidal", "activation": "relu", "embedding": 32},

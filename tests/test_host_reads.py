@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pretrain.batches.batch import MicroBatch
 from pretrain.common.transfers import OnItsWay, arrivals
 from pretrain.config import ElectraConfig, ModelConfig
-from pretrain.model.attention import dispatch
+from pretrain.model import attention
 from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.kernels import grouped_op
@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "bert": {},
     "modernbert": {"family": "modernbert"},
     "means": {"pooling": "mean"},
-    "shared keys": {"family": "modernbert", "qk_norm": True, "kv_heads": 2},
+    "shared keys": {"family": "modernbert", "kv_heads": 2},
     "sinusoidal": {"positions": "sinusoidal", "activation": "relu", "embedding": 32},
 }
 
@@ -60,7 +60,7 @@ class Entered(TorchDispatchMode):
 
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "has_flash", lambda *_: True)
+    monkeypatch.setattr(attention, "has_flash", lambda *_: True)
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.model.attention import AttentionOptions, TokenLayout
-from pretrain.model.attention.projection import form_qkv
-from pretrain.model.kernels.grouped_op import _groups, grouped_attention
+from pretrain.model.kernels.distances import DistanceTables
+from pretrain.model.kernels.grouped_op import Arguments, _groups, grouped_attention
 from pretrain.model.kernels.grouping import cut_into_units
+from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.positions import relative_buckets, rotate, rotation, sinusoids
+from pretrain.model.projection import form_qkv
 from tests.batches_by_hand import make_batch
 
 HEADS, WIDTH = 3, 8
@@ -83,7 +84,8 @@ def test_windows_and_biases_equal_a_dense_mask(
 
 def scores(lengths: tuple[int, ...], window: int, rows: Tensor | None = None) -> int:
     """Scores that the grouped operator computes for a head."""
-    groups = _groups(lengths, rows, 1, window, torch.device("cpu"))
+    options = AttentionOptions(1, window=window)
+    groups = _groups(Arguments.of(torch.empty(0), None, layout_of(lengths, rows), options, DistanceTables()))
     return sum(g.queries.number_GL.shape[1] * g.keys.number_GL.numel() for g in groups)
 
 
@@ -184,7 +186,7 @@ def test_rotation_in_the_operator_equals_rotation_before_it(
     layout = layout_of(MIXED, None if asked is None else torch.tensor(asked))
     options = AttentionOptions(HEADS, 0.0, fused, window)
     ours, _ = grouped_attention(qkv, bias, layout._replace(rotation=by), options)
-    theirs, _ = grouped_attention(form_qkv((qkv,), (bias,), None, by, HEADS), None, layout, options)
+    theirs, _ = grouped_attention(form_qkv((qkv,), (bias,), by, HEADS), None, layout, options)
     torch.testing.assert_close(ours, theirs)
     probe = torch.randn_like(ours)
     found = torch.autograd.grad((ours * probe).sum(), [qkv, bias])

@@ -19,7 +19,7 @@ from pretrain.batches.batch import MicroBatch
 from pretrain.checkpoint.layouts import BERT
 from pretrain.checkpoint.released_writer import their_tensors
 from pretrain.config import MAX_WIDTH, ModelConfig
-from pretrain.model.attention import AttentionOptions, ProjectionWeights, TokenLayout, self_attention
+from pretrain.model.attention import ProjectionWeights, self_attention
 from pretrain.model.compile import MARKS_UNKNOWN_SIZES
 from pretrain.model.encoder import Embeddings, Encoder, look_up
 from pretrain.model.heads import PretrainingModel
@@ -29,6 +29,7 @@ from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
 from pretrain.model.kernels.grouped_op import _keys_to_heads, grouped_attention
 from pretrain.model.kernels.grouping import SCORES_PER_GROUP, group_sequences
 from pretrain.model.kernels.hash_rng import ALONG, BETWEEN, hash_dropout, keep_mask
+from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.positions import rotate, rotations
 from tests.batches_by_hand import make_batch, next_sentence_logits, take_sequence
 from tests.bench.baselines import pad
@@ -409,7 +410,6 @@ def test_rotated_heads_that_begin_at_neighbours_look_there(part: dict[str, Any])
     ("part", "reason"),
     [
         ({"attention_bias": False}, "needs attention_bias: true where positions are rotary"),
-        ({"qk_norm": True}, "needs qk_norm: false where positions are rotary"),
         ({"kv_heads": 2}, "needs kv_heads: 0, not 2"),
     ],
 )

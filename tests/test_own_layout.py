@@ -38,14 +38,13 @@ from tests.starts import Start, make_starts, pretraining, records
 
 SIZES = {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "intermediate": 48, "max_positions": 64}
 PARTS = {
-    "qk_norm": True,
     "recursions": 2,
     "embedding": 16,
 }
 # Parts that are new, and mixtures of old ones.
 SHAPES: list[dict[str, Any]] = [
     PARTS,
-    {"family": "modernbert", "local_attention": 8, "qk_norm": True},
+    {"family": "modernbert", "local_attention": 8, "norm": "rms_norm"},
     {"pooling": "max", "tied_decoder": False, "activation": "relu"},
     {
         "positions": "relative",
@@ -113,7 +112,7 @@ def test_models_that_their_family_holds_stay_there() -> None:
         assert layout_of(make_shape(family=family, max_positions=128)) is LAYOUTS[family]
     assert layout_of(make_shape(embedding=16), "electra") is LAYOUTS["electra"]
     assert layout_of(make_shape(embedding=16)) is OWN
-    assert layout_of(make_shape(qk_norm=True), "electra") is OWN
+    assert layout_of(make_shape(gated=True), "electra") is OWN
 
 
 @pytest.mark.parametrize("family", ["bert", "electra"])
@@ -141,13 +140,13 @@ def test_sinusoidal_positions_are_a_table_in_berts_layout(family: str, tmp_path:
 
 def test_another_family_that_is_asked_for_is_refused(tmp_path: Path) -> None:
     shape, tokenizer = make_shape(**PARTS), make_tokenizer(tmp_path / "tokenizer")
-    with pytest.raises(InputError, match=r"layout of bert cannot hold this model: model.qk_norm is True"):
+    with pytest.raises(InputError, match=r"layout of bert cannot hold this model: model.recursions is 2"):
         hf.export(make_state(shape), shape, tokenizer, tmp_path / "x", next_sentence=True, card="", family="bert")
     assert not (tmp_path / "x").exists()
 
 
 def test_both_models_of_an_electra_run_are_written(tmp_path: Path) -> None:
-    shape, tokenizer = make_shape(qk_norm=True), make_tokenizer(tmp_path / "tokenizer")
+    shape, tokenizer = make_shape(gated=True), make_tokenizer(tmp_path / "tokenizer")
     settings = ElectraConfig.model_validate({"generator_width": 0.5, "embeddings": "disentangled"})
     torch.manual_seed(0)
     model = ElectraModel(shape, ROWS, settings=settings)
@@ -158,7 +157,7 @@ def test_both_models_of_an_electra_run_are_written(tmp_path: Path) -> None:
     for folder, own in (("out", discriminator_state(state)), ("out-generator", generator_state(state))):
         released = read_released(tmp_path / folder)
         assert released.family == "bertrain"
-        assert released.model.qk_norm
+        assert released.model.gated
         read = {**released.backbone, **released.pretraining}
         assert own.keys() - read.keys() == {name for name in own if name.startswith("heads.rtd_")}
         assert all(torch.equal(read[name], own[name]) for name in read)
@@ -313,7 +312,7 @@ def test_the_export_says_what_it_is_for(place: Path, tmp_path: Path, capsys: pyt
     assert main(["export", str(place / "run"), str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
-    assert "transformers cannot load it (model.qk_norm is True, and bert supports only False; " in printed
+    assert "transformers cannot load it (model.recursions is 2, and bert supports only 1; " in printed
     assert "AutoModel" not in printed
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: bertrain\n")
@@ -364,7 +363,7 @@ def test_a_fine_tuned_model_is_exported_with_onnx(
     pytest.importorskip("onnxscript")
     assert finetune_main(["export", str(place / "reviews"), str(tmp_path / "out"), "--onnx"]) == 0
     printed = capsys.readouterr().out
-    assert "transformers cannot load it: model.qk_norm is True" in printed
+    assert "transformers cannot load it: model.recursions is 2" in printed
     assert "model.onnx: opset" in printed
     card = (tmp_path / "out" / "README.md").read_text()
     assert "library_name: bertrain" in card

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from finetune.tasks.base import Head
 from pretrain.checkpoint.released import Released
-from pretrain.model.activations import get_activation
+from pretrain.model.block import activation_function, norm_function
 from pretrain.model.norms import get_norm
 from pretrain.model.padded import PaddedEncoder, constants
 
@@ -62,11 +62,10 @@ class PaddedModel(PaddedEncoder):
         layers, own = self.layers_of_head, self.out
         if layers.activation:
             hidden = F.linear(hidden, own.dense_weight, own.dense_bias if layers.bias else None)
-            hidden = get_activation(layers.activation).function(hidden)
+            hidden = activation_function(layers.activation)(hidden)
         if layers.norm:
-            norm = get_norm(layers.norm)
-            weights = (getattr(own, f"norm_{kind}") for kind in norm.parameters)
-            hidden = norm.function(hidden, *weights, eps=self.shape.layer_norm_eps)
+            weights = (getattr(own, f"norm_{kind}") for kind in get_norm(layers.norm).parameters)
+            hidden = norm_function(layers.norm)(hidden, *weights, eps=self.shape.layer_norm_eps)
         return hidden
 
     def _output(self, hidden: Tensor) -> Tensor:

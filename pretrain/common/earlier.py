@@ -16,6 +16,7 @@ LEFT_AFTER: dict[str, dict[str, dict[str, Any]]] = {
         "engine": {"flash_attention": "torch", "fp8": False},
     },
     "acc156f": {
+        "model": {"qk_norm": False},
         "optimizer": {"muon_momentum": 0.95, "normalised": False},
         "checkpoint": {"background": True},
         "guard": {"spike_share": 0.2},

@@ -174,12 +174,6 @@ class ModelConfig(Section):
     kv_heads: int = Field(
         default=0, ge=0, description="Heads of keys and values, each shared by several query heads. 0 means heads."
     )
-    qk_norm: bool = Field(
-        default=False,
-        description="Divide the query and the key of each head by their root mean square, before rotation, and "
-        "multiply them by learned vectors that all heads share (Henry et al. 2020, Dehghani et al. 2023). Scores stay "
-        "bounded, so higher learning rates are stable.",
-    )
     activation: str = Field(
         default="gelu", description="Activation of the feed-forward network: gelu, relu, silu or tanh."
     )
@@ -277,8 +271,6 @@ class ModelConfig(Section):
         """The heads begin with biases of queries and keys."""
         if not self.attention_bias:
             raise ValueError("attention_init: neighbours needs attention_bias: true where positions are rotary")
-        if self.qk_norm:
-            raise ValueError("attention_init: neighbours needs qk_norm: false where positions are rotary")
 
     @model_validator(mode="after")
     def _check_positions(self) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""The activations that `model.activation` and the heads can name.
+"""The activations that `model.activation` and the heads can name. BERT's function is in `block.py`.
 
 The estimates read this table without torch, so an activation imports torch itself.
 """
@@ -19,21 +19,14 @@ class Activation(NamedTuple):
     """An elementwise activation.
 
     Attributes:
-        function: any shape and dtype -> the same.
+        function: any shape and dtype -> the same. None is BERT's, GELU by the error function.
         saves_input: true if torch keeps the input for the backward pass, false if it keeps the output.
         released_names: its names in config.json of released models; the first one is written.
     """
 
-    function: Callable[[Tensor], Tensor]
+    function: Callable[[Tensor], Tensor] | None
     saves_input: bool
     released_names: tuple[str, ...] = ()
-
-
-def gelu(x: Tensor) -> Tensor:
-    """GELU by the error function (Hendrycks & Gimpel 2016, arXiv:1606.08415), not its tanh approximation."""
-    import torch.nn.functional as F
-
-    return F.gelu(x)
 
 
 def relu(x: Tensor) -> Tensor:
@@ -55,7 +48,7 @@ def tanh(x: Tensor) -> Tensor:
 
 ACTIVATIONS: dict[str, Activation] = {
     # transformers' gelu_python is the same function.
-    "gelu": Activation(gelu, saves_input=True, released_names=("gelu", "gelu_python")),
+    "gelu": Activation(None, saves_input=True, released_names=("gelu", "gelu_python")),
     "relu": Activation(relu, saves_input=False, released_names=("relu",)),
     "silu": Activation(silu, saves_input=True, released_names=("silu", "swish")),
     "tanh": Activation(tanh, saves_input=False, released_names=("tanh",)),

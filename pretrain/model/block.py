@@ -1,8 +1,11 @@
-"""The arithmetic of the embeddings and of a Transformer layer around its attention, as pure functions.
+"""A Transformer layer, and the arithmetic of the embeddings, as pure functions.
 
 The encoder calls them over unpadded batches, its padded twin (`padded.py`) over padded ones; nothing else defines a
-layer. Shape letters: T tokens (the padded twin has sequences times tokens), E width of the embeddings, H hidden width,
-F feed-forward width.
+layer. A layer keeps its parameters flat, and what follows the attention is one pure function (`after_attention`). So
+torch.compile makes one program for all layers of a model, and ZeRO-3 gathers a layer's parameters once, outside of it.
+
+Shape letters: T tokens (the padded twin has sequences times tokens), R query positions, E width of the embeddings,
+H hidden width, F feed-forward width.
 """
 
 from __future__ import annotations
@@ -12,12 +15,55 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pretrain.config import ModelConfig
 from pretrain.model.activations import get_activation
+from pretrain.model.attention import ProjectionWeights, self_attention
+from pretrain.model.compile import program
+from pretrain.model.initialisation import create_parameters
 from pretrain.model.kernels.hash_rng import hash_dropout
+from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.norms import get_norm
+from pretrain.model.parameters import layer_parameters
+
+
+class Layer(nn.Module):
+    """One Transformer layer.
+
+    Args:
+        shape: the model.
+        number: from 0; which layers are local, and which has a norm before its attention, depends on it.
+        compile: fuse what lies between the matmuls.
+    """
+
+    # Query, key and value one below the other: one matmul instead of three. If key and value have fewer heads, the
+    # query is apart: q and kv.
+    qkv_weight: nn.Parameter  # [3H, H]
+
+    def __init__(self, shape: ModelConfig, number: int, compile: bool) -> None:
+        super().__init__()
+        self.shape, self.fused = shape, compile
+        self.window, self.rotary_base = shape.window(number), shape.rotary_base_of(number)
+        self.norm_first = shape.norm_placement == "pre" and shape.has_attention_norm(number)
+        self.functions = BlockFunctions.of(shape)
+        self.apply_norm = program(apply_norm, compile, ("M",))
+        self.after_attention = program(after_attention, compile, ("M",) * 3)
+        create_parameters(self, layer_parameters(shape, number), shape.init_std)
+
+    def forward(self, hidden_TH: Tensor, layout: TokenLayout) -> Tensor:
+        """[T, H] -> [T, H], or [R, H] of `layout.rows`."""
+        shape, training, functions = self.shape, self.training, self.functions
+        normed_TH = hidden_TH
+        if self.norm_first:
+            normed_TH = self.apply_norm(hidden_TH, norm_weights(self, "attention_norm", functions), functions)
+        options = AttentionOptions(shape.heads, shape.attention_dropout if training else 0.0, self.fused, self.window)
+        context_TH = self_attention(normed_TH, ProjectionWeights.of(self, shape), layout, options)
+        keys_T = layout.keys
+        if layout.rows is not None:  # the context is [R, H] already
+            hidden_TH, keys_T = hidden_TH.index_select(0, layout.rows), keys_T[layout.rows]
+        dropout = shape.hidden_dropout if training else 0.0
+        return self.after_attention(context_TH, hidden_TH, keys_T, LayerWeights.of(self, functions), functions, dropout)
 
 
 class BlockFunctions(NamedTuple):
@@ -26,15 +72,37 @@ class BlockFunctions(NamedTuple):
     norm: Callable[..., Tensor]  # as `norms.Norm.function`
     activation: Callable[[Tensor], Tensor]
     eps: float  # of the norm
+    norm_kinds: tuple[str, ...]  # of the norm's parameters, in the order in which it takes them
     pre_norm: bool = False  # whether norms come before attention and feed-forward network, not after the residual sums
     gated: bool = False  # whether the activation is multiplied by a second projection
 
     @classmethod
     def of(cls, model: ModelConfig) -> BlockFunctions:
         """The functions that a config names. Raises `InputError` for an unknown name."""
-        norm, activation = get_norm(model.norm).function, get_activation(model.activation).function
-        pre_norm = model.norm_placement == "pre"
-        return cls(norm, activation, model.layer_norm_eps, pre_norm, model.gated)
+        return cls(
+            norm_function(model.norm),
+            activation_function(model.activation),
+            model.layer_norm_eps,
+            tuple(get_norm(model.norm).parameters),
+            model.norm_placement == "pre",
+            model.gated,
+        )
+
+
+def norm_function(name: str) -> Callable[..., Tensor]:
+    """What a `model.norm` computes, as `norms.Norm.function`. Raises `InputError` for an unknown name."""
+    return get_norm(name).function or layer_norm
+
+
+def activation_function(name: str) -> Callable[[Tensor], Tensor]:
+    """What a `model.activation` computes. Raises `InputError` for an unknown name."""
+    # BERT's is by the error function (Hendrycks & Gimpel 2016, arXiv:1606.08415), not its tanh approximation.
+    return get_activation(name).function or F.gelu
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm (Ba et al. 2016, arXiv:1607.06450): mean 0 and variance 1, then scaled and shifted."""
+    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
 
 
 class EmbeddingWeights(NamedTuple):
@@ -44,10 +112,10 @@ class EmbeddingWeights(NamedTuple):
     norm: tuple[Tensor, ...] | None  # as `norms.Norm.parameters`, each [E]
 
     @classmethod
-    def of(cls, embeddings: Any, model: ModelConfig) -> EmbeddingWeights:
+    def of(cls, embeddings: Any, model: ModelConfig, functions: BlockFunctions) -> EmbeddingWeights:
         """Those of a module whose parameters are `parameters.embedding_parameters`."""
         token_type = embeddings.token_type if model.token_types else None
-        return cls(token_type, norm_weights(embeddings, "norm", model) if model.embedding_norm else None)
+        return cls(token_type, norm_weights(embeddings, "norm", functions) if model.embedding_norm else None)
 
 
 class LayerWeights(NamedTuple):
@@ -63,24 +131,24 @@ class LayerWeights(NamedTuple):
     ffn_norm: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, layer: Any, model: ModelConfig) -> LayerWeights:
+    def of(cls, layer: Any, functions: BlockFunctions) -> LayerWeights:
         """Those of a module whose parameters are `parameters.layer_parameters`."""
-        ffn_in = "gated_in" if model.gated else "ffn_in"
+        ffn_in = "gated_in" if functions.gated else "ffn_in"
         return cls(
             layer.attention_out_weight,
             getattr(layer, "attention_out_bias", None),
-            norm_weights(layer, "attention_norm", model) if model.norm_placement == "post" else (),
+            () if functions.pre_norm else norm_weights(layer, "attention_norm", functions),
             getattr(layer, f"{ffn_in}_weight"),
             getattr(layer, f"{ffn_in}_bias", None),
             layer.ffn_out_weight,
             getattr(layer, "ffn_out_bias", None),
-            norm_weights(layer, "ffn_norm", model),
+            norm_weights(layer, "ffn_norm", functions),
         )
 
 
-def norm_weights(module: Any, name: str, model: ModelConfig) -> tuple[Tensor, ...]:
+def norm_weights(module: Any, name: str, functions: BlockFunctions) -> tuple[Tensor, ...]:
     """The parameters of the norm `name` of a module, in the order in which the norm takes them."""
-    return tuple(getattr(module, f"{name}_{kind}") for kind in get_norm(model.norm).parameters)
+    return tuple(getattr(module, f"{name}_{kind}") for kind in functions.norm_kinds)
 
 
 def embed(

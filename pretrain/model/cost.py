@@ -205,7 +205,7 @@ def activation_bytes(
     pre = model.norm_placement == "pre"
     embedding = tokens * _embedding_saves(model, b, compiled) + _distance_saves(model, b)
     past_attention = (_compiled_saves if compiled else _plain_saves)(model, b) + 4 * model.heads
-    before = _qkv_saves(model, b, compiled) + (_norm_saves(model, b, compiled) if pre else 0)
+    before = 3 * b * model.hidden + (_norm_saves(model, b, compiled) if pre else 0)
     layer, last = tokens * (before + past_attention), tokens * before + rows * past_attention
     final = rows * _norm_saves(model, b, compiled) if pre else 0
     working = working_bytes(model, tokens, itemsize)
@@ -330,14 +330,6 @@ def _plain_saves(model: ModelConfig, itemsize: int) -> int:
     h, normed = model.hidden, 4 * model.hidden * get_norm(model.norm).saved
     norms = normed if model.norm_placement == "pre" else 2 * normed
     return itemsize * 3 * h + _activation_saves(model, itemsize) + norms + 2 * h * (model.hidden_dropout > 0)
-
-
-def _qkv_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:
-    """Bytes per token of query, key and value; with norms of heads also of their product, and what those need."""
-    keys = (model.kv_heads or model.heads) * model.head_width
-    product, normed = model.hidden + 2 * keys, model.hidden + keys
-    extra = itemsize * product if compiled else 4 * (product + normed)
-    return itemsize * 3 * model.hidden + (extra if model.qk_norm else 0)
 
 
 def _norm_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:

@@ -1,11 +1,12 @@
 """The encoder over unpadded batches. The config chooses the parts of its block (`config/families.py`); BERT's are the
 defaults (Devlin et al. 2019).
 
-Shape letters: T tokens of the micro-batch, S sequences, R query positions, H hidden width, E width of the
-embeddings (H except in some ELECTRA models), V vocabulary, N heads of width D.
+BERT's forward pass is four files, in this order: `encoder.py`, `block.py`, `attention.py`, `heads.py`. What else they
+call is a kernel (`kernels/`), or a part that BERT lacks and that is chosen when a model is made: `positions.py`,
+`projection.py`, `norms.py`, `activations.py`, `encoder_parts.py`.
 
-A layer keeps its parameters flat, and what follows the attention is one pure function (`block.after_attention`). So
-torch.compile makes one program for all layers of a model, and ZeRO-3 gathers a layer's parameters once, outside of it.
+Shape letters: T tokens of the micro-batch, S sequences, R query positions, H hidden width, E width of the
+embeddings (H except in some ELECTRA models), V vocabulary, P positions.
 """
 
 from __future__ import annotations
@@ -18,30 +19,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.config import ModelConfig
-from pretrain.model.attention import AttentionOptions, ProjectionWeights, RelativeRows, TokenLayout, self_attention
-from pretrain.model.block import (
-    BlockFunctions,
-    EmbeddingWeights,
-    LayerWeights,
-    after_attention,
-    apply_norm,
-    embed,
-    norm_weights,
-)
+from pretrain.model.block import BlockFunctions, EmbeddingWeights, Layer, embed
 from pretrain.model.compile import program
-from pretrain.model.initialisation import (
-    attend_to_adjacent_tokens,
-    attend_to_adjacent_tokens_by_rotation,
-    create_parameters,
-)
+from pretrain.model.encoder_parts import FinalNorm, RelativeEmbeddings, RelativePositions
+from pretrain.model.initialisation import begin_at_neighbours, create_parameters
 from pretrain.model.kernels.hash_rng import BETWEEN
-from pretrain.model.parameters import (
-    embedding_parameters,
-    final_parameters,
-    layer_parameters,
-    position_parameters,
-)
-from pretrain.model.positions import distance_rows, relative_buckets, rotations, sinusoids
+from pretrain.model.kernels.layout import TokenLayout
+from pretrain.model.parameters import embedding_parameters
+from pretrain.model.positions import rotations, sinusoids
 
 
 class UnpaddedBatch(Protocol):
@@ -91,23 +76,10 @@ class Encoder(nn.Module):
         self.relative = None if relative is None else relative(shape)
         layers = [Layer(shape, number, compile) for number in range(shape.layers)]
         if shape.attention_init == "neighbours":
-            self._begin_at_neighbours(layers[: (shape.layers + 1) // 2])
+            begin_at_neighbours(shape, self.embeddings, layers[: (shape.layers + 1) // 2])
         self.layers = nn.ModuleList(layers)
         self.final = FinalNorm(shape, compile) if shape.norm_placement == "pre" else None
-
-    def _begin_at_neighbours(self, layers: list[Layer]) -> None:
-        shape = self.shape
-        if shape.positions == "learned":
-            weights = [layer.qkv_weight for layer in layers]
-            attend_to_adjacent_tokens(self.embeddings.position, weights, shape.heads, shape.init_std)
-            return
-        for number, layer in enumerate(layers):
-            attend_to_adjacent_tokens_by_rotation(
-                layer.get_parameter("qkv_bias"),
-                shape.heads,
-                shape.rotary_base_of(number),
-                interleaved=shape.positions == "rotary_interleaved",
-            )
+        self.rotary = shape.positions.startswith("rotary")
 
     def encode(self, batch: UnpaddedBatch, rows_R: Tensor | None = None) -> Tensor:
         """Last hidden states [T, H], or [R, H] only at the query positions `rows_R` (int64, ascending).
@@ -117,20 +89,15 @@ class Encoder(nn.Module):
         # Invariant 1: dropout depends on the sample and the place in the model, never on a generator's state.
         keys_T = batch.token_keys
         layout = TokenLayout(batch.cu_seqlens, batch.lengths, None, keys_T)
-        if isinstance(self.relative, RelativePositions):
-            layout = layout._replace(distance_bias=self.relative(layout.max_seqlen))
-        elif self.relative is not None:
-            layout = layout._replace(relative=self.relative(layout.max_seqlen))
-        turns = rotations(self.shape, batch.positions)
+        if self.relative is not None:
+            layout = self.relative(layout)
+        turns = rotations(self.shape, batch.positions) if self.rotary else {}
         hidden_TH = self.embeddings(batch.input_ids, batch.token_types, batch.positions, keys_T)
-        for number in range(self.shape.depth):
-            layer = self.layers[number % self.shape.layers]
+        applied: list[Any] = [*self.layers] * self.shape.recursions  # BERT applies each layer once
+        for number, layer in enumerate(applied, start=1):
             keys_T = keys_T + BETWEEN
-            layout = layout._replace(
-                keys=keys_T,
-                rows=rows_R if number == self.shape.depth - 1 else None,
-                rotation=turns.get(self.shape.rotary_base_of(number % self.shape.layers)),
-            )
+            rows = rows_R if number == len(applied) else None
+            layout = layout._replace(keys=keys_T, rows=rows, rotation=turns.get(layer.rotary_base))
             if self.activation_checkpointing and self.training:
                 # Only CUDA's attention kernel uses the generator; all other dropout is a hash.
                 hidden_TH = checkpoint(
@@ -160,28 +127,28 @@ class Embeddings(nn.Module):
     def __init__(self, shape: ModelConfig, vocabulary_size: int, compile: bool) -> None:
         super().__init__()
         self.shape = shape
-        self.fused = compile
         self.tied = True  # the words serve as a decoder, too
         # Give the gradients of tables that nothing else uses as torch.sparse_coo, for an engine that adds up rows.
         self.sparse_gradients = False
         self.functions = BlockFunctions.of(shape)
+        self.embed = program(embed, compile, ("M",) * 4)
         self.projected = shape.embedding not in (0, shape.hidden)
         create_parameters(self, embedding_parameters(shape, vocabulary_size), shape.init_std)
 
     def forward(self, input_ids: Tensor, token_types: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
-        """int64 [T] three times and int32 [T] -> [T, H]."""
+        """int64 [T] three times and int32 [T], the seeds of dropout -> [T, H]."""
         # The look-ups stay outside: torch's own gradient of them is faster than the compiled one.
         positions_TE = None
         if self.shape.positions == "learned":
             positions_TE = self.position_rows(positions)
         elif self.shape.positions == "sinusoidal":
             positions_TE = sinusoids(positions, self.word.shape[1])
-        embedded_TE = program(embed, self.fused, ("M",) * 4)(
+        embedded_TE = self.embed(
             self.word_rows(input_ids),
             positions_TE,
             token_types if self.shape.token_types else None,
             keys,
-            EmbeddingWeights.of(self, self.shape),
+            EmbeddingWeights.of(self, self.shape, self.functions),
             self.functions,
             self.shape.hidden_dropout if self.training else 0.0,
         )
@@ -194,104 +161,6 @@ class Embeddings(nn.Module):
     def position_rows(self, positions: Tensor) -> Tensor:
         """int64 [T] -> [T, E]"""
         return look_up(self.position, positions)
-
-
-class RelativePositions(nn.Module):
-    """Biases of the scores by distance, one table for all layers (Raffel et al. 2020, T5, section 2.1)."""
-
-    table: nn.Parameter  # [buckets, N]
-
-    def __init__(self, shape: ModelConfig) -> None:
-        super().__init__()
-        self.shape = shape
-        create_parameters(self, position_parameters(shape), shape.init_std)
-
-    def forward(self, max_seqlen: int) -> Tensor:
-        """fp32 [N, 2M - 1]: the bias of the distances 1 - M to M - 1, key minus query, M being `max_seqlen`."""
-        distances = torch.arange(1 - max_seqlen, max_seqlen, device=self.table.device)
-        buckets = relative_buckets(distances, self.shape.relative_buckets, self.shape.relative_max_distance)
-        return F.embedding(buckets, self.table.float()).T.contiguous()
-
-
-class RelativeEmbeddings(nn.Module):
-    """Embeddings of distances, one table for all layers (He et al. 2021, DeBERTa, section 3.1).
-
-    transformers drops entries of them in training. Ours does not: the table belongs to no sample (invariant 1).
-    """
-
-    table: nn.Parameter  # [2 * span, H]
-
-    def __init__(self, shape: ModelConfig) -> None:
-        super().__init__()
-        self.shape, self.functions = shape, BlockFunctions.of(shape)
-        create_parameters(self, position_parameters(shape), shape.init_std)
-
-    def forward(self, max_seqlen: int) -> RelativeRows:
-        """The rows of the distances between the tokens of the longest sequence."""
-        row_of = distance_rows(torch.arange(1 - max_seqlen, max_seqlen), self.shape)
-        rows_PH = self.table[int(row_of[0]) : int(row_of[-1]) + 1]
-        if self.shape.relative_norm:
-            rows_PH = apply_norm(rows_PH, norm_weights(self, "norm", self.shape), self.functions)
-        return RelativeRows(rows_PH, row_of - row_of[0])
-
-
-class Layer(nn.Module):
-    """One Transformer layer.
-
-    Args:
-        shape: the model.
-        number: from 0; which layers are local, and which has a norm before its attention, depends on it.
-        compile: fuse what lies between the matmuls.
-    """
-
-    # Query, key and value one below the other: one matmul instead of three. If key and value have fewer heads, the
-    # query is apart: q and kv.
-    qkv_weight: nn.Parameter  # [3H, H]
-
-    def __init__(self, shape: ModelConfig, number: int, compile: bool) -> None:
-        super().__init__()
-        self.shape, self.window = shape, shape.window(number)
-        self.fused = compile
-        self.functions = BlockFunctions.of(shape)
-        self.norm_first = shape.norm_placement == "pre" and shape.has_attention_norm(number)
-        create_parameters(self, layer_parameters(shape, number), shape.init_std)
-
-    def forward(self, hidden_TH: Tensor, layout: TokenLayout) -> Tensor:
-        """[T, H] -> [T, H], or [R, H] of `layout.rows`."""
-        shape, training = self.shape, self.training
-        normed_TH = hidden_TH
-        if self.norm_first:
-            weights = norm_weights(self, "attention_norm", shape)
-            normed_TH = program(apply_norm, self.fused, ("M",))(hidden_TH, weights, self.functions)
-        context_TH = self_attention(
-            normed_TH,
-            ProjectionWeights.of(self, shape),
-            layout,
-            AttentionOptions(shape.heads, shape.attention_dropout if training else 0.0, self.fused, self.window),
-        )
-        keys_T = layout.keys
-        if layout.rows is not None:
-            hidden_TH, keys_T = hidden_TH.index_select(0, layout.rows), keys_T[layout.rows]
-        weights = LayerWeights.of(self, shape)
-        dropout = shape.hidden_dropout if training else 0.0
-        return program(after_attention, self.fused, ("M",) * 3)(
-            context_TH, hidden_TH, keys_T, weights, self.functions, dropout
-        )
-
-
-class FinalNorm(nn.Module):
-    """The norm after the last layer of a pre-norm model."""
-
-    def __init__(self, shape: ModelConfig, compile: bool) -> None:
-        super().__init__()
-        self.shape, self.fused, self.functions = shape, compile, BlockFunctions.of(shape)
-        create_parameters(self, final_parameters(shape), shape.init_std)
-
-    def forward(self, hidden_RH: Tensor) -> Tensor:
-        """[R, H] -> [R, H]"""
-        return program(apply_norm, self.fused, ("M",))(
-            hidden_RH, norm_weights(self, "norm", self.shape), self.functions
-        )
 
 
 def look_up(table: Tensor, ids: Tensor, *, sparse: bool = False) -> Tensor:

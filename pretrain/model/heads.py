@@ -105,6 +105,7 @@ class Heads(nn.Module):
         self.fused = compile
         self.next_sentence = next_sentence
         self.functions = BlockFunctions.of(shape)
+        self.fused_transform = program(mlm_transform, True, ("K",))
         create_parameters(self, head_parameters(shape, vocabulary_size, next_sentence), shape.init_std)
 
     def forward(self, hidden_RH: Tensor, decoder_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor) -> Losses:
@@ -126,9 +127,9 @@ class Heads(nn.Module):
         """[K, H] -> [K, H], what the decoder reads."""
         if not self.shape.mlm_transform:
             return hidden_KH
-        norm = norm_weights(self, "mlm_norm", self.shape)
+        norm = norm_weights(self, "mlm_norm", self.functions)
         weights = MlmWeights(self.mlm_transform_weight, getattr(self, "mlm_transform_bias", None), norm)
-        return program(mlm_transform, fused, ("K",))(hidden_KH, weights, self.functions)
+        return (self.fused_transform if fused else mlm_transform)(hidden_KH, weights, self.functions)
 
     @property
     def decoder_bias(self) -> Tensor | None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pretrain.config import ModelConfig
 from pretrain.model.parameters import Parameter
 from pretrain.model.positions import join_pairs
 
@@ -50,6 +52,22 @@ def normal(std: float, *size: int) -> nn.Parameter:
         flat[outside] = torch.randn(outside.numel())
         outside = outside[flat[outside].abs() > 2]
     return nn.Parameter(weight.mul_(std))
+
+
+def begin_at_neighbours(shape: ModelConfig, embeddings: Any, layers: Iterable[Any]) -> None:
+    """Initialise heads of a model with `attention_init: neighbours`, in place.
+
+    Args:
+        shape: of the model.
+        embeddings, layers: modules with the parameters of `parameters.py`; the layers are its lowest.
+    """
+    if shape.positions == "learned":
+        weights = [layer.qkv_weight for layer in layers]
+        attend_to_adjacent_tokens(embeddings.position, weights, shape.heads, shape.init_std)
+        return
+    interleaved = shape.positions == "rotary_interleaved"
+    for layer in layers:
+        attend_to_adjacent_tokens_by_rotation(layer.qkv_bias, shape.heads, layer.rotary_base, interleaved=interleaved)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The norms that `model.norm` can name: what each computes, and which parameters it takes.
+"""The norms that `model.norm` can name: what each computes, and which parameters it takes. BERT's is in `block.py`.
 
 The estimates read this table without torch, so a norm imports torch itself.
 """
@@ -22,25 +22,19 @@ class Norm(NamedTuple):
 
     Attributes:
         function: `function(x, *parameters, eps)` with x [..., width], fp32 in every precision of the model -> the same.
+            None is BERT's, `block.layer_norm`.
         parameters: kind -> initial values, in the order in which `function` takes them. Each is a vector [width], named
             after its norm and its kind: `ffn_norm_weight`.
         saved: tensors of the size of x that torch keeps for the backward pass when the layer is not compiled.
     """
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Tensor] | None
     parameters: Mapping[str, Initial]
     saved: int = 1
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """LayerNorm (Ba et al. 2016, arXiv:1607.06450): mean 0 and variance 1, then scaled and shifted."""
-    import torch.nn.functional as F
-
-    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
-
-
 def layer_norm_no_bias(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """LayerNorm without the shift."""
+    """`block.layer_norm` without the shift."""
     import torch.nn.functional as F
 
     return F.layer_norm(x, weight.shape, weight.to(x.dtype), None, eps)
@@ -57,7 +51,7 @@ def rms_norm_bias(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor
 
 
 NORMS: dict[str, Norm] = {
-    "layer_norm": Norm(layer_norm, {"weight": "ones", "bias": "zeros"}),
+    "layer_norm": Norm(None, {"weight": "ones", "bias": "zeros"}),
     "layer_norm_no_bias": Norm(layer_norm_no_bias, {"weight": "ones"}),
     "rms_norm": Norm(rms_norm, {"weight": "ones"}, saved=2),
     "rms_norm_bias": Norm(rms_norm_bias, {"weight": "ones", "bias": "zeros"}, saved=2),

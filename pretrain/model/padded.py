@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from pretrain.config import ModelConfig
 from pretrain.model.attention import ProjectionWeights
-from pretrain.model.attention.projection import form_qkv, project_distances
 from pretrain.model.block import (
     BlockFunctions,
     EmbeddingWeights,
@@ -27,6 +26,7 @@ from pretrain.model.block import (
     norm_weights,
 )
 from pretrain.model.positions import Rotation, distance_rows, relative_buckets, rotations, sinusoids
+from pretrain.model.projection import form_qkv, project_distances
 
 
 class PaddedEncoder(nn.Module):
@@ -67,14 +67,16 @@ class PaddedEncoder(nn.Module):
         for number in [*range(shape.layers)] * shape.recursions:
             layer, normed_BLH = self.layers[number], hidden_BLH
             if shape.norm_placement == "pre" and shape.has_attention_norm(number):
-                normed_BLH = apply_norm(hidden_BLH, norm_weights(layer, "attention_norm", shape), self.functions)
+                normed_BLH = apply_norm(
+                    hidden_BLH, norm_weights(layer, "attention_norm", self.functions), self.functions
+                )
             by = turns.get(shape.rotary_base_of(number))
             context_BLH = self._attend(layer, normed_BLH, by, masks[shape.window(number)], attention)
-            weights = LayerWeights.of(layer, shape)
+            weights = LayerWeights.of(layer, self.functions)
             hidden_BLH = after_attention(context_BLH, hidden_BLH, None, weights, self.functions, 0.0)
         if shape.norm_placement == "post":
             return hidden_BLH
-        return apply_norm(hidden_BLH, norm_weights(self.final, "norm", shape), self.functions)
+        return apply_norm(hidden_BLH, norm_weights(self.final, "norm", self.functions), self.functions)
 
     def _embed(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
         own = self.embeddings
@@ -84,7 +86,7 @@ class PaddedEncoder(nn.Module):
             positions_LE = F.embedding(positions_L, own.position)
         elif self.shape.positions == "sinusoidal":
             positions_LE = sinusoids(positions_L, own.word.shape[1])
-        weights = EmbeddingWeights.of(own, self.shape)
+        weights = EmbeddingWeights.of(own, self.shape, self.functions)
         embedded_BLE = embed(words_BLE, positions_LE, token_type_ids, None, weights, self.functions, 0.0)
         if self.shape.embedding in (0, self.shape.hidden):
             return embedded_BLE
@@ -111,23 +113,29 @@ class PaddedEncoder(nn.Module):
         """[B, L, H], the context of every token."""
         heads, projection = self.shape.heads, ProjectionWeights.of(layer, self.shape)
         products = tuple(F.linear(hidden_BLH, weight) for weight in projection.weights)
-        qkv_BLX = form_qkv(products, projection.biases, projection.norms, by, heads)
+        qkv_BLX = form_qkv(products, projection.biases, by, heads)
         q_BNLD, k_BNLD, v_BNLD = qkv_BLX.unflatten(-1, (3, heads, -1)).transpose(1, 3).unbind(2)
         products_BNLL = q_BNLD @ k_BNLD.mT
-        if self.shape.disentangled:
-            products_BNLL = products_BNLL + self._distances(projection, q_BNLD, k_BNLD)
+        if projection.relative is not None:
+            keys_NPD, queries_NPD = project_distances(
+                self._distance_embeddings(), projection.weights, projection.biases, projection.relative, heads
+            )
+            products_BNLL = products_BNLL + self._distances(keys_NPD, queries_NPD, q_BNLD, k_BNLD)
         scores_BNLL = products_BNLL / math.sqrt(q_BNLD.shape[-1] * self.shape.score_terms) + mask
         weights_BNLL = scores_BNLL.softmax(-1)
         if attention is not None:
             attention.append(weights_BNLL)
         return (weights_BNLL @ v_BNLD).transpose(1, 2).flatten(2)
 
-    def _distances(self, projection: ProjectionWeights, q_BNLD: Tensor, k_BNLD: Tensor) -> Tensor:
-        """[B, N, L, L]: products of queries and keys with the embeddings of their distance."""
-        rows_PH, positions_L = self.relative.table, torch.arange(q_BNLD.shape[2], device=q_BNLD.device)
-        if self.shape.relative_norm:
-            rows_PH = apply_norm(rows_PH, norm_weights(self.relative, "norm", self.shape), self.functions)
-        keys_NPD, queries_NPD = project_distances(rows_PH, projection, self.shape.heads)
+    def _distance_embeddings(self) -> Tensor:
+        """[P, H]: the table of embeddings of distances, normalised if the model does that."""
+        if not self.shape.relative_norm:
+            return self.relative.table
+        return apply_norm(self.relative.table, norm_weights(self.relative, "norm", self.functions), self.functions)
+
+    def _distances(self, keys_NPD: Tensor | None, queries_NPD: Tensor | None, q_BNLD: Tensor, k_BNLD: Tensor) -> Tensor:
+        """[B, N, L, L]: products of queries and keys with the projected embeddings of their distance."""
+        positions_L = torch.arange(q_BNLD.shape[2], device=q_BNLD.device)
         row_LL = distance_rows(positions_L[:, None] - positions_L[None], self.shape)
         row_BNLL = row_LL.expand(*q_BNLD.shape[:2], -1, -1)
         sums = []

@@ -57,7 +57,7 @@ def embedding_parameters(model: ModelConfig, vocabulary_size: int) -> tuple[Para
 
 
 def position_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The parameters of `encoder.RelativePositions` or `encoder.RelativeEmbeddings`, for all layers."""
+    """The parameters of `encoder_parts.RelativePositions` or `encoder_parts.RelativeEmbeddings`, for all layers."""
     if model.positions == "relative":
         return (Parameter("table", (model.relative_buckets, model.heads), "normal"),)
     if model.disentangled:
@@ -67,7 +67,7 @@ def position_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
 
 
 def layer_parameters(model: ModelConfig, number: int) -> tuple[Parameter, ...]:
-    """The parameters of the `encoder.Layer` with a number from 0, in the order of the computation."""
+    """The parameters of the `block.Layer` with a number from 0, in the order of the computation."""
     hidden, ffn = model.hidden, model.intermediate
     before = model.norm_placement == "pre"
     attention_norm = _norm("attention_norm", hidden, model) if model.has_attention_norm(number) else ()
@@ -77,7 +77,6 @@ def layer_parameters(model: ModelConfig, number: int) -> tuple[Parameter, ...]:
     return (
         *(attention_norm if before else ()),
         *_projections(model),
-        *_head_norms(model),
         *relative_projections(model),
         *linear_parameters("attention_out", hidden, hidden, bias=model.attention_bias, scale=scale),
         *(ffn_norm if before else attention_norm),
@@ -96,7 +95,7 @@ def relative_projections(model: ModelConfig) -> tuple[Parameter, ...]:
 
 
 def final_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The parameters of `encoder.FinalNorm`, after the last layer of a pre-norm model."""
+    """The parameters of `encoder_parts.FinalNorm`, after the last layer of a pre-norm model."""
     return _norm("norm", model.hidden, model) if model.norm_placement == "pre" else ()
 
 
@@ -175,12 +174,6 @@ def _projections(model: ModelConfig) -> tuple[Parameter, ...]:
         return linear_parameters("qkv", STACKED["qkv"] * hidden, hidden, bias=bias)
     rows = STACKED["kv"] * model.kv_heads * model.head_width
     return *linear_parameters("q", hidden, hidden, bias=bias), *linear_parameters("kv", rows, hidden, bias=bias)
-
-
-def _head_norms(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The gains of the norms of query and key, one number per column of a head."""
-    names = ("q_norm_weight", "k_norm_weight") if model.qk_norm else ()
-    return tuple(Parameter(name, (model.head_width,), "ones") for name in names)
 
 
 def _output_scale(model: ModelConfig) -> float:

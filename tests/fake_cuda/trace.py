@@ -64,7 +64,7 @@ def take_a_step(case: dict[str, Any]) -> None:
     """Steps of two micro-batches, as the loop launches them; what happens in the last one is counted."""
     from pretrain.batches.batch import StepBatch, moved
     from pretrain.config import EngineConfig, OptimizerConfig
-    from pretrain.model.attention import dispatch
+    from pretrain.model import attention
     from pretrain.training.engine import Engine
     from pretrain.training.engine.pass_graphs import PassGraphs
     from pretrain.training.optim import make_optimizer, parameter_groups
@@ -74,7 +74,7 @@ def take_a_step(case: dict[str, Any]) -> None:
     PassGraphs.run = launch_what_would_be_recorded  # type: ignore[method-assign]
     optimizer = OptimizerConfig.model_validate(case["optimizer"])
     host_reads_of_evaluation.clear()
-    dispatch.has_flash = lambda *_: case["precision"] != "fp32"  # type: ignore[assignment]
+    attention.has_flash = lambda *_: case["precision"] != "fp32"  # type: ignore[assignment]
     batch = batch_of(case)
     with fake_mode() as mode:
         grouped_op.group_sequences = groups_of(mode)  # type: ignore[assignment]

@@ -16,7 +16,7 @@ from finetune.tasks.base import Head, Objective
 from finetune.training.model.batches import LabelledBatch
 from pretrain.checkpoint.layouts import HeadDropout, TaskHead
 from pretrain.config import ModelConfig
-from pretrain.model.activations import get_activation
+from pretrain.model.block import activation_function, norm_function
 from pretrain.model.encoder import Encoder
 from pretrain.model.heads import pool as pool_tokens
 from pretrain.model.initialisation import create_parameters
@@ -114,12 +114,10 @@ class OutputHead(nn.Module):
         hidden_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_DENSE, before_dense)
         if self.layers.activation:
             bias = self.dense_bias if self.layers.bias else None
-            hidden_RH = get_activation(self.layers.activation).function(
-                _linear_fp32(hidden_RH, self.dense_weight, bias)
-            )
+            hidden_RH = activation_function(self.layers.activation)(_linear_fp32(hidden_RH, self.dense_weight, bias))
         if self.norm_kinds:
             weights = (getattr(self, f"norm_{kind}").float() for kind in self.norm_kinds)
-            hidden_RH = get_norm(self.layers.norm).function(hidden_RH, *weights, eps=self.eps)
+            hidden_RH = norm_function(self.layers.norm)(hidden_RH, *weights, eps=self.eps)
         hidden_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_OUT, before_out)
         if cu_seqlens is not None:
             hidden_RH = window_means(hidden_RH, cu_seqlens)

@@ -339,7 +339,6 @@ def _traits(model: ModelConfig) -> dict[str, Any]:
         "relative_terms",
         "relative_norm",
         "relative_projections",
-        "qk_norm",
         "recursions",
         "activation",
         "gated",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from pretrain.model.kernels.terms import GroupTerms
 SCORES_PER_PIECE = 1 << 20
 # On a GPU they only have to fit into its memory: 128 MiB of fp32 for each of some five tensors.
 SCORES_PER_PIECE_ON_GPU = 1 << 25
-_TENSORS = 10  # the first inputs of the operator
 
 
 def grouped_attention(
@@ -52,44 +51,75 @@ def grouped_attention(
         # there, in each pass. All tokens as queries cost more scores in the last layer, and nothing else.
         context_TH, lse_TN = grouped_attention(qkv, bias, layout._replace(rows=None), options, tables)
         return context_TH.index_select(0, layout.rows), lse_TN.index_select(0, layout.rows)
-    # An operator takes only tensors and numbers.
-    cos, sin, interleaved = layout.rotation or (None, None, False)
-    tensors = layout.rows, layout.keys, layout.distance_bias, cos, sin
-    return _forward(qkv, bias, *tensors, *(tables or DistanceTables()), layout.lengths, interleaved, *options)
+    return _forward(*Arguments.of(qkv, bias, layout, options, tables or DistanceTables()))
 
 
-@torch.library.custom_op("bertrain::grouped_attention", mutates_args=())
-def _forward(
-    qkv: Tensor,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    keys: Tensor,
-    distance_bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    distance_keys: Tensor | None,
-    distance_queries: Tensor | None,
-    row_of: Tensor | None,
-    lengths: list[int],
-    interleaved: bool,
-    heads: int,
-    dropout: float,
-    fused: bool,
-    window: int,
-) -> tuple[Tensor, Tensor]:
-    # The same compiled code with and without a gradient.
-    qkv, bias, distance_bias = qkv.detach(), _detached(bias), _detached(distance_bias)
-    tables = DistanceTables(_detached(distance_keys), _detached(distance_queries), row_of)
-    queries = len(qkv) if rows is None else len(rows)
-    context_RH = qkv.new_empty(queries, qkv.shape[1] // 3)
-    lse_RN = qkv.new_empty(queries, heads, dtype=torch.float32)
-    between, turn = kernels(fused), _Turn(cos, sin, interleaved)
-    for group in _groups(lengths, rows, heads, window, qkv.device):
-        q_BQD, k_BLD, v_BLD = _project(between, qkv, bias, group, rows, heads, turn)
-        token_GQ = _rows(group, rows)
-        terms = GroupTerms(group, token_GQ, heads, window, distance_bias)
-        distances = DistanceTerms(group, token_GQ, heads, window, tables)
-        weighing = _Weighing.of(group, terms, _scale(q_BQD, tables), dropout, keys[token_GQ], heads)
+class Arguments(NamedTuple):
+    """What the operator reads, written out once. torch hands an operator only tensors, numbers and lists of numbers."""
+
+    qkv: Tensor  # as those of `grouped_attention`, and the bias
+    bias: Tensor | None
+    rows: Tensor | None  # as those of `layout.TokenLayout`, and the next two
+    keys: Tensor
+    distance_bias: Tensor | None
+    cos: Tensor | None  # as those of `positions.Rotation`, [T, K], and the next
+    sin: Tensor | None
+    distance_keys: Tensor | None  # as those of `distances.DistanceTables`, and the next two
+    distance_queries: Tensor | None
+    row_of: Tensor | None
+    lengths: Sequence[int]  # of the sequences
+    interleaved: bool  # of the rotation
+    heads: int  # as those of `layout.AttentionOptions`, and what follows
+    dropout: float
+    fused: bool
+    window: int
+
+    @classmethod
+    def of(
+        cls, qkv: Tensor, bias: Tensor | None, layout: TokenLayout, options: AttentionOptions, tables: DistanceTables
+    ) -> Arguments:
+        """Those of `grouped_attention`: the only place that lays them out."""
+        cos, sin, interleaved = layout.rotation or (None, None, False)
+        tensors = layout.rows, layout.keys, layout.distance_bias, cos, sin
+        return cls(qkv, bias, *tensors, *tables, layout.lengths, interleaved, *options)
+
+    def detached(self) -> Arguments:
+        """The same without gradients: compiled code does not depend on whether there are any."""
+        tensors = {name: getattr(self, name) for name in _DIFFERENTIABLE}
+        return self._replace(**{name: x.detach() for name, x in tensors.items() if x is not None})
+
+    @property
+    def tables(self) -> DistanceTables:
+        return DistanceTables(self.distance_keys, self.distance_queries, self.row_of)
+
+    @property
+    def turn(self) -> _Turn:
+        return _Turn(self.cos, self.sin, self.interleaved)
+
+
+_DIFFERENTIABLE = "qkv", "bias", "distance_bias", "distance_keys", "distance_queries"
+_TENSORS = 1 + Arguments._fields.index("row_of")  # the first arguments
+_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Sequence[int]: "SymInt[]",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+}
+_SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Arguments).items())
+
+
+@torch.library.custom_op("bertrain::grouped_attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    given = Arguments(*arguments).detached()
+    context_RH, lse_RN = _empty_outputs(given)
+    heads, between, tables = given.heads, kernels(given.fused), given.tables
+    for group in _groups(given):
+        q_BQD, k_BLD, v_BLD = _project(between, given, group)
+        token_GQ = _rows(group, given.rows)
+        distances = DistanceTerms(group, token_GQ, heads, given.window, tables)
+        weighing = _Weighing.of(given, group, token_GQ, q_BQD.shape[-1])
         context_BQD = torch.empty_like(q_BQD)
         lse_BQ = q_BQD.new_empty(q_BQD.shape[:2], dtype=torch.float32)
         for b in _head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
@@ -102,48 +132,33 @@ def _forward(
     return context_RH, lse_RN
 
 
-@torch.library.custom_op("bertrain::grouped_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "bertrain::grouped_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_context, Tensor context, Tensor lse, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def _backward(
-    grad_context: Tensor,
-    saved: list[Tensor],
-    bias: Tensor | None,
-    rows: Tensor | None,
-    keys: Tensor,
-    distance_bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    distance_keys: Tensor | None,
-    distance_queries: Tensor | None,
-    row_of: Tensor | None,
-    lengths: list[int],
-    interleaved: bool,
-    heads: int,
-    dropout: float,
-    fused: bool,
-    window: int,
+    grad_context: Tensor, context: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(gradient of `qkv` [T, 3H], fp32 gradients of `distance_bias` [N, 2M - 1], `distance_keys` and
     `distance_queries` [N, P, D]), [0] for each that is None.
 
-    Scores are computed again, as in flash attention (Dao et al. 2022, alg. 4). `saved` are qkv [T, 3H], context [R, H]
-    and log-sum-exp [R, N] of the forward pass.
+    Scores are computed again, as in flash attention (Dao et al. 2022, alg. 4), from the context [R, H] and the
+    log-sum-exp [R, N] of the forward pass.
     """
-    qkv, context, lse = (tensor.detach() for tensor in saved)
-    bias, distance_bias = _detached(bias), _detached(distance_bias)
-    tables = DistanceTables(_detached(distance_keys), _detached(distance_queries), row_of)
-    grad_tables = tables.gradients(qkv)
-    grad_qkv = torch.empty_like(qkv) if rows is None else torch.zeros_like(qkv)
-    grad_table_NM = _empty_table(qkv, distance_bias).zero_()
-    between, turn = kernels(fused), _Turn(cos, sin, interleaved)
-    for group in _groups(lengths, rows, heads, window, qkv.device):
-        q_BQD, k_BLD, v_BLD = _project(between, qkv, bias, group, rows, heads, turn)
+    context, lse, given = context.detach(), lse.detach(), Arguments(*arguments).detached()
+    heads, between, tables = given.heads, kernels(given.fused), given.tables
+    grad_tables = tables.gradients(given.qkv)
+    grad_qkv = torch.empty_like(given.qkv) if given.rows is None else torch.zeros_like(given.qkv)
+    grad_table_NM = _empty_table(given).zero_()
+    for group in _groups(given):
+        q_BQD, k_BLD, v_BLD = _project(between, given, group)
         numbers = group.queries
         do_BQD, delta_BQ = between.grad_to_heads(grad_context, context, numbers.number_GL, numbers.real_GL, heads)
-        lse_BQ = heads_first(_without_padding(lse[numbers.number_GL], numbers.real_GL, rows))
-        token_GQ = _rows(group, rows)
-        terms = GroupTerms(group, token_GQ, heads, window, distance_bias)
-        distances = DistanceTerms(group, token_GQ, heads, window, tables)
-        weighing = _Weighing.of(group, terms, _scale(q_BQD, tables), dropout, keys[token_GQ], heads)
+        lse_BQ = heads_first(_without_padding(lse[numbers.number_GL], numbers.real_GL, given.rows))
+        token_GQ = _rows(group, given.rows)
+        distances = DistanceTerms(group, token_GQ, heads, given.window, tables)
+        weighing = _Weighing.of(given, group, token_GQ, q_BQD.shape[-1])
         grad_q_BQD, grad_k_BLD, grad_v_BLD = (torch.empty_like(x) for x in (q_BQD, k_BLD, v_BLD))
         for b in _head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
             scores_BQL = distances.products(b, q_BQD[b], k_BLD[b])
@@ -156,91 +171,64 @@ def _backward(
             torch.bmm(weights_BQL.mT, do_BQD[b], out=grad_v_BLD[b])
             operands, totals = (q_BQD[b], k_BLD[b]), (grad_q_BQD[b], grad_k_BLD[b])
             distances.add_gradients(b, grad_scores_BQL, operands, totals, grad_tables)
-            if distance_bias is not None:
-                terms.add_gradient(grad_table_NM, b, grad_scores_BQL.float() / weighing.scale)
-        _add_to_tokens(between, grad_qkv, (grad_q_BQD, grad_k_BLD, grad_v_BLD), group, rows, turn)
+            if given.distance_bias is not None:
+                weighing.terms.add_gradient(grad_table_NM, b, grad_scores_BQL.float() / weighing.scale)
+        _add_to_tokens(between, grad_qkv, (grad_q_BQD, grad_k_BLD, grad_v_BLD), group, given)
     return grad_qkv, grad_table_NM, *grad_tables.both()
 
 
 @_forward.register_fake
-def _(
-    qkv: Tensor,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    keys: Tensor,
-    distance_bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    distance_keys: Tensor | None,
-    distance_queries: Tensor | None,
-    row_of: Tensor | None,
-    lengths: list[int],
-    interleaved: bool,
-    heads: int,
-    dropout: float,
-    fused: bool,
-    window: int,
-) -> tuple[Tensor, Tensor]:
-    queries = qkv.shape[0] if rows is None else rows.shape[0]
-    return qkv.new_empty(queries, qkv.shape[1] // 3), qkv.new_empty(queries, heads, dtype=torch.float32)
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return _empty_outputs(Arguments(*arguments))
 
 
 @_backward.register_fake
-def _(
-    grad_context: Tensor,
-    saved: list[Tensor],
-    bias: Tensor | None,
-    rows: Tensor | None,
-    keys: Tensor,
-    distance_bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    distance_keys: Tensor | None,
-    distance_queries: Tensor | None,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    of_tables = DistanceTables(distance_keys, distance_queries).gradients(saved[0])
-    return torch.empty_like(saved[0]), _empty_table(saved[0], distance_bias), *of_tables.both()
+def _(grad_context: Tensor, context: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = Arguments(*arguments)
+    return torch.empty_like(given.qkv), _empty_table(given), *given.tables.gradients(given.qkv).both()
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    (qkv, *layout), ctx.options = inputs[:_TENSORS], inputs[_TENSORS:]
-    ctx.save_for_backward(qkv, *output, *layout)
+    ctx.options = inputs[_TENSORS:]
+    ctx.save_for_backward(*output, *inputs[:_TENSORS])
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx: Any, grad_context: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    qkv, context, lse, bias, *layout = ctx.saved_tensors
-    grad_qkv, *of_tables = _backward(grad_context, [qkv, context, lse], bias, *layout, *ctx.options)
-    tables = layout[2], *layout[5:7]  # biases by distance, keys and queries of distances
-    grads = [None if x is None else grad.to(x.dtype) for x, grad in zip(tables, of_tables, strict=True)]
-    grad_bias = None if bias is None else grad_qkv.sum(0)
-    after = (None, *(None for _ in ctx.options))
-    return grad_qkv, grad_bias, None, None, grads[0], None, None, *grads[1:], *after
+    context, lse, *tensors = ctx.saved_tensors
+    given = Arguments(*tensors, *ctx.options)
+    grad_qkv, *of_tables = _backward(grad_context, context, lse, *given)
+    grads: dict[str, Tensor | None] = dict.fromkeys(Arguments._fields)
+    grads["qkv"], grads["bias"] = grad_qkv, None if given.bias is None else grad_qkv.sum(0)
+    for name, grad in zip(_DIFFERENTIABLE[2:], of_tables, strict=True):
+        table = getattr(given, name)
+        grads[name] = None if table is None else grad.to(table.dtype)
+    return tuple(grads.values())
 
 
 _forward.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
-def _detached(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach()
+def _empty_outputs(given: Arguments) -> tuple[Tensor, Tensor]:
+    """Context [R, H] and fp32 log-sum-exp [R, N]."""
+    qkv, queries = given.qkv, (given.qkv if given.rows is None else given.rows).shape[0]
+    return qkv.new_empty(queries, qkv.shape[1] // 3), qkv.new_empty(queries, given.heads, dtype=torch.float32)
 
 
-def _empty_table(qkv: Tensor, distance_bias: Tensor | None) -> Tensor:
+def _empty_table(given: Arguments) -> Tensor:
     """fp32, of the shape of `distance_bias`, or [0] without one."""
-    return qkv.new_empty((0,) if distance_bias is None else distance_bias.shape, dtype=torch.float32)
+    shape = (0,) if given.distance_bias is None else given.distance_bias.shape
+    return given.qkv.new_empty(shape, dtype=torch.float32)
 
 
-def _groups(
-    lengths: Sequence[int], rows: Tensor | None, heads: int, window: int, device: torch.device
-) -> tuple[SequenceGroup, ...]:
-    """The groups of a micro-batch, made at its first layer; `rows` are on the host."""
-    boundaries, queries = tuple(itertools.accumulate(lengths, initial=0)), None
-    if rows is not None:
-        begin = cut_into_units(boundaries, window)[0].begin if window else boundaries[:-1]
-        starts = torch.tensor([*begin, boundaries[-1]], device=rows.device)
-        queries = tuple(query_boundaries(rows, starts).tolist())
-    return group_sequences(boundaries, queries, heads, device, window)
+def _groups(given: Arguments) -> tuple[SequenceGroup, ...]:
+    """The groups of a micro-batch, made at its first layer; its rows are on the host."""
+    boundaries, queries = tuple(itertools.accumulate(given.lengths, initial=0)), None
+    if given.rows is not None:
+        begin = cut_into_units(boundaries, given.window)[0].begin if given.window else boundaries[:-1]
+        starts = torch.tensor([*begin, boundaries[-1]], device=given.rows.device)
+        queries = tuple(query_boundaries(given.rows, starts).tolist())
+    return group_sequences(boundaries, queries, given.heads, given.qkv.device, given.window)
 
 
 def _rows(group: SequenceGroup, rows: Tensor | None) -> Tensor:
@@ -272,11 +260,12 @@ class _Weighing(NamedTuple):
     terms: GroupTerms
 
     @classmethod
-    def of(
-        cls, group: SequenceGroup, terms: GroupTerms, scale: float, dropout: float, keys_GQ: Tensor, heads: int
-    ) -> _Weighing:
-        seeds_BQ = _keys_to_heads(keys_GQ, heads) if dropout else None
-        return cls(group.mask_GL.repeat_interleave(heads, 0), scale, seeds_BQ, dropout, terms)
+    def of(cls, given: Arguments, group: SequenceGroup, token_GQ: Tensor, width: int) -> _Weighing:
+        """Those of a group, whose queries are the tokens `token_GQ`; `width` is that of a head."""
+        seeds_BQ = _keys_to_heads(given.keys[token_GQ], given.heads) if given.dropout else None
+        terms = GroupTerms(group, token_GQ, given.heads, given.window, given.distance_bias)
+        scale = 1 / math.sqrt(width * (1 + given.tables.terms))  # a score is a sum of so many products
+        return cls(group.mask_GL.repeat_interleave(given.heads, 0), scale, seeds_BQ, given.dropout, terms)
 
     def at(self, b: slice) -> tuple[Any, ...]:
         """The arguments of the softmax kernels, from the mask on, for rows `b`."""
@@ -284,20 +273,13 @@ class _Weighing(NamedTuple):
         return self.mask_BL[b], self.scale, seeds, self.dropout, *self.terms.of(b)
 
 
-def _project(
-    between: Kernels,
-    qkv: Tensor,
-    bias: Tensor | None,
-    group: SequenceGroup,
-    rows: Tensor | None,
-    heads: int,
-    turn: _Turn,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _project(between: Kernels, given: Arguments, group: SequenceGroup) -> tuple[Tensor, Tensor, Tensor]:
     """(queries [B, Q, D], keys [B, L, D], values [B, L, D]) of one group."""
-    x_T3ND = qkv.unflatten(1, (3, heads, -1))
-    biases = (None, None, None) if bias is None else bias.unflatten(0, (3, heads, -1)).unbind(0)
-    rotation = turn if turn.cos is not None else ()
-    q_BQD = between.to_heads(x_T3ND[:, 0], biases[0], _rows(group, rows), *rotation)
+    split = 3, given.heads, -1
+    x_T3ND = given.qkv.unflatten(1, split)
+    biases = (None, None, None) if given.bias is None else given.bias.unflatten(0, split).unbind(0)
+    rotation = () if given.cos is None else given.turn
+    q_BQD = between.to_heads(x_T3ND[:, 0], biases[0], _rows(group, given.rows), *rotation)
     k_BLD = between.to_heads(x_T3ND[:, 1], biases[1], group.keys.number_GL, *rotation)
     v_BLD = between.to_heads(x_T3ND[:, 2], biases[2], group.keys.number_GL)
     return q_BQD, k_BLD, v_BLD
@@ -308,13 +290,12 @@ def _add_to_tokens(
     grad_qkv: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
     group: SequenceGroup,
-    rows: Tensor | None,
-    turn: _Turn,
+    given: Arguments,
 ) -> None:
     """Put the gradients of a group's queries [B, Q, D], keys and values [B, L, D] into `grad_qkv` [T, 3H]."""
     hidden, (grad_q_BQD, grad_k_BLD, grad_v_BLD), numbers = grad_qkv.shape[1] // 3, grads, group.queries
-    heads = hidden // grad_q_BQD.shape[-1]
-    queries = numbers.range if rows is None else rows[numbers.range]
+    heads, turn = given.heads, given.turn
+    queries = numbers.range if given.rows is None else given.rows[numbers.range]
     grad_q_RH = between.to_tokens(grad_q_BQD, numbers.place_T, None, heads, *turn.of(queries)).flatten(1)
     if isinstance(queries, slice):
         grad_qkv[queries, :hidden] = grad_q_RH
@@ -328,11 +309,6 @@ def _add_to_tokens(
 def _without_padding(lse_GQN: Tensor, real_GQ: Tensor, rows: Tensor | None) -> Tensor:
     """Infinite at padding that may repeat a query of other keys: its weights would be anything, even infinite."""
     return lse_GQN if rows is None else lse_GQN.masked_fill(~real_GQ[..., None], math.inf)
-
-
-def _scale(q_BLD: Tensor, tables: DistanceTables) -> float:
-    """The factor of a score, which is a sum of so many products."""
-    return 1 / math.sqrt(q_BLD.shape[-1] * (1 + tables.terms))
 
 
 def _head_slices(q_BQD: Tensor, k_BLD: Tensor, heads: int) -> list[slice]:

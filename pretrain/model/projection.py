@@ -1,4 +1,4 @@
-"""Query, key and value from their products: bias, norms, rotation, and keys and values shared by several heads.
+"""What other families than BERT project: rotated queries and keys, keys and values shared by heads, and distances.
 
 Shape letters: T tokens (the padded twin has sequences and tokens), N heads of width D, G heads of keys and values,
 H = N * D.
@@ -13,16 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.config import ModelConfig
-from pretrain.model.norms import rms_norm
 from pretrain.model.positions import Rotation, rotate
-
-
-class HeadNorms(NamedTuple):
-    """The norms of queries and keys: gains [D] that all heads share, and the epsilon."""
-
-    query: Tensor
-    key: Tensor
-    eps: float
 
 
 class RelativeProjection(NamedTuple):
@@ -44,64 +35,34 @@ class RelativeProjection(NamedTuple):
         return cls(model.relative_terms, *own)
 
 
-class ProjectionWeights(NamedTuple):
-    """The projections to query, key and value. Either stacked, or the query apart if it has more heads."""
-
-    weights: tuple[Tensor, ...]  # one [3H, H], or [H, H] and [2 * kv_heads * D, H]
-    biases: tuple[Tensor | None, ...]
-    norms: HeadNorms | None = None
-    relative: RelativeProjection | None = None  # of embeddings of distances, for disentangled positions
-
-    @classmethod
-    def of(cls, layer: Any, model: ModelConfig) -> ProjectionWeights:
-        """Those of a module whose parameters are `parameters.layer_parameters`."""
-        names = ("qkv",) if model.kv_heads in (0, model.heads) else ("q", "kv")
-        weights = tuple(getattr(layer, f"{name}_weight") for name in names)
-        norms = HeadNorms(layer.q_norm_weight, layer.k_norm_weight, model.layer_norm_eps) if model.qk_norm else None
-        biases = tuple(getattr(layer, f"{name}_bias", None) for name in names)
-        relative = RelativeProjection.of(layer, model) if model.disentangled else None
-        return cls(weights, biases, norms, relative)
-
-    @property
-    def only_product(self) -> bool:
-        """Whether query, key and value are their product with its bias, and nothing else."""
-        return len(self.weights) == 1 and self.norms is None
+FORM_AXES = "M", "", "M"  # of `form_qkv`, as `compile.program` takes them: products, biases, rotation
 
 
 def form_qkv(
     products: tuple[Tensor, ...],
     biases: tuple[Tensor | None, ...],
-    norms: HeadNorms | None,
     rotation: Rotation | None,
     heads: int,
 ) -> Tensor:
     """[T, 3H]: query, key and value of every head, in the dtype of the products.
 
     Args:
-        products: hidden states times the weights of `ProjectionWeights`: [T, 3H], or [T, H] and [T, 2GD].
+        products: hidden states times the weights of `attention.ProjectionWeights`: [T, 3H], or [T, H] and [T, 2GD].
         biases: of the products, or None.
-        norms: of each head's query and key (Henry et al. 2020, arXiv:2010.04245; as RMSNorm with a learned gain, which
-            takes the place of their learned temperature); None leaves them as they are.
         rotation: of query and key; None leaves them as they are.
         heads: N.
     """
     # Rotation in fp32 in every precision, as transformers does (modeling_modernbert.py, apply_rotary_pos_emb).
     sums = [x.float() if bias is None else x.float() + bias.float() for x, bias in zip(products, biases, strict=True)]
-    if len(products) == 1 and norms is None:
+    if len(products) == 1:
         # In one expression, as `rotate` is.
         qkv_TND = sums[0].unflatten(-1, (3 * heads, -1))
         if rotation is not None:
             rotated = torch.arange(3 * heads, device=qkv_TND.device)[:, None] < 2 * heads
             qkv_TND = torch.where(rotated, rotate(qkv_TND, rotation), qkv_TND)
         return qkv_TND.to(products[0].dtype).flatten(-2)
-    width = products[0].shape[-1] // heads // (3 if len(products) == 1 else 1)
-    if len(products) == 1:
-        q_TND, k_TND, v_TND = sums[0].unflatten(-1, (3, heads, width)).unbind(-3)
-    else:
-        q_TND = sums[0].unflatten(-1, (heads, width))
-        k_TND, v_TND = sums[1].unflatten(-1, (2, -1, width)).unbind(-3)
-    if norms is not None:
-        q_TND, k_TND = rms_norm(q_TND, norms.query, norms.eps), rms_norm(k_TND, norms.key, norms.eps)
+    q_TND = sums[0].unflatten(-1, (heads, -1))
+    k_TND, v_TND = sums[1].unflatten(-1, (2, -1, q_TND.shape[-1])).unbind(-3)
     if rotation is not None:
         q_TND, k_TND = rotate(q_TND, rotation), rotate(k_TND, rotation)
     parts = (q_TND, *(_for_each_head(x, heads) for x in (k_TND, v_TND)))
@@ -109,29 +70,28 @@ def form_qkv(
 
 
 def project_distances(
-    embeddings_PH: Tensor, projection: ProjectionWeights, heads: int
+    embeddings_PH: Tensor,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor | None, ...],
+    relative: RelativeProjection,
+    heads: int,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(keys, queries) [N, P, D] of P embeddings of distances, each None if no term has it.
 
-    By the weights of the tokens, with the norms of their heads, or by a layer's own (transformers
-    modeling_deberta_v2.py, disentangled_attention_bias, share_att_key).
+    By the weights and biases of the tokens, or by a layer's own (transformers modeling_deberta_v2.py,
+    disentangled_attention_bias, share_att_key).
     """
-    relative = projection.relative
-    assert relative is not None
-    hidden, last = embeddings_PH.shape[1], len(projection.weights) - 1
+    hidden, last = embeddings_PH.shape[1], len(weights) - 1
     begin = hidden * (1 - last)  # of the keys, in the last of the weights
-    keys = slice(begin, begin + (projection.weights[last].shape[0] - begin) // 2)
+    keys = slice(begin, begin + (weights[last].shape[0] - begin) // 2)
     found: list[Tensor | None] = []
     for term, number, rows, own in (("c2p", last, keys, relative.key), ("p2c", 0, slice(hidden), relative.query)):
         if relative.terms not in (term, "both"):
             found.append(None)
             continue
-        bias = projection.biases[number]
-        weight, bias = own or (projection.weights[number][rows], None if bias is None else bias[rows])
+        bias = biases[number]
+        weight, bias = own or (weights[number][rows], None if bias is None else bias[rows])
         x_PND = F.linear(embeddings_PH, weight, bias).unflatten(-1, (-1, hidden // heads))
-        if projection.norms is not None:
-            gain = projection.norms.key if term == "c2p" else projection.norms.query
-            x_PND = rms_norm(x_PND.float(), gain, projection.norms.eps).to(embeddings_PH.dtype)
         found.append(_for_each_head(x_PND, heads).transpose(0, 1).contiguous())
     return found[0], found[1]
 

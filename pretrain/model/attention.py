@@ -3,21 +3,41 @@
 CUDA in half precision: torch's varlen flash kernel. Everywhere else (CPU, fp32): batched matmuls over groups of
 sequences of similar lengths, with the operations between the matmuls fused by torch.compile. On CPU that is
 2 to 6 times faster than torch's own fused CPU kernel (docs/benchmarks/lab-notes.md), and it has attention dropout.
+Both are in `kernels/`.
+
+Shape letters: T tokens of the micro-batch, R query positions, N heads of width D, H = N * D.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.model.attention.projection import ProjectionWeights, form_qkv, project_distances
+from pretrain.config import ModelConfig
 from pretrain.model.compile import program
 from pretrain.model.kernels.distances import DistanceTables
 from pretrain.model.kernels.flash import flash_attention, has_flash
 from pretrain.model.kernels.grouped_op import grouped_attention
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
+from pretrain.model.projection import FORM_AXES, RelativeProjection, form_qkv, project_distances
 
-FORM_AXES = "M", "", "", "M"  # of `form_qkv`: products, biases, norms, rotation
+
+class ProjectionWeights(NamedTuple):
+    """The projections to query, key and value. Either stacked, or the query apart if it has more heads."""
+
+    weights: tuple[Tensor, ...]  # one [3H, H], or [H, H] and [2 * kv_heads * D, H]
+    biases: tuple[Tensor | None, ...]
+    relative: RelativeProjection | None = None  # of embeddings of distances, for disentangled positions
+
+    @classmethod
+    def of(cls, layer: Any, model: ModelConfig) -> ProjectionWeights:
+        """Those of a module whose parameters are `parameters.layer_parameters`."""
+        names = ("qkv",) if model.kv_heads in (0, model.heads) else ("q", "kv")
+        weights = tuple(getattr(layer, f"{name}_weight") for name in names)
+        biases = tuple(getattr(layer, f"{name}_bias", None) for name in names)
+        return cls(weights, biases, RelativeProjection.of(layer, model) if model.positions == "disentangled" else None)
 
 
 def self_attention(
@@ -39,20 +59,22 @@ def self_attention(
     flash = has_flash(hidden, options.heads) and layout.distance_bias is None and layout.relative is None
     weight, bias = projection.weights[0], projection.biases[0]
     rotation = layout.rotation if flash else None  # the grouped matmuls rotate what they read
-    if rotation is not None or not projection.only_product:
+    if rotation is not None or len(projection.weights) > 1:
         products = tuple(F.linear(hidden, weight) for weight in projection.weights)
-        form = program(form_qkv, options.fused, FORM_AXES)
-        qkv, bias = form(products, projection.biases, projection.norms, rotation, options.heads), None
+        qkv = program(form_qkv, options.fused, FORM_AXES)(products, projection.biases, rotation, options.heads)
+        bias = None
     elif flash:
         qkv, bias = F.linear(hidden, weight, bias), None
     else:
-        qkv = hidden @ weight.T
+        # torch's CPU matmul writes the bias out to every row first; the kernels add it as they read.
+        qkv = hidden @ weight.T  # [T, 3H]
     if flash:
         return flash_attention(qkv, layout, options)
-    # torch's CPU matmul writes the bias out to every row first; the kernels add it as they read. On CPU the compiled
-    # rotation of whole rows costs a tenth of a small model's step, that of the rows read nothing.
     tables = DistanceTables()
-    if layout.relative is not None:  # once for all groups
-        projected = project_distances(layout.relative.embeddings, projection, options.heads)
-        tables = DistanceTables(*projected, layout.relative.row_of)
+    if layout.relative is not None and projection.relative is not None:  # once for all groups
+        embeddings_PH, row_of = layout.relative
+        projected = project_distances(
+            embeddings_PH, projection.weights, projection.biases, projection.relative, options.heads
+        )
+        tables = DistanceTables(*projected, row_of)
     return grouped_attention(qkv, bias, layout, options, tables)[0]

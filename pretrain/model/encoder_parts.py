@@ -1,0 +1,70 @@
+"""Modules of the encoder that BERT lacks: positions by distance, and the last norm of a pre-norm model.
+
+Shape letters: T tokens, R query positions, H hidden width, N heads, M tokens of the longest sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pretrain.config import ModelConfig
+from pretrain.model.block import BlockFunctions, apply_norm, norm_weights
+from pretrain.model.compile import program
+from pretrain.model.initialisation import create_parameters
+from pretrain.model.kernels.layout import RelativeRows, TokenLayout
+from pretrain.model.parameters import final_parameters, position_parameters
+from pretrain.model.positions import distance_rows, relative_buckets
+
+
+class RelativePositions(nn.Module):
+    """Biases of the scores by distance, one table for all layers (Raffel et al. 2020, T5, section 2.1)."""
+
+    table: nn.Parameter  # [buckets, N]
+
+    def __init__(self, shape: ModelConfig) -> None:
+        super().__init__()
+        self.shape = shape
+        create_parameters(self, position_parameters(shape), shape.init_std)
+
+    def forward(self, layout: TokenLayout) -> TokenLayout:
+        """With fp32 [N, 2M - 1]: the bias of the distances 1 - M to M - 1, key minus query, M being `max_seqlen`."""
+        distances = torch.arange(1 - layout.max_seqlen, layout.max_seqlen, device=self.table.device)
+        buckets = relative_buckets(distances, self.shape.relative_buckets, self.shape.relative_max_distance)
+        return layout._replace(distance_bias=F.embedding(buckets, self.table.float()).T.contiguous())
+
+
+class RelativeEmbeddings(nn.Module):
+    """Embeddings of distances, one table for all layers (He et al. 2021, DeBERTa, section 3.1).
+
+    transformers drops entries of them in training. Ours does not: the table belongs to no sample (invariant 1).
+    """
+
+    table: nn.Parameter  # [2 * span, H]
+
+    def __init__(self, shape: ModelConfig) -> None:
+        super().__init__()
+        self.shape, self.functions = shape, BlockFunctions.of(shape)
+        create_parameters(self, position_parameters(shape), shape.init_std)
+
+    def forward(self, layout: TokenLayout) -> TokenLayout:
+        """With the rows of the distances between the tokens of the longest sequence."""
+        row_of = distance_rows(torch.arange(1 - layout.max_seqlen, layout.max_seqlen), self.shape)
+        rows_PH = self.table[int(row_of[0]) : int(row_of[-1]) + 1]
+        if self.shape.relative_norm:
+            rows_PH = apply_norm(rows_PH, norm_weights(self, "norm", self.functions), self.functions)
+        return layout._replace(relative=RelativeRows(rows_PH, row_of - row_of[0]))
+
+
+class FinalNorm(nn.Module):
+    """The norm after the last layer of a pre-norm model."""
+
+    def __init__(self, shape: ModelConfig, compile: bool) -> None:
+        super().__init__()
+        self.functions, self.apply_norm = BlockFunctions.of(shape), program(apply_norm, compile, ("M",))
+        create_parameters(self, final_parameters(shape), shape.init_std)
+
+    def forward(self, hidden_RH: Tensor) -> Tensor:
+        """[R, H] -> [R, H]"""
+        return self.apply_norm(hidden_RH, norm_weights(self, "norm", self.functions), self.functions)
