@@ -3,7 +3,7 @@
 CUDA in half precision: torch's varlen flash kernel. Everywhere else (CPU, fp32): batched matmuls over groups of
 sequences of similar lengths, with the operations between the matmuls fused by torch.compile. On CPU that is
 2 to 6 times faster than torch's own fused CPU kernel (docs/benchmarks/lab-notes.md), and it has attention dropout.
-Both are in `kernels/`.
+Short sequences of a model that is not compiled: loops of our own (decision 149). All are in `kernels/`.
 
 Shape letters: T tokens of the micro-batch, R query positions, N heads of width D, H = N * D.
 """
@@ -21,6 +21,7 @@ from pretrain.model.kernels.distances import DistanceTables
 from pretrain.model.kernels.flash import flash_attention, has_flash
 from pretrain.model.kernels.grouped_op import grouped_attention
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
+from pretrain.model.kernels.native import attends_natively, attention
 from pretrain.model.projection import FORM_AXES, RelativeProjection, form_qkv, project_distances
 
 
@@ -70,6 +71,8 @@ def self_attention(
         qkv = hidden @ weight.T  # [T, 3H]
     if flash:
         return flash_attention(qkv, layout, options)
+    if attends_natively(qkv, layout, options):
+        return attention(qkv, bias, layout, options)[0]
     tables = DistanceTables()
     if layout.relative is not None and projection.relative is not None:  # once for all groups
         embeddings_PH, row_of = layout.relative

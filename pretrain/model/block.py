@@ -24,6 +24,7 @@ from pretrain.model.compile import program
 from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.hash_rng import hash_dropout
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
+from pretrain.model.kernels.native import or_natively
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import layer_parameters
 
@@ -48,7 +49,7 @@ class Layer(nn.Module):
         self.norm_first = shape.norm_placement == "pre" and shape.has_attention_norm(number)
         self.functions = BlockFunctions.of(shape)
         self.apply_norm = program(apply_norm, compile, ("M",))
-        self.after_attention = program(after_attention, compile, ("M",) * 3)
+        self.after_attention = or_natively(program(after_attention, compile, ("M",) * 3), shape, compile)
         create_parameters(self, layer_parameters(shape, number), shape.init_std)
 
     def forward(self, hidden_TH: Tensor, layout: TokenLayout) -> Tensor:

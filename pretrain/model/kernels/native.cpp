@@ -1,0 +1,403 @@
+// Fused loops of a layer on a CPU, called by native.py: attention of short sequences, bias + GELU, and bias + dropout +
+// residual sum + LayerNorm, forward and backward. Tensors are contiguous, bf16 or fp32; arithmetic is fp32.
+//
+// T tokens, R query positions, S sequences, N heads of width D (a multiple of 16), H = N * D, W any width.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <omp.h>
+#include <vector>
+
+#ifdef __AVX512F__
+constexpr long LANES = 16;
+#else
+constexpr long LANES = 8;
+#endif
+constexpr long TILE = 32; // queries whose scores are kept at once
+typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+struct bf16 { uint16_t bits; };
+
+static inline float load(float x) { return x; }
+static inline float load(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+static inline void store(float &to, float x) { to = x; }
+static inline void store(bf16 &to, float x) { // to the nearest, ties to even; NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    to.bits = uint16_t(x == x ? rounded : (bits >> 16) | 64);
+}
+
+static inline uint32_t hash_bits(uint32_t x) { // as hash_rng.hash_bits
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    x ^= x >> 15;
+    x *= 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+constexpr uint32_t ALONG = 0x3C6EF, HEADS = 0xC2B2AE35u, USE = 0x27D4EB2F;
+
+struct Dropout { // of entry j of a row: its factor
+    uint32_t seed, threshold;
+    float kept;
+    Dropout(uint32_t seed, double dropout)
+        : seed(seed), threshold(uint32_t(std::nearbyint(dropout * (1 << 24)))), kept(float(1 / (1 - dropout))) {}
+    inline float operator()(long j) const {
+        return (hash_bits(seed + uint32_t(j) * ALONG) & 0xFFFFFF) >= threshold ? kept : 0.0f;
+    }
+};
+
+static inline float exponential(float x) { // relative error below 3e-7; 0 far below, inf far above
+    float clamped = std::min(std::max(x, -87.0f), 88.0f);
+    float n = std::nearbyint(clamped * 1.44269504f), r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 0.5f;
+    p = p * r * r + r + 1.0f;
+    int32_t power = (int32_t(n) + 127) << 23;
+    float scale;
+    std::memcpy(&scale, &power, 4);
+    return x < -87.0f ? 0.0f : x > 88.0f ? INFINITY : p * scale;
+}
+
+// exp(-x^2 / 2), and the share of a normal distribution below x (Abramowitz and Stegun 7.1.26, to 1.5e-7)
+static inline float normal(float x, float &below) {
+    float z = std::fabs(x) * 0.70710678f, t = 1 / (1 + 0.3275911f * z), density = exponential(-z * z);
+    float tail = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+    below = x < 0 ? 0.5f * tail * density : 1 - 0.5f * tail * density;
+    return density;
+}
+
+// c [m, n] = or += a [m, k] b [k, n]; `a` has any strides, n is a multiple of 16.
+template <int M, int V>
+static inline void block(const float *a, long am, long ak, const float *b, long bk, float *c, long cm, long k, bool add) {
+    Vector sums[M][V];
+    for (int i = 0; i < M; i++)
+        for (int v = 0; v < V; v++) sums[i][v] = add ? *(const Vector *)(c + i * cm + v * LANES) : Vector{};
+    for (long j = 0; j < k; j++)
+        for (int i = 0; i < M; i++)
+            for (int v = 0; v < V; v++) sums[i][v] += a[i * am + j * ak] * *(const Vector *)(b + j * bk + v * LANES);
+    for (int i = 0; i < M; i++)
+        for (int v = 0; v < V; v++) *(Vector *)(c + i * cm + v * LANES) = sums[i][v];
+}
+template <int V>
+static inline void rows(const float *a, long am, long ak, const float *b, long bk, float *c, long cm, long m, long k, bool add) {
+    long i = 0;
+    for (; i + 4 <= m; i += 4) block<4, V>(a + i * am, am, ak, b, bk, c + i * cm, cm, k, add);
+    for (; i < m; i++) block<1, V>(a + i * am, am, ak, b, bk, c + i * cm, cm, k, add);
+}
+static void product(const float *a, long am, long ak, const float *b, long bk, float *c, long cm, long m, long n, long k, bool add) {
+    long j = 0;
+    for (; j + 2 * LANES <= n; j += 2 * LANES) rows<2>(a, am, ak, b + j, bk, c + j, cm, m, k, add);
+    for (; j < n; j += LANES) rows<1>(a, am, ak, b + j, bk, c + j, cm, m, k, add);
+}
+
+struct Sequences {
+    const int32_t *begins;      // [S + 1] on the token axis
+    const int64_t *tokens;      // [R] of the queries, or null: all
+    const int32_t *query_begin; // [S + 1] on the axis of queries
+    const int32_t *keys;        // [T] of dropout
+    long count, heads, width;
+    double dropout;
+};
+
+template <class E> struct Head { // of one sequence, in fp32
+    long begin, length, padded, D, stride;
+    const E *qkv;
+    const float *bias; // of qkv, or null
+    std::vector<float> buffer;
+    float *next;
+
+    Head(const Sequences &all, const E *qkv, const float *bias)
+        : D(all.width), stride(3 * all.heads * all.width), qkv(qkv), bias(bias) {
+        long longest = 0;
+        for (long s = 0; s < all.count; s++) longest = std::max<long>(longest, all.begins[s + 1] - all.begins[s]);
+        padded = (longest + 15) / 16 * 16;
+        buffer.resize(7 * padded * D + 3 * TILE * D + 2 * TILE * padded);
+        next = buffer.data();
+    }
+    float *take(long entries) { return (next += entries) - entries; }
+    void enter(long first, long last) {
+        begin = first, length = last - first, padded = (length + 15) / 16 * 16, next = buffer.data();
+    }
+    void read(long token, long column, float factor, float *to) const { // a token's query, key or value
+        const E *from = qkv + token * stride + column;
+        for (long d = 0; d < D; d++) to[d] = (load(from[d]) + (bias ? bias[column + d] : 0.0f)) * factor;
+    }
+    float *all(long column) {
+        float *to = take(padded * D);
+        for (long l = 0; l < length; l++) read(begin + l, column, 1, to + l * D);
+        return to;
+    }
+    float *transposed(const float *from) {
+        float *to = take(padded * D);
+        for (long d = 0; d < D; d++)
+            for (long l = 0; l < padded; l++) to[d * padded + l] = l < length ? from[l * D + d] : 0.0f;
+        return to;
+    }
+    float *zeros(long entries) {
+        float *to = take(entries);
+        std::fill(to, to + entries, 0.0f);
+        return to;
+    }
+    void write(const float *from, E *to, long column) const {
+        for (long l = 0; l < length; l++)
+            for (long d = 0; d < D; d++) store(to[(begin + l) * stride + column + d], from[l * D + d]);
+    }
+};
+
+template <class E>
+static void attention(const Sequences &all, const E *qkv, const float *bias, E *context, float *lse) {
+    long N = all.heads, D = all.width, H = N * D;
+    float scale = 1 / std::sqrt(float(D));
+#pragma omp parallel
+    {
+        Head<E> head(all, qkv, bias);
+#pragma omp for schedule(static, 1)
+        for (long task = 0; task < all.count * N; task++) {
+            long s = task / N, n = task % N;
+            head.enter(all.begins[s], all.begins[s + 1]);
+            float *keys = head.transposed(head.all(H + n * D)), *values = head.all(2 * H + n * D);
+            float *q = head.take(TILE * D), *sums = head.take(TILE * D), *scores = head.take(TILE * head.padded);
+            long length = head.length, padded = head.padded, end = all.query_begin[s + 1];
+            for (long r = all.query_begin[s]; r < end; r += TILE) {
+                long count = std::min(TILE, end - r);
+                for (long i = 0; i < count; i++)
+                    head.read(all.tokens ? all.tokens[r + i] : r + i, n * D, scale, q + i * D);
+                product(q, D, 1, keys, padded, scores, padded, count, padded, D, false);
+                for (long i = 0; i < count; i++) {
+                    float *x = scores + i * padded, top = -INFINITY, total = 0;
+#pragma omp simd reduction(max : top)
+                    for (long l = 0; l < length; l++) top = std::max(top, x[l]);
+#pragma omp simd reduction(+ : total)
+                    for (long l = 0; l < length; l++) total += x[l] = exponential(x[l] - top);
+                    lse[(r + i) * N + n] = top + std::log(total);
+                    float share = 1 / total;
+                    if (all.dropout > 0) {
+                        long token = all.tokens ? all.tokens[r + i] : r + i;
+                        Dropout dropout(hash_bits(uint32_t(all.keys[token]) + uint32_t(n) * HEADS), all.dropout);
+#pragma omp simd
+                        for (long l = 0; l < length; l++) x[l] *= share * dropout(l);
+                    } else
+                        for (long l = 0; l < length; l++) x[l] *= share;
+                }
+                product(scores, padded, 1, values, D, sums, D, count, D, length, false);
+                for (long i = 0; i < count; i++)
+                    for (long d = 0; d < D; d++) store(context[(r + i) * H + n * D + d], sums[i * D + d]);
+            }
+        }
+    }
+}
+
+template <class E>
+static void attention_backward(const Sequences &all, const E *qkv, const float *bias, const E *context, const float *lse,
+                               const E *grad_context, E *grad_qkv) {
+    long N = all.heads, D = all.width, H = N * D;
+    float scale = 1 / std::sqrt(float(D));
+#pragma omp parallel
+    {
+        Head<E> head(all, qkv, bias);
+#pragma omp for schedule(static, 1)
+        for (long task = 0; task < all.count * N; task++) {
+            long s = task / N, n = task % N;
+            head.enter(all.begins[s], all.begins[s + 1]);
+            long length = head.length, padded = head.padded, end = all.query_begin[s + 1];
+            float *keys = head.all(H + n * D), *keys_t = head.transposed(keys);
+            float *scratch = head.next, *values_t = head.transposed(head.all(2 * H + n * D));
+            float *grad_k = scratch; // the values are needed transposed only
+            std::fill(grad_k, grad_k + padded * D, 0.0f);
+            float *grad_v = head.zeros(padded * D), *grad_q = head.zeros(padded * D);
+            float *q = head.take(TILE * D), *out = head.take(TILE * D), *sums = head.take(TILE * D);
+            float *scores = head.take(TILE * padded), *grads = head.take(TILE * padded);
+            for (long r = all.query_begin[s]; r < end; r += TILE) {
+                long count = std::min(TILE, end - r);
+                for (long i = 0; i < count; i++) {
+                    head.read(all.tokens ? all.tokens[r + i] : r + i, n * D, scale, q + i * D);
+                    for (long d = 0; d < D; d++) out[i * D + d] = load(grad_context[(r + i) * H + n * D + d]);
+                }
+                product(q, D, 1, keys_t, padded, scores, padded, count, padded, D, false);
+                product(out, D, 1, values_t, padded, grads, padded, count, padded, D, false);
+                for (long i = 0; i < count; i++) {
+                    float *x = scores + i * padded, *g = grads + i * padded, delta = 0, top = lse[(r + i) * N + n];
+                    long token = all.tokens ? all.tokens[r + i] : r + i;
+                    for (long d = 0; d < D; d++) delta += load(context[(r + i) * H + n * D + d]) * out[i * D + d];
+                    Dropout dropout(hash_bits(uint32_t(all.keys[token]) + uint32_t(n) * HEADS), all.dropout);
+                    bool drops = all.dropout > 0;
+#pragma omp simd
+                    for (long l = 0; l < length; l++) {
+                        float weight = exponential(x[l] - top), factor = drops ? dropout(l) : 1.0f;
+                        x[l] = weight * factor, g[l] = weight * (g[l] * factor - delta);
+                    }
+                }
+                product(grads, padded, 1, keys, D, sums, D, count, D, length, false);
+                product(grads, 1, padded, q, D, grad_k, D, length, D, count, true);
+                product(scores, 1, padded, out, D, grad_v, D, length, D, count, true);
+                for (long i = 0; i < count; i++) { // a token may be a query twice
+                    float *to = grad_q + ((all.tokens ? all.tokens[r + i] : r + i) - head.begin) * D;
+                    for (long d = 0; d < D; d++) to[d] += sums[i * D + d] * scale;
+                }
+            }
+            head.write(grad_q, grad_qkv, n * D);
+            head.write(grad_k, grad_qkv, H + n * D);
+            head.write(grad_v, grad_qkv, 2 * H + n * D);
+        }
+    }
+}
+
+// Sums over rows that each thread has of its own: [threads, width].
+struct Partial {
+    std::vector<float> sums;
+    long width;
+    explicit Partial(long width) : sums(omp_get_max_threads() * width), width(width) {}
+    float *own() { return sums.data() + omp_get_thread_num() * width; }
+    void total(float *to) const {
+        std::fill(to, to + width, 0.0f);
+        for (size_t i = 0; i < sums.size(); i++) to[i % width] += sums[i];
+    }
+};
+
+template <class E>
+static void gelu(long rows, long width, const E *x, const float *bias, E *out) {
+#pragma omp parallel for
+    for (long r = 0; r < rows; r++)
+#pragma omp simd
+        for (long j = 0; j < width; j++) {
+            float value = load(x[r * width + j]) + bias[j], below;
+            normal(value, below);
+            store(out[r * width + j], value * below);
+        }
+}
+
+template <class E>
+static void gelu_backward(long rows, long width, const E *x, const float *bias, const E *grad, E *grad_x, float *grad_bias) {
+    Partial partial(width);
+#pragma omp parallel
+    {
+        float *own = partial.own();
+#pragma omp for schedule(static)
+        for (long r = 0; r < rows; r++)
+#pragma omp simd
+            for (long j = 0; j < width; j++) {
+                float value = load(x[r * width + j]) + bias[j], below, density = normal(value, below);
+                float to = load(grad[r * width + j]) * (below + value * density * 0.39894228f);
+                store(grad_x[r * width + j], to);
+                own[j] += to;
+            }
+    }
+    partial.total(grad_bias);
+}
+
+// The residual sum of a row: `residual` + dropout(x + bias)
+template <class E>
+static inline void residual_sum(const E *x, const float *bias, const E *residual, const Dropout &dropout, bool drops, long width, float *to) {
+    if (drops) {
+#pragma omp simd
+        for (long j = 0; j < width; j++) to[j] = load(residual[j]) + (load(x[j]) + bias[j]) * dropout(j);
+    } else
+        for (long j = 0; j < width; j++) to[j] = load(residual[j]) + load(x[j]) + bias[j];
+}
+
+template <class E>
+static void norm(long rows, long width, const E *x, const float *bias, const E *residual, const int32_t *keys, long use,
+                 double dropout, const float *gain, const float *shift, double eps, E *out, float *moments) {
+#pragma omp parallel
+    {
+        std::vector<float> buffer(width);
+        float *sum = buffer.data();
+#pragma omp for schedule(static)
+        for (long r = 0; r < rows; r++) {
+            Dropout dropped(dropout > 0 ? uint32_t(keys[r]) ^ (use * USE) : 0, dropout);
+            residual_sum(x + r * width, bias, residual + r * width, dropped, dropout > 0, width, sum);
+            float mean = 0, square = 0;
+#pragma omp simd reduction(+ : mean)
+            for (long j = 0; j < width; j++) mean += sum[j];
+            mean /= width;
+#pragma omp simd reduction(+ : square)
+            for (long j = 0; j < width; j++) square += (sum[j] - mean) * (sum[j] - mean);
+            float inverse = 1 / std::sqrt(square / width + eps);
+            moments[2 * r] = mean, moments[2 * r + 1] = inverse;
+#pragma omp simd
+            for (long j = 0; j < width; j++) store(out[r * width + j], (sum[j] - mean) * inverse * gain[j] + shift[j]);
+        }
+    }
+}
+
+// `more` is added to `grad`, or null; sums has the gradients of bias, gain and shift.
+template <class E>
+static void norm_backward(long rows, long width, const E *x, const float *bias, const E *residual, const int32_t *keys, long use,
+                          double dropout, const float *gain, const float *moments, const E *grad, const E *more, E *grad_x,
+                          E *grad_residual, float *sums) {
+    Partial partial(3 * width);
+#pragma omp parallel
+    {
+        std::vector<float> buffer(2 * width);
+        float *normed = buffer.data(), *scaled = normed + width, *own = partial.own();
+#pragma omp for schedule(static)
+        for (long r = 0; r < rows; r++) {
+            Dropout dropped(dropout > 0 ? uint32_t(keys[r]) ^ (use * USE) : 0, dropout);
+            bool drops = dropout > 0;
+            residual_sum(x + r * width, bias, residual + r * width, dropped, drops, width, normed);
+            float mean = moments[2 * r], inverse = moments[2 * r + 1], first = 0, second = 0;
+            const E *g = grad + r * width, *m = more ? more + r * width : nullptr;
+#pragma omp simd reduction(+ : first, second)
+            for (long j = 0; j < width; j++) {
+                float y = load(g[j]) + (m ? load(m[j]) : 0.0f);
+                normed[j] = (normed[j] - mean) * inverse;
+                own[width + j] += y * normed[j];
+                own[2 * width + j] += y;
+                scaled[j] = y * gain[j];
+                first += scaled[j];
+                second += scaled[j] * normed[j];
+            }
+            first /= width, second /= width;
+#pragma omp simd
+            for (long j = 0; j < width; j++) {
+                float to = inverse * (scaled[j] - first - normed[j] * second);
+                store(grad_residual[r * width + j], to);
+                to *= drops ? dropped(j) : 1.0f;
+                store(grad_x[r * width + j], to);
+                own[j] += to;
+            }
+        }
+    }
+    partial.total(sums);
+}
+
+#define KERNELS(NAME, E)                                                                                                 \
+    void attention_##NAME(const Sequences *all, const E *qkv, const float *bias, E *context, float *lse) {              \
+        attention(*all, qkv, bias, context, lse);                                                                        \
+    }                                                                                                                    \
+    void attention_backward_##NAME(const Sequences *all, const E *qkv, const float *bias, const E *context,             \
+                                   const float *lse, const E *grad, E *grad_qkv) {                                       \
+        attention_backward(*all, qkv, bias, context, lse, grad, grad_qkv);                                               \
+    }                                                                                                                    \
+    void gelu_##NAME(long rows, long width, const E *x, const float *bias, E *out) { gelu(rows, width, x, bias, out); } \
+    void gelu_backward_##NAME(long rows, long width, const E *x, const float *bias, const E *grad, E *grad_x,           \
+                              float *grad_bias) {                                                                        \
+        gelu_backward(rows, width, x, bias, grad, grad_x, grad_bias);                                                    \
+    }                                                                                                                    \
+    void norm_##NAME(long rows, long width, const E *x, const float *bias, const E *residual, const int32_t *keys,      \
+                     long use, double dropout, const float *gain, const float *shift, double eps, E *out, float *moments) { \
+        norm(rows, width, x, bias, residual, keys, use, dropout, gain, shift, eps, out, moments);                        \
+    }                                                                                                                    \
+    void norm_backward_##NAME(long rows, long width, const E *x, const float *bias, const E *residual,                  \
+                              const int32_t *keys, long use, double dropout, const float *gain, const float *moments,    \
+                              const E *grad, const E *more, E *grad_x, E *grad_residual, float *sums) {                  \
+        norm_backward(rows, width, x, bias, residual, keys, use, dropout, gain, moments, grad, more, grad_x,             \
+                      grad_residual, sums);                                                                              \
+    }
+
+extern "C" {
+KERNELS(bf16, bf16)
+KERNELS(fp32, float)
+}

@@ -1,0 +1,228 @@
+"""The loops of `native.cpp` as functions of torch with their gradients, for short texts on a CPU.
+
+torch runs some hundred small operations for each layer of a step of 500 tokens, and compiled code, which starts after a
+minute, calls a dozen guarded programs. Here a layer has nine calls of code that g++ compiles in seconds, once for each
+machine. Without g++, everything is done by torch, and only the last bits of results differ.
+
+Shape letters: T tokens of the micro-batch, R query positions, H hidden width, F feed-forward width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.common.measured import rates_file
+from pretrain.config import ModelConfig
+from pretrain.model.kernels.layout import AttentionOptions, TokenLayout, query_boundaries
+
+_SOURCE = Path(__file__).with_name("native.cpp")
+_FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC"]
+_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+# Batched matmuls of longer sequences are faster (docs/benchmarks/lab-notes.md).
+_LONGEST = 128
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled `native.cpp`; None without a C++ compiler. It is kept in the user's cache folder."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        return None
+    cpu = Path("/proc/cpuinfo")
+    flags = next((line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
+    made_of = [_SOURCE.read_text(), *_FLAGS, flags, platform.machine(), compiler, torch.__version__]
+    name = f"native-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    try:
+        folder = rates_file().parent
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / name).exists():
+            with tempfile.TemporaryDirectory(dir=folder) as made:
+                target = Path(made) / name
+                subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(target)], check=True, capture_output=True)
+                target.replace(folder / name)  # whole, whoever else compiles it
+        return ctypes.CDLL(str(folder / name))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def runs_natively(x: Tensor) -> bool:
+    """Whether these kernels take `x`."""
+    return x.is_cpu and x.dtype in _TYPES and not torch.compiler.is_compiling() and library() is not None
+
+
+def attends_natively(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> bool:
+    """Whether `attention` takes these arguments and is faster than batched matmuls."""
+    terms = layout.rotation, layout.distance_bias, layout.relative
+    longest = layout.max_seqlen
+    whole = not options.window or longest <= options.window + 1
+    width = qkv.shape[1] // 3 // options.heads
+    short = not options.fused and longest <= _LONGEST and width % 16 == 0
+    return short and whole and all(term is None for term in terms) and runs_natively(qkv)
+
+
+def attention(
+    qkv: Tensor, bias: Tensor | None, layout: TokenLayout, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """As `grouped_op.grouped_attention`."""
+    starts = layout.cu_seqlens if layout.rows is None else query_boundaries(layout.rows, layout.cu_seqlens)
+    places = layout.rows, layout.keys, layout.cu_seqlens, starts
+    return _Attention.apply(qkv, bias, places, options)  # pyright: ignore[reportReturnType]
+
+
+def or_natively(function: Callable[..., Tensor], shape: ModelConfig, compile: bool) -> Callable[..., Tensor]:
+    """`block.after_attention` in C++ where the model is BERT's kind and not compiled; `function` does it elsewhere."""
+    kind = shape.norm, shape.activation, shape.norm_placement, shape.gated
+    biases = shape.attention_bias and shape.ffn_in_bias and shape.ffn_out_bias
+    if compile or not biases or kind != ("layer_norm", "gelu", "post", False):
+        return function
+
+    def after_attention(
+        context_TH: Tensor,
+        hidden_TH: Tensor,
+        keys_T: Tensor | None,
+        weights: Sequence[Any],
+        functions: Any,
+        dropout: float,
+    ) -> Tensor:
+        if not runs_natively(hidden_TH):
+            return function(context_TH, hidden_TH, keys_T, weights, functions, dropout)
+        flat = (x for part in weights for x in (part if isinstance(part, tuple) else (part,)))
+        return _AfterAttention.apply(context_TH, hidden_TH, keys_T, functions.eps, float(dropout), *flat)  # pyright: ignore[reportReturnType]
+
+    return after_attention
+
+
+class _Sequences(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("begins", "tokens", "query_begin", "keys")),
+        *((name, ctypes.c_long) for name in ("count", "heads", "width")),
+        ("dropout", ctypes.c_double),
+    ]
+
+
+def _call(name: str, like: Tensor, *arguments: Any) -> None:
+    """Call a kernel for the type of `like`; a tensor is passed as its address, a float as a double."""
+    function = getattr(library(), f"{name}_{_TYPES[like.dtype]}")
+    function(*(_passed(x) for x in arguments))
+
+
+def _passed(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return ctypes.c_void_p(x.data_ptr())
+    return ctypes.c_double(x) if isinstance(x, float) else ctypes.c_long(x) if isinstance(x, int) else x
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, bias: Tensor | None, places: tuple[Tensor | None, ...], options: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
+        ctx.places, ctx.options = places, options
+        rows, width = places[0], qkv.shape[1] // 3
+        queries = len(qkv) if rows is None else len(rows)
+        context_RH, lse_RN = qkv.new_empty(queries, width), torch.empty(queries, options.heads)
+        bias = None if bias is None else bias.float()
+        _call("attention", qkv, _sequences(ctx, qkv), qkv, bias, context_RH, lse_RN)
+        ctx.save_for_backward(qkv, bias, context_RH, lse_RN)
+        ctx.mark_non_differentiable(lse_RN)
+        return context_RH, lse_RN
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, bias, context_RH, lse_RN = ctx.saved_tensors
+        grad_qkv = torch.empty_like(qkv)
+        saved = qkv, bias, context_RH, lse_RN
+        _call("attention_backward", qkv, _sequences(ctx, qkv), *saved, grads[0].contiguous(), grad_qkv)
+        return grad_qkv, None if bias is None else grad_qkv.sum(0), None, None
+
+
+def _sequences(ctx: Any, qkv: Tensor) -> Any:
+    rows, keys, begins, starts = ctx.places
+    addresses = (None if x is None else x.data_ptr() for x in (begins, rows, starts, keys))
+    heads, dropout = ctx.options.heads, ctx.options.dropout
+    return ctypes.byref(_Sequences(*addresses, len(begins) - 1, heads, qkv.shape[1] // 3 // heads, dropout))
+
+
+class _AfterAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        context_RH: Tensor,
+        hidden_RH: Tensor,
+        keys_R: Tensor | None,
+        eps: float,
+        dropout: float,
+        *weights: Tensor,
+    ) -> Tensor:
+        out_weight, in_weight, last_weight = weights[0], weights[4], weights[6]
+        vectors = [weights[n].float() for n in (1, 2, 3, 5, 7, 8, 9)]
+        out_bias, gain, shift, in_bias, last_bias, last_gain, last_shift = vectors
+        ctx.dropout = dropout
+        attended_RH = context_RH @ out_weight.T
+        normed_RH, moments = _norm(attended_RH, out_bias, hidden_RH, keys_R, 1, dropout, gain, shift, eps)
+        inner_RF = normed_RH @ in_weight.T
+        active_RF = torch.empty_like(inner_RF)
+        _call("gelu", inner_RF, *inner_RF.shape, inner_RF, in_bias, active_RF)
+        output_RH = active_RF @ last_weight.T
+        last_RH, last_moments = _norm(output_RH, last_bias, normed_RH, keys_R, 2, dropout, last_gain, last_shift, eps)
+        states = context_RH, hidden_RH, keys_R, attended_RH, normed_RH, inner_RF, active_RF, output_RH
+        ctx.save_for_backward(*states, moments, last_moments, out_weight, in_weight, last_weight, *vectors)
+        return last_RH
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        states, rest = (saved := ctx.saved_tensors)[:8], saved[8:]
+        context_RH, hidden_RH, keys_R, attended_RH, normed_RH, inner_RF, active_RF, output_RH = states
+        moments, last_moments, out_weight, in_weight, last_weight, *vectors = rest
+        out_bias, gain, _, in_bias, last_bias, last_gain, _ = vectors
+
+        def norm_backward(x: Tensor, bias: Tensor, residual: Tensor, use: int, *rest: Any) -> tuple[Tensor, ...]:
+            grad_x, grad_residual = torch.empty_like(x), torch.empty_like(x)
+            sums = torch.empty(3, x.shape[1])
+            made = grad_x, grad_residual, sums
+            _call("norm_backward", x, *x.shape, x, bias, residual, keys_R, use, ctx.dropout, *rest, *made)
+            return made
+
+        grad_output, grad_normed, last_sums = norm_backward(
+            output_RH, last_bias, normed_RH, 2, last_gain, last_moments, grads[0].contiguous(), None
+        )
+        grad_active, grad_inner = grad_output @ last_weight, torch.empty_like(inner_RF)
+        grad_in_bias = torch.empty_like(in_bias)
+        _call("gelu_backward", inner_RF, *inner_RF.shape, inner_RF, in_bias, grad_active, grad_inner, grad_in_bias)
+        grad_attended, grad_hidden, sums = norm_backward(
+            attended_RH, out_bias, hidden_RH, 1, gain, moments, grad_normed, grad_inner @ in_weight
+        )
+        of_weights = grad_attended.T @ context_RH, grad_inner.T @ normed_RH, grad_output.T @ active_RF
+        of_vectors = [x.to(out_weight.dtype) for x in (*sums, grad_in_bias, *last_sums)]
+        flat = of_weights[0], *of_vectors[:3], of_weights[1], of_vectors[3], of_weights[2], *of_vectors[4:]
+        return grad_attended @ out_weight, grad_hidden, None, None, None, *flat
+
+
+def _norm(
+    x: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    keys: Tensor | None,
+    use: int,
+    dropout: float,
+    gain: Tensor,
+    shift: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """(LayerNorm of residual + dropout(x + bias), fp32 mean and inverse deviation of each row)."""
+    out, moments = torch.empty_like(x), torch.empty(len(x), 2)
+    _call("norm", x, *x.shape, x, bias, residual, keys, use, dropout, gain, shift, eps, out, moments)
+    return out, moments

@@ -1,0 +1,140 @@
+"""The loops in C++ equal torch's operations, in values and gradients; without a compiler torch's take their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretrain.config import ModelConfig
+from pretrain.model.block import BlockFunctions, LayerWeights, after_attention
+from pretrain.model.encoder import Encoder
+from pretrain.model.kernels import native
+from pretrain.model.kernels.grouped_op import grouped_attention
+from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
+from tests.batches_by_hand import make_batch
+
+LENGTHS = (1, 2, 5, 17, 33, 64, 100)
+# Of bf16, one rounding of results; torch also rounds queries, scores and weights in between.
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    """The norm of the difference, as a share of the other's norm."""
+    return float((one.float() - other.float()).norm() / other.float().norm().clamp_min(1e-12))
+
+
+def results(compute: Callable[[], Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """The output, and the gradients of its inputs."""
+    for tensor in inputs:
+        tensor.grad = None
+    output = compute()
+    output.backward(torch.sin(torch.arange(output.numel()) * 1.0).view_as(output).to(output.dtype))
+    return [output.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("width", [16, 64])
+@pytest.mark.parametrize("asked", [None, (0, 1, 3, 10, 10, 60, 61, 221)])  # one token twice; sequences without a query
+def test_attention_equals_batched_matmuls(
+    dtype: torch.dtype, dropout: float, width: int, asked: tuple[int, ...] | None
+) -> None:
+    torch.manual_seed(0)
+    batch, options = make_batch(LENGTHS), AttentionOptions(heads=3, dropout=dropout)
+    rows = None if asked is None else torch.tensor(asked)
+    layout = TokenLayout(batch.cu_seqlens, LENGTHS, rows, batch.token_keys)
+    qkv = torch.randn(sum(LENGTHS), 9 * width).to(dtype).requires_grad_()
+    bias = torch.randn(9 * width).to(dtype).requires_grad_()
+    assert native.attends_natively(qkv, layout, options)
+    made = results(lambda: native.attention(qkv, bias, layout, options)[0], [qkv, bias])
+    wanted = results(lambda: grouped_attention(qkv, bias, layout, options)[0], [qkv, bias])
+    assert len(made) == 3
+    assert max(map(apart, made, wanted)) < CLOSE[dtype]
+    lse = native.attention(qkv, bias, layout, options)[1], grouped_attention(qkv, bias, layout, options)[1]
+    assert apart(*lse) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_rest_of_a_layer_equals_its_definition(dtype: torch.dtype, dropout: float) -> None:
+    torch.manual_seed(0)
+    rows, hidden, inner = 50, 48, 100
+
+    def made(*shape: int) -> Tensor:
+        return (torch.randn(shape) * 0.3).to(dtype).requires_grad_()
+
+    norms = [(made(hidden), made(hidden)) for _ in range(2)]
+    first, second = (made(hidden, hidden), made(hidden)), (made(inner, hidden), made(inner))
+    weights = LayerWeights(*first, norms[0], *second, made(hidden, inner), made(hidden), norms[1])
+    context, state, keys = made(rows, hidden), made(rows, hidden), make_batch((rows,)).token_keys
+    shape = ModelConfig(layers=1, hidden=48, heads=3, intermediate=100)
+    inputs = [
+        context,
+        state,
+        *(x for part in weights for x in (part if isinstance(part, tuple) else (part,)) if x is not None),
+    ]
+    functions = BlockFunctions.of(shape)._replace(eps=1e-12)
+    natively = native.or_natively(after_attention, shape, compile=False)
+    assert natively is not after_attention
+    ours = results(lambda: natively(context, state, keys, weights, functions, dropout), inputs)
+    wanted = results(lambda: after_attention(context, state, keys, weights, functions, dropout), inputs)
+    assert len(ours) == len(inputs) + 1
+    # A gradient of zero but for rounding has no digits to compare.
+    assert all(apart(*pair) < CLOSE[dtype] for pair in zip(ours, wanted, strict=True))
+
+
+def encoded(activation: str = "gelu") -> Tensor:
+    torch.manual_seed(0)
+    shape = ModelConfig(layers=2, hidden=48, heads=3, intermediate=96, activation=activation)
+    model = Encoder(shape, 101).train()
+    batch = make_batch((3, 20, 30))
+    state = model.encode(batch, torch.tensor([1, 30]))
+    state.square().sum().backward()
+    weight = model.embeddings.word.grad
+    assert weight is not None
+    return torch.cat([state.detach().flatten(), weight.flatten()])
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])  # the loops have only one of them
+def test_an_encoder_is_the_same_without_a_compiler(request: pytest.FixtureRequest, activation: str) -> None:
+    assert native.library() is not None
+    ours = encoded(activation)
+    request.getfixturevalue("no_compiler")
+    assert native.library() is None
+    assert apart(ours, encoded(activation)) < CLOSE[torch.float32]
+
+
+def test_code_that_a_compiler_refuses_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_compiler: None
+) -> None:
+    (tmp_path / "c++").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "c++").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert native.library() is None
+    assert not list((tmp_path / "cache" / "bertrain").iterdir())
+
+
+def test_what_the_loops_lack_goes_to_torch() -> None:
+    batch, options = make_batch((3, 40)), AttentionOptions(heads=3)
+    layout = TokenLayout(batch.cu_seqlens, (3, 40), None, batch.token_keys)
+    qkv = torch.zeros(43, 9 * 16)
+    assert native.attends_natively(qkv, layout, options._replace(window=39))
+    assert not native.attends_natively(qkv, layout, options._replace(window=38))
+    assert not native.attends_natively(qkv, layout, options._replace(fused=True))
+    assert not native.attends_natively(qkv.half(), layout, options)
+    assert not native.attends_natively(torch.zeros(43, 9 * 8), layout, options)
+    assert not native.attends_natively(qkv, layout._replace(distance_bias=torch.zeros(3, 79)), options)
+    assert not native.attends_natively(qkv, layout._replace(lengths=(3, 1000)), options)
