@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import textwrap
 from pathlib import Path
@@ -48,12 +49,6 @@ def text_of(name: str) -> str:
 
 
 def _purpose(path: Path) -> str:
-    comment = " ".join(line.lstrip("# ") for line in _first_comment(path))
-    sentence = re.split(r"[.:?](?= [A-Z`./]|$)", re.sub(r" ?\([^)]*\)", "", comment))[0]
-    return textwrap.shorten(sentence, 90, placeholder=" ...")
-
-
-def _first_comment(path: Path) -> list[str]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    end = next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    return lines[:end]
+    lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    comment = re.sub(r" ?\([^)]*\)", "", " ".join(line.lstrip("# ") for line in lines))
+    return textwrap.shorten(re.split(r"[.:?](?= [A-Z`./]|$)", comment)[0], 90, placeholder=" ...")
