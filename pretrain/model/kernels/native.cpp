@@ -387,6 +387,37 @@ static void norm_backward(long rows, long width, const E *x, const float *bias, 
     partial.total(sums);
 }
 
+// torch's fused AdamW for a table [rows, width], and its weights in the model's type. A row without moments and gradient
+// only decays. seen [rows]: whether a row ever had a gradient; 2 if that is not known.
+template <class E>
+static void adamw(long rows, long width, uint8_t *seen, const float *grad, float *master, float *first, float *second,
+                  E *weights, double divisor, double rate, double beta1, double beta2, double eps, double decay, double step) {
+    float shrink = 1 - rate * decay, size = rate / (1 - std::pow(beta1, step)), root = std::sqrt(1 - std::pow(beta2, step));
+    float b1 = beta1, b2 = beta2, e = eps, scale = 1 / divisor;
+#pragma omp parallel for
+    for (long r = 0; r < rows; r++) {
+        float *w = master + r * width, *m = first + r * width, *v = second + r * width;
+        const float *g = grad + r * width;
+        E *to = weights + r * width;
+        if (seen[r] == 2) seen[r] = std::any_of(v, v + width, [](float x) { return x != 0; });
+        if (seen[r]) {
+#pragma omp simd
+            for (long j = 0; j < width; j++) {
+                float x = g[j] * scale;
+                m[j] += (x - m[j]) * (1 - b1);
+                v[j] = v[j] * b2 + x * x * (1 - b2);
+                w[j] = w[j] * shrink - size * m[j] / (std::sqrt(v[j]) / root + e);
+                store(to[j], w[j]);
+            }
+        } else if (shrink != 1)
+#pragma omp simd
+            for (long j = 0; j < width; j++) {
+                w[j] *= shrink;
+                store(to[j], w[j]);
+            }
+    }
+}
+
 #define KERNELS(NAME, E)                                                                                                 \
     void attention_##NAME(const Sequences *all, const E *qkv, const float *bias, E *context, float *lse) {              \
         attention(*all, qkv, bias, context, lse);                                                                        \
@@ -409,6 +440,11 @@ static void norm_backward(long rows, long width, const E *x, const float *bias, 
                               const E *grad, const E *more, E *grad_x, E *grad_residual, float *sums) {                  \
         norm_backward(rows, width, x, bias, residual, keys, use, dropout, gain, moments, grad, more, grad_x,             \
                       grad_residual, sums);                                                                              \
+    }                                                                                                                    \
+    void adamw_##NAME(long rows, long width, uint8_t *seen, const float *grad, float *master, float *first,             \
+                      float *second, E *weights, double divisor, double rate, double beta1, double beta2, double eps,   \
+                      double decay, double step) {                                                                       \
+        adamw(rows, width, seen, grad, master, first, second, weights, divisor, rate, beta1, beta2, eps, decay, step);   \
     }
 
 extern "C" {
