@@ -151,7 +151,11 @@ def test_whole_numbers(write, written: str, read: int):
         ),
         (
             ("name: trial", "name: Ärger"),
-            "run.yaml:1: name: 'Ärger' must be 1 to 63 of a-z, 0-9 and '-', and not start with '-'",
+            "run.yaml:1: name: 'Ärger' must be 1 to 63 of A-Z, a-z, 0-9 and . _ -, and begin with a letter or digit",
+        ),
+        (
+            ("name: trial", "name: _trial"),
+            "run.yaml:1: name: '_trial' must be 1 to 63 of A-Z, a-z, 0-9 and . _ -, and begin with a letter or digit",
         ),
         (
             ("  zero_stage: 1", "  - zero_stage"),

@@ -181,6 +181,15 @@ def test_a_wrong_field_fails(config: Path, path: str, value: Any) -> None:
         check_kuberay(documents)
 
 
+def test_kubernetes_has_its_own_form_of_a_name(config: Path) -> None:
+    documents = kuberay(config, *NEEDED["kuberay"], "name=Mini_v1.2-")
+    check_kuberay(documents)
+    assert documents["RayJob"]["metadata"]["name"] == "mini-v1-2"
+    assert documents["ConfigMap"]["metadata"]["name"] == "mini-v1-2-files"
+    assert yaml.safe_load(documents["ConfigMap"]["data"]["config.yaml"])["name"] == "Mini_v1.2-"
+    assert "runs/Mini_v1.2-/stop" in documents["ConfigMap"]["data"]["stop.sh"]
+
+
 def test_kuberay_follows_the_config(config: Path) -> None:
     job = kuberay(config, "scheduling.workers=12", "place.workers_per_node=4")["RayJob"]
     cluster = job["spec"]["rayClusterSpec"]

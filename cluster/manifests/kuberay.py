@@ -6,6 +6,7 @@ operator would drop them silently.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 from collections.abc import Mapping
@@ -167,12 +168,17 @@ class KubeRaySettings(ManifestSettings):
 
 
 def render(job: ManifestJob, settings: KubeRaySettings) -> str:
-    """RayJob or RayCluster, the ConfigMap with its config and scripts, and a NetworkPolicy for its pods."""
-    if not _NAME.fullmatch(job.name):
+    """RayJob or RayCluster, the ConfigMap with its config and scripts, and a NetworkPolicy for its pods.
+
+    Their names have Kubernetes' form of the run's: `mini-v1-2` for `Mini_v1.2`.
+    """
+    name = re.sub(r"[._]", "-", job.name.lower()).rstrip("-")
+    if not _NAME.fullmatch(name):
         raise InputError(
-            f"name: {job.name!r} must begin with a letter and have at most 47 characters of a-z, 0-9 and '-' "
-            "for KubeRay. Choose another name."
+            f"name: {job.name!r} must begin with a letter and have at most 47 characters for KubeRay. Choose another "
+            "name."
         )
+    job = dataclasses.replace(job, name=name)
     main = _ray_job(job, settings) if settings.kind == "RayJob" else _ray_cluster(job, settings)
     return as_yaml([_config_map(job, settings), _network_policy(job, settings), main], _header(job, settings))
 

@@ -36,10 +36,16 @@ LEFT_PRESETS = ("few-sample",)  # of `training.preset`, after acc156f
 
 
 class Renamed(NamedTuple):
-    """The name that a setting has now, and its value there for each value of the old one."""
+    """The name that a setting has now, and its value there for each value of the old one; {} for the same values."""
 
     name: str
-    values: Mapping[Any, Any]
+    values: Mapping[Any, Any] = {}
+
+    def value(self, old: Any) -> Any:
+        """The value now; None if `old` is none of the setting's."""
+        if not self.values:
+            return old
+        return self.values.get(old) if isinstance(old, (bool, str)) else None
 
 
 RENAMED: dict[str, dict[str, Renamed]] = {
@@ -63,11 +69,24 @@ def as_now(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
         for name, without_effect in left.get(section, {}).items():
             if now.pop(name, without_effect) != without_effect:
                 raise LeftError(name, commit)
-    for old, (new, of_old) in RENAMED.get(section, {}).items():
-        if isinstance(now.get(old), bool):
-            value = of_old[now.pop(old)]
-            now[new] = now.get(new) or value
+    for old, new in RENAMED.get(section, {}).items():
+        if (value := new.value(now.get(old))) is not None:
+            del now[old]
+            if now.get(new.name) in (None, ""):
+                now[new.name] = value
     return now
+
+
+def as_before(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections with the names that earlier versions had: for a digest of them that does not change with a name."""
+    before = dict(values)
+    for section in RENAMED.keys() & values.keys():
+        before[section] = dict(values[section])
+        for old, new in RENAMED[section].items():
+            if new.name in before[section] and (not new.values or new.name == old):
+                value = before[section].pop(new.name)
+                before[section][old] = next((was for was, now in new.values.items() if now == value), value)
+    return before
 
 
 def as_trained(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,10 +106,19 @@ def as_trained(config: Mapping[str, Any]) -> dict[str, Any]:
     return now
 
 
-def remark(section: str, name: str, value: Any) -> str:
-    """What to write in place of an old name; "" if the name is no old one."""
+def name_now(section: str, name: Any) -> Any:
+    """The name that a setting has now, if its values are the same; `name` if it is no old one."""
     renamed = RENAMED.get(section, {}).get(name)
-    if renamed is None or not isinstance(value, bool):
+    return name if renamed is None or renamed.values else renamed.name
+
+
+def remark(section: str, path: tuple[Any, ...], value: Any) -> str:
+    """What to write in place of the old name that `path` ends with; "" if it is no old one."""
+    renamed = RENAMED.get(section, {}).get(path[-1])
+    now = renamed.value(value) if renamed else None
+    if renamed is None or now is None:
         return ""
-    now = f"{renamed.name}: {renamed.values[value]}"
-    return f"{section}.{name}: {str(value).lower()} is now {section}.{now}; the old name is read until {_READ_UNTIL}"
+    old, new = (".".join(map(str, (*path[:-1], name))) for name in (path[-1], renamed.name))
+    if renamed.values:
+        old, new = f"{old}: {str(value).lower()}", f"{new}: {now}"
+    return f"{old} is now {new}; the old name is read until {_READ_UNTIL}"

@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pretrain.common.earlier import LeftError, remark
+from pretrain.common.earlier import LeftError, name_now, remark
 from pretrain.common.errors import InputError, is_control, printable
 from pretrain.common.secret_names import secret_paths
 from pretrain.common.sections import (
@@ -28,6 +28,7 @@ from pretrain.common.sections import (
     field_at,
     is_section,
     required_names,
+    section_at,
 )
 from pretrain.common.setting_errors import expected, shortened, shown, suggest
 from pretrain.common.yaml_text import Dumper, child, parse, read_text
@@ -156,10 +157,13 @@ class _Document(Generic[S]):
         """Apply the override `key.path=value` to the file's values."""
         where = f"--set {shortened(printable(text), _LONGEST_OVERRIDE)}"
         name, equals, written = text.partition("=")
-        keys = self._keys_of(name.strip())
+        given = self._keys_of(name.strip())
+        keys = (*given[:-1], name_now(self._earlier(given[:-1]), given[-1]))
         if not equals or "" in keys or len(keys) > _MOST_LEVELS:
             raise InputError(f"{where}: expected key.path=value, for example phases.0.steps=10.")
         value = parse(written, where)[1] if written.strip() else ""
+        if keys != given:
+            _say(where, remark(self._earlier(given[:-1]), given, value))
         self.overrides.append((keys, where))
         container: Any = self.values
         for depth, key in enumerate(keys):
@@ -188,7 +192,8 @@ class _Document(Generic[S]):
             problems = [problem for problem in error.errors(include_url=False) if not _is_echo(problem)]
             problems.sort(key=lambda problem: self.line(problem["loc"]) or 0)
             raise InputError("\n".join(dict.fromkeys(map(self.explain, problems)))) from None
-        self._remark_on_earlier_names()
+        if not (self.path.parent / "metrics.jsonl").exists():  # a run recorded the names of its version
+            self._remark_on_earlier_names(self.values)
         for path in _secrets(settings):
             where = self.where(path)
             if where.startswith("--set "):
@@ -199,15 +204,19 @@ class _Document(Generic[S]):
             )
         return settings
 
-    def _remark_on_earlier_names(self) -> None:
-        """One line on stderr for each old name that is read; none for the config that a run recorded."""
-        recorded = (self.path.parent / "metrics.jsonl").exists()
-        for section, values in self.values.items() if isinstance(self.values, dict) and not recorded else ():
-            for name, value in values.items() if isinstance(values, dict) else ():
-                where = self.where((str(section), str(name)))
-                if (line := remark(str(section), str(name), value)) and (where, line) not in _remarked:
-                    _remarked.add((where, line))
-                    print(f"{where}: {line}", file=sys.stderr)
+    def _remark_on_earlier_names(self, value: Any, path: Keys = ()) -> None:
+        """One line on stderr for each old name below `value` that is read."""
+        earlier = self._earlier(path)
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if line := remark(earlier, (*path, key), item):
+                _say(self.where((*path, key)), line)
+            if isinstance(item, (dict, list)):
+                self._remark_on_earlier_names(item, (*path, key))
+
+    def _earlier(self, path: Keys) -> str:
+        """The name in `pretrain.common.earlier` of the section at `path`; "" if there is none."""
+        section = section_at(self.kind, path)
+        return section.EARLIER if section else ""
 
     def _control_characters(self, value: Any, path: Keys = ()) -> Iterator[str]:
         """One line for each text below `value` with control characters, which could break out of a line or quotes."""
@@ -281,6 +290,13 @@ class _Document(Generic[S]):
                 return
             yield step
             node = step[1]
+
+
+def _say(where: str, line: str) -> None:
+    """A remark on stderr, once."""
+    if (where, line) not in _remarked:
+        _remarked.add((where, line))
+        print(f"{where}: {line}", file=sys.stderr)
 
 
 def _secrets(value: Any, path: Keys = ()) -> Iterator[Keys]:

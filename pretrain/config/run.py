@@ -26,7 +26,7 @@ from pretrain.config.schedule import (
     PretrainOptimizerConfig,
 )
 
-_RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 R = TypeVar("R", bound="RunConfig")
 
@@ -129,7 +129,7 @@ class SchedulingConfig(Section):
 class RunConfig(Section):
     """Settings that every run has: pretraining and fine-tuning."""
 
-    name: str = Field(description="Name of the run: 1 to 63 characters of a-z, 0-9 and '-', not starting with '-'.")
+    name: str = Field(description="Name of the run: 1 to 63 of A-Z, a-z, 0-9 and . _ -, first a letter or digit.")
     run_dir: WritableLocation = Field(
         default="",
         description="Run folder, or an address such as s3://bucket/runs/mini: the run then trains in a local folder, "
@@ -147,7 +147,7 @@ class RunConfig(Section):
     @classmethod
     def _check_name(cls, name: str) -> str:
         if not _RUN_NAME.fullmatch(name):
-            raise ValueError(f"{name!r} must be 1 to 63 of a-z, 0-9 and '-', and not start with '-'")
+            raise ValueError(f"{name!r} must be 1 to 63 of A-Z, a-z, 0-9 and . _ -, and begin with a letter or digit")
         return name
 
     @property
