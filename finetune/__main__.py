@@ -267,7 +267,7 @@ def _add_evaluate(commands: Any) -> None:
         commands,
         "evaluate",
         _evaluate,
-        "score a fine-tuned model on labelled data with the task's official metrics",
+        "score a fine-tuned model on labeled data with the task's official metrics",
         """
   ./launch.sh evaluate runs/sst2
   ./launch.sh evaluate runs/sst2 other.tsv --out scores/""",
@@ -277,7 +277,7 @@ def _add_evaluate(commands: Any) -> None:
         "file",
         nargs="?",
         metavar="FILE",
-        help="labelled file (default: the dev sets of the config, and its labelled test sets)",
+        help="labeled file (default: the dev sets of the config, and its labeled test sets)",
     )
     parser.add_argument(
         "--out",

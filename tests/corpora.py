@@ -96,7 +96,7 @@ def write_corpus(
             "dtype": np.dtype(dtype).name,
             "special_ids": {name[1:-1].lower(): vocabulary.index(name) for name in SPECIALS},
             "sources": [
-                {"name": f"source-{number}", "weight": weight, "licence": "none"}
+                {"name": f"source-{number}", "weight": weight, "license": "none"}
                 for number, weight in enumerate(weights)
             ],
             "shards": shards,

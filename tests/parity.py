@@ -20,7 +20,7 @@ from torch import Tensor
 from finetune.artifacts.export import write_onnx
 from finetune.artifacts.padded import PaddedModel
 from finetune.tasks.base import Head, Objective
-from finetune.training.model.batches import LabelledBatch
+from finetune.training.model.batches import LabeledBatch
 from finetune.training.model.task_model import TaskModel, head_parameters
 from pretrain.batches.batch import MicroBatch
 from pretrain.checkpoint.layouts import read_config
@@ -202,7 +202,7 @@ def inputs_of(batch: MicroBatch, released: Released) -> dict[str, Tensor]:
     return {name: padded[name] for name in names}
 
 
-# ---- masked language modelling
+# ---- masked language modeling
 
 
 def _measure_mlm(family: str, shape: Shape, folder: Path) -> dict[str, float]:
@@ -293,14 +293,14 @@ def task_shapes(released: Released, head: Head) -> dict[str, tuple[int, ...]]:
     return {p.name: p.shape for p in head_parameters(released.model, 2, released.task_head(head))}
 
 
-def task_batch(released: Released, shape: Shape, head: Head) -> LabelledBatch:
+def task_batch(released: Released, shape: Shape, head: Head) -> LabeledBatch:
     """The same tokens with one window of each length; the head sees the first token of each, or all."""
     batch = batch_for(released, shape)
     lengths = torch.tensor(shape.lengths)
     rows = batch.cu_seqlens[:-1].long() if head == "sequence" else torch.arange(int(lengths.sum()))
     windows = torch.arange(len(lengths))
     labels = torch.zeros(len(rows), 2) if head == "spans" else torch.zeros(len(rows), dtype=torch.long)
-    return LabelledBatch(
+    return LabeledBatch(
         input_ids=batch.input_ids,
         token_types=batch.token_types,
         positions=batch.positions,

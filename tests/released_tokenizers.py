@@ -94,7 +94,7 @@ def save_released(folder: Path, kind: Kind) -> Tokenizer:
 
 
 def make_released(folder: Path, kind: Kind) -> Tokenizer:
-    """A checkpoint for masked language modelling of random weights, with five padded rows; returns its tokenizer."""
+    """A checkpoint for masked language modeling of random weights, with five padded rows; returns its tokenizer."""
     import torch
     from transformers import ModernBertConfig, ModernBertForMaskedLM, RobertaConfig, RobertaForMaskedLM
 

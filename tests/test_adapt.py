@@ -363,7 +363,7 @@ def test_steps_follow_from_the_prepared_text(
     path = tmp_path / "run.yaml"
     arguments = options("x", "--from", "y", "--out", str(tmp_path))
     values = settings.run_values(arguments, {"dir": str(tmp_path)}, ModelConfig(size="mini"), 1)
-    values["adaptation"] |= {"general": "g", "replay_share": replay}
+    values["adaptation"] |= {"replay_corpus": "g", "replay_share": replay}
     path.write_text(json.dumps(values))
     assert settings.steps_of(load_config(path), arguments) == pytest.approx(expected, abs=1)
 

@@ -196,7 +196,7 @@ def test_parts_train_alike_compiled_and_recomputed(entry: dict[str, Any], option
 
 
 @pytest.mark.parametrize("entry", PARTS, ids=str)
-def test_a_sequence_of_any_parts_does_not_see_its_neighbours(entry: dict[str, Any]) -> None:
+def test_a_sequence_of_any_parts_does_not_see_its_neighbors(entry: dict[str, Any]) -> None:
     model, batch = make_model(make_shape(**{"hidden_dropout": 0.1, **entry})), make_batch(LENGTHS)
     with torch.no_grad():
         together = model.encode(batch)

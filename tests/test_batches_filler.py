@@ -81,7 +81,7 @@ def test_filler_is_short_sequences_behind_the_text(lengths: list[int]) -> None:
 
 @given(st.lists(st.integers(5, LONGEST), min_size=1, max_size=20), st.integers(0, 70_000))
 def test_no_sequence_has_more_queries_than_the_longest_has_tokens(lengths: list[int], rows: int) -> None:
-    # The flash kernel reserves as many rows as `max_seqlen`, and leaves those of further queries uninitialised.
+    # The flash kernel reserves as many rows as `max_seqlen`, and leaves those of further queries uninitialized.
     batch = dataclasses.replace(
         make_batch(lengths),
         masked_rows=torch.zeros(rows, dtype=torch.int64),

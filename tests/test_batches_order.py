@@ -26,7 +26,7 @@ def test_permute_is_a_permutation(size, key):
     assert np.array_equal(np.sort(result), np.arange(size))
 
 
-def test_permute_needs_no_neighbours():
+def test_permute_needs_no_neighbors():
     size = 1_000_003
     index = np.array([0, 5, 999_999, 1_000_002])
     keys = draw(KEY, np.array([1, 2, 3, 4]))
@@ -37,7 +37,7 @@ def test_permute_needs_no_neighbours():
 
 @pytest.mark.parametrize("size", [7, 100, 128, 1000])
 def test_permute_sends_every_index_everywhere(size):
-    """Over many keys each index lands uniformly, and two neighbours land independently."""
+    """Over many keys each index lands uniformly, and two neighbors land independently."""
     keys = draw(KEY, np.arange(100_000))
     landed = [permute(np.full(len(keys), index), size, keys) for index in (0, 1, size - 1)]
     for where in landed:

@@ -13,7 +13,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, load_config
 from pretrain.planning import published
 from pretrain.planning.candidates import effective_size, shape_name, with_shape, works
-from pretrain.planning.text import PhaseText, Text
+from pretrain.planning.text import PhaseText, RunText
 from pretrain.planning.work import optimizer_flops
 from tests.bench.__main__ import main
 from tests.bench.law.command import fit_runs
@@ -24,7 +24,7 @@ from tests.bench.speedrun.scores import Scores
 
 CONFIG = Path(__file__).parent.parent / "configs" / "pretrain" / "mini.yaml"
 LENGTH, UNIQUE = 100.0, 14e6
-TEXT = Text((PhaseText(LENGTH, UNIQUE / LENGTH),), "", True)
+TEXT = RunText((PhaseText(LENGTH, UNIQUE / LENGTH),), "", True)
 SHAPES = ((2, 128), (4, 192), (4, 256), (6, 384))
 
 

@@ -128,8 +128,8 @@ def test_recursions_cost_flops_and_no_parameters() -> None:
     )
 
 
-def test_every_application_of_the_first_layer_reads_normalised_states() -> None:
-    """Normalised embeddings need no norm before attention; the output of the last layer does."""
+def test_every_application_of_the_first_layer_reads_normalized_states() -> None:
+    """Normalized embeddings need no norm before attention; the output of the last layer does."""
     names = [name for name, _ in make_encoder(make_shape(norm_placement="pre", recursions=2)).named_parameters()]
     assert "layers.0.attention_norm_weight" in names
     names = [name for name, _ in make_encoder(make_shape(norm_placement="pre")).named_parameters()]

@@ -14,7 +14,7 @@ from torch import nn
 
 from pretrain.config import EngineConfig, OptimizerConfig
 from pretrain.run import loop
-from pretrain.run.passes import Passes
+from pretrain.run.forward_backward import ForwardBackward
 from pretrain.training.engine import Engine, StepResult, buckets, gradient_sums
 from pretrain.training.engine.gradient_sums import GradientSums
 from pretrain.training.optim import make_optimizer, parameter_groups
@@ -39,13 +39,13 @@ STAGES = (1, 2)
 def test_buckets_hold_all_parameters_in_the_order_of_the_backward_pass(entries: int) -> None:
     sizes = {"embeddings": 70, "a": 10, "b": 30, "c": 10, "head": 5}
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
-    optimizer = torch.optim.AdamW([{"params": list(parameters.values()), "names": list(sizes), "rate_share": 0.5}])
+    optimizer = torch.optim.AdamW([{"params": list(parameters.values()), "names": list(sizes), "lr_scale": 0.5}])
     buckets.divide_groups(optimizer, list(sizes), entries)
     groups = optimizer.param_groups
     assert [name for group in groups for name in group["names"]] == list(reversed(sizes))
     for group in groups:
         assert all(parameters[name] is one for name, one in zip(group["names"], group["params"], strict=True))
-        assert group["rate_share"] == 0.5
+        assert group["lr_scale"] == 0.5
         assert len(group["names"]) == 1 or sum(sizes[name] for name in group["names"]) <= entries
     for group, following in itertools.pairwise(groups):
         held = sum(sizes[name] for name in group["names"])
@@ -260,7 +260,7 @@ def test_the_sums_of_a_step_do_not_wait_for_its_gathers() -> None:
         stragglers=SimpleNamespace(forward=contextlib.nullcontext, waited=0.0),
         saver=SimpleNamespace(failed=False),
         stalled_before=0.0,
-        passes=Passes(engine, task),
+        forward_backward=ForwardBackward(engine, task),
     )
     launched = loop._Fit.launch_step(fit, 0, SimpleNamespace(micro_batches=(1, 2), epoch=0), False)
     assert calls == ["forward", "backward"] * 2 + ["sum", "step"]

@@ -22,7 +22,7 @@ from pretrain.batches.sampler import Sampler
 from pretrain.common.errors import InputError
 from pretrain.config import MaskingConfig, PairsConfig, PretrainConfig, VocabularyConfig
 from pretrain.corpus.byte_columns import byte_columns
-from pretrain.corpus.byte_words import entry_bytes, is_byte_vocabulary, spelt, word_edges
+from pretrain.corpus.byte_words import entry_bytes, is_byte_vocabulary, spelled, word_edges
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.tokenize import BytePairs, WordTable, columns
@@ -305,12 +305,12 @@ def is_inside_word(before: str, here: str) -> bool:
 def test_entries_spell_the_text(text: str) -> None:
     assume(not any(token in text for token in SPECIAL_TOKENS))  # which hypothesis finds in the code
     encoding = trained().encode(text, add_special_tokens=False)
-    assert "".join(spelt(encoding.tokens)) == (text if text[:1] == " " or not text else f" {text}")
+    assert "".join(spelled(encoding.tokens)) == (text if text[:1] == " " or not text else f" {text}")
 
 
 def test_a_character_of_several_tokens_stands_in_the_last() -> None:
-    assert spelt(["Ġa", "ð", "Ł", "ĺ", "Ģ", "!"]) == [" a", "", "", "", "😀", "!"]
-    assert spelt(["ð", "Ł"]) == ["", "\ufffd"]
+    assert spelled(["Ġa", "ð", "Ł", "ĺ", "Ģ", "!"]) == [" a", "", "", "", "😀", "!"]
+    assert spelled(["ð", "Ł"]) == ["", "\ufffd"]
 
 
 def test_a_wordpiece_vocabulary_is_not_taken_for_bytes() -> None:

@@ -402,7 +402,7 @@ def test_a_resumed_run_may_move_and_change_its_speed(write):
 def test_a_resumed_run_may_change_the_rate_of_muon(write):
     path = write(GOOD)
     muon = load_config(path, ["optimizer.name=muon"])
-    slower = load_config(path, ["optimizer.name=muon", "optimizer.muon_rate=0.5"])
+    slower = load_config(path, ["optimizer.name=muon", "optimizer.muon_lr_scale=0.5"])
     assert changed_for_resume(muon, slower) == []
     momentum = load_config(path, ["optimizer.name=muon", "optimizer.beta1=0.5"])
     assert len(changed_for_resume(muon, momentum)) == 1
@@ -418,8 +418,10 @@ def test_a_resumed_run_keeps_the_weight_of_a_source_that_is_named_like_a_setting
 def test_general_text_is_fixed_while_it_is_replayed(write, share):
     path = write(GOOD)
     common = ["start_from=x", f"adaptation.replay_share={share}"]
-    before, after = (load_config(path, [*common, f"adaptation.general={name}"]) for name in ("a", "b"))
-    assert [name.split(" ")[0] for name in changed_for_resume(before, after)] == ["adaptation.general"] * (share > 0)
+    before, after = (load_config(path, [*common, f"adaptation.replay_corpus={name}"]) for name in ("a", "b"))
+    assert [name.split(" ")[0] for name in changed_for_resume(before, after)] == ["adaptation.replay_corpus"] * (
+        share > 0
+    )
 
 
 def test_a_resumed_run_keeps_what_it_computes(write):
@@ -447,14 +449,14 @@ def test_a_phase_more_or_less_is_a_change(write):
             "masking.scheme=whole_word",
             "'whole_word' is not one of tokens, whole_words; did you mean",
         ),
-        ("optimizer.muon_rate=2", "muon_rate has no effect with name: adamw. Remove it, or set name: muon"),
+        ("optimizer.muon_lr_scale=2", "muon_lr_scale has no effect with name: adamw. Remove it, or set name: muon"),
         (
-            "model={size: mini, attention_init: neighbours, kv_heads: 2}",
-            "attention_init: neighbours needs kv_heads: 0, not 2",
+            "model={size: mini, attention_init: neighbors, kv_heads: 2}",
+            "attention_init: neighbors needs kv_heads: 0, not 2",
         ),
         (
-            "model={size: mini, attention_init: neighbours, recursions: 2}",
-            "attention_init: neighbours needs recursions: 1 where positions are learned, not 2",
+            "model={size: mini, attention_init: neighbors, recursions: 2}",
+            "attention_init: neighbors needs recursions: 1 where positions are learned, not 2",
         ),
         ("model={size: mini, embedding: 64, mlm_transform: false}", r"embedding \(64\) needs mlm_transform: true"),
         ("pairs={input_format: full_sentences}", "full_sentences does not fit the objective nsp; use segment_pairs"),
@@ -511,7 +513,7 @@ LEFT_WITH_AN_EFFECT = {
     "engine.flash_attention": "fa3",
     "engine.fp8": "true",
     "optimizer.muon_momentum": "0.5",
-    "optimizer.normalised": "true",
+    "optimizer.normalized": "true",
     "checkpoint.background": "false",
     "guard.spike_share": "0.3",
     "tracking.straggler_factor": "2",
@@ -698,7 +700,7 @@ def test_addresses_that_name_nothing_are_refused(write, name: str, address: str,
     assert line.startswith(f"--set {name}={address}: {name}: {address!r} {reason}")
 
 
-@pytest.mark.parametrize("name", ["corpus.vocabulary.path", "adaptation.general"])
+@pytest.mark.parametrize("name", ["corpus.vocabulary.path", "adaptation.replay_corpus"])
 @pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b", "hdfs:///a", "file:///tmp/a", "s3:/bucket"])
 def test_remote_addresses_are_refused(write, name: str, address: str):
     assert problems(write(GOOD), f"{name}={address}") == [

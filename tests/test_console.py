@@ -299,7 +299,7 @@ def test_launch_sh_shows_what_pip_is_doing(clone: Path) -> None:
 
 @pytest.mark.parametrize("moved", [True, False])
 @pytest.mark.parametrize("shebang", ["#!{bin}/python3\n", '#!/bin/sh\n\'\'\'exec\' "{bin}/python" "$0" "$@"\n'])
-def test_launch_sh_makes_a_copied_venv_anew(clone: Path, moved: bool, shebang: str) -> None:
+def test_launch_sh_makes_a_copied_venv_again(clone: Path, moved: bool, shebang: str) -> None:
     """Its programs name the Python of the original, and would run the original's code."""
     checkout = clone / "a copy"
     original = clone / ".venv/bin"

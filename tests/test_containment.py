@@ -1,4 +1,4 @@
-"""Pairs of a passage and words that it contains or does not, made of unlabelled text."""
+"""Pairs of a passage and words that it contains or does not, made of unlabeled text."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_task_of_containment_holds_out_pairs_and_has_the_labels_of_entailment(
     rows = text.parent / "rows.tsv"
     rows.write_text("text\tpair\nw1 w2 w3\tw2\n")
     again = Classification(settings, task.state())
-    assert again.read_file(str(rows), labelled=False)[0].pair == "w2"
+    assert again.read_file(str(rows), labeled=False)[0].pair == "w2"
 
 
 @pytest.mark.parametrize(

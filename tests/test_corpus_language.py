@@ -59,7 +59,7 @@ def test_a_foreign_quotation_does_not_decide() -> None:
     assert _kept([quoting, "\n".join([TEXTS["fr"]] * 4)], "en")[0] == [quoting]
 
 
-def test_plain_english_is_recognised_by_its_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_english_is_recognized_by_its_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     class Detector:

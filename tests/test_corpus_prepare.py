@@ -74,7 +74,7 @@ def config(folder: Path, corpus_dir: Path, **changes: Any) -> PretrainConfig:
     settings: dict[str, Any] = {
         "dir": str(corpus_dir),
         "sources": (
-            SourceConfig(kind="wikiextractor", name="wiki", path=str(folder / "wiki*.txt"), weight=2, licence="free"),
+            SourceConfig(kind="wikiextractor", name="wiki", path=str(folder / "wiki*.txt"), weight=2, license="free"),
             SourceConfig(kind="jsonl", name="lines", path=str(folder / "lines.jsonl")),
         ),
         "vocabulary": {"size": 200, "min_frequency": 1},
@@ -141,7 +141,7 @@ def test_the_card_counts_what_stayed_and_what_did_not(prepared: Path) -> None:
         4,
         57,
     )
-    assert (lines["documents_read"], lines["documents"], lines["licence"]) == (30, 30, "unknown")
+    assert (lines["documents_read"], lines["documents"], lines["license"]) == (30, 30, "unknown")
     assert wiki["sentences"] > 57 * 2
     assert card(prepared)["totals"]["documents"] == 87
     markdown = (prepared / "card.md").read_text()

@@ -83,9 +83,9 @@ def documents_of(folder: Path) -> list[tuple[str, int, bytes]]:
 
 def test_the_same_sources_give_the_same_documents(folder: Path) -> None:
     """In another order: documents of a source are in random order now."""
-    prepare(make_prepared_corpus.config("anew"), quiet=True)
-    assert documents_of(Path("anew")) == documents_of(folder)
-    made, before = (json.loads((one / "card.json").read_text()) for one in (Path("anew"), folder))
+    prepare(make_prepared_corpus.config("again"), quiet=True)
+    assert documents_of(Path("again")) == documents_of(folder)
+    made, before = (json.loads((one / "card.json").read_text()) for one in (Path("again"), folder))
     assert made["sources"][2].pop("left_out") == {"paragraphs": 8, "characters": 64, "read_characters": 1917}
     for card in (made, before):
         del card["totals"]["shards"]

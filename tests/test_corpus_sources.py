@@ -565,7 +565,7 @@ THE END
 
 *** END OF THE PROJECT GUTENBERG EBOOK A TEST ***
 
-Licence text that must go.
+License text that must go.
 """
 
 

@@ -18,10 +18,10 @@ from pretrain.corpus.trie import TokenTrie
 from pretrain.corpus.vocabulary import bert_tokenizer, save_tokenizer, train_vocabulary
 
 ENGLISH = (
-    "the quick brown fox jumps over the lazy dog while unbelievable internationalisation keeps "
+    "the quick brown fox jumps over the lazy dog while unbelievable internationalization keeps "
     "naïve façade résumé Ελληνικά русский язык don t stop 1999 2024 re-entry Zürich İstanbul 漢字 かな"
 )
-# What BERT's normaliser and pre-tokenizer treat specially, mixed with ordinary letters.
+# What BERT's normalizer and pre-tokenizer treat specially, mixed with ordinary letters.
 ODD = (
     "\t\r\x01\x0b\x7f\x85\xa0\xad\u0301\u0338\u1680\u200b\u200d\u2028\u3000\ufeff\ufffd"
     "漢字㐀𠀀䶿䷀䷿一鿿ꀀßİıſΣςéÅñŉǆ≮½²–—“”。、！١कि"
@@ -87,7 +87,7 @@ def test_each_ideograph_is_a_word() -> None:
     assert cut.document_words.tolist() == [3]
 
 
-def test_a_known_word_is_not_confused_with_its_neighbours() -> None:
+def test_a_known_word_is_not_confused_with_its_neighbors() -> None:
     """Words of every length up to 40 bytes that differ in one byte only, asked for twice."""
     random = np.random.default_rng(0)
     words = sorted(
@@ -109,7 +109,7 @@ def test_table_grows_past_its_first_size() -> None:
     assert table.words(first) == words
 
 
-def test_tokens_of_words_learnt_later() -> None:
+def test_tokens_of_words_learned_later() -> None:
     """The table of tokens follows the table of words as it grows."""
     tokenizer = bert_tokenizer(
         {t: n for n, t in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "##b", "c"])},

@@ -79,7 +79,7 @@ def test_training_merges_the_most_frequent_first() -> None:
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
-def test_words_are_normalised_as_by_bert_one_by_one(lowercase: bool) -> None:
+def test_words_are_normalized_as_by_bert_one_by_one(lowercase: bool) -> None:
     normalizer, cut = BertNormalizer(lowercase=lowercase), BertPreTokenizer()
     words = [
         "low",

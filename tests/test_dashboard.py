@@ -99,7 +99,7 @@ def write_tasks(folder: Path) -> None:
     given = {"names": ("entities", 0.8, 0.2), "returns": ("questions", 0.5, 0.1)}
     for name, (section, score, random_score) in given.items():
         data: dict[str, Any] = {
-            section: {"train": f"labelled/{name}.jsonl"},
+            section: {"train": f"labeled/{name}.jsonl"},
             "start_from": "runs/demo/export",
         }
         for seed in (0, 1):
@@ -203,14 +203,14 @@ class TestPanels:
         assert "scores" not in {panel.kind for panel in panels_for([training(1)])}
 
     @pytest.mark.parametrize("task", registry.TASKS)
-    def test_a_task_is_recognised_by_its_training_file(self, task: type[registry.Task[Any]]) -> None:
+    def test_a_task_is_recognized_by_its_training_file(self, task: type[registry.Task[Any]]) -> None:
         """So a task of the registry needs no entry in the dashboard."""
         assert "train" in task.settings_type.model_fields
         other_sections = FinetuneConfig.model_construct(name="a").model_dump(mode="json", exclude=set(TASKS))
         assert subject(other_sections) is None
-        recognised = subject({**other_sections, task.kind: {"train": "data/a.tsv"}})
-        assert recognised is not None
-        assert (recognised.data_key, recognised.data) == (f"{task.kind}.train", f"{task.kind}: a.tsv")
+        recognized = subject({**other_sections, task.kind: {"train": "data/a.tsv"}})
+        assert recognized is not None
+        assert (recognized.data_key, recognized.data) == (f"{task.kind}.train", f"{task.kind}: a.tsv")
 
 
 class TestCurves:
@@ -369,7 +369,7 @@ class TestPage:
         ):
             assert expected in text, expected
 
-    def test_scores_of_evaluate_pretrained_are_passed_over(self, run: Path) -> None:
+    def test_scores_of_evaluate_pretrained_are_skipped(self, run: Path) -> None:
         for folder in (run.parent / "scores", run):
             folder.mkdir(exist_ok=True)
             (folder / SCORES).write_text(json.dumps({"models": [{"name": "mini"}]}))
@@ -611,7 +611,7 @@ class TestWorkspace:
         dashboard.write_dashboard(str(run))
 
 
-def test_a_report_and_the_live_line_pass_over_events(run: Path) -> None:
+def test_a_report_and_the_live_line_skip_events(run: Path) -> None:
     kinds = [is_training(record) for record in read_records(run)]
     assert kinds == [True, True, False, True, False]
 

@@ -110,9 +110,9 @@ def test_every_shipped_student_fits_its_shipped_teacher() -> None:
         assert student_weights(config, teacher, shapes).keys() == shapes.keys()
 
 
-def test_a_student_may_name_another_initialisation_of_its_heads() -> None:
+def test_a_student_may_name_another_initialization_of_its_heads() -> None:
     """Its first weights are the teacher's, so the setting is free."""
-    config = load_config(CONFIGS / "distil-mini.yaml", ["model.attention_init=neighbours"])
+    config = load_config(CONFIGS / "distil-mini.yaml", ["model.attention_init=neighbors"])
     teacher = as_teacher(load_config(CONFIGS / "mini.yaml"), "runs/mini")
     assert "layers.1.qkv_bias" in student_shapes(config, teacher)
 
@@ -274,7 +274,7 @@ def test_teachers_that_do_not_fit(place: Place, changes: dict[str, Any], message
 
 
 def test_a_student_of_random_weights_may_have_another_shape(place: Place) -> None:
-    changes = {"model__hidden": 16, "distillation__cosine_weight": 0, "distillation__initialise": False}
+    changes = {"model__hidden": 16, "distillation__cosine_weight": 0, "distillation__initialize": False}
     check_teacher(place.config(**changes))
     assert run_workers(1, starts, [Start(place.settings("narrow", **changes))]) == [[""]]
     assert "cosine_loss" not in records(place.root / "narrow")[0]
@@ -287,7 +287,7 @@ def test_a_student_of_random_weights_may_have_another_shape(place: Place) -> Non
         ({"start_from": "x"}, "both give the first weights"),
         ({"distillation__layers": [0]}, "has 1 numbers for the 2 layers"),
         ({"distillation__layers": [3, 0]}, "in ascending order"),
-        ({"distillation__layers": [0, 1], "distillation__initialise": False}, "has no effect with initialise"),
+        ({"distillation__layers": [0, 1], "distillation__initialize": False}, "has no effect with initialize"),
         (dict.fromkeys([f"distillation__{name}_weight" for name in ("soft", "mlm", "cosine")], 0), "are all 0"),
     ],
 )

@@ -521,24 +521,24 @@ def test_sums_in_bf16_are_said(stage: int, warns: bool, caplog: pytest.LogCaptur
     assert ("DeepSpeed sums gradients in bf16" in caplog.text) == warns
 
 
-def orthogonalised_types(precision: str) -> set[str]:
-    """What Muon orthogonalises in, in a step of an engine of this precision."""
+def orthogonalized_types(precision: str) -> set[str]:
+    """What Muon orthogonalizes in, in a step of an engine of this precision."""
     seen: set[str] = set()
-    real = muon.orthogonalise
+    real = muon.orthogonalize
 
     def watched(update: torch.Tensor) -> torch.Tensor:
         seen.add(str(update.dtype))
         return real(update)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(muon, "orthogonalise", watched)
+        patch.setattr(muon, "orthogonalize", watched)
         take_steps(make_engine(1, precision, "muon"), range(1))
     return seen
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("fp32", "torch.float32"), ("bf16", "torch.bfloat16")])
-def test_muon_orthogonalises_in_the_precision_of_the_engine(precision: str, expected: str) -> None:
-    assert run_workers(1, orthogonalised_types, precision) == [{expected}]
+def test_muon_orthogonalizes_in_the_precision_of_the_engine(precision: str, expected: str) -> None:
+    assert run_workers(1, orthogonalized_types, precision) == [{expected}]
 
 
 def fp16_norms() -> dict[int, tuple[list[float], list[float], float]]:

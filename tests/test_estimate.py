@@ -216,7 +216,7 @@ def test_muon_keeps_one_moment_of_matrices_and_averages_need_a_copy():
 
 
 def test_the_flops_of_muon_are_those_of_its_products():
-    from pretrain.training.optim.muon import orthogonalise
+    from pretrain.training.optim.muon import orthogonalize
 
     config = make_config(
         model=ModelConfig(size="custom", layers=2, hidden=8, heads=2, intermediate=24),
@@ -224,9 +224,9 @@ def test_the_flops_of_muon_are_those_of_its_products():
     )
     with FlopCounterMode(display=False) as counter:
         for shape in [(8, 8)] * 4 + [(24, 8), (8, 24)]:
-            orthogonalise(torch.ones(shape))
-    assert cost.orthogonalisation_flops(config.model) == 2 * counter.get_total_flops()
-    assert work.optimizer_flops(config) == cost.orthogonalisation_flops(config.model)
+            orthogonalize(torch.ones(shape))
+    assert cost.orthogonalization_flops(config.model) == 2 * counter.get_total_flops()
+    assert work.optimizer_flops(config) == cost.orthogonalization_flops(config.model)
     assert work.optimizer_flops(make_config()) == 0
     assert "Muon" in estimate.dry_run(config)
     assert "Muon" not in estimate.dry_run(make_config())
@@ -444,7 +444,7 @@ def test_a_mean_length_must_be_positive(length: float):
         estimate.dry_run(make_config(), mean_length=length)
 
 
-def test_a_rehearsal_masks_a_token_however_rarely_training_does():
+def test_a_warmup_step_masks_a_token_however_rarely_training_does():
     from pretrain.run.train import full_batch
 
     config = make_config(masking={"probability": 0.003})

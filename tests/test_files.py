@@ -39,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 # ---- locks
 
 
-def test_a_full_disk_is_recognised_without_a_number(tmp_path: Path) -> None:
+def test_a_full_disk_is_recognized_without_a_number(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="disk full"), disk_errors(tmp_path):
         np.zeros(100_000).tofile("/dev/full")
 

@@ -1,4 +1,4 @@
-"""Labelled batches: each example once a pass, the same on any number of workers, rows and labels in their places."""
+"""Labeled batches: each example once a pass, the same on any number of workers, rows and labels in their places."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune.tasks.base import Windows
-from finetune.training.model.batches import Batches, LabelledBatch
+from finetune.training.model.batches import Batches, LabeledBatch
 from pretrain.common.errors import InputError
 
 
@@ -38,7 +38,7 @@ def make_batches(windows: Windows, rank: int = 0, world_size: int = 1, budget: i
     return Batches(windows, seed=7, budget=budget, rank=rank, world_size=world_size)
 
 
-def tokens_of(batch: LabelledBatch) -> list[tuple[int, int]]:
+def tokens_of(batch: LabeledBatch) -> list[tuple[int, int]]:
     """(id, dropout key) of every token."""
     return list(zip(batch.input_ids.tolist(), batch.token_keys.tolist(), strict=True))
 

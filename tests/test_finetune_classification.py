@@ -302,8 +302,8 @@ def test_data_sets_keep_the_names_and_order_of_their_classes(tmp_path: Path) -> 
     assert saved.read_file(str(tmp_path / "a.parquet"))[0].label == "ham"
     bare = datasets.DatasetDict({"train": train, "test": test.remove_columns("label")})
     bare.save_to_disk(tmp_path / "bare")
-    unlabelled = task(dataset=str(tmp_path / "bare"), test="test").read_test()["test"]
-    assert [(example.text, example.label) for example in unlabelled] == [("c", None)]
+    unlabeled = task(dataset=str(tmp_path / "bare"), test="test").read_test()["test"]
+    assert [(example.text, example.label) for example in unlabeled] == [("c", None)]
     parquet = task(train=str(tmp_path / "a.parquet"))
     parquet.read_train()
     assert parquet.labels == saved.labels
@@ -412,8 +412,8 @@ def test_vectors_of_0_and_1_are_sets_of_labels(form: str, write: Callable[..., s
     assert multi.labels == ("x", "y", "z")
     again = Classification(ClassificationSettings(train="gone.csv", dev=path, **values), multi.state())
     assert [example.label for example in again.read_held_out()["dev"]] == [("x", "z"), (), ("x", "y")]
-    unlabelled = write("b.jsonl", [{"text": "w"}])
-    assert [example.label for example in again.read_file(unlabelled, labelled=False)] == [None]
+    unlabeled = write("b.jsonl", [{"text": "w"}])
+    assert [example.label for example in again.read_file(unlabeled, labeled=False)] == [None]
 
 
 def test_numbers_and_names_that_are_no_vectors_stay_names(write: Callable[..., str]) -> None:
@@ -459,7 +459,7 @@ def test_a_vector_that_does_not_fit_is_left_out_where_a_model_predicts(write: Ca
         train = rows[:1] if file is rows else sayings([1, 0], [0, 1])
         trained = task(train=write("a.jsonl", train), problem_type="multi_label", **settings)
         trained.read_train()
-        examples = trained.read_file(write("b.jsonl", file), labelled=False)
+        examples = trained.read_file(write("b.jsonl", file), labeled=False)
         assert [example.label for example in examples] == labels
         assert f"{labels.count(None)} of 2 labels are missing or unknown" in caplog.text
 
@@ -511,7 +511,7 @@ def test_a_test_set_is_scored_where_it_has_labels(write: Callable[..., str], cap
     examples = one.read_test()["test"]
     assert [example.label for example in examples] == ["a", None, None, None, None, "b"]
     assert "4 of 6 labels are missing or unknown, and left out; the first:" in caplog.text
-    assert one.is_labelled(examples)
+    assert one.is_labeled(examples)
     assert one.score(examples, [{"label": "a"}] * 6)["accuracy"] == 0.5
     assert one.details(examples, [{"label": "a"}] * 6)["confusion"]["counts"] == [[1, 0], [1, 0]]
 

@@ -71,7 +71,7 @@ def settings_of(argv: Sequence[str]) -> dict[str, Any]:
 
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """The demo's options, in a folder of its own, with labelled sets of one row and no report."""
+    """The demo's options, in a folder of its own, with labeled sets of one row and no report."""
 
     def write_sets(folder: Path) -> dict[str, dict[str, int]]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def test_each_task_is_trained_from_pretrained_and_from_random_weights(
     for argv in finetune.seen:
         assert Path(argv[1]).is_file()
         assert settings_of(argv)["start_from"] == "runs/demo/export"
-    assert settings_of(finetune.seen[2])["entities.train"] == "runs/demo/labelled/names-train.jsonl"
+    assert settings_of(finetune.seen[2])["entities.train"] == "runs/demo/labeled/names-train.jsonl"
     out = capsys.readouterr().out
     assert "[1/8] tokenizing" in out
     assert "[7/8] What does the function return? (3 examples, 1 held out)" in out

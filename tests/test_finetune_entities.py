@@ -130,7 +130,7 @@ def test_spans_of_other_tools_are_read(form: str, suffix: str, tmp_path: Path) -
     sentences = read(str(path))
     assert [list(one.words) for one in sentences] == [["Ann", "left", "Rio"], ["it"]]
     assert [one.tags for one in sentences] == [["B-PER", "O", "B-LOC"], ["O"]]
-    to_predict = make_task().read_file(str(path), labelled=False)
+    to_predict = make_task().read_file(str(path), labeled=False)
     assert [one.tags for one in to_predict] == [one.tags for one in sentences]
 
 
@@ -146,12 +146,12 @@ def test_tags_without_types_are_read(tmp_path: Path) -> None:
     assert [sentence.tags for sentence in one.read_train()] == [["B-_", "I-_", "O"], ["O"]]
     assert one.labels == ("O", "B-_", "I-_")
     # A file to predict has the same columns, not lines of text.
-    assert [list(sentence.words) for sentence in one.read_file(path, labelled=False)] == [
+    assert [list(sentence.words) for sentence in one.read_file(path, labeled=False)] == [
         ["Ann", "Lee", "left"],
         ["here"],
     ]
     text = write(tmp_path / "b.txt", "vitamin B\n")
-    assert [list(sentence.words) for sentence in one.read_file(text, labelled=False)] == [["vitamin", "B"]]
+    assert [list(sentence.words) for sentence in one.read_file(text, labeled=False)] == [["vitamin", "B"]]
 
 
 def test_numbers_of_tags_have_names(tmp_path: Path) -> None:
@@ -344,12 +344,12 @@ def test_json_is_a_list_an_object_or_lines(tmp_path):
     assert len(read(write(tmp_path / "one.json", json.dumps(records[0], indent=1)))) == 1
 
 
-@pytest.mark.parametrize("labelled", [True, False])
-def test_a_csv_is_no_file_of_words(tmp_path, labelled):
+@pytest.mark.parametrize("labeled", [True, False])
+def test_a_csv_is_no_file_of_words(tmp_path, labeled):
     task = Entities(EntitiesSettings(train=write(tmp_path / "train", GOOD)))
     path = write(tmp_path / "a.csv", "id,text\n1,hello\n2,bye\n")
     with pytest.raises(InputError, match=r"a.csv: entities are not read from .csv. Give .jsonl, .json or .parquet"):
-        task.read_file(path, labelled=labelled)
+        task.read_file(path, labeled=labeled)
 
 
 def test_tags_of_records_follow_the_scheme_and_spans_need_not(tmp_path):
@@ -446,16 +446,16 @@ def test_parquet_has_records(tmp_path):
 
 def test_a_file_to_predict_may_hold_texts(tmp_path):
     task = Entities(EntitiesSettings(train=write(tmp_path / "train", GOOD)))
-    texts = task.read_file(write(tmp_path / "a.txt", "Ann left, O\n\nB O\n"), labelled=False)
+    texts = task.read_file(write(tmp_path / "a.txt", "Ann left, O\n\nB O\n"), labeled=False)
     assert [one.words for one in texts] == [["Ann", "left", ",", "O"], [], ["B", "O"]]
     assert [one.where() for one in texts] == [f"{tmp_path}/a.txt:{line}" for line in (1, 2, 3)]
     columns = write(tmp_path / "b.txt", "-DOCSTART- O\n\nAnn B-PER\nB. I-PER\n\nleft O\n")
-    labelled, unlabelled = task.read_file(columns), task.read_file(columns, labelled=False)
-    assert [(one.words, one.tags) for one in labelled] == [(one.words, one.tags) for one in unlabelled]
-    assert labelled[0].words == ["Ann", "B."]
+    labeled, unlabeled = task.read_file(columns), task.read_file(columns, labeled=False)
+    assert [(one.words, one.tags) for one in labeled] == [(one.words, one.tags) for one in unlabeled]
+    assert labeled[0].words == ["Ann", "B."]
     with pytest.raises(InputError, match=r"d.txt:1: lines end with CR alone"):
-        task.read_file(write(tmp_path / "d.txt", "Ann left\rBob saw\r"), labelled=False)
-    alone = task.read_file(write(tmp_path / "c.conll", "Ann\nB.\n\nleft\n"), labelled=False)
+        task.read_file(write(tmp_path / "d.txt", "Ann left\rBob saw\r"), labeled=False)
+    alone = task.read_file(write(tmp_path / "c.conll", "Ann\nB.\n\nleft\n"), labeled=False)
     assert [one.words for one in alone] == [["Ann", "B."], ["left"]]
 
 
@@ -888,7 +888,7 @@ def test_a_document_is_the_same_in_a_file_and_in_lines(tmp_path, context, live):
     records = [{"text": f"w{number}, it", "document": name, "id": number} for number, name in enumerate(names)]
     task = make_task(document_context=context)
     predictor = Shower(task, make_encoder(64))
-    whole = predictor.predict(task.read_file(write_records(tmp_path / "a.jsonl", *records), labelled=False))
+    whole = predictor.predict(task.read_file(write_records(tmp_path / "a.jsonl", *records), labeled=False))
     made = list(predictor.stream(records, live=live))
     assert [one.pop("id") for one in made] == list(range(len(names)))
     assert made == whole
@@ -1297,17 +1297,17 @@ def test_text_is_cut_as_the_training_words_were(text, expected):
 
 @settings(deadline=None)
 @given(st.text(max_size=40), st.lists(st.text(max_size=9), max_size=20))
-def test_learnt_words_are_whole_pieces_of_the_text(text, learnt):
+def test_learned_words_are_whole_pieces_of_the_text(text, learned):
     pieces = cut_words(text)
     assert WordCuts.learn([text[begin:end] for begin, end in pieces.tolist()])(text).tolist() == pieces.tolist()
-    found = WordCuts.learn(learnt)(text)
+    found = WordCuts.learn(learned)(text)
     assert (found[:, 1] > found[:, 0]).all()
     assert set(found[:, 0]) <= set(pieces[:, 0])
     covered = [np.concatenate([np.zeros(0, int), *(np.arange(*one) for one in words)]) for words in (found, pieces)]
     assert covered[0].tolist() == covered[1].tolist()
 
 
-def test_words_are_learnt_from_the_training_file_and_kept(tmp_path):
+def test_words_are_learned_from_the_training_file_and_kept(tmp_path):
     train = write(tmp_path / "a.conll", "Ann B-PER\nU.S. B-LOC\nanti-war O\n. O\n")
     task = Entities(EntitiesSettings(train=train, labels=("LOC", "PER")))
     record = {"text": "pro-war U.S. aide.", "entities": [{"start": 8, "end": 12, "type": "LOC"}]}

@@ -12,7 +12,7 @@ from seqeval.metrics import accuracy_score, classification_report
 from seqeval.scheme import IOB2, IOBES
 
 from finetune.tasks.entities import metrics as metrics
-from finetune.tasks.entities.metrics import Spans, compare, detect, find, slips, tagged, write
+from finetune.tasks.entities.metrics import EntitySpans, compare, detect, find, scheme_violations, tagged, write
 
 TYPES = ("-PER", "-LOC", "-a-b")
 BARE = (*TYPES, "")  # seqeval calls the type of a bare prefix `_`
@@ -185,8 +185,8 @@ def test_what_cannot_be_scored_is_refused():
 
 
 @st.composite
-def entities(draw: st.DrawFn) -> tuple[Spans, np.ndarray]:
-    """Entities of some sentences, neighbours of the same type among them, and where the sentences begin."""
+def entities(draw: st.DrawFn) -> tuple[EntitySpans, np.ndarray]:
+    """Entities of some sentences, neighbors of the same type among them, and where the sentences begin."""
     starts, first, behind, types, word = [0], [], [], [], 0
     for _ in range(draw(st.integers(1, 4))):
         for gap, length, kind in draw(
@@ -199,7 +199,7 @@ def entities(draw: st.DrawFn) -> tuple[Spans, np.ndarray]:
             types.append(kind)
         word += draw(st.integers(0, 2))
         starts.append(word)
-    return Spans(np.array(first, int), np.array(behind, int), np.array(types, int)), np.array(starts)
+    return EntitySpans(np.array(first, int), np.array(behind, int), np.array(types, int)), np.array(starts)
 
 
 @settings(deadline=None)
@@ -210,7 +210,7 @@ def test_every_scheme_gives_back_what_was_written(case, scheme):
     types = np.full(len(prefixes), -1)
     for first, behind, kind in zip(spans.first, spans.end, spans.types, strict=True):
         types[first:behind] = kind
-    tags = metrics.Tagged(prefixes, types, starts, ("PER", "LOC"))
+    tags = metrics.TaggedSentences(prefixes, types, starts, ("PER", "LOC"))
     for rule in (
         ("conlleval", "iob2") if scheme == "iob2" else ("conlleval", "bioes") if scheme == "bioes" else ("conlleval",)
     ):
@@ -218,7 +218,7 @@ def test_every_scheme_gives_back_what_was_written(case, scheme):
         assert found.first.tolist() == spans.first.tolist()
         assert found.end.tolist() == spans.end.tolist()
         assert found.types.tolist() == spans.types.tolist()
-    assert len(slips(tags, scheme)) == 0
+    assert len(scheme_violations(tags, scheme)) == 0
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,9 @@ def test_the_scheme_is_seen(tags, scheme):
 
 
 def test_slips_are_found_where_they_are():
-    assert slips(tagged([["B-PER", "O", "I-PER"], ["I-PER"]]), "iob2").tolist() == [2, 3]
-    assert slips(tagged([["B-PER", "B-PER"]]), "iob1").tolist() == [0]
-    assert slips(tagged([["I-PER"], ["I-PER", "B-PER"]]), "iob1").tolist() == []  # sentences part them already
-    assert slips(tagged([["B-PER", "I-PER", "O", "S-PER"]]), "bioes").tolist() == [1]
+    assert scheme_violations(tagged([["B-PER", "O", "I-PER"], ["I-PER"]]), "iob2").tolist() == [2, 3]
+    assert scheme_violations(tagged([["B-PER", "B-PER"]]), "iob1").tolist() == [0]
+    assert (
+        scheme_violations(tagged([["I-PER"], ["I-PER", "B-PER"]]), "iob1").tolist() == []
+    )  # sentences part them already
+    assert scheme_violations(tagged([["B-PER", "I-PER", "O", "S-PER"]]), "bioes").tolist() == [1]

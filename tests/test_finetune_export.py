@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from corpora import SPECIALS, write_tokenizer
-from labelled_batches import ROWS, make_batch, pad
+from labeled_batches import ROWS, make_batch, pad
 from tiny_checkpoints import make_bert, write_reviews
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from finetune.tasks.base import Head, Objective, Task
 from finetune.tasks.registry import make_task
 from finetune.training.card import CardFacts, model_card
 from finetune.training.config import FinetuneConfig
-from finetune.training.model.batches import LabelledBatch
+from finetune.training.model.batches import LabeledBatch
 from finetune.training.model.task_model import TaskModel
 from finetune.training.saved import SetResult, save_model
 from pretrain.checkpoint.released import Released, read_released
@@ -83,7 +83,7 @@ def rows_of(outputs: list[Tensor], inputs: dict[str, Tensor], head: Head) -> Ten
     return logits_BLC[inputs["attention_mask"].bool()]
 
 
-def task_logits(released: Released, head: Head, batch: LabelledBatch) -> Tensor:
+def task_logits(released: Released, head: Head, batch: LabeledBatch) -> Tensor:
     """[R, C] of the model that is trained."""
     model = TaskModel(
         released.model,
@@ -345,15 +345,15 @@ def write_lines(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-def labelled(path: Path, labels: list[Any]) -> str:
+def labeled(path: Path, labels: list[Any]) -> str:
     return write_lines(path, [{"text": f"text {n}", "label": label} for n, label in enumerate(labels)])
 
 
 def test_the_card_of_a_classifier(tmp_path: Path) -> None:
     truth = ["a|b", "c", "c", "a|b", "d"]
     files = {
-        "train": labelled(tmp_path / "train.jsonl", truth),
-        "dev": labelled(tmp_path / "dev.jsonl", truth),
+        "train": labeled(tmp_path / "train.jsonl", truth),
+        "dev": labeled(tmp_path / "dev.jsonl", truth),
     }
     predicted = [{"label": label} for label in ("a|b", "c", "d", "c", "d")]
     card = render({"classification": files}, predicted)
@@ -379,7 +379,7 @@ def test_the_card_of_a_classifier(tmp_path: Path) -> None:
 
 
 def test_the_card_names_the_set_that_selected_the_model(tmp_path: Path) -> None:
-    files = {name: labelled(tmp_path / f"{name}.jsonl", [["x"], ["y"]]) for name in ("train", "dev", "test")}
+    files = {name: labeled(tmp_path / f"{name}.jsonl", [["x"], ["y"]]) for name in ("train", "dev", "test")}
     chances = [{"scores": {"x": 0.9, "y": 0.2}}, {"scores": {"x": 0.7, "y": 0.8}}]
     sets = {"problem_type": "multi_label", "format": "jsonl"}
     card = render({"classification": {**files, **sets}}, chances)
@@ -404,8 +404,8 @@ def test_the_card_names_the_set_that_selected_the_model(tmp_path: Path) -> None:
 def test_a_large_matrix_becomes_its_most_frequent_mistakes(tmp_path: Path) -> None:
     labels = [f"label{n:02}" for n in range(30)]
     files = {
-        "train": labelled(tmp_path / "train.jsonl", labels),
-        "dev": labelled(tmp_path / "dev.jsonl", labels),
+        "train": labeled(tmp_path / "train.jsonl", labels),
+        "dev": labeled(tmp_path / "dev.jsonl", labels),
     }
     card = render({"classification": files}, [{"label": labels[n // 2]} for n in range(30)])
     mistakes = tables(card)[2]
@@ -416,8 +416,8 @@ def test_a_large_matrix_becomes_its_most_frequent_mistakes(tmp_path: Path) -> No
 
 def test_the_cards_of_sets_of_labels_and_of_values(tmp_path: Path) -> None:
     sets = {
-        "train": labelled(tmp_path / "a", [["x"], ["x", "y"]]),
-        "dev": labelled(tmp_path / "b", [["x"], ["y"]]),
+        "train": labeled(tmp_path / "a", [["x"], ["x", "y"]]),
+        "dev": labeled(tmp_path / "b", [["x"], ["y"]]),
     }
     more = {"problem_type": "multi_label", "format": "jsonl"}
     chances = [{"scores": {"x": 0.9, "y": 0.2}}, {"scores": {"x": 0.7, "y": 0.8}}]
@@ -428,7 +428,7 @@ def test_the_cards_of_sets_of_labels_and_of_values(tmp_path: Path) -> None:
     ]
     assert "threshold: 0.5000 (dev)." in card
     metadata(card)
-    sets = {"train": labelled(tmp_path / "c", [1.0, 2.0]), "dev": labelled(tmp_path / "d", [1.0, 2.5, 3.0])}
+    sets = {"train": labeled(tmp_path / "c", [1.0, 2.0]), "dev": labeled(tmp_path / "d", [1.0, 2.5, 3.0])}
     values = [{"value": value} for value in (1.0, 2.0, 3.5)]
     card = render({"classification": {**sets, "problem_type": "regression", "format": "jsonl"}}, values)
     assert "mean absolute error: 0.3333, mean squared error: 0.1667 (dev)." in card
@@ -477,7 +477,7 @@ def test_the_card_of_an_answerer(tmp_path: Path) -> None:
 
 
 def test_what_the_hub_knows_is_named(tmp_path: Path) -> None:
-    files = {name: labelled(tmp_path / f"{name}.jsonl", ["x", "y"]) for name in ("train", "dev")}
+    files = {name: labeled(tmp_path / f"{name}.jsonl", ["x", "y"]) for name in ("train", "dev")}
     cache = "/data/hub/models--google-bert--bert-base-uncased/snapshots/86b5e0934494bd15c9632b12f734a8a67f723594"
     given = {"classification": files, "start_from": cache}
     predictions = [{"label": "x"}, {"label": "x"}]

@@ -164,7 +164,7 @@ def starts(given: list[Start]) -> list[str]:
     return make_starts(train.main, given)
 
 
-# What the masked-language-modelling head of the start gives to the head of a task.
+# What the masked-language-modeling head of the start gives to the head of a task.
 STARTS = {"modernbert": (make_modernbert, {"dense_weight", "norm_weight"}), "deberta": (make_deberta, set())}
 HEADS = {"modernbert": {"dense_weight", "norm_weight"}, "deberta": {"dense_weight", "dense_bias"}}
 
@@ -200,7 +200,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 
 @pytest.mark.parametrize("name", ["names", "answers"])
-def test_a_task_is_learnt(root: Path, name: str) -> None:
+def test_a_task_is_learned(root: Path, name: str) -> None:
     losses = [record["loss"] for record in records(root / name)]
     assert losses[-1] < 0.8 * losses[0]
 

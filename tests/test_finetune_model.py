@@ -13,7 +13,7 @@ import torch
 from tiny_checkpoints import make_bert
 
 from finetune.tasks.base import Head, Objective, Windows
-from finetune.training.model.batches import Batches, LabelledBatch
+from finetune.training.model.batches import Batches, LabeledBatch
 from finetune.training.model.task_model import TaskModel
 from pretrain.checkpoint.assembly import assemble
 from pretrain.checkpoint.layouts import HeadDropout, TaskHead, read_config
@@ -51,7 +51,7 @@ def theirs(checkpoint: Path, name: str, model: TaskModel, outputs: int) -> Any:
     return baseline
 
 
-def make_batch(labels: np.ndarray, asked: np.ndarray, weights: np.ndarray | None = None) -> LabelledBatch:
+def make_batch(labels: np.ndarray, asked: np.ndarray, weights: np.ndarray | None = None) -> LabeledBatch:
     """One micro-batch of `LENGTHS`, one window an example, in this order of labels."""
     starts = np.concatenate([[0], np.cumsum(LENGTHS)])
     draw = np.random.default_rng(0)
@@ -69,7 +69,7 @@ def make_batch(labels: np.ndarray, asked: np.ndarray, weights: np.ndarray | None
     return batch
 
 
-def padded(batch: LabelledBatch) -> dict[str, torch.Tensor]:
+def padded(batch: LabeledBatch) -> dict[str, torch.Tensor]:
     rows = [slice(a, b) for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
     pad = torch.nn.utils.rnn.pad_sequence
     return {

@@ -242,7 +242,7 @@ def test_a_file_is_read_as_its_suffix_says(
         assert alone["scores"] == pytest.approx(one["scores"], abs=1e-6)
 
 
-def test_unlabelled_files_and_pairs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unlabeled_files_and_pairs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_csv(tmp_path / "new.csv", ["two", "one"], [["the book", "the film, too"], ["", "good"]])
     assert predict(folder / "pairs", path) == 0
     made = output(capsys)
@@ -559,7 +559,7 @@ def test_quotes_are_those_of_the_training_file(tmp_path: Path, is_quoted: bool) 
     expected = "good film" if is_quoted else '"good film"'
     for one in (trained, again):
         assert one.read_held_out()["dev"][0].text == expected
-        assert one.read_file(later, labelled=False)[0].text == expected
+        assert one.read_file(later, labeled=False)[0].text == expected
     csv_file = put(tmp_path / "a.csv", 'text,label\n"good film",a\n')
     assert again.read_file(csv_file)[0].text == "good film", "other formats have their own quotes"
     older = {key: value for key, value in state.items() if key != "quoting"}

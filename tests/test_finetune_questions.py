@@ -1,4 +1,4 @@
-"""Span questions: files, windows, answers, thresholds. The reference behaviours are written again, slowly, below."""
+"""Span questions: files, windows, answers, thresholds. The reference behaviors are written again, slowly, below."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def test_forms_read_alike(tmp_path):
         write(tmp_path / "packed.jsonl.gz", gzip.compress(lines.encode())),
     ]
     for file in files:
-        assert read(file, labelled=True) == [CAT, DOG], file
-    first, second = read(files[3], labelled=True)
+        assert read(file, labeled=True) == [CAT, DOG], file
+    first, second = read(files[3], labeled=True)
     assert first.context is second.context
 
 
@@ -142,12 +142,12 @@ def test_odd_but_right(tmp_path):
     lines = json.dumps(record, ensure_ascii=False) + "\r\n" + json.dumps({**record, "id": 7, "is_impossible": False})
     with (tmp_path / "a.jsonl").open("w", encoding="utf-8", newline="") as file:
         file.write(lines)
-    found = read(str(tmp_path / "a.jsonl"), labelled=True)
+    found = read(str(tmp_path / "a.jsonl"), labeled=True)
     assert [one.id for one in found] == ["1", "7"]
     assert found[0].text == "a\u2028b\u0085?"
     assert found[0].answers == (Answer("y\r z", 2),)
-    unlabelled = read(write(tmp_path / "b.json", nested(ask("The cat."))), labelled=False)
-    assert unlabelled[0].answers is None
+    unlabeled = read(write(tmp_path / "b.json", nested(ask("The cat."))), labeled=False)
+    assert unlabeled[0].answers is None
 
 
 def good(**change: Any) -> str:
@@ -222,19 +222,19 @@ DOCUMENTS = [
 )
 def test_bad_files(tmp_path, name, content, message):
     with pytest.raises(InputError, match=message) as raised:
-        read(write(tmp_path / name, content), labelled=True)
+        read(write(tmp_path / name, content), labeled=True)
     assert "\n" not in str(raised.value)
 
 
 def test_files_that_are_not_there(tmp_path):
     with pytest.raises(InputError, match=r"none.json: not found. Check"):
-        read(str(tmp_path / "none.json"), labelled=True)
+        read(str(tmp_path / "none.json"), labeled=True)
     for name in ("a.json.gz", "a.json.xz"):
         with pytest.raises(InputError, match=r"a.json...: cannot be read \(.+\)"):
-            read(write(tmp_path / name, b"no archive"), labelled=True)
+            read(write(tmp_path / name, b"no archive"), labeled=True)
     packed = gzip.compress(json.dumps(nested(CAT)).encode())
     with pytest.raises(InputError, match=r"cannot be read .* Fetch it again"):
-        read(write(tmp_path / "cut.json.gz", packed[:-9]), labelled=True)
+        read(write(tmp_path / "cut.json.gz", packed[:-9]), labeled=True)
     with pytest.raises(InputError, match=r"questions.train: empty. Give a file"):
         task().read_train()
     assert task().read_held_out() == task().read_test() == {}
@@ -258,7 +258,7 @@ def test_a_blank_answer_at_minus_1_is_none(tmp_path: Path, blank: str) -> None:
 def test_a_file_to_be_answered_may_leave_its_answers_out(tmp_path: Path) -> None:
     path = records(tmp_path / "a.jsonl", *({"answers": [], "is_impossible": one} for one in (False, True)))
     assert [one.answers for one in task(test=path, unanswerable=True).read_test()["test"]] == [None, ()]
-    assert [one.answers for one in task().read_file(path, labelled=False)] == [None, ()]
+    assert [one.answers for one in task().read_file(path, labeled=False)] == [None, ()]
     with pytest.raises(InputError, match="is_impossible is false, but there are 0 answers"):
         task(dev=path).read_held_out()
 
@@ -269,9 +269,9 @@ def test_a_trained_model_is_scored_with_wrong_offsets(tmp_path: Path, caplog: An
         task(dev=path).read_held_out()
     state = {"unanswerable": False, "threshold": 0.0}
     trained = task(state, train="gone.jsonl")
-    for labelled in (True, False):
+    for labeled in (True, False):
         caplog.clear()
-        (found,) = trained.read_file(path, labelled=labelled)
+        (found,) = trained.read_file(path, labeled=labeled)
         assert found.answers == (Answer("cat", 3),)
         assert "1 of 1 answers are not at their answer_start" in caplog.text
     with pytest.raises(InputError, match="bad_answers: skip"):
@@ -340,7 +340,7 @@ def test_unanswerable_follows_the_training_set(tmp_path):
     assert trained.read_test() == {"test": [CAT]}
     forced = task(one.state(), unanswerable=True)
     assert forced.read_file(v2) == [CAT, DOG]
-    # A released model, never trained here: the labelled set decides.
+    # A released model, never trained here: the labeled set decides.
     released = task(test=write(tmp_path / "3.json", nested(ask("The cat."))))
     released.read_test()
     released.read_file(v2)
@@ -495,7 +495,7 @@ def test_windows_too_short(encoder):
         task(max_question_tokens=29).windows([CAT], encoder, training=True)
 
 
-def test_an_answer_without_a_token_is_not_learnt_from(encoder, caplog):
+def test_an_answer_without_a_token_is_not_learned_from(encoder, caplog):
     made = [Question("1", "who", "ab \u0301 c", (Answer("\u0301", 3),)), ask("ab", "ab", id="2")]
     with caplog.at_level(logging.WARNING):
         windows = task().windows(made, encoder, training=True)
@@ -507,7 +507,7 @@ def test_an_answer_without_a_token_is_not_learnt_from(encoder, caplog):
 
 
 def decoded(questions: list[Question], encoder: TextEncoder, **given: Any) -> list[dict[str, Any]]:
-    """Predictions of a model that has learnt the labels by heart."""
+    """Predictions of a model that has learned the labels by heart."""
     one = task(unanswerable=True, **given)
     windows = one.windows(questions, encoder, training=False)
     return one.decode(questions, windows, windows.labels.astype(np.float32) * 9)
@@ -524,7 +524,7 @@ UNICODE = [
         "\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466",
         "joined emoji",
     ),
-    ("so \U0001f44d\U0001f3fd good", "\U0001f44d\U0001f3fd", "emoji of a skin colour"),
+    ("so \U0001f44d\U0001f3fd good", "\U0001f44d\U0001f3fd", "emoji of a skin color"),
     ("I \u2764\ufe0f it", "\u2764\ufe0f", "variation selector"),
     ("\U0001d518\U0001d52b\U0001d526 code page", "code", "behind the basic plane"),
     ("ab\x00cd\x07 ef\u200bgh", "ef\u200bgh", "control characters"),

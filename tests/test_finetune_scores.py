@@ -15,7 +15,7 @@ from tiny_checkpoints import make_bert, write_reviews
 import finetune
 from finetune.artifacts.evaluation import evaluate
 from finetune.training import train
-from finetune.training.model.batches import LabelledBatch
+from finetune.training.model.batches import LabeledBatch
 from finetune.training.model.task_model import TaskModel
 from pretrain.checkpoint.layouts import TaskHead
 from pretrain.config import ModelConfig
@@ -115,7 +115,7 @@ def test_heads_compute_in_fp32() -> None:
     shape = ModelConfig(size="custom", layers=1, hidden=16, heads=2, max_positions=16)
     model = TaskModel(shape, 20, "tokens", "classes", 3, TaskHead()).eval().bfloat16()
     rows = torch.arange(6)
-    batch = LabelledBatch(
+    batch = LabeledBatch(
         input_ids=rows + 3,
         token_types=torch.zeros(6, dtype=torch.int64),
         positions=rows,

@@ -87,7 +87,7 @@ def test_a_head_without_a_pooler_and_random_weights_are_reported() -> None:
     assert text.endswith(f"\n{FITTED}")
     text = start_table(make_config(random_weights=True), make_task(), make_released())
     assert " -> " not in text
-    assert "62 tensors left out: initialised at random (random_weights)" in text
+    assert "62 tensors left out: initialized at random (random_weights)" in text
 
 
 @pytest.mark.parametrize(
@@ -198,13 +198,13 @@ def test_a_dry_run_shows_the_table_of_its_own_settings(tmp_path: Path) -> None:
     }
     mapping = plan(FinetuneConfig.model_validate(values), alone=True).key_mapping
     assert "32 tensors -> layers.*" in mapping
-    assert mapping.endswith("initialised at random: head.out.*")
+    assert mapping.endswith("initialized at random: head.out.*")
 
 
 def test_a_model_that_was_trained_with_settings_that_left_is_read() -> None:
     now = make_config().model_dump(mode="json")
-    training = {**now["training"], "preset": "few-sample", "reinitialised_layers": 1, "reinitialise_pooler": True}
-    before = {**now, "training": training, "optimizer": {**now["optimizer"], "normalised": True}}
+    training = {**now["training"], "preset": "few-sample", "reinitialized_layers": 1, "reinitialize_pooler": True}
+    before = {**now, "training": training, "optimizer": {**now["optimizer"], "normalized": True}}
     assert FinetuneConfig.model_validate(as_trained(before)) == FinetuneConfig.model_validate(now)
     with pytest.raises(ValueError, match=r"preset: few-sample left in 0\.2"):
         FinetuneConfig.model_validate(before)

@@ -22,7 +22,7 @@ from cluster.workers.trials.driver import trials_that_fit
 from cluster.workers.trials.request import TrialEvent
 from finetune.experiments import glue_runs, results, sweep, trials, trials_view
 from finetune.experiments.candidates import candidates, rank, to_drop
-from finetune.experiments.grid import Point, expand, parse_grid
+from finetune.experiments.grid import GridPoint, expand, parse_grid
 from finetune.experiments.outcomes import Outcome, Spread, Trial, failure, spreads
 from finetune.experiments.trials import TrialRuns, degenerate
 from finetune.tasks.classification import ClassificationSettings
@@ -336,7 +336,7 @@ def test_a_grid_is_every_combination_the_last_setting_changing_fastest() -> None
     assert points[1].overrides == ["training.learning_rate=1e-5", "max_length=128"]
     assert points[1].label == "learning_rate 1e-5, max_length 128"
     assert points[1].folder == "learning-rate-1e-5-max-length-128"
-    assert expand({}) == [Point({})]
+    assert expand({}) == [GridPoint({})]
 
 
 @pytest.mark.parametrize(("name", "count"), [("devlin", 18), ("small-bert", 20)])
@@ -499,7 +499,7 @@ def test_models_are_dropped_once_other_settings_lead() -> None:
         ([[0, 3], [0, 5]], "no better than always b (0.6250)"),
     ],
 )
-def test_a_run_that_learnt_nothing_is_reported(counts: list[list[int]], expected: str) -> None:
+def test_a_run_that_learned_nothing_is_reported(counts: list[list[int]], expected: str) -> None:
     said = {"details": {"dev": {"confusion": {"labels": ["a", "b"], "counts": counts}}}}
     assert degenerate(said) == expected
     assert degenerate({"details": {"dev": {"by_type": {}}}}) == degenerate({"details": {}}) == ""

@@ -132,7 +132,7 @@ def test_it_learns_and_keeps_the_best_evaluation(root: Path) -> None:
     assert scores["scores"]["dev"]["accuracy"] == evaluated[scores["step"]] == max(evaluated.values()) > 0.9
 
 
-def test_a_labelled_test_set_is_scored(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_labeled_test_set_is_scored(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = root / "tested"
     said = json.loads((folder / "scores.json").read_text())
     assert (list(said["scores"]), list(said["details"]), said["chosen_on"]) == (["dev", "test"],) * 2 + ("dev",)
@@ -508,7 +508,7 @@ def test_layers_learn_slower_the_deeper_they_lie() -> None:
         "head.out_weight",
     ]
     groups = layered_groups(config, [(name, torch.zeros(2)) for name in names], 2)
-    assert {name: group["rate_share"] for group in groups for name in group["names"]} == dict(
+    assert {name: group["lr_scale"] for group in groups for name in group["names"]} == dict(
         zip(names, [0.125, 0.25, 0.25, 0.5, 1.0], strict=True)
     )
     assert {name: group["weight_decay"] for group in groups for name in group["names"]}["layers.0.qkv_bias"] == 0
@@ -560,14 +560,14 @@ def test_a_training_is_compiled_if_that_pays(
     assert (train._uncompiled(config) if short else config).engine.compiled == compiled
 
 
-def test_a_short_training_is_not_rehearsed(root: Path) -> None:
+def test_a_short_training_has_no_warmup_step(root: Path) -> None:
     config = settings(root, "quick", training__epochs=0.1)
-    outcome = run_workers(1, starts_without_rehearsal, [Start(config)])
+    outcome = run_workers(1, starts_without_warmup_step, [Start(config)])
     assert outcome == [[""]]
 
 
-def starts_without_rehearsal(given: list[Start]) -> list[str]:
+def starts_without_warmup_step(given: list[Start]) -> list[str]:
     from pretrain.run import run
 
-    run.rehearse = lambda *_: pytest.fail("rehearsed")  # type: ignore[assignment]
+    run.warmup_step = lambda *_: pytest.fail("tried")  # type: ignore[assignment]
     return starts(given)

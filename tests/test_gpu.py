@@ -29,7 +29,7 @@ from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.run import session
-from pretrain.run.passes import Passes, seed_device
+from pretrain.run.forward_backward import ForwardBackward, seed_device
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.batches_by_hand import make_batch
@@ -73,7 +73,7 @@ def _exact_products() -> Iterator[None]:
 
 
 def make_model(changes: dict[str, Any], *, compile: bool = False) -> PretrainingModel:
-    """Weights away from their initialisation, so that biases and norms matter."""
+    """Weights away from their initialization, so that biases and norms matter."""
     torch.manual_seed(0)
     shape = ModelConfig.model_validate({**SIZES, "attention_dropout": 0.0, **changes})
     model = PretrainingModel(shape, VOCABULARY, compile=compile)
@@ -248,10 +248,10 @@ def training(config: PretrainConfig) -> Iterator[tuple[Engine, Run]]:
             config.engine,
         )
         engine.module.train()
-        passes = Passes(engine, objective)
+        forward_backward = ForwardBackward(engine, objective)
 
         def run(micro: MicroBatch, *, last: bool) -> Tensor:
-            return passes.run(micro.to(device), objective.loss_weights(_step_batch(micro)), last=last)
+            return forward_backward.run(micro.to(device), objective.loss_weights(_step_batch(micro)), last=last)
 
         yield engine, run
         engine.close()
@@ -311,7 +311,7 @@ def test_a_recorded_dropout_is_another_in_each_replay() -> None:
     model = {**SIZES, "family": "modernbert", "attention_dropout": 0.5}
     batch, losses = rounded((100, 100, 120), 0), []
     with recording(model=model, pairs={"objective": "none"}) as (engine, run):
-        for weights in engine._layout.flats():  # as they are initialised, attention changes no loss
+        for weights in engine._layout.flats():  # as they are initialized, attention changes no loss
             weights.data.add_(torch.randn_like(weights) * 0.3)
         engine.step(0.0)
         for seed in (1, 1, 1, 0, 7, 7, 8):  # 0: none

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pretrain.training import heartbeats
-from pretrain.training.heartbeats import Exchange, Follower, Hang, Heartbeat, HeartbeatSummary, Ranks
+from pretrain.training.heartbeats import Follower, Hang, Heartbeat, HeartbeatExchange, HeartbeatSummary, Ranks
 
 WAITS = heartbeats.IN_COLLECTIVE
 
@@ -84,9 +84,9 @@ def test_silence_is_measured_in_rounds_that_were_heard() -> None:
     ranks.record([heartbeat(1), heartbeat(1)], 0.0)
     ranks.record([heartbeat(2, 1), heartbeat(2, 1)], 100.0)  # the store paused
     assert ranks.find() is None
-    assert ranks.unheard(108.0, limit=8.0) == 0
-    assert ranks.unheard(130.0, limit=8.0) == 30
-    assert Ranks(2, 0.0).unheard(130.0, limit=8.0) == 0, "connections take long where there are many"
+    assert ranks.silent_seconds(108.0, limit=8.0) == 0
+    assert ranks.silent_seconds(130.0, limit=8.0) == 30
+    assert Ranks(2, 0.0).silent_seconds(130.0, limit=8.0) == 0, "connections take long where there are many"
     for now in range(101, 109):
         ranks.record([heartbeat(now, now), heartbeat(2, 1)], float(now))
         assert ranks.find() is None
@@ -190,8 +190,8 @@ class CountingStore:
         return self.values[key].encode()
 
 
-def attached(store: Any, rank: int, size: int) -> Exchange:
-    exchange = Exchange(rank, size)
+def attached(store: Any, rank: int, size: int) -> HeartbeatExchange:
+    exchange = HeartbeatExchange(rank, size)
     exchange.attach(store)
     return exchange
 
@@ -234,7 +234,7 @@ def test_64_ranks_on_one_store() -> None:
 
     size, guilty = 64, random.Random(0).randrange(1, 64)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    learnt: dict[int, Hang | None] = {}
+    learned: dict[int, Hang | None] = {}
 
     def connect() -> TCPStore:
         return TCPStore(
@@ -249,7 +249,7 @@ def test_64_ranks_on_one_store() -> None:
         for rank, exchange in exchanges.items():
             summary = exchange.report(heartbeat(count, doing="" if rank == guilty else WAITS))
             assert summary is not None
-            learnt[rank] = summary.finding
+            learned[rank] = summary.finding
 
     ranks = Ranks(size, 0.0)
     for count in (2, 3):
@@ -258,11 +258,11 @@ def test_64_ranks_on_one_store() -> None:
     finding = ranks.find()
     assert finding is not None
     assert finding.rank == guilty
-    assert set(learnt.values()) == {None}
+    assert set(learned.values()) == {None}
     first.gather(heartbeat(4, doing=WAITS), finding)
     report_all(4)
-    assert len(learnt) == size - 1
-    assert set(learnt.values()) == {finding}
+    assert len(learned) == size - 1
+    assert set(learned.values()) == {finding}
 
 
 def test_a_second_start_in_the_same_processes_hears_nothing_of_the_first() -> None:

@@ -294,7 +294,7 @@ class TestExportRun:
         assert read_tokenizer(run).encode(text).ids == read_tokenizer(run / "export").encode(text).ids
 
     @pytest.mark.parametrize("damage", ["{", None])
-    def test_a_corpus_prepared_anew_is_not_the_runs(
+    def test_a_corpus_prepared_again_is_not_the_runs(
         self, run: Path, monkeypatch: pytest.MonkeyPatch, damage: str | None
     ) -> None:
         """It has as many entries; checkpoints of earlier versions tell of vocab.txt alone, or of nothing."""
@@ -310,7 +310,7 @@ class TestExportRun:
         hf.export_run(run, run / "export")
         assert read_tokenizer(run).encode("cat").ids == read_tokenizer(run / "export").encode("cat").ids
 
-    def test_a_corpus_prepared_anew_with_another_casing_is_not_the_runs(self, run: Path) -> None:
+    def test_a_corpus_prepared_again_with_another_casing_is_not_the_runs(self, run: Path) -> None:
         corpus = run.parent / "corpus"
         write_checkpoint(run, 3100, 1.0, tokenizer=tokenizer_digest(corpus))
         hf.export_run(run, run / "export")
@@ -328,9 +328,9 @@ class TestExportRun:
         card = (run / "export" / "README.md").read_text()
         assert card.startswith("---\nlibrary_name: transformers\n")
         assert "A BERT encoder of" in card
-        assert "pretrained from random initialisation" in card
+        assert "pretrained from random initialization" in card
         assert "checkpoint after step 2,000 of 3,000" in card
-        assert "| masked-language-modelling loss | 2.5000 |" in card
+        assert "| masked-language-modeling loss | 2.5000 |" in card
         assert "| next-sentence accuracy | 75.00% |" in card
         assert "### Two novels" in card
         assert "global_sequences: 4" in card

@@ -15,7 +15,7 @@ from batches_by_hand import make_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.batches.batch import MicroBatch
-from pretrain.common.transfers import OnItsWay, arrivals
+from pretrain.common.transfers import PendingCopy, arrivals
 from pretrain.config import ElectraConfig, ModelConfig
 from pretrain.model import attention
 from pretrain.model.electra import ElectraModel
@@ -127,11 +127,11 @@ def test_a_copy_is_waited_for_when_the_next_is_on_its_way() -> None:
         def synchronize(self) -> None:
             order.append(f"wait {self.number}")
 
-    def launch() -> Iterator[tuple[int, OnItsWay]]:
+    def launch() -> Iterator[tuple[int, PendingCopy]]:
         for number in range(3):
             order.append(f"launch {number}")
             event: Any = Event(number)
-            yield number, OnItsWay(torch.tensor(number), event)
+            yield number, PendingCopy(torch.tensor(number), event)
 
     assert [(number, int(values)) for number, values in arrivals(launch())] == [(0, 0), (1, 1), (2, 2)]
     assert order == ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1", "wait 2"]

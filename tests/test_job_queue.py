@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from cluster.jobs import job_queue
-from cluster.jobs.job_queue import Queue, Waiting, leaves_capacity, wait_in_queue
+from cluster.jobs.job_queue import Queue, WaitingJob, leaves_capacity, wait_in_queue
 from pretrain.common.errors import InputError, MachineError, StoppedError
 
 ROOT = Path(__file__).parent.parent
@@ -25,8 +25,8 @@ EIGHT_CPUS = [(8, 0)]
 TWO_NODES = [(4, 0), (4, 0)]
 
 
-def wants(low: int, high: int = 0, cpus: int = 1) -> Waiting:
-    return Waiting("job", low, high or low, cpus)
+def wants(low: int, high: int = 0, cpus: int = 1) -> WaitingJob:
+    return WaitingJob("job", low, high or low, cpus)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def wants(low: int, high: int = 0, cpus: int = 1) -> Waiting:
     ],
 )
 def test_a_job_starts_when_its_bundles_fit(
-    nodes: list[tuple[int, int]], ahead: list[Waiting], mine: Waiting, fits: bool
+    nodes: list[tuple[int, int]], ahead: list[WaitingJob], mine: WaitingJob, fits: bool
 ) -> None:
     assert leaves_capacity(nodes, ahead, mine) == fits
 

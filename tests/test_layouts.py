@@ -288,7 +288,7 @@ def test_the_prediction_head_of_modernbert_begins_a_task(tmp_path: Path) -> None
     assert set(released.head) == {"dense_weight", "norm_weight"}
     assert torch.equal(released.head["dense_weight"], released.pretraining["heads.mlm_transform_weight"])
     assert torch.equal(released.head["norm_weight"], theirs.head.norm.weight)
-    # A classifier has that head, but no decoder's bias: no masked-language-modelling head can be made of it.
+    # A classifier has that head, but no decoder's bias: no masked-language-modeling head can be made of it.
     theirs = parity.make_theirs("AutoModelForSequenceClassification", "ModernBERT", SHAPE)
     assert theirs is not None
     released = parity.read_back(theirs, tmp_path)

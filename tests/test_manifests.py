@@ -43,7 +43,7 @@ LOCK = (ROOT / "requirements.lock").read_text()
 
 PRETRAINING = """
 name: my-run
-corpus: {dir: corpora/x, sources: [{kind: books, path: "it's/*.txt", licence: none}]}
+corpus: {dir: corpora/x, sources: [{kind: books, path: "it's/*.txt", license: none}]}
 phases: [{sequence_length: 128, global_sequences: 256, steps: 10, peak_learning_rate: 1e-3}]
 scheduling: {workers: 16, cpus_per_worker: 6}
 """

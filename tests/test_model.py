@@ -23,7 +23,7 @@ from pretrain.model.attention import ProjectionWeights, self_attention
 from pretrain.model.compile import MARKS_UNKNOWN_SIZES
 from pretrain.model.encoder import Embeddings, Encoder, look_up
 from pretrain.model.heads import PretrainingModel
-from pretrain.model.initialisation import normal
+from pretrain.model.initialization import normal
 from pretrain.model.kernels import grouped_op
 from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
 from pretrain.model.kernels.grouped_op import _keys_to_heads, grouped_attention
@@ -42,7 +42,7 @@ LENGTHS = (7, 20, 21, 21, 40, 64)
 def make_model(
     *, shape: ModelConfig = SHAPE, seed: int = 0, next_sentence: bool = True, **options: bool
 ) -> PretrainingModel:
-    """Weights away from their initialisation, so that biases and norms matter."""
+    """Weights away from their initialization, so that biases and norms matter."""
     torch.manual_seed(seed)
     model = PretrainingModel(shape, VOCABULARY, next_sentence, **options)
     with torch.no_grad():
@@ -240,7 +240,7 @@ def cost(sequences: int, longest: int, heads: int) -> int:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_sequence_does_not_see_its_neighbours(training: bool) -> None:
+def test_a_sequence_does_not_see_its_neighbors(training: bool) -> None:
     """Invariant 2, and invariant 1 in training: dropout depends on the sample, not on its place in a batch."""
     model, batch = make_model().train(training), make_batch(LENGTHS)
     with torch.no_grad():
@@ -337,7 +337,7 @@ def test_a_look_up_in_half_precision_has_the_gradient_of_torchs() -> None:
     assert not table.grad[[1, 3, 4, 5]].any()
 
 
-def test_initialisation_is_truncated_normal() -> None:
+def test_initialization_is_truncated_normal() -> None:
     torch.manual_seed(0)
     model = PretrainingModel(SHAPE, VOCABULARY)
     for name, parameter in model.named_parameters():
@@ -353,9 +353,9 @@ def test_initialisation_is_truncated_normal() -> None:
 
 
 @pytest.mark.parametrize("size", ["mini", "base"])
-def test_heads_that_begin_at_neighbours_look_there(size: Literal["mini", "base"]) -> None:
+def test_attention_initialized_to_neighbors_looks_there(size: Literal["mini", "base"]) -> None:
     torch.manual_seed(0)
-    shape = ModelConfig(size=size, layers=3, hidden_dropout=0, attention_init="neighbours")
+    shape = ModelConfig(size=size, layers=3, hidden_dropout=0, attention_init="neighbors")
     encoder = Encoder(shape, VOCABULARY).eval()
     length, width = 128, shape.hidden // shape.heads
     batch = make_batch((length,))
@@ -382,9 +382,9 @@ def test_heads_that_begin_at_neighbours_look_there(size: Literal["mini", "base"]
 @pytest.mark.parametrize(
     "part", [{"positions": "rotary"}, {"positions": "rotary_interleaved"}, {"embedding": 64, "recursions": 2}]
 )
-def test_rotated_heads_that_begin_at_neighbours_look_there(part: dict[str, Any]) -> None:
+def test_rotary_attention_initialized_to_neighbors_looks_there(part: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    values = {"family": "modernbert", "size": "mini", "attention_bias": True, "attention_init": "neighbours"}
+    values = {"family": "modernbert", "size": "mini", "attention_bias": True, "attention_init": "neighbors"}
     shape = ModelConfig.model_validate({**values, **part})
     encoder = Encoder(shape, VOCABULARY).eval()
     batch = make_batch((128,))
@@ -413,19 +413,19 @@ def test_rotated_heads_that_begin_at_neighbours_look_there(part: dict[str, Any])
         ({"kv_heads": 2}, "needs kv_heads: 0, not 2"),
     ],
 )
-def test_rotary_parts_that_cannot_begin_at_neighbours_are_refused(part: dict[str, Any], reason: str) -> None:
-    values = {"family": "modernbert", "size": "mini", "attention_bias": True, "attention_init": "neighbours"}
-    with pytest.raises(ValueError, match=f"attention_init: neighbours {reason}"):
+def test_rotary_parts_that_cannot_be_initialized_to_neighbors_are_refused(part: dict[str, Any], reason: str) -> None:
+    values = {"family": "modernbert", "size": "mini", "attention_bias": True, "attention_init": "neighbors"}
+    with pytest.raises(ValueError, match=f"attention_init: neighbors {reason}"):
         ModelConfig.model_validate({**values, **part})
 
 
-def test_a_shape_that_cannot_begin_at_neighbours_is_refused() -> None:
-    with pytest.raises(ValueError, match="neighbours needs learned or rotary positions, not sinusoidal"):
-        ModelConfig(size="mini", positions="sinusoidal", attention_init="neighbours")
+def test_a_shape_that_cannot_be_initialized_to_neighbors_is_refused() -> None:
+    with pytest.raises(ValueError, match="neighbors needs learned or rotary positions, not sinusoidal"):
+        ModelConfig(size="mini", positions="sinusoidal", attention_init="neighbors")
     with pytest.raises(ValueError, match=r"needs embedding \(128\) to be 0 or hidden"):
-        ModelConfig(size="mini", embedding=128, attention_init="neighbours")
+        ModelConfig(size="mini", embedding=128, attention_init="neighbors")
     with pytest.raises(ValueError, match="an even head width, not 5"):
-        ModelConfig(size="custom", layers=1, hidden=10, heads=2, attention_init="neighbours")
+        ModelConfig(size="custom", layers=1, hidden=10, heads=2, attention_init="neighbors")
 
 
 def test_the_loss_is_the_cross_entropy() -> None:

@@ -24,7 +24,7 @@ from pretrain.training.optim import (
 )
 from pretrain.training.optim import matrix_rounds as rounds
 from pretrain.training.optim.matrix_rounds import MatrixPiece, plan_rounds
-from pretrain.training.optim.muon import orthogonalise
+from pretrain.training.optim.muon import orthogonalize
 from tests.distributed import run_workers
 
 SHAPES = {
@@ -43,7 +43,7 @@ SHAPES = {
 PARTS = {"layers.0.qkv_weight": 3, "layers.0.gated_in_weight": 2, "layers.1.kv_weight": 2}
 MATRICES = [name for name in SHAPES if name.startswith("layers.") and name.endswith(("in_weight", "out_weight"))]
 MATRICES += ["layers.0.qkv_weight", "layers.1.kv_weight"]
-SETTINGS = OptimizerConfig(name="muon", weight_decay=0.1, muon_rate=0.5)
+SETTINGS = OptimizerConfig(name="muon", weight_decay=0.1, muon_lr_scale=0.5)
 RATE = 0.02
 
 
@@ -61,7 +61,7 @@ def make_muon(named: dict[str, torch.nn.Parameter], settings: OptimizerConfig = 
     optimizer = make_optimizer(settings, parameter_groups(named.items(), settings.weight_decay))
     assert isinstance(optimizer, Muon)
     for group in optimizer.param_groups:
-        group["lr"] = RATE * group["rate_share"]
+        group["lr"] = RATE * group["lr_scale"]
     return optimizer
 
 
@@ -103,7 +103,7 @@ def reference(name: str, steps: int) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(16, 16), (8, 40), (40, 8), (1, 5)])
 def test_singular_values_become_about_one(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    found = orthogonalise(matrix)
+    found = orthogonalize(matrix)
     values = torch.linalg.svdvals(found)
     assert values.max() < 1.25
     assert torch.linalg.svdvals(matrix).min() < 0.1 or values.min() > 0.6
@@ -115,8 +115,8 @@ def test_singular_values_become_about_one(shape: tuple[int, int]) -> None:
 def test_the_scale_of_a_gradient_does_not_matter() -> None:
     matrix = torch.randn(6, 9, generator=torch.Generator().manual_seed(3))
     for scale in (1e-12, 1e12):
-        torch.testing.assert_close(orthogonalise(matrix * scale), orthogonalise(matrix), rtol=1e-4, atol=1e-5)
-    assert not orthogonalise(torch.zeros(6, 9)).any()
+        torch.testing.assert_close(orthogonalize(matrix * scale), orthogonalize(matrix), rtol=1e-4, atol=1e-5)
+    assert not orthogonalize(torch.zeros(6, 9)).any()
 
 
 def test_it_takes_the_matrices_of_the_layers_only() -> None:

@@ -30,7 +30,7 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import checkpoint_names, locked, verify_manifest, write_manifest
 from pretrain.run import launch
 from pretrain.storage import folders, objects, runs
-from pretrain.storage.objects import Listed, ObjectStore, _listed, _part_file
+from pretrain.storage.objects import ListedObject, ObjectStore, _listed, _part_file
 from pretrain.storage.runs import StoredRun, fetched_model
 from pretrain.training.engine import Fragment
 from tests.object_store import BUCKET, Fault, FaultyProxy, forget_clients, point_to, s3_server
@@ -177,7 +177,7 @@ def test_a_download_goes_on_where_another_process_stopped(proxy: FaultyProxy, tm
     content, address = np.random.default_rng(0).bytes(20 << 20), f"s3://{BUCKET}/large"
     ObjectStore().write(address, content)
     digest = hashlib.sha256(content).hexdigest()
-    expected = Listed(len(content), "", 0.0)
+    expected = ListedObject(len(content), "", 0.0)
     proxy.plan = [Fault("slow", "GET .*large"), Fault("403", "GET .*large")]
     with pytest.raises(InputError):
         ObjectStore().download(address, tmp_path / "back", expected, digest)
@@ -340,13 +340,13 @@ WHEN = datetime.datetime(2026, 3, 1, tzinfo=datetime.timezone.utc)
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        ({"size": 5, "ETag": '"a"', "LastModified": WHEN}, Listed(5, '"a"', WHEN.timestamp())),  # s3fs
-        ({"size": 5, "etag": "a", "mtime": WHEN, "updated": "2026"}, Listed(5, "a", WHEN.timestamp())),  # gcsfs
-        ({"size": 5, "etag": "a", "last_modified": WHEN}, Listed(5, "a", WHEN.timestamp())),  # adlfs
-        ({"size": 5, "blob_id": "a", "last_commit": None}, Listed(5, "a", float(0xCA97811))),  # huggingface_hub
+        ({"size": 5, "ETag": '"a"', "LastModified": WHEN}, ListedObject(5, '"a"', WHEN.timestamp())),  # s3fs
+        ({"size": 5, "etag": "a", "mtime": WHEN, "updated": "2026"}, ListedObject(5, "a", WHEN.timestamp())),  # gcsfs
+        ({"size": 5, "etag": "a", "last_modified": WHEN}, ListedObject(5, "a", WHEN.timestamp())),  # adlfs
+        ({"size": 5, "blob_id": "a", "last_commit": None}, ListedObject(5, "a", float(0xCA97811))),  # huggingface_hub
     ],
 )
-def test_facts_of_each_library_are_understood(facts: dict[str, Any], expected: Listed) -> None:
+def test_facts_of_each_library_are_understood(facts: dict[str, Any], expected: ListedObject) -> None:
     assert _listed(facts) == expected
 
 
@@ -417,13 +417,13 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(proxy: FaultyProxy) ->
     save(saver, 2)
     assert "step-00000002 is not stored" in saver.trouble
     shutil.rmtree(folder)
-    StoredRun(RUN, folder).bring()
+    StoredRun(RUN, folder).download()
     assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000001"]
     assert store.read_weights(folder / "checkpoints" / "step-00000001")["a"].tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "rank-00000-of-00001.safetensors"])
-def test_a_damaged_stored_checkpoint_is_passed_over(proxy: FaultyProxy, file: str) -> None:
+def test_a_damaged_stored_checkpoint_is_skipped(proxy: FaultyProxy, file: str) -> None:
     folder = local(RUN)
     run = StoredRun(RUN, folder)
     saver = make_saver(run, folder)
@@ -434,7 +434,7 @@ def test_a_damaged_stored_checkpoint_is_passed_over(proxy: FaultyProxy, file: st
     content = ObjectStore().read(damaged) or b""
     ObjectStore().write(damaged, content[:-1] + b"?")
     shutil.rmtree(folder)
-    StoredRun(RUN, folder).bring()
+    StoredRun(RUN, folder).download()
     assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000001"]
 
 
@@ -449,10 +449,10 @@ def test_a_checkpoint_that_was_damaged_here_is_fetched_again(
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    launch.bring(RUN)
+    launch.download(RUN)
     assert shard.read_bytes() != content, "torchrun's first process looks at the content for all"
     monkeypatch.setenv("RANK", "0")
-    launch.bring(RUN)
+    launch.download(RUN)
     assert shard.read_bytes() == content
     verify_manifest(shard.parent)
 
@@ -475,14 +475,14 @@ def test_a_follower_asks_for_nothing_while_others_wait_for_it(
 
     monkeypatch.setattr(runs, "locked", counted)
     for follows, names in ((True, ["step-00000002"]), (False, ["step-00000001", "step-00000002"])):
-        StoredRun(RUN, folder).bring(best=not follows, follows=follows)
+        StoredRun(RUN, folder).download(best=not follows, follows=follows)
         assert checkpoint_names(folder) == names
     for _ in range(2):
-        StoredRun(RUN, folder).bring(follows=True)
+        StoredRun(RUN, folder).download(follows=True)
     assert [count > 0 for count in asked] == [True, True, False, False]
 
 
-def test_a_checkpoint_that_may_not_be_read_is_not_passed_over_as_damaged(proxy: FaultyProxy) -> None:
+def test_a_checkpoint_that_may_not_be_read_is_not_skipped_as_damaged(proxy: FaultyProxy) -> None:
     folder = local(RUN)
     saver = make_saver(StoredRun(RUN, folder), folder)
     save(saver, 1)
@@ -490,8 +490,8 @@ def test_a_checkpoint_that_may_not_be_read_is_not_passed_over_as_damaged(proxy: 
     shutil.rmtree(folder)
     proxy.plan = [Fault("403", "GET .*step-00000002/rank")]
     with pytest.raises(InputError, match=r"step-00000002/rank.*Check the credentials"):
-        StoredRun(RUN, folder).bring()
-    StoredRun(RUN, folder).bring()
+        StoredRun(RUN, folder).download()
+    StoredRun(RUN, folder).download()
     assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000002"]
 
 
@@ -520,7 +520,7 @@ def test_every_rank_stores_its_part_and_one_process_of_a_machine_fetches_them(pr
     shutil.rmtree(folder)
     proxy.requests.clear()
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: StoredRun(RUN, folder).bring(), range(2)))
+        list(pool.map(lambda _: StoredRun(RUN, folder).download(), range(2)))
     fetched = [request.split("/")[-1] for request in proxy.requests if "GET" in request and ".safetensors" in request]
     names = [name.rpartition(".")[0] for name in sorted(fetched)]
     assert names == [f"rank-0000{rank}-of-00002.safetensors" for rank in range(2)]
@@ -556,7 +556,7 @@ def test_machines_that_share_the_run_folder_fetch_a_checkpoint_once(
     proxy.requests.clear()
     proxy.plan = [Fault("slow", "GET .*safetensors", 2)]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: StoredRun(RUN, tmp_path / "shared").bring(), range(2)))
+        list(pool.map(lambda _: StoredRun(RUN, tmp_path / "shared").download(), range(2)))
     assert len([request for request in proxy.requests if "GET" in request and ".safetensors" in request]) == 1
 
 
@@ -593,7 +593,7 @@ def test_files_of_a_checkpoint_that_is_stored_once_more_are_deleted(proxy: Fault
     save(saver, 2, validation_loss=1.0)
     listed = ObjectStore().listing(f"{RUN}/checkpoints")
     assert len([name for name in listed if name.startswith("step-00000001/rank-")]) == 1
-    StoredRun(RUN, tmp_path / "fresh").bring(best=True)
+    StoredRun(RUN, tmp_path / "fresh").download(best=True)
     assert store.read_weights(tmp_path / "fresh/checkpoints/step-00000001")["a"].tolist() == [3.0] * 4
 
 
@@ -634,7 +634,7 @@ def test_a_late_upload_of_a_replaced_start_overwrites_nothing(
     saver = make_saver(here, tmp_path / "here")
     save(saver, 1)
     assert "the run was started again" in saver.trouble
-    StoredRun(RUN, tmp_path / "fresh").bring()
+    StoredRun(RUN, tmp_path / "fresh").download()
     (checkpoint,) = store.list_checkpoints(tmp_path / "fresh" / "checkpoints")
     assert store.read_weights(checkpoint)["a"].tolist() == [99.0] * 4
     save(make_saver(there, tmp_path / "there"), 2)
@@ -654,7 +654,7 @@ def test_checkpoints_without_sha256_in_their_names_are_read_and_deleted(proxy: F
         if name.rpartition(".")[2] not in ("json", "safetensors"):
             objects.delete(f"{at}/{name}")
     fresh = StoredRun(RUN, tmp_path / "fresh")
-    fresh.bring()
+    fresh.download()
     assert store.read_weights(tmp_path / "fresh/checkpoints/step-00000001")["a"].tolist() == [1.0] * 4
     assert fresh.best() == "step-00000001"
     save(make_saver(fresh, tmp_path / "fresh"), 2, validation_loss=0.5)
@@ -668,7 +668,7 @@ def test_a_start_that_fails_before_a_checkpoint_gives_the_run_back(proxy: Faulty
     saver = make_saver(run, here)
     save(saver, 1)
     run.put_files()
-    StoredRun(RUN, there).bring(best=True)
+    StoredRun(RUN, there).download(best=True)
     config = start_of(there)
     for end in ("--resume by mistake", "and again"):
         with pytest.raises(MachineError, match=end), launch._stored(config, True):
@@ -726,7 +726,7 @@ def test_a_start_that_gives_the_run_back_stores_nothing(proxy: FaultyProxy, tmp_
     saver = make_saver(run, here)
     write_files(here, "10")
     save(saver, 10)
-    StoredRun(RUN, there).bring(best=True)
+    StoredRun(RUN, there).download(best=True)
     write_files(here, "20")
     save(saver, 20)  # which removes step 10
     run.end()
@@ -785,7 +785,7 @@ def test_a_start_elsewhere_while_tensors_are_stored_is_noticed(proxy: FaultyProx
     here.claim()
     checkpoint = tmp_path / "here" / "checkpoints" / "step-00000001"
     make_folder(checkpoint, **{"state.json": "{}"})
-    here.withdraw(checkpoint.name)
+    here.unpublish(checkpoint.name)
     there.claim()
     with pytest.raises(InputError, match="the run was started again"):
         here.publish(checkpoint)
@@ -797,10 +797,10 @@ def test_a_run_that_is_here_is_not_fetched_over(proxy: FaultyProxy) -> None:
     save(make_saver(StoredRun(RUN, folder), folder), 1)
     ObjectStore().write(f"{RUN}/metrics.jsonl", b"old\n")
     (folder / "metrics.jsonl").write_text("new\n")
-    StoredRun(RUN, folder).bring()
+    StoredRun(RUN, folder).download()
     assert (folder / "metrics.jsonl").read_text() == "new\n"
     shutil.rmtree(folder)
-    StoredRun(RUN, folder).bring()
+    StoredRun(RUN, folder).download()
     assert (folder / "metrics.jsonl").read_text() == "old\n"
 
 
@@ -817,14 +817,14 @@ def test_a_fetch_that_ends_between_the_checkpoint_and_the_small_files_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(StoredRun, "_bring_files", stop)
+        patch.setattr(StoredRun, "_download_files", stop)
         with pytest.raises(KeyboardInterrupt):
-            StoredRun(RUN, folder).bring()
+            StoredRun(RUN, folder).download()
     assert store.list_checkpoints(folder / "checkpoints")
-    StoredRun(RUN, folder).bring()
+    StoredRun(RUN, folder).download()
     assert (folder / "metrics.jsonl").read_text() == "old\n"
     (folder / "metrics.jsonl").write_text("new\n")
-    StoredRun(RUN, folder).bring()
+    StoredRun(RUN, folder).download()
     assert (folder / "metrics.jsonl").read_text() == "new\n", "only what was not fetched is fetched again"
 
 
@@ -837,7 +837,7 @@ def read_value(address: str) -> tuple[str, float, str]:
     return newest.name, store.read_weights(newest)["a"][0].item(), (folder / "config.yaml").read_text()
 
 
-def test_a_run_that_was_deleted_and_trained_again_is_read_anew_or_refused(proxy: FaultyProxy, tmp_path: Path) -> None:
+def test_a_run_that_was_deleted_and_trained_again_is_read_again_or_refused(proxy: FaultyProxy, tmp_path: Path) -> None:
     def train(value: float, step: int, *files: str) -> None:
         for name in ObjectStore().listing(RUN):
             ObjectStore().delete(f"{RUN}/{name}")
@@ -857,7 +857,7 @@ def test_a_run_that_was_deleted_and_trained_again_is_read_anew_or_refused(proxy:
     read_value(RUN)
     assert not [one for one in proxy.requests if ".safetensors" in one], "what is here is not fetched again"
     train(3.0, 5)
-    for read in (read_value, launch.bring):
+    for read in (read_value, launch.download):
         with pytest.raises(InputError, match=r"holds step-00000010, but s3://bucket/runs/a does not: .* Move this"):
             read(RUN)
     shutil.rmtree(local(RUN))
@@ -871,15 +871,15 @@ def test_a_run_goes_on_here_unless_another_start_has_gone_on_elsewhere(proxy: Fa
     proxy.plan = [Fault("403", "PUT .*step-0000000[23]/rank", 2)]
     for step in (2, 3):
         save(make_saver(here, tmp_path / "here"), step)
-    StoredRun(RUN, tmp_path / "here").bring()
+    StoredRun(RUN, tmp_path / "here").download()
     assert checkpoint_names(tmp_path / "here") == ["step-00000003"]
-    there.bring()
+    there.download()
     there.claim()
     save(make_saver(there, tmp_path / "there"), 2)
     with pytest.raises(InputError, match=r"holds step-00000003, but .* the run was started again elsewhere"):
-        StoredRun(RUN, tmp_path / "here").bring()
+        StoredRun(RUN, tmp_path / "here").download()
     save(make_saver(there, tmp_path / "there"), 4)
-    StoredRun(RUN, tmp_path / "here").bring()
+    StoredRun(RUN, tmp_path / "here").download()
     assert checkpoint_names(tmp_path / "here") == ["step-00000003", "step-00000004"]
 
 
@@ -914,9 +914,9 @@ def test_a_resume_elsewhere_has_the_best_checkpoint_as_the_same_machine_has(prox
         save(saver, step, validation_loss=loss)
     here = [path.name for path in store.list_checkpoints(folder / "checkpoints")]
     shutil.rmtree(folder)
-    StoredRun(RUN, folder).bring()  # to be read
+    StoredRun(RUN, folder).download()  # to be read
     assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000006"]
-    launch.bring(RUN)
+    launch.download(RUN)
     assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == here
     assert store.best(folder / "checkpoints") == folder / "checkpoints" / "step-00000002"
 
@@ -936,7 +936,7 @@ def test_a_finished_fine_tuning_is_stored_without_checkpoints(proxy: FaultyProxy
         "model/manifest.json",
     ]
     shutil.rmtree(folder)
-    StoredRun(RUN, folder).bring()
+    StoredRun(RUN, folder).download()
     verify_manifest(folder / "model")
     assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n', "a record that was half-written is not stored"
 

@@ -123,11 +123,11 @@ def test_groups_without_parameters_are_left_out():
     assert len(parameter_groups([("a.norm_weight", parameters["embeddings.norm_weight"])], 0.01)) == 1
 
 
-@pytest.mark.parametrize("matrices", [{"name": "muon", "muon_rate": 2.5}, {}])
+@pytest.mark.parametrize("matrices", [{"name": "muon", "muon_lr_scale": 2.5}, {}])
 def test_a_decay_timescale_is_the_share_of_the_steps_in_which_weights_shrink_by_e(matrices: dict[str, Any]):
     phases = (make_phase(steps=30000, peak=4e-3), make_phase(steps=10000, peak=1e-3))
     optimizer = PretrainOptimizerConfig.model_validate({"decay_timescale": 0.1, **matrices})
-    decay, factor, rate = optimizer.decay_over(phases), 1.0, matrices.get("muon_rate", 1.0)
+    decay, factor, rate = optimizer.decay_over(phases), 1.0, matrices.get("muon_lr_scale", 1.0)
     for phase in phases:
         factor *= (1 - decay * rate * phase.peak_learning_rate) ** phase.steps
     assert factor == pytest.approx(math.exp(-10), rel=1e-2)  # the whole run is ten timescales
@@ -135,7 +135,7 @@ def test_a_decay_timescale_is_the_share_of_the_steps_in_which_weights_shrink_by_
     assert optimizer.decay_over(half) == pytest.approx(2 * decay), "a run of half the steps decays twice as fast"
 
 
-@pytest.mark.parametrize(("matrices", "fastest"), [({"name": "muon", "muon_rate": 2.5}, 1e-2), ({}, 4e-3)])
+@pytest.mark.parametrize(("matrices", "fastest"), [({"name": "muon", "muon_lr_scale": 2.5}, 1e-2), ({}, 4e-3)])
 def test_a_timescale_below_one_step_takes_no_more_than_the_whole_weight(matrices: dict[str, Any], fastest: float):
     phases = (make_phase(steps=3, peak=4e-3), make_phase(steps=1, peak=1e-3))
     optimizer = PretrainOptimizerConfig.model_validate({"decay_timescale": 0.1, **matrices})

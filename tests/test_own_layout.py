@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from corpora import SPECIALS, make_corpus, write_tokenizer
-from labelled_batches import ROWS, make_batch, pad
+from labeled_batches import ROWS, make_batch, pad
 from safetensors.torch import load_file
 from tiny_checkpoints import write_reviews
 from torch import Tensor
@@ -19,7 +19,7 @@ import finetune
 from finetune.__main__ import main as finetune_main
 from finetune.artifacts.padded import PaddedModel
 from finetune.tasks.base import Head, Objective
-from finetune.training.model.batches import LabelledBatch
+from finetune.training.model.batches import LabeledBatch
 from finetune.training.model.task_model import TaskModel
 from pretrain.__main__ import main
 from pretrain.checkpoint import hf, store
@@ -32,7 +32,7 @@ from pretrain.config import ElectraConfig, ModelConfig, PretrainConfig
 from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
 from pretrain.reporting.attention.weights import AttentionModel
-from tests.batches_by_hand import make_batch as make_unlabelled_batch
+from tests.batches_by_hand import make_batch as make_unlabeled_batch
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
 
@@ -124,7 +124,7 @@ def test_sinusoidal_positions_are_a_table_in_berts_layout(family: str, tmp_path:
     name = "" if family == "bert" else family
     hf.export(state, shape, tokenizer, tmp_path / "out", next_sentence=False, card="", family=name)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == family
-    model, batch = PretrainingModel(shape, ROWS, next_sentence=False).eval(), make_unlabelled_batch([9, 14], ROWS)
+    model, batch = PretrainingModel(shape, ROWS, next_sentence=False).eval(), make_unlabeled_batch([9, 14], ROWS)
     model.load_state_dict(state)
     theirs = AutoModelForMaskedLM.from_pretrained(tmp_path / "out").eval()
     back, read, _ = hf.load(tmp_path / "out")
@@ -217,7 +217,7 @@ def test_a_fine_tuned_model_is_written_with_its_logits(entry: dict[str, Any], he
     torch.testing.assert_close(rows, expected, atol=2e-5, rtol=0)
 
 
-def sequence_logits(model: TaskModel, batch: LabelledBatch) -> Tensor:
+def sequence_logits(model: TaskModel, batch: LabeledBatch) -> Tensor:
     """[S, 2] by the definition of the model's pooling."""
     pools = {"cls": lambda x: x[0], "mean": lambda x: x.mean(0), "max": lambda x: x.amax(0)}
     parts = model.encode(batch).split(list(batch.lengths))
@@ -279,7 +279,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 root / "student",
                 [(32, 8, 1)],
                 distillation__teacher=str(root / "export"),
-                distillation__initialise=False,
+                distillation__initialize=False,
             )
         ),
     ]

@@ -24,15 +24,15 @@ from pretrain.planning.candidates import effective_size, plan, with_batch, with_
 from pretrain.planning.law import MOST_REPETITIONS, Law, effective_tokens, interval, useful_size
 from pretrain.planning.published import Recipe
 from pretrain.planning.recommend import choose, recommendation
-from pretrain.planning.speed import Here
-from pretrain.planning.text import PhaseText, Text, read_text
+from pretrain.planning.speed import ThisMachine
+from pretrain.planning.text import PhaseText, RunText, read_text
 from pretrain.planning.work import optimizer_flops
 from pretrain.run.continuation import Corpora
 from tests.bench.law.fitting import EXPONENT, FEWEST, Points, as_points, best_size, fit, objective
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"
 ONE_SEQUENCE = {"micro_batch_tokens": 128}  # in a micro-batch
-ENDLESS = Text((PhaseText(100.0, math.inf),), "a text that does not repeat", False)
+ENDLESS = RunText((PhaseText(100.0, math.inf),), "a text that does not repeat", False)
 
 
 def mini(**values: Any) -> PretrainConfig:
@@ -301,7 +301,7 @@ def test_phases_keep_their_proportions() -> None:
     phase = {**mini().phases[0].model_dump(), "ramp_from": 0, "ramp_steps": 0}
     long = {**phase, "sequence_length": 64, "global_sequences": 32, "ramp_from": 8, "ramp_steps": 40}
     config = mini(phases=[phase, long])
-    text = Text((PhaseText(100.0, math.inf), PhaseText(50.0, math.inf)), "", False)
+    text = RunText((PhaseText(100.0, math.inf), PhaseText(50.0, math.inf)), "", False)
     flat = mini(phases=[phase, {**long, "ramp_from": 0, "ramp_steps": 0}])
     before = [one.tokens for one in works(flat, text)]
     found = plan(config, Budget("", flops=3e14), text, None)
@@ -324,7 +324,7 @@ def test_a_time_is_filled_and_a_text_read_ten_times_at_most() -> None:
     assert found.seconds == pytest.approx(3600, rel=0.01)
     assert found.flops == pytest.approx(0.95 * 3600e12, rel=0.01)
     assert not found.is_capped
-    short = Text((PhaseText(100.0, 1e4),), "", False)
+    short = RunText((PhaseText(100.0, 1e4),), "", False)
     capped = plan(mini(), Budget("", seconds=3600), short, Steady())
     assert capped.is_capped
     assert capped.epochs == pytest.approx(10, rel=0.01)
@@ -335,7 +335,7 @@ def test_a_time_is_filled_and_a_text_read_ten_times_at_most() -> None:
 def test_this_machines_speed_is_calibrated_by_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The calibrated shape has the measured time, and what lies between products weighs more in narrow models."""
     monkeypatch.setattr(speed, "product_times", lambda shapes, *_: [6 * a * b / 1e12 for a, b in shapes])
-    here, config = Here("cpu", "fp32"), mini()
+    here, config = ThisMachine("cpu", "fp32"), mini()
     one = works(config, ENDLESS)
     assert here.seconds(config, one) == pytest.approx(one[0].executed / 1e12 / 0.5)
     step = 3 * one[0].executed / one[0].steps / 1e12
@@ -356,7 +356,7 @@ def test_a_run_uses_one_gpu_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> 
     for workers, used in ((1, 1), (4, 4), (16, 8)):
         config = mini(scheduling={"workers": workers}, engine={"precision": "bf16"})
         assert estimate.parse_cluster("here", config).peak_flops == used * 7e14
-        assert Here("cuda", "bf16").rate(config, works(config, ENDLESS)) == pytest.approx(used * 1e12)
+        assert ThisMachine("cuda", "bf16").rate(config, works(config, ENDLESS)) == pytest.approx(used * 1e12)
 
 
 def test_products_are_timed() -> None:
@@ -414,7 +414,7 @@ def test_replayed_text_counts_in_the_mean_length(tmp_path: Path) -> None:
     own = write_corpus(
         tmp_path / "own", {"train": [(0, short)], "validation": [(0, short[:20])]}, make_vocabulary(1000)
     )
-    replay = {"general": str(make_corpus(tmp_path / "general")), "replay_share": 0.5}
+    replay = {"replay_corpus": str(make_corpus(tmp_path / "general")), "replay_share": 0.5}
     config = two_lengths(corpus={"dir": str(own)}, start_from="start", adaptation=replay)
     assert read_text(config).lengths == pytest.approx(counted_lengths(config), rel=0.01)
     assert read_text(config).lengths[0] > 1.5 * read_text(two_lengths(corpus={"dir": str(own)})).lengths[0]
@@ -453,7 +453,7 @@ def test_the_settings_of_every_size_give_its_config(path: Path) -> None:
     config = load_config(path)
     if config.start_from or config.distillation.teacher or config.electra.is_on:
         pytest.skip("--budget plans nothing for it")
-    text = Text((PhaseText(100.0, math.inf),) * len(config.phases), "", False)
+    text = RunText((PhaseText(100.0, math.inf),) * len(config.phases), "", False)
     for shape in recommend.SHAPES:
         after = plan(with_shape(config, *shape), Budget("", flops=3e15), text, None).config
         words = table.settings_line(config, after).split()
@@ -479,7 +479,7 @@ def test_the_best_candidate_has_the_lowest_loss() -> None:
 
 def recommended(budget: float, unique: float) -> str:
     """The shape for a budget in FLOPs and text of `unique` tokens."""
-    text = Text((PhaseText(104.0, unique / 104),), "", False)
+    text = RunText((PhaseText(104.0, unique / 104),), "", False)
     plans = [plan(with_shape(mini(), *shape), Budget("", flops=budget), text, None) for shape in recommend.SHAPES]
     return choose(plans, published.read())[0].plan.shape
 
@@ -553,7 +553,7 @@ def test_every_worker_of_a_cluster_has_a_sequence(law_file: Path, capsys: pytest
     """The plan is of a run with so many workers, whatever the config has, and its settings say so."""
     phase = {**mini().phases[0].model_dump(), "global_sequences": 48, "ramp_from": 0, "ramp_steps": 0}
     config = mini(phases=[phase, {**phase, "global_sequences": 4}], scheduling={"workers": 2, "min_workers": 1})
-    text = Text((PhaseText(100.0, math.inf),) * 2, "", False)
+    text = RunText((PhaseText(100.0, math.inf),) * 2, "", False)
     found = plan(with_workers(config, 16), Budget("", flops=1e13), text, None).config
     assert [one.global_sequences for one in found.phases] == [192, 16]
     assert (found.scheduling.workers, found.scheduling.min_workers) == (16, 1)

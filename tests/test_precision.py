@@ -19,7 +19,7 @@ from pretrain.common.errors import DivergedError, InputError, MachineError, Stop
 from pretrain.common.worker import Worker
 from pretrain.config import EngineConfig, PretrainConfig, changed_for_resume, keep_precision
 from pretrain.model import precision
-from pretrain.model.precision import Choice, Offer, choose
+from pretrain.model.precision import DeviceCapabilities, PrecisionChoice, choose
 from pretrain.run import preflight, session
 from tests.distributed import run_workers
 
@@ -36,12 +36,12 @@ def run_config(folder: Path | str = "run", chosen: str = "auto") -> PretrainConf
     )
 
 
-def gpu(major: int, minor: int) -> Offer:
-    return Offer("GPU", (major, minor))
+def gpu(major: int, minor: int) -> DeviceCapabilities:
+    return DeviceCapabilities("GPU", (major, minor))
 
 
-def cpu(bf16: float, fp32: float) -> Offer:
-    return Offer("this CPU", None, bf16, fp32)
+def cpu(bf16: float, fp32: float) -> DeviceCapabilities:
+    return DeviceCapabilities("this CPU", None, bf16, fp32)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def cpu(bf16: float, fp32: float) -> Offer:
         ([cpu(100e9, 200e9), cpu(900e9, 200e9)], "bf16"),  # the sum counts: workers wait for one another
     ],
 )
-def test_the_devices_decide(offers: list[Offer], expected: str) -> None:
+def test_the_devices_decide(offers: list[DeviceCapabilities], expected: str) -> None:
     assert choose(offers).precision == expected
 
 
@@ -156,7 +156,7 @@ def first_knows(folder: str) -> list[str]:
     ],
 )
 def test_a_model_runs_as_it_was_trained_where_that_is_not_slow(
-    monkeypatch: pytest.MonkeyPatch, trained: Any, device: str, offered: Offer, expected: str
+    monkeypatch: pytest.MonkeyPatch, trained: Any, device: str, offered: DeviceCapabilities, expected: str
 ) -> None:
     monkeypatch.setattr(precision, "offer", lambda _: offered)
     choice = precision.run_precision(trained, torch.device(device))
@@ -167,7 +167,7 @@ def test_a_model_runs_as_it_was_trained_where_that_is_not_slow(
 def test_the_dry_run_shows_the_precision_and_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from pretrain.planning import estimate
 
-    monkeypatch.setattr(precision, "choose_here", lambda: Choice("fp32", "because it is faster"))
+    monkeypatch.setattr(precision, "choose_here", lambda: PrecisionChoice("fp32", "because it is faster"))
     text = estimate.dry_run(run_config(tmp_path), show_config=True)
     assert "Precision\n  fp32: because it is faster" in text
     assert "precision: fp32" in text
@@ -183,7 +183,9 @@ def test_all_runs_of_one_command_have_one_precision(monkeypatch: pytest.MonkeyPa
     from finetune.experiments import trials
     from finetune.training.config import FinetuneConfig
 
-    answers = itertools.chain([Choice("fp32", "")], itertools.repeat(Choice("bf16", "the load has changed")))
+    answers = itertools.chain(
+        [PrecisionChoice("fp32", "")], itertools.repeat(PrecisionChoice("bf16", "the load has changed"))
+    )
     monkeypatch.setattr(trials, "choose_here", lambda: next(answers))
     given = {"name": "task", "run_dir": str(tmp_path), "classification": {"train": "train.csv"}}
     config = FinetuneConfig.model_validate(given)

@@ -574,9 +574,9 @@ def test_a_tensor_given_twice_is_refused() -> None:
     "name",
     ["bert.embeddings.word_embeddings.weight", "bert.encoder.layer.0.output.dense.weight", "bert.pooler.dense.weight"],
 )
-def test_quantised_weights_are_refused(name: str, kind: torch.dtype) -> None:
+def test_quantized_weights_are_refused(name: str, kind: torch.dtype) -> None:
     """Values of FP8 are floating-point numbers, but without their scales not the weights."""
-    with pytest.raises(InputError, match=rf"{name} is {kind}; quantised"):
+    with pytest.raises(InputError, match=rf"{name} is {kind}; quantized"):
         read_tensors({**TENSORS, name: TENSORS[name].to(kind)})
 
 

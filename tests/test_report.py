@@ -180,7 +180,7 @@ class TestPage:
         second = {
             "name": "wiki",
             "kind": "mediawiki",
-            "licence": "CC-BY-SA-4.0",
+            "license": "CC-BY-SA-4.0",
             "sentence_lengths": {"8-15": 4},
         }
         problems = [{"path": f"bad-{n}.txt", "fault": "not UTF-8", "count": 3, "first": "byte 7"} for n in range(60)]
@@ -316,7 +316,7 @@ class TestFillings:
         assert {one.tokens[:5] in first for one in chosen} == {True, False}
         assert len({one.masked for one in chosen}) > 3
 
-    def test_text_unfit_to_show_is_passed_over(self) -> None:
+    def test_text_unfit_to_show_is_skipped(self) -> None:
         def ids(text: str) -> list[int]:
             return [VOCABULARY.index(token) for token in text.split()]
 
@@ -331,7 +331,7 @@ class TestFillings:
         tensors = {k: v for k, v in load_file(exported / "model.safetensors").items() if k.startswith("bert.")}
         save_file(tensors, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text((exported / "config.json").read_text())
-        with pytest.raises(InputError, match="no masked-language-modelling head"):
+        with pytest.raises(InputError, match="no masked-language-modeling head"):
             fill(tmp_path, [MaskedSentence((11, 12, 13), 1)])
 
     def test_a_filling_puts_the_sentence_around_the_blank(self) -> None:

@@ -58,7 +58,7 @@ def test_a_request_survives_json_and_pickling(request_: DriverRequest) -> None:
 @pytest.mark.parametrize("request_", REQUESTS)
 @pytest.mark.parametrize("within", [(), ("launch",)])
 def test_a_request_with_other_fields_is_refused(request_: DriverRequest, within: tuple[str, ...]) -> None:
-    for change in (lambda fields: fields.update(colour="red"), lambda fields: fields.popitem()):
+    for change in (lambda fields: fields.update(color="red"), lambda fields: fields.popitem()):
         data = json.loads(request_.to_json())
         fields = data
         for name in within:

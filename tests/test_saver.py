@@ -1,4 +1,4 @@
-"""Background checkpoints: the saved state, storage failures, and the same behaviour on all ranks."""
+"""Background checkpoints: the saved state, storage failures, and the same behavior on all ranks."""
 
 from __future__ import annotations
 

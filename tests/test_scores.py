@@ -45,7 +45,7 @@ SENTENCES = [
 
 
 def make_masked_lm(folder: Path, kind: str = "bert", positions: int = 64) -> Path:
-    """A small released model for masked language modelling with random weights of transformers' class."""
+    """A small released model for masked language modeling with random weights of transformers' class."""
     from transformers import BertConfig, BertForMaskedLM, ModernBertConfig, ModernBertForMaskedLM
 
     make_bert(folder, positions=positions)
@@ -687,7 +687,7 @@ def test_a_model_without_a_masked_head_is_only_fine_tuned(
     folder, data = make_bert(work / "sentence-encoder"), write_blimp(work / "blimp")
     command = ["evaluate-pretrained", str(folder), "--out", str(work / "out"), "--blimp", str(data)]
     assert main(command) == 2
-    assert "has no head for masked language modelling" in capsys.readouterr().err
+    assert "has no head for masked language modeling" in capsys.readouterr().err
     tune = ["--finetune", str(work / "reviews.yaml"), "--data", str(work / "data"), "--seeds", "1", "--no-random"]
     assert main([*command, *tune]) == 0
     result = capsys.readouterr()

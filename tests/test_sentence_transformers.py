@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from labelled_batches import make_batch, pad
+from labeled_batches import make_batch, pad
 from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_reviews
 
 from finetune.artifacts.export import export as export_run

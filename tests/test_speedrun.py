@@ -450,7 +450,7 @@ def test_budgets_are_short_in_names(budget: float, text: str) -> None:
 
 
 def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed fine-tuning leaves the others; a call without a part keeps it; a run trained anew has none of it."""
+    """A failed fine-tuning leaves the others; a call without a part keeps it; a run trained again has none of it."""
     config = make_config(tmp_path, run_dir=str(tmp_path / "runs" / "one"))
     prints, error = ["first"], MachineError("1 of 2 runs failed")
     failed = error

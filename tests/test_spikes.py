@@ -58,7 +58,7 @@ def test_a_straggler_is_named_once_when_it_has_been_slow_for_a_while(monkeypatch
 
     def record(second: float, forward: list[float]) -> int:
         now[0] = second
-        times._name_stragglers(forward, recorder, int(second))  # type: ignore[arg-type]
+        times._report_stragglers(forward, recorder, int(second))  # type: ignore[arg-type]
         return len(logged)
 
     assert [record(second / 10, [0.1, 0.3]) for second in range(95)] == [0] * 95, "many records, not 10 s"
@@ -172,7 +172,7 @@ def starts_with_a_bad_update(given: list[Start]) -> list[str]:
                 if fragment.name == "embeddings.norm_weight":
                     fragment.tensors["weight"].fill_(math.inf)
             self.engine._layout.refresh(None)
-            self.engine._layout.settle()
+            self.engine._layout.wait_for_weights()
         return launched
 
     loop._Fit.launch_step = launch_step  # type: ignore[method-assign]

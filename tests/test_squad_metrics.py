@@ -40,7 +40,7 @@ questions = st.lists(
 )
 
 
-def test_normalisation_by_hand():
+def test_normalization_by_hand():
     assert normalize_answer(" The  Cat, a dog -- AN ox\u00a0!") == "cat dog ox"
     assert normalize_answer("the-end a.b") == "theend ab"  # punctuation goes before articles
     assert normalize_answer("«The» ’a’") == "« » ’ ’"  # only ASCII punctuation goes, and « does not make a word
@@ -55,7 +55,7 @@ def test_normalisation_by_hand():
             "",
             (1, 0),
             (1, 1),
-        ),  # a gold that normalises to nothing: v1.1 sees no common word, v2.0 drops it
+        ),  # a gold that normalizes to nothing: v1.1 sees no common word, v2.0 drops it
         (["The A,"], "the", (1, 0), (1, 1)),
         (["The A,", "cat"], "", (1, 0), (0, 0)),
         (["cat"], "", (0, 0), (0, 0)),
@@ -72,7 +72,7 @@ def test_one_question(golds, answer, first, second):
 
 def test_no_gold_means_that_only_nothing_is_right():
     assert score_v2([], "") == (1, 1)
-    assert score_v2([], "the") == (1, 1)  # as the script: it compares what is normalised
+    assert score_v2([], "the") == (1, 1)  # as the script: it compares what is normalized
     assert score_v2([], "cat") == (0, 0)
 
 
@@ -116,7 +116,7 @@ def test_threshold_where_no_answer_is_worth_it():
 # ---- twins
 
 
-def normalised(text: str) -> list[str]:
+def normalized(text: str) -> list[str]:
     bare = "".join(character for character in text.lower() if character not in ASCII_PUNCTUATION)
     words: list[str] = []
     word = ""
@@ -146,9 +146,9 @@ def twin_v1(golds, answers):
     exact = f1 = 0.0
     for question in golds:
         if question in answers:
-            given = normalised(answers[question])
-            exact += max(1.0 if normalised(gold) == given else 0.0 for gold in golds[question])
-            f1 += max(overlap(normalised(gold), given) for gold in golds[question])
+            given = normalized(answers[question])
+            exact += max(1.0 if normalized(gold) == given else 0.0 for gold in golds[question])
+            f1 += max(overlap(normalized(gold), given) for gold in golds[question])
     return {"exact_match": exact / len(golds), "f1": f1 / len(golds)}
 
 
@@ -156,8 +156,8 @@ def twin_v2_scores(golds, answers):
     exact, f1 = {}, {}
     for question in golds:
         if question in answers:
-            given = normalised(answers[question])
-            right = [words for words in map(normalised, golds[question]) if words] or [[]]
+            given = normalized(answers[question])
+            right = [words for words in map(normalized, golds[question]) if words] or [[]]
             exact[question] = max(1.0 if words == given else 0.0 for words in right)
             f1[question] = max(
                 overlap(words, given) if words and given else 1.0 if words == given else 0.0 for words in right

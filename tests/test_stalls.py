@@ -98,7 +98,7 @@ def test_the_first_batch_of_a_loader_is_not_a_stall(tmp_path: Path) -> None:
     waits: list[int] = []
     phase = 0
 
-    def batches(start_step: int, passed_over: Any) -> Iterator[int]:
+    def batches(start_step: int, skipped: Any) -> Iterator[int]:
         nonlocal phase
         for step in range(start_step, 6):
             phase = step // 3
@@ -163,7 +163,7 @@ def test_the_first_finding_of_a_start_stays(tmp_path: Path) -> None:
 
 
 def test_patience_suits_a_cluster() -> None:
-    """To initialise NCCL again on hundreds of GPUs takes more than a minute."""
+    """To initialize NCCL again on hundreds of GPUs takes more than a minute."""
     assert SchedulingConfig().hang_seconds > 120
     assert SchedulingConfig().data_stall_seconds >= 600
 

@@ -31,7 +31,7 @@ from pretrain.model.heads import PretrainingModel
 from pretrain.run import preflight
 from pretrain.run.continuation import Corpora
 from pretrain.storage.runs import fetched_model
-from pretrain.training.rates import rate_shares, rated_groups
+from pretrain.training.rates import lr_scales, scaled_groups
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records, with_changes
@@ -114,11 +114,11 @@ class Place:
         self.root = root
         self.start = make_pretrained(root / "start")
         self.text = write_text(root / "text", [*WORDS, *JARGON])
-        self.corpus, self.extended, self.general = (root / name for name in ("corpus", "extended", "general"))
+        self.corpus, self.extended, self.replay_corpus = (root / name for name in ("corpus", "extended", "general"))
         self.config = write_config(root / "run.yaml", self.corpus, self.text, self.start)
         other = write_text(root / "other", WORDS, seed=7)
         assert main(["prepare", str(self.config)]) == 0
-        assert main(["prepare", str(self.changed("g", self.general, corpus__sources__0__path=str(other)))]) == 0
+        assert main(["prepare", str(self.changed("g", self.replay_corpus, corpus__sources__0__path=str(other)))]) == 0
         assert main(["prepare", str(self.changed("x", self.extended, corpus__vocabulary__added_words=3))]) == 0
 
     def changed(self, name: str, corpus: Path | None = None, **changes: Any) -> Path:
@@ -139,7 +139,7 @@ ONE_STEP = [{"sequence_length": 32, "global_sequences": 8, "steps": 1, "peak_lea
 @pytest.fixture(scope="module")
 def runs(place: Place) -> dict[str, Path]:
     """Run folders by name, all trained on one worker in one process: to start one costs more than to train."""
-    general = {"adaptation__general": str(place.general), "adaptation__replay_share": 0.5}
+    general = {"adaptation__replay_corpus": str(place.replay_corpus), "adaptation__replay_share": 0.5}
     frozen = {"adaptation__freeze_embeddings": True, "adaptation__freeze_layers": 1, **WORDS_ADDED}
     once = {"phases": ONE_STEP, "optimizer__weight_decay": 0.0, **WORDS_ADDED}
     paths = {
@@ -222,8 +222,8 @@ def test_missing_heads_are_named_and_the_decoder_begins_with_frequencies(place: 
     from pretrain.checkpoint.start import start_table
 
     table = start_table(resolved(place.root / "bare.yaml"))
-    assert "initialised as in a new run: heads.nsp.*, heads.mlm_transform.*, heads.mlm_norm.*" in table
-    assert "initialised from the frequencies of tokens in the corpus: heads.mlm_bias" in table
+    assert "initialized as in a new run: heads.nsp.*, heads.mlm_transform.*, heads.mlm_norm.*" in table
+    assert "initialized from the frequencies of tokens in the corpus: heads.mlm_bias" in table
     assert "pooler.dense.*        2 tensors -> head.dense.*" in table
     shards = open_shards(place.corpus, "train")
     bias = weights(runs["bare"], 0)["heads.mlm_bias"]
@@ -281,8 +281,8 @@ def test_without_an_adaptation_the_optimizer_groups_are_as_ever() -> None:
         ("layers.0.qkv_bias", torch.zeros(1)),
         ("heads.mlm_bias", torch.ones(1)),
     ]
-    shares = rate_shares([name for name, _ in named], AdaptationConfig(), 1)
-    assert [sorted(group) for group in rated_groups(named, 0.1, shares)] == 2 * [
+    shares = lr_scales([name for name, _ in named], AdaptationConfig(), 1)
+    assert [sorted(group) for group in scaled_groups(named, 0.1, shares)] == 2 * [
         ["layer_adaptation", "names", "params", "weight_decay"]
     ]
 
@@ -378,7 +378,7 @@ def test_weights_of_a_phase_leave_replayed_sources_of_the_same_name_alone(
 
 
 def test_a_general_corpus_without_a_sample_is_refused() -> None:
-    with pytest.raises(InputError, match=r"adaptation\.general: none of its documents has the sentences"):
+    with pytest.raises(InputError, match=r"adaptation\.replay_corpus: none of its documents has the sentences"):
         mixture_weights([{}, {"replay_share": 0.5}], [1.0, 1.0], [10, 0])
 
 
@@ -388,15 +388,15 @@ def test_without_own_held_out_text_a_run_says_that_general_text_is_not_evaluated
     for name, held_out in (("own", 0), ("general", 5)):
         make_corpus(tmp_path / name, documents=10, vocabulary_size=300, validation_documents=held_out, seed=held_out)
     values = pretraining(tmp_path / "own", tmp_path / "run", [(32, 8, 4)])
-    adaptation = {"general": str(tmp_path / "general"), "replay_share": 0.2}
+    adaptation = {"replay_corpus": str(tmp_path / "general"), "replay_share": 0.2}
     config = PretrainConfig.model_validate({**values, "start_from": "start", "adaptation": adaptation})
     corpora = Corpora.open(config)
-    assert corpora.general is None
+    assert corpora.replay_corpus is None
     # Workers with another text to replay are refused all the same.
     assert corpora.training.fingerprint != corpora.own.fingerprint
     assert corpora.training.fingerprint in corpora.fingerprints().values()
     preflight.check_corpus(config)
-    assert "warning: adaptation.general is not evaluated" in capsys.readouterr().err
+    assert "warning: adaptation.replay_corpus is not evaluated" in capsys.readouterr().err
 
 
 def test_general_text_is_replayed_and_scored(place: Place, runs: dict[str, Path]) -> None:
@@ -415,8 +415,10 @@ def test_general_text_is_replayed_and_scored(place: Place, runs: dict[str, Path]
 def test_paths_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     own, general = (make_corpus(tmp_path / name, documents=20, vocabulary_size=300) for name in ("own", "general"))
-    config = pretraining(own, tmp_path / "run", [(32, 8, 2)], start_from="~/start", adaptation__general="~/general")
-    general_of_run = Corpora.open(PretrainConfig.model_validate(config)).general
+    config = pretraining(
+        own, tmp_path / "run", [(32, 8, 2)], start_from="~/start", adaptation__replay_corpus="~/general"
+    )
+    general_of_run = Corpora.open(PretrainConfig.model_validate(config)).replay_corpus
     assert general_of_run is not None
     assert general_of_run.folder == general
     assert fetched_model("~/start") == tmp_path / "start"
@@ -449,7 +451,7 @@ def test_a_checkpoint_with_narrow_embeddings_can_be_continued(place: Place, tmp_
     model = PretrainingModel(config.model, known["vocab_size"], False).eval()
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     start = read_start(config, shapes, open_shards(place.corpus, "train"))
-    assert not start.initialised
+    assert not start.initialized
     model.load_state_dict(start.state)
     batch = make_batch([20], known["vocab_size"])
     with torch.no_grad():
@@ -483,7 +485,7 @@ def test_contradictions_name_the_setting(place: Place, setting: str, message: st
 
 
 @pytest.mark.parametrize(
-    "setting", ["adaptation.layer_decay=0.9", "adaptation.general=x", "corpus.vocabulary.added_words=5"]
+    "setting", ["adaptation.layer_decay=0.9", "adaptation.replay_corpus=x", "corpus.vocabulary.added_words=5"]
 )
 def test_options_of_a_continuation_need_a_checkpoint(place: Place, setting: str) -> None:
     name = setting.partition("=")[0]

@@ -25,7 +25,7 @@ from pretrain.checkpoint import store
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import put_manifest, verify_manifest
 from pretrain.run.session import newest_checkpoint
-from pretrain.training.engine import WorkerGroup
+from pretrain.training.engine import RankGroup
 from tests.distributed import run_workers
 
 SHAPES = {"a": [4, 5], "b": [7]}
@@ -398,7 +398,7 @@ def test_a_checkpoint_without_the_file_that_a_rank_wrote_is_not_published(
 
 def save_and_count_bytes(folder: Path) -> tuple[int, str]:
     """Save 200 pieces, then a checkpoint that fails on rank 1: (bytes of objects that this rank received, error)."""
-    group = WorkerGroup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
+    group = RankGroup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
     read, received = distributed_c10d._tensor_to_object, []
 
     def counted(tensor: Tensor, size: Any, *more: Any) -> Any:
@@ -418,7 +418,7 @@ def save_and_count_bytes(folder: Path) -> tuple[int, str]:
 
 def find_newest_and_note_reads(folder: Path, trouble: str = "") -> tuple[Path | str | None, list[str]]:
     """(the checkpoint to resume from, or the error; the files that this rank read as its share)."""
-    group = WorkerGroup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
+    group = RankGroup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
     read, verify, bytes_of = [], store.verify_content, Path.read_bytes
     failures = [FileNotFoundError(errno.ENOENT, "No such file")] if trouble == "late" and group.rank == 1 else []
 
@@ -469,7 +469,7 @@ def test_a_checkpoint_that_only_one_machine_reads_as_damaged_is_kept(tmp_path: P
 
 
 def save_two_checkpoints(folder: Path) -> None:
-    group = WorkerGroup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
+    group = RankGroup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
     for step in (1, 2):
         held = [Held("a", 2 * group.rank, {"weight": torch.full((2,), 1.0 * step)})]
         store.save(folder, step, held, {"step": step, "shapes": {"a": [6]}}, group)

@@ -222,7 +222,7 @@ def sharing(folder: str, apart: bool) -> str:
 # ---- corpora and sources
 
 
-def test_a_corpus_that_was_prepared_anew_since_it_was_fetched_is_fetched_again(
+def test_a_corpus_that_was_prepared_again_since_it_was_fetched_is_fetched_again(
     proxy: FaultyProxy, tmp_path: Path
 ) -> None:
     address, run = f"s3://{BUCKET}/corpora/one", tmp_path / "run"

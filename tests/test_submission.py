@@ -225,7 +225,7 @@ def test_a_secret_is_known_in_any_spelling(config: Path, text: str) -> None:
         "{token_path: /run/token}",
         "{token: null, password: '', use_auth_token: true}",
         "{monkey: a, hotkeys: b, compass: north, tokenizer: x}",
-        "{keyboard: a, passes: 3, passive: x, author: Ann, authorised: yes}",
+        "{keyboard: a, passes: 3, passive: x, author: Ann, authorized: yes}",
         "{note: 'keyed: by day'}",
         "{address: 'http://proxy:3128', storage: 'abfss://runs@store.dfs.core.windows.net/a', page: 'http://x/a?to=b@c'}",
         "{mirror: 'http://x?to=b@c'}",

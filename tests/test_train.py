@@ -223,7 +223,7 @@ def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> N
     assert (tmp_path / "wild" / "checkpoints" / good / "manifest.json").is_file()
 
 
-def test_a_damaged_checkpoint_is_passed_over(whole, corpus: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped(whole, corpus: Path, tmp_path: Path) -> None:
     config = settings(corpus, tmp_path / "run", engine__zero_stage=0, checkpoint={"every_steps": 1, "keep_last": 5})
     assert run_workers(1, starts, [Start(config, stop_at=4)])[0][0].startswith("StoppedError")
     damaged = next((tmp_path / "run/checkpoints/step-00000004").glob("*.safetensors"))
@@ -310,8 +310,8 @@ def test_workers_with_other_settings_or_data_are_refused(corpus: Path, tmp_path:
         # What one of them has not would be read, and compared, by the others alone.
         (begins("begins"), start("begins")),
         (start("learns"), start("learns", distillation__teacher=models[1]["run_dir"])),
-        (begins("replays"), begins("replays", adaptation__general=str(other))),
-        (begins("replays", adaptation__general=str(other)), begins("replays")),
+        (begins("replays"), begins("replays", adaptation__replay_corpus=str(other))),
+        (begins("replays", adaptation__replay_corpus=str(other)), begins("replays")),
         (start("beats"), start("beats", scheduling__hang_seconds=0)),
         (start("here"), start("there")),
         (replace(start("goes-on"), resume=True), start("goes-on")),
@@ -324,8 +324,8 @@ def test_workers_with_other_settings_or_data_are_refused(corpus: Path, tmp_path:
     for outcome, names in (
         (new, f"start_from ({models[0]['run_dir']} -> none)"),
         (learns, f"distillation.teacher (none -> {models[1]['run_dir']})"),
-        (replays[0], f"adaptation.general (none -> {other})"),
-        (replays[1], f"adaptation.general ({other} -> none)"),
+        (replays[0], f"adaptation.replay_corpus (none -> {other})"),
+        (replays[1], f"adaptation.replay_corpus ({other} -> none)"),
         (beats, "scheduling.hang_seconds (180.0 -> 0.0)"),
         (goes_on, "--resume (True -> False)"),
     ):

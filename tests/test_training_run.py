@@ -44,7 +44,7 @@ class Calls:
             "newest_checkpoint": self._newest,
             "read_state": lambda engine, checkpoint: self._note("read state", saved),
             "Tracker": self._tracker,
-            "rehearse": lambda *given: self._note("rehearse"),
+            "warmup_step": lambda *given: self._note("warmup_step"),
             "restore": lambda engine, checkpoint: self._note("restore"),
             "total_matmul_peak": lambda engine: self._note("measure", 2e12),
             "fit": self._fit,
@@ -52,11 +52,11 @@ class Calls:
         for name, value in stand_ins.items():
             monkeypatch.setattr(running, name, value)
 
-    def run(self, *, resume: bool = False, rehearse: bool = True) -> None:
+    def run(self, *, resume: bool = False, warmup_step: bool = True) -> None:
         engine: Any = SimpleNamespace(watch=SimpleNamespace(allow=self._allow), workers=None, rank=0)
         training: Any = running.Training(
             task=SimpleNamespace(close=lambda: self._note("close task")),  # type: ignore[arg-type]
-            plan=TrainingPlan(self._config, 10, lambda step: 0.1, 5, 5, rehearse=rehearse),
+            plan=TrainingPlan(self._config, 10, lambda step: 0.1, 5, 5, warmup_step=warmup_step),
             job_type="trial",
             card={"size": 3},
             identity={"data": "abc"},
@@ -114,7 +114,7 @@ class Calls:
 
 
 def saved(**more: Any) -> dict[str, Any]:
-    return {"step": 4, "run_id": "old", "data": "abc", "passed_over": [], "window": {}, **more}
+    return {"step": 4, "run_id": "old", "data": "abc", "skipped": [], "window": {}, **more}
 
 
 END = ["(", "finish", ")", "(", "close task", "close tracker", ")"]
@@ -123,16 +123,16 @@ END = ["(", "finish", ")", "(", "close task", "close tracker", ")"]
 def test_a_new_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = Calls(monkeypatch, tmp_path)
     calls.run()
-    assert calls.made == ["(", ")", "open tracker", "log 1 events at 0", "rehearse", "measure", "fit from 0", *END]
+    assert calls.made == ["(", ")", "open tracker", "log 1 events at 0", "warmup_step", "measure", "fit from 0", *END]
     assert calls.settings == {"run_id": None, "step": 0, "card": {"size": 3}, "job_type": "trial", "enabled": True}
     assert calls.extra_state == {"run_id": "new", "data": "abc", "config": {"name": "trial"}}
     assert calls.peak == 2e12
     assert calls.phases == [starting.COMPILE, starting.MEASURE, "end"]
 
 
-def test_a_short_run_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_short_run_has_no_warmup_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = Calls(monkeypatch, tmp_path)
-    calls.run(rehearse=False)
+    calls.run(warmup_step=False)
     assert calls.made[4:] == ["measure", "fit from 0", *END]
     assert calls.phases == [starting.MEASURE, "end"]
 
@@ -141,7 +141,7 @@ def test_a_short_run_that_is_resumed_continues_from_its_checkpoint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls = Calls(monkeypatch, tmp_path, saved())
-    calls.run(resume=True, rehearse=False)
+    calls.run(resume=True, warmup_step=False)
     assert calls.made[5:] == ["restore", "measure", "fit from 4", *END]
 
 
@@ -149,7 +149,7 @@ def test_a_resumed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = Calls(monkeypatch, tmp_path, saved())
     calls.run(resume=True)
     assert calls.made[:5] == ["newest", "read state", "check", "open tracker", "log 2 events at 4"]
-    assert calls.made[5:] == ["rehearse", "measure", "fit from 4", *END]
+    assert calls.made[5:] == ["warmup_step", "measure", "fit from 4", *END]
     assert (calls.settings["run_id"], calls.settings["step"]) == ("old", 4)
     assert calls.events == ["a node was lost", "resumed from step-00000004"]
 

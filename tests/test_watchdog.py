@@ -273,7 +273,7 @@ WAITS = (
     ("torch.autograd.graph", "_engine_run_backward", False, True),
     ("torch._inductor.runtime.compile_tasks.cabc", "call", False, True),
     ("pretrain.objectives.masked", "totals", False, True),
-    ("pretrain.run.passes", "launch", False, True),
+    ("pretrain.run.forward_backward", "launch", False, True),
     ("pretrain.run.loop", "launch_step", False, True),
     ("pretrain.common.transfers", "to_device", False, True),
     ("torch.cuda.streams", "record", False, True),

@@ -78,10 +78,10 @@ class Oracle:
     def __init__(self, tokenizer: Tokenizer, words: Counter[str]) -> None:
         self.tokenizer, self.words = tokenizer, words
         self.unknown_id = -1 if tokenizer.token_to_id("[UNK]") is None else tokenizer.token_to_id("[UNK]")
-        spelt = zip(words, tokens_of_words(self, list(words)), strict=True)  # pyright: ignore[reportArgumentType]
-        self.spelt = {word: tuple(tokens.tolist()) for word, tokens in spelt}
+        spelled = zip(words, tokens_of_words(self, list(words)), strict=True)  # pyright: ignore[reportArgumentType]
+        self.spelled = {word: tuple(tokens.tolist()) for word, tokens in spelled}
         self.beginnings: Counter[tuple[int, tuple[int, ...]]] = Counter()
-        for word, tokens in self.spelt.items():
+        for word, tokens in self.spelled.items():
             for end in range(len(tokens) + 1):
                 self.beginnings[len(tokens), tokens[:end]] += words[word]
 
@@ -91,7 +91,7 @@ class Oracle:
 
     def _among(self, sequences: Sequence[MaskedSequence], among: TokenGroups) -> list[float]:
         mass = torch.zeros(self.tokenizer.get_vocab_size())
-        for word, tokens in self.spelt.items():
+        for word, tokens in self.spelled.items():
             if len(tokens) == 1:
                 mass[tokens[0]] += self.words[word]
         scores = among.scores(mass.log()[None]).log_softmax(-1)[0]
@@ -111,11 +111,11 @@ class Oracle:
     def single_masks(self) -> float:
         """Bits of a word with each token masked alone, the others of the word in sight: what bits per character do."""
         holes: Counter[tuple[int, ...]] = Counter()
-        for word, tokens in self.spelt.items():
+        for word, tokens in self.spelled.items():
             for place in range(len(tokens)):
                 holes[(*tokens[:place], -1, *tokens[place + 1 :])] += self.words[word]
         total = 0.0
-        for word, tokens in self.spelt.items():
+        for word, tokens in self.spelled.items():
             for place in range(len(tokens)):
                 seen = holes[(*tokens[:place], -1, *tokens[place + 1 :])]
                 total -= self.words[word] * math.log2(self.words[word] / seen)
@@ -165,8 +165,8 @@ def test_an_oracle_has_one_score_in_every_vocabulary(kind: str, size: int) -> No
     assert whole.lower < whole.upper - 0.01
     assert 0 < whole.standard_error < 0.1
 
-    whole_tokens = [word for word, tokens in model.spelt.items() if len(tokens) == 1]
-    few = sorted(set(oracle("uncased", 2000).spelt) & set(common_words.common_words()) & _whole_everywhere())
+    whole_tokens = [word for word, tokens in model.spelled.items() if len(tokens) == 1]
+    few = sorted(set(oracle("uncased", 2000).spelled) & set(common_words.common_words()) & _whole_everywhere())
     assert len(few) > 50
     for chosen in (few, common_words.common_words()):
         if size == 2000 and chosen is not few:
@@ -182,8 +182,8 @@ def test_an_oracle_has_one_score_in_every_vocabulary(kind: str, size: int) -> No
 
 
 def _whole_everywhere() -> set[str]:
-    every = [oracle(kind, size).spelt for kind, size in KINDS]
-    return {word for word in every[0] if all(len(spelt[word]) == 1 for spelt in every)}
+    every = [oracle(kind, size).spelled for kind, size in KINDS]
+    return {word for word in every[0] if all(len(spelled[word]) == 1 for spelled in every)}
 
 
 def test_single_masks_flatter_small_vocabularies() -> None:
@@ -241,8 +241,8 @@ def test_tokens_that_spell_a_word_are_added(tmp_path: Path) -> None:
     swaps = {"poor": "Good", "awful": "GOOD", "fine": "göod", "plot": "##good"}
     (folder / "vocab.txt").write_text("\n".join(swaps.get(entry, entry) for entry in entries) + "\n")
     groups = token_groups(MaskedModel(folder), ["good", "the"])
-    spelt = [entries.index(word) for word in ("good", "fine", "poor", "awful")]
-    assert sorted(groups.tokens[groups.groups == 0]) == sorted(spelt)
+    spelled = [entries.index(word) for word in ("good", "fine", "poor", "awful")]
+    assert sorted(groups.tokens[groups.groups == 0]) == sorted(spelled)
     assert groups.tokens[groups.groups == 1].tolist() == [entries.index("the")]
     tokenizer = train_byte_vocabulary({b" the": 9, b"the": 9, b" The": 9}, 300, min_frequency=1)
     found = token_groups(Oracle(tokenizer, Counter({"the": 1})), ["the"]).tokens  # pyright: ignore[reportArgumentType]

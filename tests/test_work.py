@@ -165,7 +165,7 @@ def test_the_dry_run_counts_a_teacher(tmp_path: Path) -> None:
     assert taught.executed > 1.2 * alone.executed
 
 
-def test_muon_orthogonalises_the_matrices_of_a_generator_too() -> None:
+def test_muon_orthogonalizes_the_matrices_of_a_generator_too() -> None:
     config = make_config(optimizer={"name": "muon"}, electra={"generator_width": 0.5}, pairs={"objective": "none"})
     expected = 0
     for name, parameter in model_of(config).named_parameters():

@@ -1,4 +1,4 @@
-"""Small released checkpoints, made with transformers, and small labelled sets to fine-tune them on."""
+"""Small released checkpoints, made with transformers, and small labeled sets to fine-tune them on."""
 
 from __future__ import annotations
 

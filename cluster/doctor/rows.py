@@ -14,7 +14,7 @@ from rich.table import Table
 from pretrain.common.wording import counted
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
-_COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red"}
+_COLORS = {PASS: "green", WARN: "yellow", FAIL: "red"}
 _EACH = 4  # up to this number, passing nodes that differ have a line each
 _NAMED = 3
 _WHERE_COLUMNS = 16  # an address; further ones are wrapped
@@ -51,9 +51,9 @@ def show(rows: Sequence[Finding], console: Console) -> None:
         table.add_column("where", overflow="fold", max_width=_WHERE_COLUMNS)
     table.add_column("found", overflow="fold")
     for row in _shortened(rows) if has_nodes else rows:
-        advice = f"\n[{_COLOURS[row.mark]}]{escape(row.advice)}[/]" if row.mark != PASS else ""
+        advice = f"\n[{_COLORS[row.mark]}]{escape(row.advice)}[/]" if row.mark != PASS else ""
         table.add_row(
-            f"[{_COLOURS[row.mark]}]{row.mark}[/]",
+            f"[{_COLORS[row.mark]}]{row.mark}[/]",
             escape(row.what),
             *([escape(row.where)] if has_nodes else []),
             escape(row.found) + advice,

@@ -41,7 +41,7 @@ _FIND_DASHBOARD = (
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingJob:
     """A job in the queue: `low` to `high` workers of `cpus` CPUs each; 0 divides the cluster's CPUs among them.
 
     `submitted` distinguishes it from a later job of the same name, which is behind it.
@@ -143,11 +143,11 @@ class Queue:
         self._nodes_read = time.monotonic()
         return leaves_capacity(nodes, self._ahead, self._mine)
 
-    def _has_finished(self, job: Waiting) -> bool:
+    def _has_finished(self, job: WaitingJob) -> bool:
         now = self._dashboard.job(job.name)
         return now is None or now["status"] in FINISHED or (now["start_time"] or 0) != job.submitted
 
-    def _due(self) -> list[Waiting]:
+    def _due(self) -> list[WaitingJob]:
         """The jobs to read at this poll: the oldest, and another."""
         if len(self._ahead) < 2:
             return self._ahead
@@ -155,7 +155,7 @@ class Queue:
         return [self._ahead[0], self._ahead[self._next]]
 
 
-def leaves_capacity(nodes: Sequence[NodeSize], ahead: Sequence[Waiting], mine: Waiting) -> bool:
+def leaves_capacity(nodes: Sequence[NodeSize], ahead: Sequence[WaitingJob], mine: WaitingJob) -> bool:
     """Whether the bundles of `mine` fit beside those of the jobs before it on `nodes`.
 
     Jobs before it run, or will run, with as many workers as they may; it can start with the fewest. A job before it
@@ -168,7 +168,7 @@ def leaves_capacity(nodes: Sequence[NodeSize], ahead: Sequence[Waiting], mine: W
     return _place(free, nodes, mine, mine.low) == mine.low
 
 
-def _place(free: list[list[int]], nodes: Sequence[NodeSize], job: Waiting, most: int) -> int:
+def _place(free: list[list[int]], nodes: Sequence[NodeSize], job: WaitingJob, most: int) -> int:
     """Take up to `most` of the job's bundles from `free`, each from the fullest node on which it fits; how many fit."""
     try:
         cpus = job.cpus or cpus_that_fit(nodes, job.low, job.high, 0, "")
@@ -230,9 +230,9 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:_FEW]) + more
 
 
-def _waiting(job: Mapping[str, Any]) -> Waiting:
+def _waiting(job: Mapping[str, Any]) -> WaitingJob:
     needs = {key: int(job["metadata"][key]) for key in ("workers", "most_workers", "cpus_per_worker")}
-    return Waiting(
+    return WaitingJob(
         job["submission_id"], needs["workers"], needs["most_workers"], needs["cpus_per_worker"], job["start_time"] or 0
     )
 

@@ -56,7 +56,7 @@ def main(request_path: str, kind: type[R], work: Callable[[R], None]) -> None:
     """Do `work` with the request of class `kind` at this path, and write its outcome to the request's file."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     request = kind.from_json(Path(request_path).read_text(encoding="utf-8"))
-    die_with(request.launch.launcher, request.launch.ray_dir)
+    exit_with_parent(request.launch.launcher, request.launch.ray_dir)
     # Stopping a job signals all processes below it; the launcher above this one decides what follows.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ.update(_RAY_ENVIRONMENT)
@@ -282,7 +282,7 @@ def _here() -> str:
     return f"this machine ({socket.gethostname()})"
 
 
-def die_with(parent: int, folder: Path | None = None) -> None:
+def exit_with_parent(parent: int, folder: Path | None = None) -> None:
     """End this session and remove `folder` once `parent` is gone: a killed launcher leaves no processes and files.
 
     It may be gone already: this process has imported a lot before it calls this.

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from cluster.workers.driver import choose_token, die_with, join_ray
+from cluster.workers.driver import choose_token, exit_with_parent, join_ray
 from cluster.workers.launch import check_address, end_session, environment, last_line
 from cluster.workers.outcomes import as_data, error_from, one_line
 from cluster.workers.target import change_folder
@@ -103,7 +103,7 @@ class RayPool(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Queue `fn(*args, **kwargs)`, all picklable; the future fails with a `RunError` if the pool dies."""
-        number, future = next(self._numbers), _Awaited(self._send)
+        number, future = next(self._numbers), _LazyFuture(self._send)
         self._futures[number] = future
         self._waiting.append((number, pickle.dumps((fn, args, kwargs))))
         if self._error is not None:
@@ -197,7 +197,7 @@ class RayPool(Executor):
         )
 
 
-class _Awaited(Future[Any]):
+class _LazyFuture(Future[Any]):
     """A future that sends the waiting jobs when its result is requested."""
 
     def __init__(self, send: Callable[[], None]) -> None:
@@ -224,7 +224,7 @@ def _settle(future: Future[Any], kind: str, value: Any) -> None:
 def main(descriptor: int, parent: int) -> None:
     """Join the cluster that the first message names, and run lists of jobs until None arrives, or `parent` is gone."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    die_with(parent)
+    exit_with_parent(parent)
     os.set_inheritable(descriptor, False)
     os.environ.update(_RAY_ENVIRONMENT)
     with Connection(descriptor) as connection:
@@ -311,7 +311,7 @@ def _run_job(row: dict[str, Any], setup: bytes, working_dir: str) -> dict[str, A
 
 
 def _make_ready(setup: bytes, working_dir: str) -> None:
-    """Initialise this process, unless it is already: Ray keeps processes from task to task."""
+    """Initialize this process, unless it is already: Ray keeps processes from task to task."""
     global _ready_for
     if _ready_for != (setup, working_dir):
         change_folder(working_dir)

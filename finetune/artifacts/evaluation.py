@@ -1,4 +1,4 @@
-"""`evaluate`: score a fine-tuned model on labelled files, and write metrics.json and predictions."""
+"""`evaluate`: score a fine-tuned model on labeled files, and write metrics.json and predictions."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def evaluate(model: Path, file: str | None, out: Path | None, precision: Request
 
     Args:
         model: a fine-tuned model or its run folder.
-        file: a labelled file; None: the labelled dev and test sets of the model's config.
+        file: a labeled file; None: the labeled dev and test sets of the model's config.
         out: folder to write; None: evaluation/ in the run folder, or NAME-evaluation/ beside an export.
         precision: as in `Predictor`.
 
     Raises:
-        InputError: there is no model, no labelled set, or `out` holds another metrics.json.
+        InputError: there is no model, no labeled set, or `out` holds another metrics.json.
     """
     folder = model_folder(model)
     predictor = Predictor(folder, precision=precision)
     out = out or _evaluation_folder(folder)
     metrics = _read_metrics(out / _METRICS)
-    sets = {plain_stem(Path(file)): predictor.task.read_file(file)} if file else _labelled_sets(predictor.task)
+    sets = {plain_stem(Path(file)): predictor.task.read_file(file)} if file else _labeled_sets(predictor.task)
     source = str(Path(file).expanduser().resolve()) if file else None
     if not sets:
-        raise InputError(f"{folder}: its config names no labelled dev or test set. Give a labelled file.")
+        raise InputError(f"{folder}: its config names no labeled dev or test set. Give a labeled file.")
     lines = []
     for name, examples in sets.items():
         result = SetResult.of(predictor.task, examples, predictor.predict(examples))
@@ -61,9 +61,9 @@ def _evaluation_folder(folder: Path) -> Path:
     return folder.parent / ("evaluation" if is_run else f"{folder.name}-evaluation")
 
 
-def _labelled_sets(task: Task[Any]) -> dict[str, list[Any]]:
+def _labeled_sets(task: Task[Any]) -> dict[str, list[Any]]:
     """The dev sets of the config, and those of its test sets that have labels."""
-    tests = {name: members for name, members in task.read_test().items() if task.is_labelled(members)}
+    tests = {name: members for name, members in task.read_test().items() if task.is_labeled(members)}
     return {**task.read_held_out(), **tests}
 
 

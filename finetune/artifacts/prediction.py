@@ -51,7 +51,7 @@ def predict(
 
 
 def _predict_file(predictor: Predictor, source: str, out: Path | None) -> None:
-    examples = predictor.task.read_file(source, labelled=False)
+    examples = predictor.task.read_file(source, labeled=False)
     with sleeping_when_crowded():
         predictions = predictor.predict(examples)
     if out is None:

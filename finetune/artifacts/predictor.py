@@ -1,4 +1,4 @@
-"""Use of a fine-tuned model: predictions for a stream of records, and scores on labelled files."""
+"""Use of a fine-tuned model: predictions for a stream of records, and scores on labeled files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from finetune.training.saved import load_saved
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
-from pretrain.model.precision import Choice, allow_tf32, choose, offer, run_precision
+from pretrain.model.precision import PrecisionChoice, allow_tf32, choose, offer, run_precision
 
 logger = logging.getLogger(__name__)
 
@@ -141,18 +141,18 @@ class Predictor:
         return self.task.decode(examples, windows, logits)
 
     def evaluate(self, path: str) -> tuple[dict[str, float], dict[str, Any], list[dict[str, Any]]]:
-        """(scores, details, predictions) on a labelled file of the same form as the dev file."""
+        """(scores, details, predictions) on a labeled file of the same form as the dev file."""
         examples = self.task.read_file(path)
         predictions = self.predict(examples)
         return self.task.score(examples, predictions), self.task.details(examples, predictions), predictions
 
 
-def _choose_precision(requested: RequestedPrecision, trained: FinetuneConfig, device: torch.device) -> Choice:
+def _choose_precision(requested: RequestedPrecision, trained: FinetuneConfig, device: torch.device) -> PrecisionChoice:
     """The precision of the computation; also allows TF32 if training did."""
     if requested == "fp16" and device.type == "cpu":
         raise InputError("precision: fp16 needs a GPU. Use auto, which chooses the fastest precision of this machine.")
     if requested != "auto":
-        choice = Choice(requested, "as requested")
+        choice = PrecisionChoice(requested, "as requested")
     elif trained.engine.precision == "auto":  # a config whose precision no run has resolved
         choice = choose([offer(device)])
     else:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from finetune.experiments.grid import Point
+from finetune.experiments.grid import GridPoint
 from finetune.experiments.outcomes import Outcome, Spread
 from pretrain.common.errors import DivergedError
 
@@ -15,7 +15,7 @@ from pretrain.common.errors import DivergedError
 class Candidate:
     """One choice of settings and its runs, one per seed."""
 
-    point: Point
+    point: GridPoint
     runs: dict[int, Outcome | None]  # number of the trial in the sweep -> its outcome; None if it is still to run
 
     @cached_property
@@ -53,7 +53,7 @@ class Candidate:
         return None not in self.runs.values() and self.failed == self.diverged
 
 
-def candidates(points: Sequence[Point], outcomes: Sequence[Outcome | None]) -> list[Candidate]:
+def candidates(points: Sequence[GridPoint], outcomes: Sequence[Outcome | None]) -> list[Candidate]:
     """The candidates of a sweep, from the point and the outcome of each trial, in the grid's order."""
     made: dict[str, Candidate] = {}
     for number, (point, outcome) in enumerate(zip(points, outcomes, strict=True)):

@@ -19,7 +19,7 @@ Grid = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Point:
+class GridPoint:
     """One choice of settings in a sweep, as dotted name -> value as YAML writes it."""
 
     settings: Mapping[str, str]
@@ -69,7 +69,7 @@ def parse_grid(name: str, given: Sequence[str]) -> dict[str, list[str]]:
     return grid
 
 
-def check_effect(config: FinetuneConfig, point: Point) -> None:
+def check_effect(config: FinetuneConfig, point: GridPoint) -> None:
     """Raise `InputError` if a setting of the point has no effect on the config that has them."""
     if config.training.steps and "training.epochs" in point.settings:
         raise InputError(
@@ -78,9 +78,9 @@ def check_effect(config: FinetuneConfig, point: Point) -> None:
         )
 
 
-def expand(grid: Grid) -> list[Point]:
+def expand(grid: Grid) -> list[GridPoint]:
     """Every combination, the last setting changing fastest."""
-    return [Point(dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())]
+    return [GridPoint(dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())]
 
 
 def _split(text: str) -> list[str]:

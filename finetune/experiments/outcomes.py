@@ -19,7 +19,7 @@ class Trial:
     label: str
     config: FinetuneConfig
     steps: int
-    test_sets: bool = True  # whether to predict the test sets at the end, and score labelled ones
+    test_sets: bool = True  # whether to predict the test sets at the end, and score labeled ones
 
     @property
     def examples(self) -> int:
@@ -37,7 +37,7 @@ class Outcome:
     chosen_on: str = ""  # the set that selected the checkpoint; trials are compared only on it
     degenerate: str = ""  # why a finished run counts as failed, see `trials.degenerate`
     data: str = ""  # digest of the training data and of all scored data
-    test_sets_scored: bool = True  # whether `data` covers labelled test sets
+    test_sets_scored: bool = True  # whether `data` covers labeled test sets
 
     @property
     def score(self) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
-from finetune.experiments.grid import Grid, Point, check_effect, expand
+from finetune.experiments.grid import Grid, GridPoint, check_effect, expand
 from finetune.experiments.outcomes import Outcome, Trial
 from finetune.experiments.results import SUMMARY, count_line, metric_of, seeds_table, show, summary, sweep_table
 from finetune.experiments.trials import TrialRuns, raise_failure, run_all, trial_config
@@ -101,8 +101,8 @@ def run_sweep(
 
 
 def sweep_trials(
-    config: FinetuneConfig, path: Path, overrides: Sequence[str], points: Sequence[Point], seeds: int
-) -> list[tuple[Point, Trial]]:
+    config: FinetuneConfig, path: Path, overrides: Sequence[str], points: Sequence[GridPoint], seeds: int
+) -> list[tuple[GridPoint, Trial]]:
     """The trials of all points, the seeds of a point next to each other. Their steps are not known yet."""
     trials, folders = [], set()
     for point in points:

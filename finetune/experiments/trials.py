@@ -46,11 +46,11 @@ def trial_config(config: FinetuneConfig, label: str, *, folder: Path, seed: int)
     tracking = config.tracking
     of_its_own = {
         "group": tracking.group or config.name,
-        "run_id": tracking.run_id and _labelled(tracking.run_id, label, 64),
+        "run_id": tracking.run_id and _labeled(tracking.run_id, label, 64),
     }
     return config.model_copy(
         update={
-            "name": _labelled(config.name, label, 63),
+            "name": _labeled(config.name, label, 63),
             "run_dir": str(folder),
             "seed": seed,
             "tracking": tracking.model_copy(update=of_its_own),
@@ -58,7 +58,7 @@ def trial_config(config: FinetuneConfig, label: str, *, folder: Path, seed: int)
     )
 
 
-def _labelled(text: str, label: str, most: int) -> str:
+def _labeled(text: str, label: str, most: int) -> str:
     """`text-label` in at most `most` characters; `text` is cut first."""
     return f"{text[: max(1, most - 1 - len(label))]}-{label}"[:most]
 

@@ -106,7 +106,7 @@ def blimp_score(
         record: gets each paradigm as it is scored; those that it has are not scored again.
 
     Raises:
-        InputError: the data or the checkpoint cannot be read, it has no head for masked language modelling, or it has
+        InputError: the data or the checkpoint cannot be read, it has no head for masked language modeling, or it has
             too few positions for a sentence.
         MachineError: layers are to be compiled, and there is no C++ compiler that works.
     """

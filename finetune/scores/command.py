@@ -109,7 +109,7 @@ def _identity(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _predictions(arguments: argparse.Namespace, record: Record) -> list[str]:
-    """Measure what needs a head for masked language modelling. Returns why a part is skipped.
+    """Measure what needs a head for masked language modeling. Returns why a part is skipped.
 
     Without such a head both parts are skipped if there are fine-tunings to do; else that is the command's error.
     """
@@ -118,7 +118,7 @@ def _predictions(arguments: argparse.Namespace, record: Record) -> list[str]:
     _, missing = read_released(arguments.model).prediction_state()
     if missing and arguments.finetune:
         parts = [name for name, given in (("--text", arguments.text), ("--blimp", arguments.blimp)) if given]
-        return [f"{' and '.join(parts)}: {arguments.model} has no head for masked language modelling ({missing})."]
+        return [f"{' and '.join(parts)}: {arguments.model} has no head for masked language modeling ({missing})."]
     settings = ModelSettings(arguments.precision, arguments.compile)
     skipped: list[str] = []
     if arguments.text:

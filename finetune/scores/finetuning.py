@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.experiments.grid import Point
+from finetune.experiments.grid import GridPoint
 from finetune.experiments.outcomes import Outcome, Spread
 from finetune.experiments.trials import TrialRuns, raise_failure
 from finetune.scores.finetuning_runs import (
+    ConfigRuns,
     FinetuningSettings,
     Member,
-    Start,
     lasting,
     read_configs,
     run_members,
@@ -29,7 +29,7 @@ from pretrain.common.errors import DivergedError
 from pretrain.run import preflight
 
 PART = "finetuning"  # of a record
-_NO_CHOICE = Point({})
+_NO_CHOICE = GridPoint({})
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def finetuning_scores(
 
 
 def _fine_tuned(
-    given: Sequence[Start], run_as: str, settings: FinetuningSettings, folder: Path, record: Record | None
+    given: Sequence[ConfigRuns], run_as: str, settings: FinetuningSettings, folder: Path, record: Record | None
 ) -> dict[str, FinetuningScore]:
     """As `finetuning_scores`, when no other process has the runs from random weights."""
     common = next(one.folder for one in given if not one.random)
@@ -137,12 +137,12 @@ def _fine_tuned(
     return _scores(members, ran.outcomes)
 
 
-def choices(members: Sequence[Member], outcomes: Sequence[Outcome | None]) -> dict[tuple[str, bool], Point]:
+def choices(members: Sequence[Member], outcomes: Sequence[Outcome | None]) -> dict[tuple[str, bool], GridPoint]:
     """(config, whether from random weights) -> the point of the grid with the highest score, the first of equals.
 
     Each was run once, with a seed that is not scored. Runs that diverged lose; where others failed, nothing is chosen.
     """
-    groups: dict[tuple[str, bool], list[tuple[Point, Outcome | None]]] = {}
+    groups: dict[tuple[str, bool], list[tuple[GridPoint, Outcome | None]]] = {}
     for member, outcome in zip(members, outcomes, strict=True):
         groups.setdefault((member.config, member.random), []).append((member.point, outcome))
     chosen = {}
@@ -157,7 +157,7 @@ def choices(members: Sequence[Member], outcomes: Sequence[Outcome | None]) -> di
 
 
 def _scored(
-    given: Sequence[Start], points: Mapping[tuple[str, bool], Point], settings: FinetuningSettings
+    given: Sequence[ConfigRuns], points: Mapping[tuple[str, bool], GridPoint], settings: FinetuningSettings
 ) -> list[Member]:
     """The runs that are scored, with the settings that were chosen for them."""
     members = []

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.experiments.grid import Point, check_effect, expand
+from finetune.experiments.grid import GridPoint, check_effect, expand
 from finetune.experiments.outcomes import Outcome, Trial
 from finetune.experiments.trials import TrialRuns, read_outcome, run_all, trial_config
 from finetune.scores.masked_model import fingerprint, text_digest
@@ -63,10 +63,10 @@ class FinetuningSettings:
 
 
 @dataclass(frozen=True)
-class Choice:
+class GridConfig:
     """A config with the settings of one point of the grid."""
 
-    point: Point  # without settings if there is no grid
+    point: GridPoint  # without settings if there is no grid
     config: FinetuneConfig
     steps: int
     folder: Path  # of its runs, by the fingerprint of what they depend on
@@ -78,12 +78,12 @@ class Member:
 
     config: str
     random: bool
-    point: Point
+    point: GridPoint
     trial: Trial
 
 
 @dataclass(frozen=True)
-class Start:
+class ConfigRuns:
     """A config's runs from the checkpoint, or those from random weights.
 
     Attributes:
@@ -97,7 +97,7 @@ class Start:
     config: str
     random: bool
     folder: Path
-    choices: Sequence[Choice]
+    choices: Sequence[GridConfig]
     seeds: Sequence[int]
 
     def tried(self) -> list[Member]:
@@ -108,7 +108,7 @@ class Start:
         ]
         return members if self.seeds or all(_left(one) is not None for one in members) else []
 
-    def scored(self, point: Point) -> list[Member]:
+    def scored(self, point: GridPoint) -> list[Member]:
         """The runs that are scored: those that are asked for, and what an earlier call has left beside them."""
         choice = next(one for one in self.choices if one.point == point)
         left = [int(one.name.removeprefix(_SEED)) for one in choice.folder.glob(f"{_SEED}*") if _is_seed(one)]
@@ -116,17 +116,17 @@ class Start:
         others = [self._seed(choice, seed) for seed in sorted(set(left) - set(self.seeds))]
         return [*asked, *(one for one in others if _left(one) is not None)]
 
-    def _seed(self, choice: Choice, seed: int) -> Member:
+    def _seed(self, choice: GridConfig, seed: int) -> Member:
         return self._member(choice, f"{_SEED}{seed}", seed, f"seed {seed}", str(seed))
 
-    def _member(self, choice: Choice, folder: str, seed: int, what: str, name: str) -> Member:
+    def _member(self, choice: GridConfig, folder: str, seed: int, what: str, name: str) -> Member:
         names = [self.config, *(["random"] if self.random else []), name]
         one = trial_config(choice.config, run_name("-".join(names)), folder=choice.folder / folder, seed=seed)
         label = ", ".join([self.config, *(["random weights"] if self.random else []), what])
         return Member(self.config, self.random, choice.point, Trial(label, one, choice.steps, test_sets=False))
 
 
-def starts(folder: Path, out: Path, name: str, settings: FinetuningSettings) -> list[Start]:
+def starts(folder: Path, out: Path, name: str, settings: FinetuningSettings) -> list[ConfigRuns]:
     """The runs of each config, from the checkpoint `folder` and from random weights.
 
     Small configs come first: faults show early. Raises as `read_plans`.
@@ -140,7 +140,7 @@ def starts(folder: Path, out: Path, name: str, settings: FinetuningSettings) -> 
         kept = [f"{key}-{run_fingerprint(configs[key])[:16]}" for _, configs in at]
         for random, place in places.items():
             choices = [
-                Choice(
+                GridConfig(
                     point,
                     configs[key].model_copy(update={"random_weights": random}),
                     plan.steps_of(configs[key]),
@@ -148,11 +148,13 @@ def starts(folder: Path, out: Path, name: str, settings: FinetuningSettings) -> 
                 )
                 for (point, configs), own in zip(at, kept, strict=True)
             ]
-            given.append(Start(key, random, place, choices, seeds if settings.random or not random else ()))
+            given.append(ConfigRuns(key, random, place, choices, seeds if settings.random or not random else ()))
     return given
 
 
-def read_configs(folder: Path, settings: FinetuningSettings, point: Point | None = None) -> dict[str, FinetuneConfig]:
+def read_configs(
+    folder: Path, settings: FinetuningSettings, point: GridPoint | None = None
+) -> dict[str, FinetuneConfig]:
     """File name without suffix -> config that starts from `folder`, with the settings of `point`.
 
     Raises `InputError` if one is wrong, or two have the same file name.

@@ -1,4 +1,4 @@
-"""Held-out masked-language-modelling quality of a checkpoint on plain text, comparable within one vocabulary.
+"""Held-out masked-language-modeling quality of a checkpoint on plain text, comparable within one vocabulary.
 
 Runs of blanks and line ends count as one blank. A document's tokens are cut into sequences of equal length, and each is
 masked as in pretraining (Devlin et al. 2019, section 3.1): 15 % of its tokens, 80 % of them replaced by the mask token,
@@ -116,7 +116,7 @@ def held_out_score(
         record: gets the score; a score that it has is not measured again.
 
     Raises:
-        InputError: a text or the checkpoint cannot be read, the model has no head for masked language modelling, or
+        InputError: a text or the checkpoint cannot be read, the model has no head for masked language modeling, or
             fewer positions than `how.length`.
     """
     documents = read_documents(texts)

@@ -23,7 +23,7 @@ from pretrain.checkpoint.start import digest
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory
-from pretrain.common.transfers import OnItsWay, arrivals, to_host
+from pretrain.common.transfers import PendingCopy, arrivals, to_host
 from pretrain.model.compile import compiling
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import torch_dtype
@@ -112,7 +112,7 @@ class TokenGroups:
 
 
 class MaskedModel:
-    """A model for masked language modelling, in evaluation mode, on a GPU if there is one.
+    """A model for masked language modeling, in evaluation mode, on a GPU if there is one.
 
     Args:
         folder: what `pretrain.checkpoint.released.read_released` reads.
@@ -127,7 +127,7 @@ class MaskedModel:
         max_positions: tokens of the longest sequence, special tokens included.
 
     Raises:
-        InputError: the model or its tokenizer cannot be read, has no head for masked language modelling, or no mask
+        InputError: the model or its tokenizer cannot be read, has no head for masked language modeling, or no mask
             token.
     """
 
@@ -136,14 +136,14 @@ class MaskedModel:
         state, missing = released.prediction_state()
         if missing:
             raise InputError(
-                f"{folder}: has no head for masked language modelling ({missing} is missing), so it has neither a "
+                f"{folder}: has no head for masked language modeling ({missing} is missing), so it has neither a "
                 "held-out loss nor a BLiMP score. Give a model with one, or fine-tune this one: --finetune."
             )
         self.tokenizer = read_tokenizer(folder, released.vocabulary_size)
         self.tokenizer.encode_special_tokens = True
         self.special_ids = released_ids(folder, released.vocabulary_size)
         if "mask" not in self.special_ids:
-            raise InputError(f"{folder}: its tokenizer has no mask token. Give a model for masked language modelling.")
+            raise InputError(f"{folder}: its tokenizer has no mask token. Give a model for masked language modeling.")
         self.unknown_id = _unknown_id(self.tokenizer)
         self.mask_id, self.max_positions = self.special_ids["mask"], released.model.max_positions
         with torch.device("meta"):
@@ -205,7 +205,7 @@ class MaskedModel:
         if members:
             yield members
 
-    def _forward(self, sequences: Sequence[MaskedSequence], among: TokenGroups | None) -> OnItsWay:
+    def _forward(self, sequences: Sequence[MaskedSequence], among: TokenGroups | None) -> PendingCopy:
         """fp64 [2, K]: what `Predictions` has of these sequences, in their order."""
         batch = _as_batch(sequences).to(self._device)
         with torch.inference_mode(), compiling("leave out --compile"):

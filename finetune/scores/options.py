@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_predictions(parser: argparse.ArgumentParser) -> None:
-    """What needs a head for masked language modelling."""
+    """What needs a head for masked language modeling."""
     parser.add_argument(
         "--text",
         nargs="+",

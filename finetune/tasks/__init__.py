@@ -1,1 +1,1 @@
-"""The kinds of task: each turns labelled files into windows for the model, and logits into predictions and scores."""
+"""The kinds of task: each turns labeled files into windows for the model, and logits into predictions and scores."""

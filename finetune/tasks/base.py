@@ -77,7 +77,7 @@ E = TypeVar("E")
 
 
 class Task(ABC, Generic[E]):
-    """Turns labelled examples into windows for the model, and logits into predictions and official scores.
+    """Turns labeled examples into windows for the model, and logits into predictions and official scores.
 
     An example, E, is a type of the task's own. Every fault in a user's file is an `InputError` with the file, the
     line or record, what was found and what to do.
@@ -110,26 +110,26 @@ class Task(ABC, Generic[E]):
 
     @abstractmethod
     def read_held_out(self) -> dict[str, list[E]]:
-        """Labelled sets to score on, by name; the first one chooses the checkpoint. {} without any."""
+        """Labeled sets to score on, by name; the first one chooses the checkpoint. {} without any."""
 
     @abstractmethod
     def read_test(self) -> dict[str, list[E]]:
         """Sets to predict at the end, with labels or without. {} without any."""
 
     @abstractmethod
-    def read_file(self, path: str, *, labelled: bool = True) -> list[E]:
+    def read_file(self, path: str, *, labeled: bool = True) -> list[E]:
         """The examples of another file, in the format that its suffix and the settings define.
 
-        With `labelled` false (for `predict`), labels may be missing, and a `.txt` may hold one text per line. A
-        labelled file gives the same examples either way.
+        With `labeled` false (for `predict`), labels may be missing, and a `.txt` may hold one text per line. A
+        labeled file gives the same examples either way.
         """
 
     @abstractmethod
     def example(self, record: Mapping[str, Any] | str, where: str) -> E:
-        """An unlabelled example from a JSON object or plain text; `where` is its place, for messages."""
+        """An unlabeled example from a JSON object or plain text; `where` is its place, for messages."""
 
     def with_context(self, examples: Sequence[E], *, ended: bool) -> tuple[list[E], list[E]]:
-        """Unlabelled examples in order, each with its neighbours as context if the task uses them.
+        """Unlabeled examples in order, each with its neighbors as context if the task uses them.
 
         Returns:
             (examples that no later record can change, examples that wait for more). None wait once all have `ended`.
@@ -137,7 +137,7 @@ class Task(ABC, Generic[E]):
         return list(examples), []
 
     @abstractmethod
-    def is_labelled(self, examples: Sequence[E]) -> bool:
+    def is_labeled(self, examples: Sequence[E]) -> bool:
         """Whether examples have labels, so that predictions can be scored."""
 
     @abstractmethod

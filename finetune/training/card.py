@@ -60,7 +60,7 @@ class CardFacts:
         step: the training step of the weights.
         chosen_on: the set that selected that step and tuned the task; "" for none.
         examples: number of examples of each set; the training set is "train".
-        scores, details: of each labelled dev and test set, as the task gives them.
+        scores, details: of each labeled dev and test set, as the task gives them.
         own: the settings of the model for which it is saved in our own layout; "" for a released one.
         brings_code: transformers loads it with `trust_remote_code`.
     """
@@ -104,7 +104,7 @@ def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str
 def repeated_remark(name: str, earlier: str) -> str:
     """A remark, for terminal and card, that the set `name` is the same file as `earlier`."""
     use = "trained the model" if earlier == "train" else "selected the checkpoint"
-    return f"{name} is the same file as {earlier}: its examples {use}, so its scores do not measure generalisation."
+    return f"{name} is the same file as {earlier}: its examples {use}, so its scores do not measure generalization."
 
 
 def _template() -> Any:

@@ -158,7 +158,7 @@ class _Start(RunConfig):
         "sets it, too.",
     )
     random_weights: bool = Field(
-        default=False, description="Take only shape and tokenizer from start_from; weights are initialised at random."
+        default=False, description="Take only shape and tokenizer from start_from; weights are initialized at random."
     )
     max_length: int = Field(
         default=128,

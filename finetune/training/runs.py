@@ -63,7 +63,7 @@ def start(config: FinetuneConfig, *, resume: bool, ray: bool = False, no_ray: bo
         return run_plan.steps
 
     if resume:
-        launch.bring(config.run_dir)
+        launch.download(config.run_dir)
     return launch.start_run(
         "finetune.training.train:main",
         config,
@@ -194,13 +194,13 @@ def check_fit(config: FinetuneConfig, model: ModelConfig) -> None:
 
 
 def digest(config: FinetuneConfig, *, test_sets: bool = True) -> str:
-    """`data_digest` of the data files as they are now; with `test_sets`, labelled test sets are included."""
+    """`data_digest` of the data files as they are now; with `test_sets`, labeled test sets are included."""
     _, encoder = _read_start(config)
     task = config.make_task()
     training = task.windows(task.read_train(), encoder, training=True)
     scored = task.read_held_out()
     tests = task.read_test() if test_sets else {}
-    scored |= {name: members for name, members in tests.items() if task.is_labelled(members)}
+    scored |= {name: members for name, members in tests.items() if task.is_labeled(members)}
     windows = {name: task.windows(members, encoder, training=False) for name, members in scored.items()}
     return data_digest(task.labels, training, windows)
 
@@ -267,7 +267,7 @@ def describe_checkpoint(config: FinetuneConfig, plan: FinetunePlan) -> str:
     """The checkpoint that the run starts from, and its key mapping."""
     lines = [
         f"{config.start_from}: {plan.family}, {plan.parameters / 1e6:.1f} M parameters"
-        + (", weights re-initialised at random" if config.random_weights else ""),
+        + (", weights re-initialized at random" if config.random_weights else ""),
         *(f"  {line}" for line in plan.key_mapping.splitlines()),
     ]
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """A fine-tuned model on disk: a Hugging Face folder with `finetune.json`, which holds config and task state.
 
 runs/NAME/model/       config.json model.safetensors tokenizer.json ... README.md finetune.json manifest.json
-runs/NAME/scores.json  scores of every labelled dev and test set, their training step, and the set that chose it
+runs/NAME/scores.json  scores of every labeled dev and test set, their training step, and the set that chose it
 runs/NAME/predictions/SET.jsonl, and files for the task's official scorers
 """
 
@@ -42,7 +42,7 @@ _PROBLEM = {
 
 @dataclass(frozen=True)
 class SetResult:
-    """A set and the finished model's predictions; an unlabelled set has no scores."""
+    """A set and the finished model's predictions; an unlabeled set has no scores."""
 
     examples: Sequence[Any]
     predictions: list[dict[str, Any]]
@@ -52,13 +52,13 @@ class SetResult:
     @classmethod
     def of(cls, task: Task[Any], examples: Sequence[Any], predictions: list[dict[str, Any]]) -> SetResult:
         """With the scores and details that the task computes."""
-        if not task.is_labelled(examples):
+        if not task.is_labeled(examples):
             return cls(examples, predictions, {}, {})
         return cls(examples, predictions, task.score(examples, predictions), task.details(examples, predictions))
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedModel:
     """The content of `finetune.json`."""
 
     config: FinetuneConfig
@@ -147,12 +147,14 @@ def _write_model(
     )
 
 
-def load_saved(folder: Path) -> Saved:
+def load_saved(folder: Path) -> SavedModel:
     """Config, state and scores of the model in `folder`, or of a run folder's model."""
     path = model_folder(folder) / SETTINGS
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return Saved(FinetuneConfig.model_validate(as_trained(values["config"])), values["state"], values["scores"])
+        return SavedModel(
+            FinetuneConfig.model_validate(as_trained(values["config"])), values["state"], values["scores"]
+        )
     except (ValueError, KeyError) as error:
         raise InputError(f"{path}: damaged ({' '.join(str(error).split())[:200]}). Fine-tune again.") from None
 

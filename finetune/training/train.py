@@ -20,7 +20,7 @@ from torch import Tensor
 from finetune.tasks.base import Task, Windows, data_digest
 from finetune.tasks.datasets.text import TextEncoder
 from finetune.training.config import FinetuneConfig, changed_for_resume
-from finetune.training.model.batches import Batches, LabelledBatch, LabelledStep
+from finetune.training.model.batches import Batches, LabeledBatch, LabeledStep
 from finetune.training.model.inference import inference_model, predict_logits
 from finetune.training.model.output_layer import fit_output_layer
 from finetune.training.model.start import fits_output_layer, initial_state, is_short
@@ -42,7 +42,7 @@ from pretrain.run.run import Training, run
 from pretrain.run.session import check_same_data, started
 from pretrain.storage.runs import fetched_model
 from pretrain.training.engine import Engine
-from pretrain.training.fresh_state import FreshState
+from pretrain.training.initial_weights import InitialWeights
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
 
 LAUNCHING = (TaskModel.__module__, f"{__name__}.loss", f"{__name__}.totals")  # only launch kernels on a GPU
@@ -77,13 +77,13 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         config = job.config
         if fitted and not (payload["resume"] and _has_checkpoint(config, engine)):
             weights |= job.fitted_output_layer(released, weights)
-        engine.load(FreshState(weights))
+        engine.load(InitialWeights(weights))
         del weights
         held_out = job.data_digest({})
         check_same_data({config.task_name: held_out})
         training = Training(
             job,
-            _plan(config, job, evaluate_first=fitted, rehearse=not short),
+            _plan(config, job, evaluate_first=fitted, warmup_step=not short),
             job_type="finetune",
             card={"examples": len(examples), "labels": list(task.labels)},
             identity={"data": job.digest, "held_out": held_out},
@@ -102,7 +102,7 @@ def _has_checkpoint(config: FinetuneConfig, engine: Engine) -> bool:
 
 
 def make_model(config: FinetuneConfig, task: Task[Any], released: Released, examples: Sequence[Any] = ()) -> TaskModel:
-    """The model to start with: the checkpoint's weights, and initialised ones for what it lacks.
+    """The model to start with: the checkpoint's weights, and initialized ones for what it lacks.
 
     A new output layer for values begins at the task's `first_value` for the `examples`.
     """
@@ -133,12 +133,12 @@ def layered_groups(config: FinetuneConfig, named: Sequence[tuple[str, Tensor]], 
     for depth in range(layers + 2):  # embeddings, layers, head
         members = [(name, parameter) for name, parameter in named if layer_of(name, layers) == depth]
         share = decay ** (layers + 1 - depth)
-        groups += [{**group, "rate_share": share} for group in parameter_groups(members, config.optimizer.weight_decay)]
+        groups += [{**group, "lr_scale": share} for group in parameter_groups(members, config.optimizer.weight_decay)]
     return groups
 
 
 class Finetuning:
-    """Labelled examples as a `TrainingTask`."""
+    """Labeled examples as a `TrainingTask`."""
 
     def __init__(
         self,
@@ -181,26 +181,26 @@ class Finetuning:
             return store.agree(self._engine.workers, lambda: fit() if self._engine.rank == 0 else {})
 
     def data_digest(self, tests: Mapping[str, list[Any]]) -> str:
-        """A digest of the examples that it is trained and scored on, labelled test sets included."""
-        scored = {name: self._windows(members) for name, members in tests.items() if self.task.is_labelled(members)}
+        """A digest of the examples that it is trained and scored on, labeled test sets included."""
+        scored = {name: self._windows(members) for name, members in tests.items() if self.task.is_labeled(members)}
         return data_digest(self.task.labels, self._batches.windows, {**self._held_out_windows, **scored})
 
-    def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[LabelledStep]:
+    def batches(self, start_step: int, skipped: Sequence[tuple[int, int]]) -> Iterator[LabeledStep]:
         count = self.config.training.examples_per_step
-        behind = sum(passed for _, passed in passed_over)
+        behind = sum(passed for _, passed in skipped)
         for step in range(start_step + behind, self.total_steps + behind):
             began = time.perf_counter()
             made = self._batches.step(step * count, count).to(self._device)
             self._stalled += time.perf_counter() - began
             yield made
 
-    def pass_over(self, step: int, count: int) -> list[tuple[int, int]]:
+    def skip(self, step: int, count: int) -> list[tuple[int, int]]:
         return [(step, count)]
 
-    def largest(self) -> LabelledStep:
+    def largest(self) -> LabeledStep:
         return self._batches.largest().to(self._device)
 
-    def loss_weights(self, step: LabelledStep) -> tuple[float, ...]:
+    def loss_weights(self, step: LabeledStep) -> tuple[float, ...]:
         return (1 / step.weight,)
 
     def loss(self, output: Output, weights: Sequence[float] | Tensor) -> Tensor:
@@ -209,10 +209,10 @@ class Finetuning:
     def totals(self, output: Output) -> Tensor:
         return output.loss[None]
 
-    def counts(self, step: LabelledStep) -> Tensor:
+    def counts(self, step: LabeledStep) -> Tensor:
         return torch.tensor([step.weight], dtype=torch.float64)
 
-    def flops(self, micro_batch: LabelledBatch) -> float:
+    def flops(self, micro_batch: LabeledBatch) -> float:
         return encoder_flops(self._shape, micro_batch.lengths, len(micro_batch.rows))
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
@@ -238,7 +238,7 @@ class Finetuning:
         """Rank 0: the predictions of `model`, of which every rank has a copy; nothing on other ranks."""
         windows = self._windows(examples)
 
-        def forward(batch: LabelledBatch) -> Output:
+        def forward(batch: LabeledBatch) -> Output:
             self._engine.watch.beat()
             return model(batch)
 
@@ -248,7 +248,7 @@ class Finetuning:
             )
         return [] if self._engine.rank else self._decode(examples, windows, logits, tune=tune)
 
-    def to_minimise(self, means: dict[str, float]) -> float:
+    def to_minimize(self, means: dict[str, float]) -> float:
         return -means[self.task.metric]
 
     def validation_set(self) -> str:
@@ -276,7 +276,7 @@ class Finetuning:
     def _predict(self, examples: list[Any], windows: Windows, *, tune: bool) -> tuple[list[dict[str, Any]], float]:
         engine, losses = self._engine, torch.zeros(2, dtype=torch.float64, device=self._device)
 
-        def forward(batch: LabelledBatch) -> Output:
+        def forward(batch: LabeledBatch) -> Output:
             output = engine.forward(batch)
             losses.add_(torch.stack([output.loss.double(), batch.weights.sum().double()]))
             return output
@@ -311,7 +311,7 @@ def _uncompiled(config: FinetuneConfig) -> FinetuneConfig:
     return config.model_copy(update={"engine": engine.model_copy(update={"compile": compile})})
 
 
-def _plan(config: FinetuneConfig, job: Finetuning, *, evaluate_first: bool, rehearse: bool) -> TrainingPlan:
+def _plan(config: FinetuneConfig, job: Finetuning, *, evaluate_first: bool, warmup_step: bool) -> TrainingPlan:
     evaluations, phase = config.evaluate_every_steps(job.units), config.phase(job.units)
     return TrainingPlan(
         config,
@@ -322,7 +322,7 @@ def _plan(config: FinetuneConfig, job: Finetuning, *, evaluate_first: bool, rehe
         keep_best=True,
         patience=config.training.patience,
         evaluate_first=evaluate_first,
-        rehearse=rehearse,
+        warmup_step=warmup_step,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a training step reads: micro-batches of sequences end to end, and the counts that normalise their losses."""
+"""What a training step reads: micro-batches of sequences end to end, and the counts that normalize their losses."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One rank's share of one optimizer step, with the global counts that normalise the losses (invariant 3)."""
+    """One rank's share of one optimizer step, with the global counts that normalize the losses (invariant 3)."""
 
     micro_batches: tuple[MicroBatch, ...]  # the same number on every rank
     sequences: int  # over all ranks

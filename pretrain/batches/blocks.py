@@ -19,7 +19,7 @@ import numpy as np
 
 from pretrain.batches.cuts import Cutting
 from pretrain.batches.order import draw
-from pretrain.batches.text import Text, Unit
+from pretrain.batches.text import ShardText, Unit
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import atomic_open
 from pretrain.corpus.shards import TokenShards
@@ -49,7 +49,7 @@ class Blocks:
         return len(self.shard)
 
 
-def cut_blocks(text: Text, shards: Sequence[int], tokens: int = BLOCK_TOKENS) -> Blocks:
+def cut_blocks(text: ShardText, shards: Sequence[int], tokens: int = BLOCK_TOKENS) -> Blocks:
     """Divide the text of `shards` into blocks of about `tokens` tokens, fewer where documents are very short."""
     parts = [_blocks_of(text, shard, tokens) for shard in shards]
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.zeros(0, int)] * 5
@@ -57,7 +57,7 @@ def cut_blocks(text: Text, shards: Sequence[int], tokens: int = BLOCK_TOKENS) ->
     return Blocks(shard.astype(np.uint32), begin, end, first.astype(np.uint32), last.astype(np.uint32))
 
 
-def _blocks_of(text: Text, shard: int, tokens: int) -> tuple[np.ndarray, ...]:
+def _blocks_of(text: ShardText, shard: int, tokens: int) -> tuple[np.ndarray, ...]:
     """(shard, begin, end, first, last) of the blocks of one shard; int64."""
     documents = text.document_count(shard)
     # Each document counts some tokens more, so that a block never has more than _BLOCK_DOCUMENTS.
@@ -93,7 +93,7 @@ class Units:
         numbers: which of them, int64 [W].
     """
 
-    def __init__(self, text: Text, blocks: Blocks, numbers: np.ndarray, cutting: Cutting) -> None:
+    def __init__(self, text: ShardText, blocks: Blocks, numbers: np.ndarray, cutting: Cutting) -> None:
         self._text, self._blocks, self._numbers, self._cutting = text, blocks, numbers, cutting
         counts = [cutting.count(self._sizes(number)) for number in numbers.tolist()]
         self._first = np.cumsum([0, *map(len, counts)])
@@ -195,7 +195,7 @@ def window_blocks_for(counts: np.ndarray, batch: int, least: int) -> int:
     return least
 
 
-def sample_counts(text: Text, blocks: Sequence[Blocks], cutting: Cutting, shards: TokenShards) -> list[np.ndarray]:
+def sample_counts(text: ShardText, blocks: Sequence[Blocks], cutting: Cutting, shards: TokenShards) -> list[np.ndarray]:
     """How many samples each block of each source has, uint32. A large corpus keeps them beside its shards."""
     sizes = [len(one) for one in blocks]
     identity = [shards.fingerprint, [shard.name for shard in shards.shards], cutting.identity, sizes]

@@ -24,8 +24,8 @@ class Counts:
     labeled: int  # sequences of two segments whose relation is predicted
 
 
-class Ranks(Protocol):
-    """All ranks of a run (`pretrain.training.engine.WorkerGroup`)."""
+class AllRanks(Protocol):
+    """All ranks of a run (`pretrain.training.engine.RankGroup`)."""
 
     def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
         """The sums of all ranks' `sums`, and the largest of all ranks' `largest`; every rank calls this."""
@@ -39,7 +39,7 @@ class Exchange:
     loader was closed meanwhile ends all the same, and the next one finds the ranks in step.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: AllRanks) -> None:
         self._ranks = ranks
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="counts", daemon=True)

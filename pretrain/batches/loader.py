@@ -1,8 +1,8 @@
 """Batches: samples balanced across ranks and micro-batches, unpadded, made in the background (invariants 1-3).
 
 A rank plans the part of the global batch that it shares with other ranks, which needs offsets only. So they all know
-the lengths of the part and deal it in the same way without communication (`dealing`). Each rank then fetches and masks
-the tokens of its own sequences. Losses are normalised by counts over all parts. A rank that planned the whole batch
+the lengths of the part and balance it in the same way without communication (`balancing`). Each rank then fetches and masks
+the tokens of its own sequences. Losses are normalized by counts over all parts. A rank that planned the whole batch
 knows them; otherwise the ranks exchange their own.
 """
 
@@ -22,7 +22,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from pretrain.batches import dealing
+from pretrain.batches import balancing
 from pretrain.batches.batch import MicroBatch, StepBatch, pinned
 from pretrain.batches.exchange import Counts, Exchange
 from pretrain.batches.filler import rounding_of, with_filler
@@ -38,11 +38,11 @@ _BLOCK_TOKENS = 1 << 16  # gathered at a time when masked tokens are counted fro
 _EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
 
 
-M = TypeVar("M", "StepBatch", "Share")
+M = TypeVar("M", "StepBatch", "RankShare")
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """One rank's share of one optimizer step, before the ranks have exchanged their counts."""
 
     micro_batches: tuple[MicroBatch, ...]
@@ -59,12 +59,12 @@ class Share:
             labeled=sum(int((batch.nsp_labels >= 0).sum()) for batch in self.micro_batches),
         )
 
-    def pinned(self) -> Share:
+    def pinned(self) -> RankShare:
         """The same share with its micro-batches in page-locked memory."""
         return dataclasses.replace(self, micro_batches=tuple(map(pinned, self.micro_batches)))
 
 
-_Made = StepBatch | Share | BaseException | None  # an error, or None at the end
+_Made = StepBatch | RankShare | BaseException | None  # an error, or None at the end
 
 
 class Loader:
@@ -163,12 +163,12 @@ class Loader:
     def _fetch(self) -> StepBatch | Future[StepBatch] | BaseException | None:
         """What the thread made for the next step; if counts are missing, their exchange begins."""
         made = self._queue.get()
-        if not isinstance(made, Share):
+        if not isinstance(made, RankShare):
             return made
         assert self._exchange is not None
         return self._exchange.submit(made.counts, made.rounds, lambda counts, rounds: self._whole(made, counts, rounds))
 
-    def _whole(self, share: Share, counts: Counts, rounds: int) -> StepBatch:
+    def _whole(self, share: RankShare, counts: Counts, rounds: int) -> StepBatch:
         """A share with the counts of all ranks, and as many micro-batches as the ranks that have most."""
         if rounds > share.rounds:
             share = self._placed(self._maker.share(share.first_sample, share.sequences, rounds=rounds))
@@ -247,7 +247,7 @@ class BatchMaker:
 
     `held_out` batches are masked as at the end of the run, whatever the schedule of masking, and mixed as the corpus
     says, so that losses compare. Their micro-batches hold at least two sequences, since any
-    number of those can be dealt to any number of ranks; without a backward pass they still take less memory than the
+    number of those can be assigned to any number of ranks; without a backward pass they still take less memory than the
     training's.
     """
 
@@ -303,35 +303,35 @@ class BatchMaker:
         """Whether counts over all ranks need the lengths, or the text, of sequences that this rank does not look at."""
         if self.world_size == 1:
             return False
-        return not self._masker.has_exact_counts or dealing.number_of_parts(sequences, self.world_size) > 1
+        return not self._masker.has_exact_counts or balancing.number_of_parts(sequences, self.world_size) > 1
 
     def make(self, first_sample: int, sequences: int) -> StepBatch:
         """The batch of samples `first_sample` to `first_sample + sequences - 1`, this rank's part of it.
 
         Without an exchange: the rank counts what it has to know of the whole batch, which takes longer.
         """
-        own = dealing.part_of(self.rank, sequences, self.world_size)
-        plans = [self.deal(first_sample, part) for part in dealing.parts(sequences, self.world_size)]
-        rounds = max(dealt.rounds for _, dealt in plans)
-        plan, dealt = plans[dealing.parts(sequences, self.world_size).index(own)]
-        if dealt.rounds < rounds:
-            plan, dealt = self.deal(first_sample, own, rounds)
-        share = Share(self._own(own, plan, dealt), rounds, first_sample, sequences)
+        own = balancing.part_of(self.rank, sequences, self.world_size)
+        plans = [self.assign(first_sample, part) for part in balancing.parts(sequences, self.world_size)]
+        rounds = max(assignment.rounds for _, assignment in plans)
+        plan, assignment = plans[balancing.parts(sequences, self.world_size).index(own)]
+        if assignment.rounds < rounds:
+            plan, assignment = self.assign(first_sample, own, rounds)
+        share = RankShare(self._own(own, plan, assignment), rounds, first_sample, sequences)
         if self.world_size == 1:
             return self.whole(share, share.counts)
         counts = [dataclasses.astuple(self._counts(plan)) for plan, _ in plans]
         return self.whole(share, Counts(*map(sum, zip(*counts, strict=True))))
 
-    def share(self, first_sample: int, sequences: int, *, rounds: int = 1) -> Share:
+    def share(self, first_sample: int, sequences: int, *, rounds: int = 1) -> RankShare:
         """This rank's share of the same batch, of at least `rounds` micro-batches, without the counts of other ranks.
 
         With the largest number that any rank needs, the micro-batches are those of `make`.
         """
-        part = dealing.part_of(self.rank, sequences, self.world_size)
-        plan, dealt = self.deal(first_sample, part, rounds)
-        return Share(self._own(part, plan, dealt), dealt.rounds, first_sample, sequences)
+        part = balancing.part_of(self.rank, sequences, self.world_size)
+        plan, assignment = self.assign(first_sample, part, rounds)
+        return RankShare(self._own(part, plan, assignment), assignment.rounds, first_sample, sequences)
 
-    def whole(self, share: Share, counts: Counts) -> StepBatch:
+    def whole(self, share: RankShare, counts: Counts) -> StepBatch:
         """A share with the counts of all ranks."""
         return StepBatch(
             micro_batches=share.micro_batches,
@@ -343,15 +343,19 @@ class BatchMaker:
             first_sample=share.first_sample,
         )
 
-    def deal(self, first_sample: int, part: dealing.Part, rounds: int = 1) -> tuple[SamplePlan, dealing.Dealt]:
+    def assign(
+        self, first_sample: int, part: balancing.BatchPart, rounds: int = 1
+    ) -> tuple[SamplePlan, balancing.Assignment]:
         """The sequences of a part of the batch that begins with `first_sample`, and who gets which."""
         first = first_sample + part.first
         plan = self.sampler.plan(np.arange(first, first + part.sequences))
-        return plan, dealing.balance(plan.lengths, part.ranks, self._budget, rounds=rounds)
+        return plan, balancing.balance(plan.lengths, part.ranks, self._budget, rounds=rounds)
 
-    def _own(self, part: dealing.Part, plan: SamplePlan, dealt: dealing.Dealt) -> tuple[MicroBatch, ...]:
-        own = range(self.rank - part.first_rank, part.ranks * dealt.rounds, part.ranks)
-        return tuple(self._micro_batch(plan[dealt.members(number)]) for number in own)
+    def _own(
+        self, part: balancing.BatchPart, plan: SamplePlan, assignment: balancing.Assignment
+    ) -> tuple[MicroBatch, ...]:
+        own = range(self.rank - part.first_rank, part.ranks * assignment.rounds, part.ranks)
+        return tuple(self._micro_batch(plan[assignment.members(number)]) for number in own)
 
     def _counts(self, plan: SamplePlan) -> Counts:
         """Counts of planned samples."""

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 # Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014: the increment and the
-# finaliser of SplitMix64 (variant 13 of David Stafford's mixers).
+# finalizer of SplitMix64 (variant 13 of David Stafford's mixers).
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 _LONGEST_PERIOD = 1 << 31  # samples: products of two counts fit 64 bits
-_ROUNDS = 8  # half-rounds of the permutation; with 6, neighbours in small epochs still show a bias
+_ROUNDS = 8  # half-rounds of the permutation; with 6, neighbors in small epochs still show a bias
 
 
 def root_key(*parts: str | int) -> np.uint64:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from pretrain.batches.text import Text
+from pretrain.batches.text import ShardText
 
 
 def pieces(
-    text: Text, shard: np.ndarray, begin: np.ndarray, length: np.ndarray, separators: np.ndarray
+    text: ShardText, shard: np.ndarray, begin: np.ndarray, length: np.ndarray, separators: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The parts of spans of tokens that come from one document each.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pretrain.batches.order import below, draw, uniform
-from pretrain.batches.text import Text
+from pretrain.batches.text import ShardText
 
 # Counters of the independent random numbers of one sample.
 _LABEL = 0
@@ -56,7 +56,7 @@ class Segments:
     label: np.ndarray  # of each sample, or `IGNORED`
 
 
-def random_splits(text: Text, spans: PairSpans, number: int = 0) -> np.ndarray:
+def random_splits(text: ShardText, spans: PairSpans, number: int = 0) -> np.ndarray:
     """Where B begins: at one of the span's sentences, or anywhere in a span of one sentence; token offsets."""
     bits = draw(spans.key, _SPLIT + number)
     inside = spans.begin + 1 + below(bits, spans.end - spans.begin - 1)
@@ -66,7 +66,7 @@ def random_splits(text: Text, spans: PairSpans, number: int = 0) -> np.ndarray:
     return inside
 
 
-def exchanged(text: Text, spans: PairSpans, random_next_share: float) -> Segments:
+def exchanged(text: ShardText, spans: PairSpans, random_next_share: float) -> Segments:
     """Exchange the Bs of some couples of samples of different documents of a cell; label 1 is an exchanged B.
 
     A couple's Bs are alike: they have equal lengths, both begin with a sentence or both inside one, and both end with a
@@ -83,7 +83,7 @@ def exchanged(text: Text, spans: PairSpans, random_next_share: float) -> Segment
     return Segments(split, np.where(has_partner & coin, partner, samples), np.where(has_partner, coin, IGNORED))
 
 
-def swapped(text: Text, spans: PairSpans, share: float) -> Segments:
+def swapped(text: ShardText, spans: PairSpans, share: float) -> Segments:
     """Swap the segments of some samples (Lan et al. 2020, section 3.1); label 1 is a swapped one.
 
     All places of a span where it is cut are ends of sentences, or none of them is. Other samples have no label.
@@ -97,7 +97,9 @@ def swapped(text: Text, spans: PairSpans, share: float) -> Segments:
     return Segments(split, np.arange(len(split)), np.where(has_label, coin, IGNORED))
 
 
-def _couple_at_sentences(text: Text, spans: PairSpans, split: np.ndarray, partner: np.ndarray, number: int) -> None:
+def _couple_at_sentences(
+    text: ShardText, spans: PairSpans, split: np.ndarray, partner: np.ndarray, number: int
+) -> None:
     """Couple samples whose Bs, from a sentence on, have equal lengths."""
     rows = np.flatnonzero((partner < 0) & (spans.sentences > 0))
     if number:
@@ -112,7 +114,7 @@ def _couple_at_sentences(text: Text, spans: PairSpans, split: np.ndarray, partne
     _join(spans, partner, rows[first], rows[first + 1])
 
 
-def _couple_inside(text: Text, spans: PairSpans, split: np.ndarray, partner: np.ndarray) -> None:
+def _couple_inside(text: ShardText, spans: PairSpans, split: np.ndarray, partner: np.ndarray) -> None:
     """Couple the others at places inside sentences, so that both Bs have the same number of tokens."""
     rows = np.flatnonzero(partner < 0)
     group = (spans.cell[rows] << 1) | spans.at_end[rows]
@@ -133,7 +135,7 @@ def _couple_inside(text: Text, spans: PairSpans, split: np.ndarray, partner: np.
         one, other, shorter = one[~fits], other[~fits], shorter[~fits]
 
 
-def _is_inside(text: Text, spans: PairSpans, rows: np.ndarray, length: np.ndarray) -> np.ndarray:
+def _is_inside(text: ShardText, spans: PairSpans, rows: np.ndarray, length: np.ndarray) -> np.ndarray:
     """Whether no sentence begins with the last `length` tokens of the spans `rows`."""
     shard, begin, last = spans.shard[rows], spans.end[rows] - length, spans.last[rows]
     found = text.first_at_least(shard, spans.first[rows], last, begin)

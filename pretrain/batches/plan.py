@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from pretrain.batches.packing import pieces
-from pretrain.batches.text import Text
+from pretrain.batches.text import ShardText
 from pretrain.common.errors import InputError
 from pretrain.corpus.shards import TokenShards
 
@@ -61,7 +61,7 @@ class Rows:
     ordinary: np.ndarray  # bool [T], False on [CLS] and [SEP]
 
 
-def gather(shards: TokenShards, text: Text, plan: SamplePlan, *, paired: bool) -> Rows:
+def gather(shards: TokenShards, text: ShardText, plan: SamplePlan, *, paired: bool) -> Rows:
     """Fetch the tokens of a plan end to end: [CLS] A [SEP] B [SEP] if `paired`, else [CLS] A [SEP].
 
     In full sentences across documents, a [SEP] stands between documents, too.
@@ -92,7 +92,7 @@ def gather(shards: TokenShards, text: Text, plan: SamplePlan, *, paired: bool) -
     return Rows(input_ids, token_types, index - begins[sequence], starts, sequence, ordinary)
 
 
-def _pair_layout(text: Text, plan: SamplePlan, begins: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pair_layout(text: ShardText, plan: SamplePlan, begins: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """As `_layout`, of [CLS] A [SEP] B [SEP]; `begins` int64 [S], where each sequence begins."""
     from_a = text.tokens.spans(plan.shard_a, plan.begin_a, plan.length_a)
     from_b = text.tokens.spans(plan.shard_b, plan.begin_b, plan.length_b)
@@ -103,7 +103,7 @@ def _pair_layout(text: Text, plan: SamplePlan, begins: np.ndarray) -> tuple[np.n
     return source, np.concatenate((begins_b - 1, begins_b + plan.length_b)), token_types
 
 
-def _layout(text: Text, plan: SamplePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _layout(text: ShardText, plan: SamplePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(the token that each row of the token axis is read from, less the row; rows of [SEP]; token types)."""
     begin = plan.begin_a
     first = text.tokens.spans(plan.shard_a, begin, plan.length_a)

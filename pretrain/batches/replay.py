@@ -66,7 +66,7 @@ def mixture_weights(sources: Sequence[Mapping[str, Any]], weights: list[float], 
     replayed = sum(count for source, count in zip(sources, counts, strict=True) if _SHARE in source)
     if own and not replayed:
         raise InputError(
-            "adaptation.general: none of its documents has the sentences that a sample needs, so nothing can be "
+            "adaptation.replay_corpus: none of its documents has the sentences that a sample needs, so nothing can be "
             "replayed. Add text, or set pairs.objective: none."
         )
     factor = share / (1 - share) * own / max(replayed, 1.0)

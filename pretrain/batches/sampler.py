@@ -16,8 +16,8 @@ from pretrain.batches.cuts import Cutting
 from pretrain.batches.order import Mixture
 from pretrain.batches.plan import Rows, SamplePlan, gather
 from pretrain.batches.replay import mixture_weights
-from pretrain.batches.source import Progress, SourceSamples
-from pretrain.batches.text import Text
+from pretrain.batches.source import SourceProgress, SourceSamples
+from pretrain.batches.text import ShardText
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 from pretrain.config import PairsConfig, PretrainConfig
@@ -39,7 +39,7 @@ def phase_sampler(
 
     Raises `InputError` if the corpus has no sample for a phase.
     """
-    start: Sequence[Progress | None] = ()
+    start: Sequence[SourceProgress | None] = ()
     for number, settings in enumerate(config.phases[: phase + 1]):
         sampler = Sampler(
             shards,
@@ -87,7 +87,7 @@ class Sampler:
         seed: int,
         weights: Mapping[str, float] | None = None,
         where: str = "weights",
-        start: Sequence[Progress | None] = (),
+        start: Sequence[SourceProgress | None] = (),
         batch: int = 1,
         block_tokens: int = 0,
         window_blocks: int = 0,
@@ -99,7 +99,7 @@ class Sampler:
         self.paired = pairs.has_classifier
         self.special_tokens = 3 if self.paired else 2  # at least
         self.capacity = sequence_length - self.special_tokens
-        self._text = Text(shards.shards)
+        self._text = ShardText(shards.shards)
         joined = pairs.chosen_format == "full_sentences"
         cutting = Cutting(self.capacity, 2 if self.paired or joined else 1, pairs.short_share, joined)
         own = [shards.of_source(source) for source in range(len(shards.sources))]
@@ -137,7 +137,7 @@ class Sampler:
         """Samples of each source in such a pass."""
         return self._mixture.shares
 
-    def read_after(self, samples: int) -> list[Progress | None]:
+    def read_after(self, samples: int) -> list[SourceProgress | None]:
         """How far each source is read after so many samples; the `start` of a sampler that goes on from there."""
         counts = self._mixture.counts(samples)
         return [

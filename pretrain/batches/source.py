@@ -14,7 +14,7 @@ from pretrain.batches.cuts import Cutting
 from pretrain.batches.order import draw, permute, root_key
 from pretrain.batches.pairs import PairSpans, exchanged, swapped
 from pretrain.batches.plan import SamplePlan
-from pretrain.batches.text import DocumentPlaces, JoinedPlaces, Text
+from pretrain.batches.text import DocumentPlaces, JoinedPlaces, ShardText
 from pretrain.config import PairsConfig
 
 _CELL_LENGTHS = 8  # samples whose Bs may be exchanged, in sequence lengths: most lengths of B occur several times
@@ -25,7 +25,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class Progress:
+class SourceProgress:
     """How far a source was read: the next sample if sequences go on being cut alike, else the next unread block."""
 
     cutting: Hashable
@@ -46,7 +46,7 @@ class SourceSamples:
 
     def __init__(
         self,
-        text: Text,
+        text: ShardText,
         shards: list[int],
         blocks: Blocks,
         counts: np.ndarray,
@@ -72,16 +72,16 @@ class SourceSamples:
         """Of one epoch."""
         return self.order.samples
 
-    def first_after(self, before: Progress | None) -> int:
+    def first_after(self, before: SourceProgress | None) -> int:
         """The first sample that reads nothing of what was read before."""
         if before is None:
             return 0
         return before.sample if before.cutting == self._identity else self.order.next_start(before.epoch, before.block)
 
-    def progress(self, samples: int) -> Progress:
+    def progress(self, samples: int) -> SourceProgress:
         """How far the source is read after so many samples."""
         epoch, block = self.order.next_block(samples)
-        return Progress(self._identity, samples, epoch, block)
+        return SourceProgress(self._identity, samples, epoch, block)
 
     @property
     def _identity(self) -> Hashable:

@@ -32,14 +32,14 @@ class Unit:
         return Unit(*(column[rows] for column in vars(self).values()))
 
 
-class Text:
+class ShardText:
     """Shards as they lie on disk. Offsets are within a shard; all arrays are int64 [B] unless said."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
-        self._sentences = Joined([np.asarray(shard.sentences).view(np.int64) for shard in shards])
-        self._documents = Joined([np.asarray(shard.documents).view(np.int64).reshape(-1) for shard in shards])
+        self._sentences = JoinedArrays([np.asarray(shard.sentences).view(np.int64) for shard in shards])
+        self._documents = JoinedArrays([np.asarray(shard.documents).view(np.int64).reshape(-1) for shard in shards])
         self._tables = [np.asarray(shard.documents).view(np.int64) for shard in shards]
-        self.tokens = Joined([shard.tokens for shard in shards])
+        self.tokens = JoinedArrays([shard.tokens for shard in shards])
         self._counts = np.array([len(table) - 1 for table in self._tables])
         self._mapped = [array for shard in shards for array in (shard.sentences, shard.documents, shard.tokens)]
         self._large = sum(array.nbytes for array in self._mapped) > _KEEP_MAPPED
@@ -139,7 +139,7 @@ class Text:
 class DocumentPlaces:
     """Sentences of units that are documents, by their distance from where the unit begins (`cuts.Places`)."""
 
-    def __init__(self, text: Text, unit: Unit) -> None:
+    def __init__(self, text: ShardText, unit: Unit) -> None:
         self._text, self._unit = text, unit
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -197,7 +197,7 @@ class JoinedPlaces(DocumentPlaces):
         return self._text.last_document(unit.shard, unit.first, unit.last, value, column=1, each=1)
 
 
-class Joined:
+class JoinedArrays:
     """Many arrays of one type, read by one `take` in place, without a copy.
 
     A view spans from the lowest of them in memory to the highest. What lies between them is never read,

@@ -16,7 +16,7 @@ from pretrain.config import ModelConfig
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import head_parameters
 
-# All others are quantised: their values mean something only with scales, which other tensors hold.
+# All others are quantized: their values mean something only with scales, which other tensors hold.
 _TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _REFUSAL = "A partly filled model is refused; use a whole checkpoint."
 Shapes = dict[str, tuple[int | None, ...]]
@@ -73,7 +73,7 @@ def assemble(
     """The model of a family's tensors by their names.
 
     The backbone must be whole. A head that is partly missing or has another shape is left out as a whole, and so is a
-    masked-language-modelling head whose decoder is not the word embeddings although the config ties them.
+    masked-language-modeling head whose decoder is not the word embeddings although the config ties them.
 
     Raises:
         InputError: the backbone is not whole; `where` is the file for the message.
@@ -139,7 +139,7 @@ class _Source:
         known = self._known(groups)
         self.places: dict[StackedName, _Chunk] = {}
         for name in tensors:
-            names = self.layout.spelt_today(name)
+            names = self.layout.current_names(name)
             for number, today in enumerate(names):
                 for place in known.get(today, ()):
                     self._put(place, _Chunk(name, number, len(names)))
@@ -152,7 +152,7 @@ class _Source:
         whole = self.tensors[name]
         if whole.dtype not in _TYPES:
             raise InputError(
-                f"{self.where}: {name} is {whole.dtype}; quantised weights are not supported. Give the weights in fp32."
+                f"{self.where}: {name} is {whole.dtype}; quantized weights are not supported. Give the weights in fp32."
             )
         if not torch.isfinite(whole).all():
             raise InputError(f"{self.where}: {name} has values that are not finite (NaN). Use an intact checkpoint.")
@@ -189,7 +189,7 @@ class _Source:
             number = self.layout.layer_number(name)
             if number is None or number < layers:
                 continue
-            like = (today.replace(f".{number}.", f".{layers - 1}.", 1) for today in self.layout.spelt_today(name))
+            like = (today.replace(f".{number}.", f".{layers - 1}.", 1) for today in self.layout.current_names(name))
             if any(one in known for one in like):
                 raise InputError(
                     f"{self.where}: has {name}, beyond the {layers} layers of its config. "

@@ -256,7 +256,7 @@ def _measured(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple
     last = evaluations[-1]
     labels = {
         "step": ("step", "{:,}"),
-        "mlm_loss": ("masked-language-modelling loss", "{:.4f}"),
+        "mlm_loss": ("masked-language-modeling loss", "{:.4f}"),
         "mlm_accuracy": ("masked-token accuracy", "{:.2%}"),
         "nsp_loss": ("next-sentence loss", "{:.4f}"),
         "nsp_accuracy": ("next-sentence accuracy", "{:.2%}"),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """Entries [start, stop) of a flattened parameter, in `file` under the tensor name that ends with `start`."""
 
     start: int
@@ -60,7 +60,7 @@ class PieceIndex:
         for runs in self._runs.values():
             runs.sort(key=lambda run: run["start"])
 
-    def covering(self, kind: str, name: str, start: int, stop: int) -> Iterator[Piece]:
+    def covering(self, kind: str, name: str, start: int, stop: int) -> Iterator[StoredPiece]:
         """The pieces that share entries with [start, stop), in ascending order."""
         for run in self._runs.get((kind, name), ()):
             first, numel, parts = run["start"], run["numel"], run.get("parts", 1)
@@ -68,4 +68,4 @@ class PieceIndex:
             end = min(parts, -(-(stop - first) // numel))
             for number in range(begin, end):
                 file = run["file"] if "file" in run else self._files[int(run["rank"]) + number]
-                yield Piece(first + number * numel, first + (number + 1) * numel, file)
+                yield StoredPiece(first + number * numel, first + (number + 1) * numel, file)

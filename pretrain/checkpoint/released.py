@@ -97,7 +97,7 @@ def _read_run(folder: Path) -> Released:
     if checkpoint is None:
         raise InputError(f"{folder / 'checkpoints'}: has no complete checkpoint. Train first.")
     state = discriminator_state(store.read_weights(checkpoint))
-    # Re-initialised parameters get BERT's values, as from an export, which does not record the initialisation.
+    # Re-initialized parameters get BERT's values, as from an export, which does not record the initialization.
     config = load_config(folder / "config.yaml")
     model, state = with_position_table(config.model.model_copy(update={"attention_init": "normal"}), state)
     layout = layout_of(model, "electra" if config.electra.is_on else "")

@@ -110,7 +110,7 @@ class Saver:
         """Every rank stores the file that it wrote; then rank 0 stores the rest, the manifest last."""
         name, is_first = checkpoint.name, self._group.rank == 0
         steps: list[Callable[[], None]] = [
-            lambda: stored.withdraw(name) if is_first else None,
+            lambda: stored.unpublish(name) if is_first else None,
             lambda: stored.put(checkpoint, [store.shard_name(self._group)]),
             lambda: self._publish(stored, checkpoint) if is_first else None,
         ]

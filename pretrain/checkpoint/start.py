@@ -1,9 +1,9 @@
 """A run that continues from a checkpoint (`start_from`): its settings, its tokenizer and its first weights.
 
-The checkpoint decides `model` and `corpus.vocabulary`. What it lacks is initialised as in a new run, with two
+The checkpoint decides `model` and `corpus.vocabulary`. What it lacks is initialized as in a new run, with two
 exceptions. Rows of words that the corpus's vocabulary adds are the mean of the rows of the pieces they replace, so
 all other logits stay what they were. A missing decoder bias is the logarithm of the frequencies in the corpus, so
-that a new masked-language-modelling head begins with the guess that needs no context.
+that a new masked-language-modeling head begins with the guess that needs no context.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ class Start:
         state: of `pretrain.model.heads.PretrainingModel`, those that the checkpoint decides; fp32.
         fingerprint: SHA-256 of what was read, as hexadecimal digits.
         old_entries: rows of the vocabulary that the checkpoint had.
-        initialised: parameters that are not in `state`.
-        table: lines for the user: where each tensor goes, and how the rest is initialised.
+        initialized: parameters that are not in `state`.
+        table: lines for the user: where each tensor goes, and how the rest is initialized.
         family: a key of `layouts.LAYOUTS`.
         config: config.json of the checkpoint; {} if it is a run of ours.
     """
@@ -188,7 +188,7 @@ class Start:
     state: dict[str, Tensor]
     fingerprint: str
     old_entries: int
-    initialised: tuple[str, ...]
+    initialized: tuple[str, ...]
     table: str
     family: str
     config: dict[str, Any]
@@ -200,13 +200,13 @@ def check_start_corpus(config: PretrainConfig) -> None:
     Raises `InputError` if the corpus, or the general one, was prepared with another.
     """
     tokenizer = start_tokenizer(fetched_model(config.start_from))
-    for folder in filter(None, (config.corpus.dir, config.adaptation.general)):
+    for folder in filter(None, (config.corpus.dir, config.adaptation.replay_corpus)):
         open_shards(local(folder), "train")
         check_same_tokenizer(local(folder), tokenizer, extended=folder == config.corpus.dir)
 
 
 def start_table(config: PretrainConfig) -> str:
-    """Where each tensor of the checkpoint goes, and how the rest is initialised, as lines. Raises as `read_start`."""
+    """Where each tensor of the checkpoint goes, and how the rest is initialized, as lines. Raises as `read_start`."""
     shards = open_shards(config.corpus.folder, "train")
     with torch.device("meta"):
         rows = config.model.rows(shards.vocabulary_size)
@@ -310,7 +310,7 @@ def _table(
     from_corpus: bool,
     added: int,
 ) -> str:
-    """The mapping of the checkpoint's tensors, and how what it lacks is initialised, as lines."""
+    """The mapping of the checkpoint's tensors, and how what it lacks is initialized, as lines."""
     own = {tensor.target for tensor in released.mapping}
     shared = [part for ours, part in _SHARED.items() if ours in shapes and ours not in own and ours not in missing]
     used = {*shapes, *(f"head.{part}" for part in shared)}
@@ -323,9 +323,9 @@ def _table(
     lines = [mapping_table(mapping)]
     heads = dict.fromkeys(f"{name.rpartition('_')[0]}.*" for name in missing)
     if heads:
-        lines.append(f"initialised as in a new run: {', '.join(heads)}")
+        lines.append(f"initialized as in a new run: {', '.join(heads)}")
     if from_corpus:
-        lines.append("initialised from the frequencies of tokens in the corpus: heads.mlm_bias")
+        lines.append("initialized from the frequencies of tokens in the corpus: heads.mlm_bias")
     if added:
-        lines.append(f"initialised from the mean of their pieces: the rows of {added:,} added words")
+        lines.append(f"initialized from the mean of their pieces: the rows of {added:,} added words")
     return "\n".join(lines)

@@ -73,7 +73,7 @@ class HeldFragment(Protocol):
 
 
 class SavingGroup(Protocol):
-    """The ranks that save together (`pretrain.training.engine.WorkerGroup`)."""
+    """The ranks that save together (`pretrain.training.engine.RankGroup`)."""
 
     @property
     def rank(self) -> int: ...

@@ -66,13 +66,13 @@ class Teacher:
 def check_teacher(config: PretrainConfig) -> None:
     """Raise `InputError` if the run's teacher cannot be read, or does not fit the corpus or the student."""
     teacher = read_teacher(config)
-    if config.distillation.initialise:
+    if config.distillation.initialize:
         student_weights(config, teacher, student_shapes(config, teacher))
 
 
 def student_shapes(config: PretrainConfig, teacher: Teacher) -> dict[str, torch.Size]:
     """Shapes of the student's parameters, by name, with the teacher's heads."""
-    # `neighbours` needs the values of its biases, which a meta tensor has not.
+    # `neighbors` needs the values of its biases, which a meta tensor has not.
     shape = config.model.model_copy(update={"attention_init": "normal"})
     with torch.device("meta"):
         student = PretrainingModel(shape, len(teacher.state["embeddings.word"]), teacher.next_sentence)
@@ -83,7 +83,7 @@ def read_teacher(config: PretrainConfig) -> Teacher:
     """The model in `distillation.teacher`.
 
     Raises:
-        InputError: it cannot be read, has no whole head for masked language modelling, knows too few positions, has
+        InputError: it cannot be read, has no whole head for masked language modeling, knows too few positions, has
             another vocabulary than the corpus, or, if a loss compares hidden states, another width than the student.
     """
     folder, where = config.distillation.teacher, f"distillation.teacher: {config.distillation.teacher}"
@@ -102,7 +102,7 @@ def read_teacher(config: PretrainConfig) -> Teacher:
     if missing:
         raise InputError(
             f"{where} has no {missing}, so it predicts no masked tokens. Choose a model for masked language "
-            "modelling, or train its head first with start_from."
+            "modeling, or train its head first with start_from."
         )
     longest = max(phase.sequence_length for phase in config.phases)
     if model.max_positions < longest:
@@ -153,7 +153,7 @@ def student_weights(config: PretrainConfig, teacher: Teacher, shapes: Mapping[st
         if tuple(found.shape) != tuple(shape):
             raise InputError(
                 f"distillation.teacher: {teacher.folder}: {name} is {list(found.shape)}, but {list(shape)} in the "
-                "student. Give it the teacher's shape, or set distillation.initialise: false."
+                "student. Give it the teacher's shape, or set distillation.initialize: false."
             )
         state[name] = found
     return state
@@ -180,10 +180,10 @@ def _refuse_other_shape(config: PretrainConfig, teacher: Teacher) -> None:
         if name not in _FREE and own != theirs:
             raise InputError(
                 f"model.{name}: {own!r}, but the teacher ({teacher.folder}) has {theirs!r}, and the student begins "
-                "with its layers. Set the teacher's, or distillation.initialise: false."
+                "with its layers. Set the teacher's, or distillation.initialize: false."
             )
     if config.model.max_positions > teacher.model.max_positions and config.model.positions == "learned":
         raise InputError(
             f"model.max_positions: {config.model.max_positions}, but the teacher ({teacher.folder}) has "
-            f"{teacher.model.max_positions}. Lower it, or set distillation.initialise: false."
+            f"{teacher.model.max_positions}. Lower it, or set distillation.initialize: false."
         )

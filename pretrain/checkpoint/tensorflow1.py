@@ -98,7 +98,7 @@ def crc32c(content: bytes) -> int:
     """CRC-32C (Castagnoli) of `content`.
 
     One step per byte is too slow in Python for a gigabyte, so the bytes are laid out as the rows of a matrix whose
-    checksums advance together; neighbours are then joined, since a CRC is linear: crc(a + b) is crc(a), moved past
+    checksums advance together; neighbors are then joined, since a CRC is linear: crc(a + b) is crc(a), moved past
     len(b) zero bytes, xor crc(b) (zlib's crc32_combine).
     """
     lanes = _LANES if len(content) > 16 * _LANES else 64

@@ -120,7 +120,7 @@ def corpus_of(run: Path, corpus: CorpusConfig) -> Path:
     """
     trained_with = _trained_tokenizer(run)
     folder = fetch_without_tokens(corpus)
-    if not _is_tokenizer(folder, trained_with):  # at an address, it may have been prepared anew since it was fetched
+    if not _is_tokenizer(folder, trained_with):  # at an address, it may have been prepared again since it was fetched
         folder = fetch_without_tokens(corpus, again=True)
     if not _is_tokenizer(folder, trained_with):
         raise InputError(

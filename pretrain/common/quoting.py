@@ -14,7 +14,7 @@ Quoting = Literal["standard", "none"]
 """standard: RFC 4180; none: quotes are ordinary characters."""
 
 
-class Doubt(NamedTuple):
+class QuotingDoubt(NamedTuple):
     """A cell that looks quoted in a file that is read as if nothing were."""
 
     line: int
@@ -72,7 +72,7 @@ def quoted_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list
         raise QuotingError(first, str(error)) from None
 
 
-def detect_quoting(opened: Callable[[], Iterable[str]], delimiter: str) -> tuple[Quoting, Doubt | None]:
+def detect_quoting(opened: Callable[[], Iterable[str]], delimiter: str) -> tuple[Quoting, QuotingDoubt | None]:
     """How the quotes of the text that `opened` opens are meant, and a cell that speaks against it, if there is one.
 
     GLUE's official files quote nothing, and many of their cells start with a quote; pandas and spreadsheets quote.
@@ -90,8 +90,8 @@ def detect_quoting(opened: Callable[[], Iterable[str]], delimiter: str) -> tuple
     if not seen.is_bare and (seen.doubled or seen.header_is_quoted or seen.quoted_columns):
         return "standard", None
     if seen.is_bare:
-        return "none", Doubt(*seen.doubled, "others have bare quotes") if seen.doubled else None
-    return "none", Doubt(*seen.first, "nothing else shows that it is")
+        return "none", QuotingDoubt(*seen.doubled, "others have bare quotes") if seen.doubled else None
+    return "none", QuotingDoubt(*seen.first, "nothing else shows that it is")
 
 
 class _QuotesSeen:

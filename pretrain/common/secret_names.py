@@ -1,4 +1,4 @@
-"""Recognises settings that hold a secret by their names, in the usual spellings."""
+"""Recognizes settings that hold a secret by their names, in the usual spellings."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class OnItsWay:
+class PendingCopy:
     """A copy of a tensor in host memory, which may not be there yet."""
 
     _values: Tensor
@@ -34,19 +34,19 @@ class OnItsWay:
         return self._values
 
 
-def to_host(values: Tensor) -> OnItsWay:
+def to_host(values: Tensor) -> PendingCopy:
     """Copy `values` to the host when the work queued on their device is done."""
     if values.is_cpu:
-        return OnItsWay(values, None)
+        return PendingCopy(values, None)
     there = values.to("cpu", non_blocking=True)  # into pinned memory
     arrived = torch.cuda.Event(blocking=True)  # the thread that waits sleeps
     arrived.record()
-    return OnItsWay(there, arrived)
+    return PendingCopy(there, arrived)
 
 
-def arrivals(copies: Iterable[tuple[K, OnItsWay]]) -> Iterator[tuple[K, Tensor]]:
+def arrivals(copies: Iterable[tuple[K, PendingCopy]]) -> Iterator[tuple[K, Tensor]]:
     """Each copy with its key, waited for when the next one has been launched: so the device always has work."""
-    before: tuple[K, OnItsWay] | None = None
+    before: tuple[K, PendingCopy] | None = None
     for one in copies:
         if before is not None:
             yield before[0], before[1].wait()

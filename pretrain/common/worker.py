@@ -138,14 +138,14 @@ class Worker:
     local_world_size: int = 1
     threads: int = 0  # CPU threads for torch; 0 keeps torch's default
     flags: tuple[Flag, ...] = ()  # any of them requests a stop
-    _signalled: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+    _signaled: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
 
     def stop_requested(self) -> bool:
         """Whether this process received one of the `stop_signals`, or a flag is set. Costs one stat per flag.
 
         Only the first process of a machine looks at the flags; the others would ask the same storage once more.
         """
-        return self._signalled.is_set() or (self.local_rank == 0 and any(flag.is_set() for flag in self.flags))
+        return self._signaled.is_set() or (self.local_rank == 0 and any(flag.is_set() for flag in self.flags))
 
     def listen(self) -> None:
         """Treat the `stop_signals` as stop requests; a second SIGINT ends the process immediately.
@@ -156,7 +156,7 @@ class Worker:
             return
 
         def on_signal(number: int, frame: FrameType | None) -> None:
-            self._signalled.set()
+            self._signaled.set()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
         for number in stop_signals():

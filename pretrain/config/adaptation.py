@@ -22,7 +22,7 @@ class AdaptationConfig(Section):
         description="Learning rate of a layer divided by that of the layer above it; heads and added words have the "
         "full rate. 1 is the same rate for all.",
     )
-    general: LocalPath = Field(
+    replay_corpus: LocalPath = Field(
         default="",
         description="Folder of a second prepared corpus, of text like that which start_from was trained on. Its "
         "held-out loss shows what the model forgets.",
@@ -31,7 +31,7 @@ class AdaptationConfig(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Share of the training sequences that come from general, so that the model forgets less.",
+        description="Share of the training sequences that come from replay_corpus, so that the model forgets less.",
     )
     finetuning: tuple[LocalPath, ...] = Field(
         default=(),
@@ -41,6 +41,8 @@ class AdaptationConfig(Section):
 
     @model_validator(mode="after")
     def _check_replay(self) -> AdaptationConfig:
-        if self.replay_share and not self.general:
-            raise ValueError(f"replay_share ({self.replay_share}) needs general: the corpus to take the text from")
+        if self.replay_share and not self.replay_corpus:
+            raise ValueError(
+                f"replay_share ({self.replay_share}) needs replay_corpus: the corpus to take the text from"
+            )
         return self

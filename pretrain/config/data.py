@@ -55,7 +55,7 @@ class SourceConfig(Section):
         description="Hold all documents of this source out for validation. The vocabulary is trained without them. "
         "Usually corpus.validation_fraction is then 0.",
     )
-    licence: str = Field(default="unknown", description="Licence of the text, shown on the corpus card.")
+    license: str = Field(default="unknown", description="License of the text, shown on the corpus card.")
 
     @field_validator("kind")
     @classmethod
@@ -79,7 +79,7 @@ class VocabularyConfig(Section):
     kind: Literal["wordpiece", "byte_bpe"] = Field(
         default="wordpiece",
         description="wordpiece is BERT's. byte_bpe is the byte-level BPE of GPT-2, RoBERTa and ModernBERT: it "
-        "can encode any text and normalises nothing.",
+        "can encode any text and normalizes nothing.",
     )
     path: LocalPath = Field(
         default="",
@@ -122,9 +122,9 @@ class VocabularyConfig(Section):
     @model_validator(mode="after")
     def _check_case(self) -> VocabularyConfig:
         if self.kind == "byte_bpe" and self.lowercase:
-            raise ValueError("kind: byte_bpe normalises nothing, so lowercase must be false. Remove it")
+            raise ValueError("kind: byte_bpe normalizes nothing, so lowercase must be false. Remove it")
         if self.kind == "byte_bpe" and self.strip_accents is not None:
-            raise ValueError("strip_accents has no effect with kind: byte_bpe, which normalises nothing. Remove it")
+            raise ValueError("strip_accents has no effect with kind: byte_bpe, which normalizes nothing. Remove it")
         return self
 
 
@@ -170,7 +170,7 @@ class CorpusConfig(Section):
 
 
 class MaskingConfig(Section):
-    """Masked language modelling (MLM), Devlin et al. section 3.1."""
+    """Masked language modeling (MLM), Devlin et al. section 3.1."""
 
     EARLIER = "masking"
 
@@ -230,12 +230,12 @@ class PairsConfig(Section):
         default="nsp",
         description="What is predicted of a pair: nsp, whether the second segment follows the first or comes from "
         "another document (next-sentence prediction); sop, sentence-order prediction of ALBERT, whether the two "
-        "neighbouring segments are swapped; none, nothing: sequences have one segment.",
+        "neighboring segments are swapped; none, nothing: sequences have one segment.",
     )
     input_format: Literal["", "segment_pairs", "doc_sentences", "full_sentences"] = Field(
         default="",
         description="What a sequence holds, by RoBERTa's names: segment_pairs, two segments, for nsp and sop; "
-        "doc_sentences, neighbouring sentences of one document; full_sentences, the same, but it goes on with the next "
+        "doc_sentences, neighboring sentences of one document; full_sentences, the same, but it goes on with the next "
         "documents until it is full, with a [SEP] between documents. Empty means segment_pairs for nsp and sop, else "
         "doc_sentences.",
     )

@@ -61,7 +61,7 @@ class EngineConfig(Section):
     static_shapes: bool = Field(
         default=False,
         description="Add sequences that no loss sees to each micro-batch, at most 1 % of a large one's tokens (more "
-        "with cuda_graphs), so that micro-batches have few different shapes. Only for masked language modelling.",
+        "with cuda_graphs), so that micro-batches have few different shapes. Only for masked language modeling.",
     )
     cuda_graphs: bool = Field(
         default=False,

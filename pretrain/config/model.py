@@ -1,4 +1,4 @@
-"""Settings of the model: the shape of the encoder, dropout and initialisation."""
+"""Settings of the model: the shape of the encoder, dropout and initialization."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class ModelConfig(Section):
         gt=0,
         description="Standard deviation of the initial weights, a normal distribution truncated at two deviations.",
     )
-    attention_init: Literal["normal", "neighbours"] = Field(
+    attention_init: Literal["normal", "neighbors"] = Field(
         default="normal",
-        description="Initialisation of attention. normal is BERT's. neighbours initialises the heads to attend to "
+        description="Initialization of attention. normal is BERT's. neighbors initializes the heads to attend to "
         "adjacent tokens, which helps short runs; it needs an even head width, and with rotary positions "
         "attention_bias: true.",
     )
@@ -117,12 +117,12 @@ class ModelConfig(Section):
     )
     norm_placement: Literal["post", "pre"] = Field(
         default="post",
-        description="post normalises the sum with the residual, as BERT. pre normalises the input of attention and "
+        description="post normalizes the sum with the residual, as BERT. pre normalizes the input of attention and "
         "feed-forward network, and the output of the last layer.",
     )
     embedding_norm: bool = Field(
         default=True,
-        description="Normalise the embeddings. With it, the first layer of a pre-norm model has no norm before "
+        description="Normalize the embeddings. With it, the first layer of a pre-norm model has no norm before "
         "attention.",
     )
     token_types: bool = Field(default=True, description="Add an embedding of the segment, first or second.")
@@ -154,7 +154,7 @@ class ModelConfig(Section):
         description="Terms of disentangled positions. c2p: the query times the distance's key; p2c: the distance's "
         "query times the key. Scores are divided by sqrt(head width x (1 + number of terms)).",
     )
-    relative_norm: bool = Field(default=False, description="Normalise the embeddings of disentangled positions.")
+    relative_norm: bool = Field(default=False, description="Normalize the embeddings of disentangled positions.")
     relative_projections: bool = Field(
         default=False,
         description="Project the embeddings of disentangled positions by matrices of their own. Otherwise by those of "
@@ -239,38 +239,38 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_attention_init(self) -> ModelConfig:
-        if self.attention_init != "neighbours":
+        if self.attention_init != "neighbors":
             return self
         if self.positions.startswith("rotary"):
-            self._check_rotary_neighbours()
+            self._check_rotary_neighbors()
         elif self.positions == "learned":
-            self._check_learned_neighbours()
+            self._check_learned_neighbors()
         else:
-            raise ValueError(f"attention_init: neighbours needs learned or rotary positions, not {self.positions}")
+            raise ValueError(f"attention_init: neighbors needs learned or rotary positions, not {self.positions}")
         if self.kv_heads not in (0, self.heads):
-            raise ValueError(f"attention_init: neighbours needs kv_heads: 0, not {self.kv_heads}")
+            raise ValueError(f"attention_init: neighbors needs kv_heads: 0, not {self.kv_heads}")
         if self.hidden // self.heads % 2:
             raise ValueError(
-                f"attention_init: neighbours needs an even head width, not {self.hidden // self.heads} (hidden / heads)"
+                f"attention_init: neighbors needs an even head width, not {self.hidden // self.heads} (hidden / heads)"
             )
         return self
 
-    def _check_learned_neighbours(self) -> None:
+    def _check_learned_neighbors(self) -> None:
         """The heads begin with rows of the position embeddings."""
         if self.embedding not in (0, self.hidden):
             raise ValueError(
-                f"attention_init: neighbours needs embedding ({self.embedding}) to be 0 or hidden ({self.hidden}) "
+                f"attention_init: neighbors needs embedding ({self.embedding}) to be 0 or hidden ({self.hidden}) "
                 "where positions are learned"
             )
         if self.recursions > 1:
             raise ValueError(
-                f"attention_init: neighbours needs recursions: 1 where positions are learned, not {self.recursions}"
+                f"attention_init: neighbors needs recursions: 1 where positions are learned, not {self.recursions}"
             )
 
-    def _check_rotary_neighbours(self) -> None:
+    def _check_rotary_neighbors(self) -> None:
         """The heads begin with biases of queries and keys."""
         if not self.attention_bias:
-            raise ValueError("attention_init: neighbours needs attention_bias: true where positions are rotary")
+            raise ValueError("attention_init: neighbors needs attention_bias: true where positions are rotary")
 
     @model_validator(mode="after")
     def _check_positions(self) -> ModelConfig:
@@ -383,7 +383,7 @@ class ModelConfig(Section):
         return self.layers * self.recursions
 
     def has_attention_norm(self, layer: int) -> bool:
-        """False in the first layer of a pre-norm model that reads nothing but normalised embeddings."""
+        """False in the first layer of a pre-norm model that reads nothing but normalized embeddings."""
         return layer > 0 or self.norm_placement == "post" or not self.embedding_norm or self.recursions > 1
 
 

@@ -1,4 +1,4 @@
-"""Settings of objectives besides masked language modelling: a teacher to learn from, and ELECTRA."""
+"""Settings of objectives besides masked language modeling: a teacher to learn from, and ELECTRA."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class DistillationConfig(Section):
     teacher: Location = Field(
         default="",
         description="Folder or address of the teacher: a released model, an export or a run, with the corpus's "
-        "vocabulary and a head for masked language modelling. Empty trains without a teacher.",
+        "vocabulary and a head for masked language modeling. Empty trains without a teacher.",
     )
-    initialise: bool = Field(
+    initialize: bool = Field(
         default=True,
         description="Begin with the teacher's embeddings, heads and some of its layers. false begins with random "
         "weights; the teacher may then have another shape.",
@@ -37,7 +37,7 @@ class DistillationConfig(Section):
         ge=0,
         description="Weight of the divergence from the teacher's predictions at the masked tokens.",
     )
-    mlm_weight: float = Field(default=2.0, ge=0, description="Weight of the masked language modelling loss.")
+    mlm_weight: float = Field(default=2.0, ge=0, description="Weight of the masked language modeling loss.")
     cosine_weight: float = Field(
         default=1.0,
         ge=0,
@@ -49,8 +49,8 @@ class DistillationConfig(Section):
     def _check_together(self) -> DistillationConfig:
         if not self.soft_weight + self.mlm_weight + self.cosine_weight:
             raise ValueError("soft_weight, mlm_weight and cosine_weight are all 0: nothing would be learned")
-        if self.layers and not self.initialise:
-            raise ValueError(f"layers ({list(self.layers)}) has no effect with initialise: false. Remove one of them")
+        if self.layers and not self.initialize:
+            raise ValueError(f"layers ({list(self.layers)}) has no effect with initialize: false. Remove one of them")
         if self.layers and (self.layers[0] < 0 or any(later <= layer for layer, later in pairwise(self.layers))):
             raise ValueError(f"layers ({list(self.layers)}) must be numbers from 0 in ascending order")
         return self

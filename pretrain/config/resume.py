@@ -45,9 +45,9 @@ _FREE_ON_RESUME = (
     "phases.*.decay_power",
     "phases.*.decay_steps",
     "phases.*.final_learning_rate",
-    "optimizer.muon_rate",
+    "optimizer.muon_lr_scale",
 )
-_EVALUATED_ONLY = "adaptation.general"  # free unless text of it is replayed
+_EVALUATED_ONLY = "adaptation.replay_corpus"  # free unless text of it is replayed
 
 
 def changed_for_resume(before: PretrainConfig, after: PretrainConfig) -> list[str]:

@@ -135,7 +135,7 @@ class RunConfig(Section):
         description="Run folder, or an address such as s3://bucket/runs/mini: the run then trains in a local folder, "
         "and every checkpoint is stored at the address. Empty means runs/<name>.",
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of initialisation, sampling, masking and dropout.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of initialization, sampling, masking and dropout.")
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The optimizer.")
     engine: EngineConfig = Field(default=EngineConfig(), description="Precision, ZeRO and micro-batches.")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints.")
@@ -168,7 +168,7 @@ class PretrainConfig(RunConfig):
     corpus: CorpusConfig = Field(description="The text and the prepared corpus.")
     model: ModelConfig = Field(default=ModelConfig(), description="Shape of the encoder.")
     pairs: PairsConfig = Field(default=PairsConfig(), description="How sequences are cut from documents.")
-    masking: MaskingConfig = Field(default=MaskingConfig(), description="Masked language modelling.")
+    masking: MaskingConfig = Field(default=MaskingConfig(), description="Masked language modeling.")
     phases: tuple[PhaseConfig, ...] = Field(min_length=1, description="Phases of training, in order; at least one.")
     averaging: AveragingConfig = Field(default=AveragingConfig(), description="Mean of the weights of the last steps.")
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="Evaluation on held-out sequences.")
@@ -253,7 +253,7 @@ class PretrainConfig(RunConfig):
         if self.engine.static_shapes and second:
             setting = "cuda_graphs" if self.engine.cuda_graphs else "static_shapes"
             raise ValueError(
-                f"engine.{setting} does not fit {second}: only the masked language modelling of one model leaves "
+                f"engine.{setting} does not fit {second}: only the masked language modeling of one model leaves "
                 "filler out of its loss. Set it to false"
             )
         if self.engine.cuda_graphs and not self.model.fits_flash_attention:
@@ -290,7 +290,7 @@ class PretrainConfig(RunConfig):
         return next(filter(None, (self.why_not_balanced(phase, sequences, workers) for workers in counts)), "")
 
     def why_not_balanced(self, phase: int, sequences: int, workers: int) -> str:
-        """Why a batch of `sequences` cannot be balanced across `workers` (`batches.dealing.balance`); "" if it can."""
+        """Why a batch of `sequences` cannot be balanced across `workers` (`batches.balancing.balance`); "" if it can."""
         if sequences < workers:
             return f"is less than the number of workers ({workers}); every worker needs a sequence"
         length, budget = self.phases[phase].sequence_length, self.engine.micro_batch_tokens

@@ -19,7 +19,7 @@ class OptimizerConfig(Section):
         default="adamw",
         description="Optimizer. adamw (Loshchilov and Hutter 2019); stable_adamw clips updates per tensor (Wortsman et "
         "al. 2023, ModernBERT's; use it with engine.gradient_clip_norm: 0); lamb scales updates per tensor, for large "
-        "batches (You et al. 2020); muon orthogonalises the momentum of the layers' matrices and takes adamw for the "
+        "batches (You et al. 2020); muon orthogonalizes the momentum of the layers' matrices and takes adamw for the "
         "rest (Jordan et al. 2024, Liu et al. 2025).",
     )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay rate of the first moment.")
@@ -29,7 +29,7 @@ class OptimizerConfig(Section):
         default=0.01, ge=0, description="Decoupled weight decay. Biases and LayerNorm are exempt. 0 disables it."
     )
 
-    muon_rate: float = Field(
+    muon_lr_scale: float = Field(
         default=1.0,
         gt=0,
         description="Only muon: learning rate of the layers' matrices, as a multiple of the phase's. Updates are as "
@@ -38,8 +38,8 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _check_muon(self) -> OptimizerConfig:
-        if self.name != "muon" and self.muon_rate != 1:
-            raise ValueError(f"muon_rate has no effect with name: {self.name}. Remove it, or set name: muon")
+        if self.name != "muon" and self.muon_lr_scale != 1:
+            raise ValueError(f"muon_lr_scale has no effect with name: {self.name}. Remove it, or set name: muon")
         return self
 
 
@@ -64,9 +64,9 @@ class PretrainOptimizerConfig(OptimizerConfig):
         if not self.decay_timescale:
             return self.weight_decay
         peaks = sum(phase.steps * phase.peak_learning_rate for phase in phases)
-        fastest = max(phase.peak_learning_rate for phase in phases) * max(1.0, self.muon_rate)
+        fastest = max(phase.peak_learning_rate for phase in phases) * max(1.0, self.muon_lr_scale)
         # A weight that lost more than itself in a step would change its sign, and grow.
-        return min(1 / (self.decay_timescale * peaks * self.muon_rate), 1 / fastest)
+        return min(1 / (self.decay_timescale * peaks * self.muon_lr_scale), 1 / fastest)
 
 
 class PhaseConfig(Section):

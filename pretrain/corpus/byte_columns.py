@@ -208,7 +208,7 @@ def _block_classes(block: int) -> np.ndarray:
     characters = [chr(n) for n in range(block * _BLOCK, (block + 1) * _BLOCK)]
     text = "".join("?" if "\ud800" <= character <= "\udfff" else character for character in characters)
     classes = np.zeros(_BLOCK, np.uint8)
-    # A pre-token is of one class, and joins a neighbour of the same class. That of the first character tells.
+    # A pre-token is of one class, and joins a neighbor of the same class. That of the first character tells.
     for _, (begin, end) in divide(text):
         alike = [kind for kind, other in _EXAMPLES if len(divide(other + text[begin])) == 1]
         classes[begin:end] = alike[0] if alike else _OTHER_SPACE

@@ -1,6 +1,6 @@
 """Byte-level BPE vocabularies (Radford et al. 2019, section 2.2): trained, taken over, and read token by token.
 
-Every text can be spelt, so there is no unknown token, and nothing is normalised. A blank belongs to the word after it
+Every text can be spelled, so there is no unknown token, and nothing is normalized. A blank belongs to the word after it
 ("\u0120word"). A text's first word gets one, too: it is then the same token at the beginning as within a text, which
 words given one by one and short texts need (RoBERTa and ModernBERT lack it: their weak spot in named entities).
 tokenizers' own `add_prefix_space` would also put a blank after each special token ("[MASK]." would end in " ."), so
@@ -172,12 +172,12 @@ def _check_released(path: Path, model: dict[str, Any], kinds: Sequence[str]) -> 
 
 
 def _kinds(parts: dict[str, Any]) -> list[str]:
-    """The types of the model, the normaliser and the pre-tokenizer in a tokenizer.json."""
+    """The types of the model, the normalizer and the pre-tokenizer in a tokenizer.json."""
     return [parts["model"]["type"], *_kinds_of(parts["normalizer"]), *_kinds_of(parts["pre_tokenizer"])]
 
 
 def _kinds_of(part: dict[str, Any] | None) -> list[str]:
-    """The types of a normaliser or pre-tokenizer, or of those in a sequence."""
+    """The types of a normalizer or pre-tokenizer, or of those in a sequence."""
     if part is None:
         return []
     inner = part.get("pretokenizers", part.get("normalizers", [part]))

@@ -42,7 +42,7 @@ def entry_bytes(entry: str) -> bytes:
     return bytes(_BYTES[character] for character in entry)
 
 
-def spelt(entries: Sequence[str]) -> list[str]:
+def spelled(entries: Sequence[str]) -> list[str]:
     """The text of each entry of a sentence, with its blanks. Joined, they are the sentence.
 
     A character whose bytes are in several entries stands in the last of them; a broken one is U+FFFD.

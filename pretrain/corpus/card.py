@@ -208,10 +208,10 @@ def _overview(card: dict[str, Any]) -> list[str]:
 
 def _sources(sources: list[dict[str, Any]]) -> list[str]:
     counts = ("documents", "duplicates", "too_short", "sentences", "words", "tokens")
-    names = ("name", "kind", "licence", "weight", "files", "input MB", *counts, "unknown")
+    names = ("name", "kind", "license", "weight", "files", "input MB", *counts, "unknown")
     rows = [
         table_row(
-            *(source[key] for key in ("name", "kind", "licence", "weight")),
+            *(source[key] for key in ("name", "kind", "license", "weight")),
             f"{source['files']:,}",
             f"{source['input_bytes'] / 1e6:,.1f}",
             *(f"{source[key]:,}" for key in counts),

@@ -57,7 +57,7 @@ class PieceSummary:
         """Documents that filters dropped."""
         return sum(entry["documents"] for entry in self.filtered if entry["dropped"])
 
-    def forget_surplus(self, examples: Counter[tuple[str, str]], seen: set[int]) -> None:
+    def drop_surplus(self, examples: Counter[tuple[str, str]], seen: set[int]) -> None:
         """Drop examples that the card does not show, and texts that were found before; both are kept count of here."""
         for entry in self.filtered:
             rule = entry["filter"], entry["rule"]
@@ -68,7 +68,7 @@ class PieceSummary:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DocumentRange:
     """Documents of a source and split whose places in its random order are from `low` to before `high`.
 
     It is small: a process that writes a shard reads the tables of documents itself.
@@ -98,7 +98,7 @@ class ShardPlan:
     """The documents of one shard."""
 
     name: str
-    choice: Choice
+    choice: DocumentRange
     totals: dict[str, int]  # documents, sentences, tokens
 
     @property
@@ -282,7 +282,7 @@ class Documents:
                 for low, high, sums in _cut(its_totals, shard_tokens):
                     name = f"{split}-{len(plans[split]):05d}"
                     held_out = source in self._held_out_sources
-                    choice = Choice(source, split, low, high, held_out, self._last_held_out)
+                    choice = DocumentRange(source, split, low, high, held_out, self._last_held_out)
                     plans[split].append(ShardPlan(name, choice, sums))
         return [plan for split in SPLITS for plan in plans[split]]
 

@@ -86,7 +86,7 @@ def old_pieces(tokenizer: Tokenizer, entries: Iterable[str]) -> list[list[int]]:
 
 
 def _pieces(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
-    """The ids of each word. The words are as the normaliser and the pre-tokenizer leave them."""
+    """The ids of each word. The words are as the normalizer and the pre-tokenizer leave them."""
     model: Any = tokenizer.model
     return {word: [token.id for token in model.tokenize(word)] for word in words}
 

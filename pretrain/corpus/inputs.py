@@ -330,7 +330,7 @@ def open_file(path: Path) -> IO[Any]:
 
 
 def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:
-    """UTF-8 text; bad bytes become U+FFFD, which BERT's normaliser drops, and are counted. `offset` is `raw`'s.
+    """UTF-8 text; bad bytes become U+FFFD, which BERT's normalizer drops, and are counted. `offset` is `raw`'s.
 
     Text of another encoding is left out and counted: "" is returned.
     """

@@ -216,7 +216,7 @@ def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, *, extended: bool =
         first = min(wrong, key=tokenizer.get_vocab().__getitem__)
         reason = f"the id of {first!r} is {entries.get(first)}, and {tokenizer.token_to_id(first)} in the checkpoint"
     elif _steps_before_model(own) != _steps_before_model(tokenizer):
-        reason = "it normalises text in another way, such as case or accents"
+        reason = "it normalizes text in another way, such as case or accents"
     else:
         return
     advice = "the same start_from" if of == "start_from" else "corpus.vocabulary.path: its tokenizer.json"
@@ -238,7 +238,7 @@ def source_facts(source: SourceConfig) -> dict[str, Any]:
         "name": source_name(source),
         "kind": source.kind,
         "weight": source.weight,
-        "licence": source.licence,
+        "license": source.license,
     }
 
 

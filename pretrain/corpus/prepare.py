@@ -7,7 +7,7 @@
     card        figures; then the manifest, which makes the folder a corpus
 
 The state between runs is in `<dir>/.work`. Every file there is atomic and named after its content; what `documents`
-writes to decide, every run writes anew. The coordinating process hands out calls of `stages`, to processes of this
+writes to decide, every run writes again. The coordinating process hands out calls of `stages`, to processes of this
 machine or to tasks of a Ray cluster. Text and tokens stay in those processes. No process's memory grows with the
 corpus, but for a bit for each document on a cluster, which takes all calls at once. The corpus is the same, byte by
 byte, for every number of processes, on one machine or a cluster, and after every interruption.
@@ -245,7 +245,7 @@ class _Preparation:
     def _is_finished(self) -> bool:
         """Whether the corpus is prepared and whole. One that is damaged may be prepared again with its own settings.
 
-        Names, weights and licences of sources may change: the manifest takes them. Raises `InputError` if it was
+        Names, weights and licenses of sources may change: the manifest takes them. Raises `InputError` if it was
         prepared with other settings.
         """
         if not (self._folder / MANIFEST).exists():
@@ -336,7 +336,7 @@ class _Preparation:
                 for summary in read:
                     self._problems.extend(summary.pop("problems"))
                     summaries.append(PieceSummary(**summary))
-                    summaries[-1].forget_surplus(examples, seen)
+                    summaries[-1].drop_surplus(examples, seen)
                 advance(piece.bytes)
         for number, source in enumerate(self._corpus.sources):
             if not any(summary.documents for summary in summaries if summary.source == number):

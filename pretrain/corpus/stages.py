@@ -24,7 +24,7 @@ from pretrain.common.files import sha256_file, write_json
 from pretrain.common.memory import hold_freed_memory
 from pretrain.config import FiltersConfig
 from pretrain.corpus.byte_columns import byte_columns
-from pretrain.corpus.documents import Choice
+from pretrain.corpus.documents import DocumentRange
 from pretrain.corpus.filters import Filters, near_duplicates
 from pretrain.corpus.filters.near_duplicates import Sketches
 from pretrain.corpus.filters.report import Report
@@ -144,7 +144,7 @@ def _stop(signum: int, frame: types.FrameType | None) -> None:
 
 
 def start_process(settings: PreparationSettings, tokenizer: Tokenizer | None, *, child: bool = True) -> None:
-    """Initialise this process for calls, with the tokenizer of the vocabulary if that is given.
+    """Initialize this process for calls, with the tokenizer of the vocabulary if that is given.
 
     A child leaves Ctrl-C to its parent, which sends STOP, and never outlives it.
     """
@@ -159,7 +159,7 @@ def start_process(settings: PreparationSettings, tokenizer: Tokenizer | None, *,
 
 
 def start_task(settings: PreparationSettings, tokenizer: Tokenizer | None) -> None:
-    """Initialise a worker process of a Ray cluster for calls; Ray handles its signals and its exit.
+    """Initialize a worker process of a Ray cluster for calls; Ray handles its signals and its exit.
 
     Raises `MachineError` if the work folder is not visible: nothing may be written to another folder of that name.
     """
@@ -287,7 +287,7 @@ def tokenize_part(part: str, words_part: str) -> None:
     _tokenized(numbers, words, state).save(state.work / part)
 
 
-def write_shard(name: str, choice: Choice, totals: dict[str, int], folder: str) -> dict[str, Any]:
+def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder: str) -> dict[str, Any]:
     """Write one shard: the chosen documents of part files, in random order.
 
     Returns hashes, the count of [UNK] and histograms of tokens per document and per sentence, and keeps them in
@@ -309,7 +309,7 @@ def write_shard(name: str, choice: Choice, totals: dict[str, int], folder: str) 
     return result
 
 
-def _joined_in_order(choice: Choice) -> Part:
+def _joined_in_order(choice: DocumentRange) -> Part:
     """The chosen documents of all parts of a source."""
     work = _state().work
     parts = [Part.load_some(work / name, numbers) for name, numbers in choice.documents(work) if len(numbers)]

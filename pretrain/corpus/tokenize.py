@@ -60,7 +60,7 @@ class Columns:
 
     words int32 [W], numbers in the process's `WordTable`; sentences int64 [S+1], word offset of each sentence;
     documents int64 [D+1], sentence offset of each document; document_words int64 [D], as `word_counts` counts them;
-    document_bytes int64 [D]; hashes uint64 [D, 2], 128 bits of the normalised text.
+    document_bytes int64 [D]; hashes uint64 [D, 2], 128 bits of the normalized text.
     Sentences have at least one word; documents may be empty.
     """
 
@@ -251,7 +251,7 @@ class WordPieces(KnownWords):
     def _pieces(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tokens per word, tokens end to end) of words of the table.
 
-        Printable ASCII is left as it is by BERT's normaliser, and its marks are single words already: such words can
+        Printable ASCII is left as it is by BERT's normalizer, and its marks are single words already: such words can
         walk the trie at once. All others, one in nine, go through the whole tokenizer.
         """
         letters = self._table.letters(numbers)
@@ -288,7 +288,7 @@ def _appended(array: np.ndarray, size: int, new: np.ndarray) -> np.ndarray:
 class _WholeTokenizer:
     """Words through the tokenizer itself, many in one text: one by one they would cost three times as much.
 
-    They are separated by "|": BERT's normaliser turns no other character into it, and it is a token of its own.
+    They are separated by "|": BERT's normalizer turns no other character into it, and it is a token of its own.
     """
 
     _SEPARATOR = "|"

@@ -37,7 +37,7 @@ def entries_of(tokenizer: Tokenizer) -> list[str]:
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """SHA-256 of the files that `save_tokenizer` wrote, as hexadecimal digits: vocabulary, casing and normaliser."""
+    """SHA-256 of the files that `save_tokenizer` wrote, as hexadecimal digits: vocabulary, casing and normalizer."""
     digests = {name: sha256_file(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
@@ -224,7 +224,7 @@ def train_vocabulary(
 
 
 def count_normal_words(counts: dict[bytes, int], normalizer: normalizers.BertNormalizer) -> dict[str, int]:
-    """Counts of the words as BERT's normaliser and pre-tokenizer leave them, in ascending order of the words."""
+    """Counts of the words as BERT's normalizer and pre-tokenizer leave them, in ascending order of the words."""
     cut, lowercase = pre_tokenizers.BertPreTokenizer(), normalizer.lowercase
     words: Counter[str] = Counter()
     for word, count in counts.items():

@@ -21,7 +21,7 @@ from pretrain.config import ModelConfig
 from pretrain.model.activations import get_activation
 from pretrain.model.attention import ProjectionWeights, self_attention
 from pretrain.model.compile import program
-from pretrain.model.initialisation import create_parameters
+from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.hash_rng import hash_dropout
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.kernels.native import or_natively
@@ -161,7 +161,7 @@ def embed(
     functions: BlockFunctions,
     dropout: float,
 ) -> Tensor:
-    """[T, E] normalised sum of the embeddings; without `token_types_T` every token has type 0."""
+    """[T, E] normalized sum of the embeddings; without `token_types_T` every token has type 0."""
     summed_TE = words_TE.float()
     if positions_TE is not None:
         summed_TE = summed_TE + positions_TE.float()
@@ -176,7 +176,7 @@ def embed(
 
 
 def apply_norm(hidden_TH: Tensor, weights: tuple[Tensor, ...], functions: BlockFunctions) -> Tensor:
-    """[T, H] normalised, as before the attention of a pre-norm model and after its last layer."""
+    """[T, H] normalized, as before the attention of a pre-norm model and after its last layer."""
     return functions.norm(hidden_TH.float(), *weights, eps=functions.eps).to(hidden_TH.dtype)
 
 

@@ -21,7 +21,7 @@ os.environ.setdefault("TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER", "0")
 
 # Whether this torch supports axes whose size the compiler must not rely on; older versions were not tested.
 MARKS_UNKNOWN_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-# Sizes that the compiler assumes for the axes of a batch, by their letters: how it vectorises, runs in parallel and
+# Sizes that the compiler assumes for the axes of a batch, by their letters: how it vectorizes, runs in parallel and
 # splits sums depends on them. Otherwise it takes those of the first call, and its cache on disk hands the code of a
 # short text, which runs in one thread, to later runs with large batches.
 _TYPICAL = {"G": 8, "B": 64, "Q": 128, "L": 128, "K": 1024, "T": 1024, "M": 8192}

@@ -190,7 +190,7 @@ def activation_bytes(
 
     A layer keeps the stacked query, key and value, the context, its output, and the products of its other matmuls.
     Compiled, the backward pass computes all that lies between again. Otherwise the layer also keeps what its norms and
-    its activation need, and a byte per dropped entry. In pre-norm, it keeps the normalised input of its projections,
+    its activation need, and a byte per dropped entry. In pre-norm, it keeps the normalized input of its projections,
     but not the last product. In the last layer, only the query positions go past query, key and value. Checked against
     torch's saved tensors: within 8 %.
 
@@ -283,7 +283,7 @@ def _pairs(length: float, window: int) -> float:
 def _distance_pairs(model: ModelConfig, length: float, window: int) -> float:
     """The products of tokens with embeddings of distances, as pairs of a query and a key, which have two products.
 
-    A float's rounding may take the last bucket for its neighbour (`positions.distance_rows`).
+    A float's rounding may take the last bucket for its neighbor (`positions.distance_rows`).
     """
     if not model.disentangled:
         return 0.0
@@ -313,7 +313,7 @@ def _embedding_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:
 
 
 def _distance_saves(model: ModelConfig, itemsize: int) -> int:
-    """Bytes of the embeddings of distances, once normalised, and projected for each layer; all rows, if reached."""
+    """Bytes of the embeddings of distances, once normalized, and projected for each layer; all rows, if reached."""
     rows = min(2 * model.relative_span, 2 * model.max_positions)
     norm = rows * _norm_saves(model, itemsize, False) if model.relative_norm else 0
     return norm + model.depth * (model.score_terms - 1) * itemsize * rows * model.hidden
@@ -348,13 +348,13 @@ def _activation_saves(model: ModelConfig, itemsize: int) -> int:
 
 
 def hidden_matrices(model: ModelConfig) -> list[Parameter]:
-    """The weight matrices of the layers, those that Muon orthogonalises (`parameters.is_hidden_matrix`)."""
+    """The weight matrices of the layers, those that Muon orthogonalizes (`parameters.is_hidden_matrix`)."""
     layers = (layer_parameters(model, number) for number in range(model.layers))
     return [parameter for layer in layers for parameter in layer if len(parameter.shape) == 2]
 
 
-def orthogonalisation_flops(model: ModelConfig) -> int:
-    """FLOPs of the five Newton-Schulz iterations with which Muon orthogonalises all `hidden_matrices` in a step."""
+def orthogonalization_flops(model: ModelConfig) -> int:
+    """FLOPs of the five Newton-Schulz iterations with which Muon orthogonalizes all `hidden_matrices` in a step."""
     flops = 0
     for parameter in hidden_matrices(model):
         parts = stacked_parts(parameter.name)

@@ -62,7 +62,7 @@ class DistillingModel(PretrainingModel):
     def teacher(self) -> PretrainingModel:
         return self._teachers[0]
 
-    def place_teacher(self, device: torch.device, dtype: torch.dtype) -> None:
+    def move_teacher(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the teacher to where the student computes, in the precision that it computes in."""
         self.teacher.to(device=device, dtype=dtype)
 

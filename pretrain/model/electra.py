@@ -18,7 +18,7 @@ from pretrain.config import ElectraConfig, ModelConfig
 from pretrain.model.block import BlockFunctions
 from pretrain.model.encoder import Embeddings, Encoder, look_up
 from pretrain.model.heads import PretrainingBatch, PretrainingModel
-from pretrain.model.initialisation import create_parameters
+from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.fused_cross_entropy import empty_scores, vocabulary_losses
 from pretrain.model.kernels.hash_rng import hash_bits
 from pretrain.model.parameters import discriminator_parameters
@@ -35,7 +35,7 @@ class ElectraLosses(NamedTuple):
     mlm_loss: Tensor  # the generator's cross-entropy at the masked tokens, in nats
     rtd_loss: Tensor  # the discriminator's binary cross-entropy over all tokens, in nats
     mlm_correct: Tensor
-    rtd_correct: Tensor  # tokens that are recognised as original or replaced
+    rtd_correct: Tensor  # tokens that are recognized as original or replaced
 
 
 class Tokens(NamedTuple):

@@ -22,7 +22,7 @@ from pretrain.config import ModelConfig
 from pretrain.model.block import BlockFunctions, EmbeddingWeights, Layer, embed
 from pretrain.model.compile import program
 from pretrain.model.encoder_parts import FinalNorm, RelativeEmbeddings, RelativePositions
-from pretrain.model.initialisation import begin_at_neighbours, create_parameters
+from pretrain.model.initialization import begin_at_neighbors, create_parameters
 from pretrain.model.kernels.hash_rng import BETWEEN
 from pretrain.model.kernels.layout import TokenLayout
 from pretrain.model.parameters import embedding_parameters
@@ -75,8 +75,8 @@ class Encoder(nn.Module):
         relative = {"relative": RelativePositions, "disentangled": RelativeEmbeddings}.get(shape.positions)
         self.relative = None if relative is None else relative(shape)
         layers = [Layer(shape, number, compile) for number in range(shape.layers)]
-        if shape.attention_init == "neighbours":
-            begin_at_neighbours(shape, self.embeddings, layers[: (shape.layers + 1) // 2])
+        if shape.attention_init == "neighbors":
+            begin_at_neighbors(shape, self.embeddings, layers[: (shape.layers + 1) // 2])
         self.layers = nn.ModuleList(layers)
         self.final = FinalNorm(shape, compile) if shape.norm_placement == "pre" else None
         self.rotary = shape.positions.startswith("rotary")
@@ -113,7 +113,7 @@ class Encoder(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Sum of word, position and segment embeddings, normalised (Devlin et al., figure 2), of those that the config has.
+    """Sum of word, position and segment embeddings, normalized (Devlin et al., figure 2), of those that the config has.
 
     A projection follows if they are narrower or wider than the layers (google-research/electra modeling.py,
     embeddings_project).

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pretrain.config import ModelConfig
 from pretrain.model.block import BlockFunctions, apply_norm, norm_weights
 from pretrain.model.compile import program
-from pretrain.model.initialisation import create_parameters
+from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.layout import RelativeRows, TokenLayout
 from pretrain.model.parameters import final_parameters, position_parameters
 from pretrain.model.positions import distance_rows, relative_buckets

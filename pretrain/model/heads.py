@@ -1,4 +1,4 @@
-"""The two pretraining objectives on top of the encoder: masked language modelling and next-sentence prediction.
+"""The two pretraining objectives on top of the encoder: masked language modeling and next-sentence prediction.
 
 Shape letters: T tokens, S sequences, K masked tokens, H hidden width, V vocabulary.
 """
@@ -15,7 +15,7 @@ from pretrain.config import ModelConfig
 from pretrain.model.block import BlockFunctions, linear, norm_weights
 from pretrain.model.compile import program
 from pretrain.model.encoder import Encoder, UnpaddedBatch
-from pretrain.model.initialisation import create_parameters
+from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
 from pretrain.model.parameters import head_parameters
 

@@ -128,7 +128,7 @@ class PaddedEncoder(nn.Module):
         return (weights_BNLL @ v_BNLD).transpose(1, 2).flatten(2)
 
     def _distance_embeddings(self) -> Tensor:
-        """[P, H]: the table of embeddings of distances, normalised if the model does that."""
+        """[P, H]: the table of embeddings of distances, normalized if the model does that."""
         if not self.shape.relative_norm:
             return self.relative.table
         return apply_norm(self.relative.table, norm_weights(self.relative, "norm", self.functions), self.functions)

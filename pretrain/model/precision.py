@@ -26,7 +26,7 @@ _CLEARLY = 0.9  # two rates with a higher ratio differ by no more than the noise
 _USABLE = 0.5  # of the rate in fp32: from here on, a model that was trained in bf16 also runs in it
 
 
-class Offer(NamedTuple):
+class DeviceCapabilities(NamedTuple):
     """The capabilities of one device."""
 
     name: str
@@ -35,7 +35,7 @@ class Offer(NamedTuple):
     fp32: float = 0.0
 
 
-class Choice(NamedTuple):
+class PrecisionChoice(NamedTuple):
     """A precision and why it was chosen, as text for the log."""
 
     precision: Precision
@@ -74,7 +74,7 @@ def measure_matmul(device: str, precision: Precision, seconds: float = SECONDS, 
     try:
         while True:
             a = torch.randn(size, size, device=device).to(dtype)
-            took = min(product(a) for _ in range(_TRIES))  # the first one of a size may initialise a library
+            took = min(product(a) for _ in range(_TRIES))  # the first one of a size may initialize a library
             if took >= _LONG_ENOUGH_SECONDS or size == largest:
                 break
             size *= 2
@@ -107,35 +107,35 @@ def is_faster_in_fp32(bf16: float, fp32: float) -> bool:
     return bf16 < _CLEARLY * fp32
 
 
-def offer(device: torch.device) -> Offer:
+def offer(device: torch.device) -> DeviceCapabilities:
     """The capabilities of this process's device. On CPU both rates are measured, or remembered."""
     import torch
 
     if device.type == "cuda":
-        return Offer(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
-    return Offer("this CPU", None, _of_one_thread("bf16"), _of_one_thread("fp32"))
+        return DeviceCapabilities(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    return DeviceCapabilities("this CPU", None, _of_one_thread("bf16"), _of_one_thread("fp32"))
 
 
-def choose(offers: Sequence[Offer]) -> Choice:
+def choose(offers: Sequence[DeviceCapabilities]) -> PrecisionChoice:
     """The precision for workers with these devices; if they differ, one that all of them have."""
     weakest = min((one for one in offers if one.capability), key=lambda one: one.capability or (), default=None)
     if weakest is not None and weakest.capability is not None:
         return _for_gpu(weakest.name, weakest.capability)
     bf16, fp32 = (sum(getattr(one, name) for one in offers) for name in ("bf16", "fp32"))
     rates = f"{bf16 / 1e9:,.3g} GFLOP/s of matrix products in bf16, {fp32 / 1e9:,.3g} in fp32"
-    return Choice(
+    return PrecisionChoice(
         "fp32" if is_faster_in_fp32(bf16, fp32) else "bf16",
         f"measured {rates} on a thread of each CPU worker",
     )
 
 
-def _for_gpu(name: str, capability: tuple[int, int]) -> Choice:
+def _for_gpu(name: str, capability: tuple[int, int]) -> PrecisionChoice:
     what = f"{name} has compute capability {capability[0]}.{capability[1]}"
     if capability >= (8, 0):
-        return Choice("bf16", f"{what}, which computes bf16")
+        return PrecisionChoice("bf16", f"{what}, which computes bf16")
     if capability >= (7, 0):
-        return Choice("fp16", f"{what}: tensor cores for fp16, none for bf16; the loss is scaled")
-    return Choice("fp32", f"{what}: no tensor cores")
+        return PrecisionChoice("fp16", f"{what}: tensor cores for fp16, none for bf16; the loss is scaled")
+    return PrecisionChoice("fp32", f"{what}: no tensor cores")
 
 
 def allow_tf32(precision: str, device: torch.device) -> bool:
@@ -161,7 +161,7 @@ def unsupported(engine: EngineConfig, capability: tuple[int, int]) -> str:
     return ""
 
 
-def choose_here() -> Choice:
+def choose_here() -> PrecisionChoice:
     """The precision for this machine, as its workers would choose it."""
     import torch
 
@@ -189,13 +189,13 @@ def resolve_precision(config: R, on: str = "") -> tuple[R, str]:
     return with_precision(config, choice), f"supported by {on}"
 
 
-def run_precision(trained: Precision, device: torch.device) -> Choice:
+def run_precision(trained: Precision, device: torch.device) -> PrecisionChoice:
     """The precision in which to run a model that was trained in `trained`: the same, unless the device is slow in it.
 
     A CPU counts as slow in bf16 below half its rate in fp32: a measurement that varies must not change scores.
     """
     if trained == "fp32":
-        return Choice("fp32", "as trained")
+        return PrecisionChoice("fp32", "as trained")
     here = offer(device)
     best = choose([here])
     if device.type == "cuda":
@@ -203,5 +203,5 @@ def run_precision(trained: Precision, device: torch.device) -> Choice:
     else:
         has_it = trained == "bf16" and here.bf16 > _USABLE * here.fp32
     if has_it:
-        return Choice(trained, "as trained")
-    return Choice(best.precision, f"trained in {trained}, but {best.reason}")
+        return PrecisionChoice(trained, "as trained")
+    return PrecisionChoice(best.precision, f"trained in {trained}, but {best.reason}")

@@ -1,4 +1,4 @@
-"""What a pretraining minimises: one module for each objective, chosen by the config."""
+"""What a pretraining minimizes: one module for each objective, chosen by the config."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ class Distillation:
             activation_checkpointing=config.engine.activation_checkpointing,
         )
         self._first: dict[str, Tensor] = {}
-        if config.distillation.initialise:
+        if config.distillation.initialize:
             own = self.model.state_dict()
             self._first = {**own, **student_weights(config, teacher, {name: own[name].shape for name in own})}
 
-    def place(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.model.place_teacher(device, dtype)
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.model.move_teacher(device, dtype)
 
     def first_weights(self) -> Mapping[str, Tensor]:
         first, self._first = self._first, {}

@@ -1,4 +1,4 @@
-"""Masked language modelling, and the prediction of next sentences or of their order (Devlin et al. 2019)."""
+"""Masked language modeling, and the prediction of next sentences or of their order (Devlin et al. 2019)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class MaskedTokens:
             activation_checkpointing=config.engine.activation_checkpointing,
         )
 
-    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """All there is are parameters of the model."""
 
     def first_weights(self) -> Mapping[str, Tensor]:
         return {}
 
     def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
-        # Invariant: losses are normalised globally, by counts over all ranks and micro-batches. As in Devlin et al.,
+        # Invariant: losses are normalized globally, by counts over all ranks and micro-batches. As in Devlin et al.,
         # the loss is the sum of the two means.
         return 1 / max(step.masked, 1), 1 / max(step.labeled, 1)
 

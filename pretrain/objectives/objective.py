@@ -1,4 +1,4 @@
-"""What a pretraining minimises, as the training task uses it."""
+"""What a pretraining minimizes, as the training task uses it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Objective(Protocol):
     @property
     def model(self) -> nn.Module: ...
 
-    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move what is not a parameter of the model to where the engine computes, in its precision."""
 
     def first_weights(self) -> Mapping[str, Tensor]:
-        """The weights of a new run by name, fp32; {} leaves the model as it was initialised."""
+        """The weights of a new run by name, fp32; {} leaves the model as it was initialized."""
         ...
 
     def loss_weights(self, step: StepBatch) -> tuple[float, ...]:

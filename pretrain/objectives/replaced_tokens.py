@@ -28,7 +28,7 @@ class ReplacedTokens:
             activation_checkpointing=config.engine.activation_checkpointing,
         )
 
-    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """All there is are parameters of the model."""
 
     def first_weights(self) -> Mapping[str, Tensor]:

@@ -21,7 +21,7 @@ from pretrain.planning.budget import Budget
 from pretrain.planning.estimate import vocabulary_size
 from pretrain.planning.law import FLOPS_PER_PARAMETER
 from pretrain.planning.speed import Speed
-from pretrain.planning.text import Text
+from pretrain.planning.text import RunText
 from pretrain.planning.work import Work, optimizer_flops, phase_work
 
 # (layers, hidden): from a third of BERT-Mini to BERT-Large (google-research/bert, "smaller models"), about 64 times as
@@ -138,7 +138,7 @@ def with_batch(config: PretrainConfig, tokens: float, longer: float = 1.0) -> Pr
     return _changed(config, phases=phases)
 
 
-def works(config: PretrainConfig, text: Text) -> list[Work]:
+def works(config: PretrainConfig, text: RunText) -> list[Work]:
     """The work of each phase on this text."""
     rows = vocabulary_size(config)
     pairs = zip(config.phases, text.phases, strict=True)
@@ -151,7 +151,7 @@ def effective_size(config: PretrainConfig, work: Sequence[Work]) -> float:
     return flops / FLOPS_PER_PARAMETER / sum(one.tokens for one in work)
 
 
-def plan(config: PretrainConfig, budget: Budget, text: Text, speed: Speed | None) -> Plan:
+def plan(config: PretrainConfig, budget: Budget, text: RunText, speed: Speed | None) -> Plan:
     """The run of the config's shape that spends the budget, or reads the text `MOST_EPOCHS` times.
 
     `speed` may be None if the budget is in FLOPs.

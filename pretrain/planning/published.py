@@ -18,11 +18,11 @@ _COEFFICIENTS = 5
 _JOIN = ", "
 
 
-class _Part(BaseModel):
+class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class Point(_Part):
+class MeasuredRun(_Frozen):
     """One measured run.
 
     Attributes:
@@ -48,7 +48,7 @@ class Point(_Part):
     held_out: bool = False
 
 
-class Recipe(_Part):
+class Recipe(_Frozen):
     """What runs have in common, by name; values that differ among them are joined by commas."""
 
     values: dict[str, str]
@@ -93,7 +93,7 @@ def _masking(config: PretrainConfig) -> str:
 Coefficients = Annotated[tuple[float, ...], Field(min_length=_COEFFICIENTS, max_length=_COEFFICIENTS)]
 
 
-class PublishedLaw(_Part):
+class PublishedLaw(_Frozen):
     """The law with its points.
 
     Attributes:
@@ -107,7 +107,7 @@ class PublishedLaw(_Part):
     format: int = 1
     coefficients: Coefficients
     resampled: tuple[Coefficients, ...] = Field(min_length=1)
-    points: tuple[Point, ...]
+    points: tuple[MeasuredRun, ...]
     recipe: Recipe
     machine: str
     commit: str
@@ -125,20 +125,20 @@ class PublishedLaw(_Part):
         return tuple(Law(*coefficients) for coefficients in self.resampled)
 
     @property
-    def fitted(self) -> list[Point]:
+    def fitted(self) -> list[MeasuredRun]:
         """The points that the law was fitted to."""
         return [point for point in self.points if not point.held_out]
 
     @property
-    def held_out(self) -> list[Point]:
+    def held_out(self) -> list[MeasuredRun]:
         """The points that it was not fitted to."""
         return [point for point in self.points if point.held_out]
 
-    def predicted(self, point: Point) -> float:
+    def predicted(self, point: MeasuredRun) -> float:
         """Bits per character of a run by the law."""
         return float(self.law.loss(point.size, point.tokens, point.unique))
 
-    def error(self, points: Sequence[Point]) -> float:
+    def error(self, points: Sequence[MeasuredRun]) -> float:
         """Largest difference between prediction and measurement, as a share of the measurement; 0 without points."""
         return max((abs(self.predicted(point) / point.loss - 1) for point in points), default=0.0)
 

@@ -18,9 +18,9 @@ from pretrain.planning.candidates import SHAPES, Plan, plan, volume, with_shape,
 from pretrain.planning.estimate import Cluster
 from pretrain.planning.law import Law, interval
 from pretrain.planning.published import PublishedLaw
-from pretrain.planning.speed import Here, Roofline, Speed
-from pretrain.planning.table import Choice, Recommendation, cost_text, report
-from pretrain.planning.text import Text, read_text
+from pretrain.planning.speed import Roofline, Speed, ThisMachine
+from pretrain.planning.table import PredictedPlan, Recommendation, cost_text, report
+from pretrain.planning.text import RunText, read_text
 
 _WITHIN = 0.9  # a plan is outside of the points only by more than this
 _OVER = 1.1  # a plan costs more than the budget by more than rounding
@@ -59,24 +59,24 @@ def recommendation(config: PretrainConfig, budget_text: str, on: str | None = No
         return *_affordable(fitting, budget), too_large
 
     plans, too_costly, too_large = planned()
-    if isinstance(speed, Here) and text.is_prepared and budget.seconds:
+    if isinstance(speed, ThisMachine) and text.is_prepared and budget.seconds:
         _calibrate(speed, choose(plans, found)[0].plan, text)
         plans, too_costly, too_large = planned()
     choices = tuple(choose(plans, found))
     return report(Recommendation(config, budget, found, text, speed, choices, tuple(too_large), tuple(too_costly)))
 
 
-def choose(plans: Sequence[Plan], found: PublishedLaw) -> list[Choice]:
+def choose(plans: Sequence[Plan], found: PublishedLaw) -> list[PredictedPlan]:
     """The plans with their predictions, the recommended one first, then by loss.
 
-    It has the lowest loss of those that are not too far from the measured runs (`Choice.is_too_far`). If its text ends
+    It has the lowest loss of those that are not too far from the measured runs (`PredictedPlan.is_too_far`). If its text ends
     before the budget, it is the smallest of those that are about as good: smaller ones cost less.
     """
     likely, near = found.likely, _near(plans, found)
     losses = np.array([[_predicted(law, one) for one in plans] for law in likely])
     wins = np.bincount(losses.argmin(axis=1), minlength=len(plans)) / len(likely)
     choices = [
-        Choice(
+        PredictedPlan(
             one,
             _predicted(found.law, one),
             *interval(likely, one.size, one.tokens, one.unique),
@@ -87,7 +87,7 @@ def choose(plans: Sequence[Plan], found: PublishedLaw) -> list[Choice]:
         for one, share in zip(plans, wins, strict=True)
     ]
 
-    def doubts(choice: Choice) -> tuple[bool, bool]:
+    def doubts(choice: PredictedPlan) -> tuple[bool, bool]:
         return choice.is_too_far, choice.plan.config.total_steps < _TOO_FEW
 
     best = min(choices, key=lambda choice: (doubts(choice), choice.loss))
@@ -126,7 +126,7 @@ def _check(config: PretrainConfig, budget: Budget, on: str, where: str) -> None:
     ):
         if is_given:
             raise InputError(
-                f"--budget: {what}. The law is of masked language modelling from random weights; give --minutes "
+                f"--budget: {what}. The law is of masked language modeling from random weights; give --minutes "
                 "instead, which scales the steps of this config."
             )
     if budget.seconds and not on:
@@ -202,10 +202,10 @@ def _speed(config: PretrainConfig, cluster: Cluster | None) -> Speed | None:
     if cluster.gpu is not None:
         return Roofline(cluster)
     print("timing the matrix products of each size ...", flush=True)
-    return Here(cluster.device, config.engine.resolved_precision)
+    return ThisMachine(cluster.device, config.engine.resolved_precision)
 
 
-def _calibrate(speed: Here, best: Plan, text: Text) -> None:
+def _calibrate(speed: ThisMachine, best: Plan, text: RunText) -> None:
     """Time steps of the plan that is the best as far as is known."""
     print(f"timing steps of {best.shape} in a run, about a minute ...", flush=True)
     work = works(best.config, text)

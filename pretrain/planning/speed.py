@@ -61,7 +61,7 @@ class Roofline:
 
 
 @dataclass
-class Here:
+class ThisMachine:
     """This machine. Rates of products are kept by width."""
 
     device: Device
@@ -161,7 +161,7 @@ def _product_time(shape: Sequence[int], device: Device, dtype: torch.dtype) -> f
         wait()
         return clock() - began
 
-    run()  # the first one may initialise a library
+    run()  # the first one may initialize a library
     times: list[float] = []
     while len(times) < _TRIES or sum(times) < _SECONDS:
         times.append(run())

@@ -14,7 +14,7 @@ from pretrain.planning.budget import Budget
 from pretrain.planning.candidates import MOST_EPOCHS, Plan, volume
 from pretrain.planning.published import PublishedLaw, Recipe
 from pretrain.planning.speed import Speed
-from pretrain.planning.text import Text
+from pretrain.planning.text import RunText
 
 _HEADINGS = ("", "size", "parameters", "tokens", "epochs", "batch", "steps", "FLOP", "time", "bits/char", "90 %")
 _HEADINGS += ("best in", "outside of the points")
@@ -25,7 +25,7 @@ _SHAPE = tuple(f"model.{name}" for name in Shape._fields)
 
 
 @dataclass(frozen=True)
-class Choice:
+class PredictedPlan:
     """A plan with what the law expects of it.
 
     Attributes:
@@ -59,9 +59,9 @@ class Recommendation:
     config: PretrainConfig
     budget: Budget
     law: PublishedLaw
-    text: Text
+    text: RunText
     speed: Speed | None
-    choices: tuple[Choice, ...]
+    choices: tuple[PredictedPlan, ...]
     too_large: tuple[str, ...] = ()
     too_costly: tuple[str, ...] = ()
 
@@ -121,7 +121,7 @@ def _law_note(law: PublishedLaw) -> str:
     )
 
 
-def _cells(choice: Choice, *, is_best: bool) -> tuple[str, ...]:
+def _cells(choice: PredictedPlan, *, is_best: bool) -> tuple[str, ...]:
     one = choice.plan
     return (
         ">" if is_best else "",

@@ -41,7 +41,7 @@ class PhaseText:
 
 
 @dataclass(frozen=True)
-class Text:
+class RunText:
     """The text of a run.
 
     Attributes:
@@ -70,12 +70,12 @@ def measured_phases(config: PretrainConfig) -> tuple[PhaseText, ...]:
     return tuple(_measured(shards, config, number) for number in range(len(config.phases)))
 
 
-def read_text(config: PretrainConfig) -> Text:
+def read_text(config: PretrainConfig) -> RunText:
     """The text of the config's corpus: measured if it is prepared, else estimated from the size of its sources."""
     folder = config.corpus.dir
     if phases := measured_phases(config):
         tokens = phases[0].samples_per_epoch * phases[0].mean_length
-        return Text(phases, f"{folder}: {tokens / 1e6:,.4g} million tokens in an epoch", True)
+        return RunText(phases, f"{folder}: {tokens / 1e6:,.4g} million tokens in an epoch", True)
     lengths = [expected_length(phase) for phase in config.phases]
     try:
         size, why = describe(config)["text_bytes"], ", and its size is not known"
@@ -83,14 +83,14 @@ def read_text(config: PretrainConfig) -> Text:
         size, why = math.inf, f", and cannot be prepared yet ({error})"
     if not 0 < size < math.inf:
         phases = tuple(PhaseText(length, math.inf) for length in lengths)
-        return Text(phases, f"{folder}: not prepared{why}. Assumed: text that does not repeat.", False)
+        return RunText(phases, f"{folder}: not prepared{why}. Assumed: text that does not repeat.", False)
     tokens = size / BYTES_PER_TOKEN
     phases = tuple(PhaseText(length, max(1.0, tokens / length)) for length in lengths)
     guess = (
         f"{tokens / 1e6:,.4g} million tokens in an epoch, one for each {BYTES_PER_TOKEN} of about {size / 1e6:,.4g} "
         "million bytes of text"
     )
-    return Text(phases, f"{folder}: not prepared. Assumed: {guess}. `prepare` it, and they are counted.", False)
+    return RunText(phases, f"{folder}: not prepared. Assumed: {guess}. `prepare` it, and they are counted.", False)
 
 
 def reading_lines(config: PretrainConfig) -> list[str]:
@@ -113,9 +113,9 @@ def counts_readings(config: PretrainConfig) -> CountReadings:
 def _training_shards(config: PretrainConfig) -> TokenShards:
     """What the run is trained on: its corpus, and replayed text of the general one."""
     own, adaptation = open_shards(config.corpus.folder, "train"), config.adaptation
-    if not (adaptation.general and adaptation.replay_share):
+    if not (adaptation.replay_corpus and adaptation.replay_share):
         return own
-    return with_replay(own, open_shards(local(adaptation.general), "train"), adaptation.replay_share)
+    return with_replay(own, open_shards(local(adaptation.replay_corpus), "train"), adaptation.replay_share)
 
 
 def _measured(shards: TokenShards, config: PretrainConfig, number: int) -> PhaseText:

@@ -103,7 +103,7 @@ def optimizer_flops(config: PretrainConfig) -> float:
     """FLOPs of the matrix products of one optimizer step, over all workers: Muon's. Other optimizers have none."""
     if config.optimizer.name != "muon":
         return 0.0
-    return float(sum(cost.orthogonalisation_flops(model) for model in models(config)))
+    return float(sum(cost.orthogonalization_flops(model) for model in models(config)))
 
 
 @dataclass(frozen=True)

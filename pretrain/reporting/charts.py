@@ -1,6 +1,6 @@
 """Line and bar charts as inline SVG, for pages that need no network and adapt to phones and dark mode.
 
-The page defines colours and fonts (templates/page.html.j2); a script of the report shows the values under the pointer.
+The page defines colors and fonts (templates/page.html.j2); a script of the report shows the values under the pointer.
 A chart holds its geometry, in a coordinate system 400 units wide. A line chart also holds its values as JSON.
 """
 
@@ -311,7 +311,7 @@ def _thin(points: Points) -> Points:
 
 
 def _smooth(points: Points) -> Points:
-    """Centred moving average over a twentieth of the curve; the window shrinks at both ends."""
+    """Centered moving average over a twentieth of the curve; the window shrinks at both ends."""
     half_width = max(1, len(points) // 40)
     out = []
     for index, (x, _) in enumerate(points):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.common.errors import InputError
-from pretrain.corpus.byte_words import is_byte_vocabulary, spelt
+from pretrain.corpus.byte_words import is_byte_vocabulary, spelled
 from pretrain.corpus.vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: in
 def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]:
     """The exported model's predictions for the masked token of each sentence, computed in fp32 by our encoder.
 
-    Raises `InputError` if the export is damaged or has no masked-language-modelling head.
+    Raises `InputError` if the export is damaged or has no masked-language-modeling head.
     """
     import torch
 
@@ -81,7 +81,7 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
         return []
     shape, state, next_sentence = hf.load(export_dir)
     if "heads.mlm_bias" not in state:
-        raise InputError(f"{export_dir}: has no masked-language-modelling head. Export a pretraining checkpoint.")
+        raise InputError(f"{export_dir}: has no masked-language-modeling head. Export a pretraining checkpoint.")
     vocabulary = read_vocabulary(export_dir / "vocab.txt", advice="Export the run again.")
     model = PretrainingModel(shape, len(state["embeddings.word"]), next_sentence).eval()
     model.load_state_dict(state)
@@ -136,7 +136,7 @@ def _maskable_bytes(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[in
     """`_maskable` of a byte-level vocabulary: a whole word is one token that begins with a blank."""
     if not 10 <= len(tokens) <= 40:
         return []
-    texts = spelt([vocabulary[token] for token in tokens])
+    texts = spelled([vocabulary[token] for token in tokens])
     prose = sum(text.strip().isalpha() for text in texts)
     if prose < 0.8 * len(texts) or texts[-1] not in (".", "!", "?"):
         return []
@@ -181,11 +181,11 @@ def _as_batch(sentences: Sequence[MaskedSentence], special: Mapping[str, int]) -
 def _filling(sentence: MaskedSentence, probabilities: list[float], vocabulary: Sequence[str]) -> Filling:
     words = [vocabulary[token] for token in sentence.tokens]
     bytewise = is_byte_vocabulary(vocabulary)
-    spaced = spelt(words) if bytewise else _spaced(words)
+    spaced = spelled(words) if bytewise else _spaced(words)
     truth = sentence.tokens[sentence.masked]
 
     def shown(token: int) -> str:
-        return spelt([vocabulary[token]])[0].strip() if bytewise else vocabulary[token]
+        return spelled([vocabulary[token]])[0].strip() if bytewise else vocabulary[token]
 
     best = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])[:GUESSES]
     return Filling(

@@ -212,9 +212,9 @@ def _tiles(run: _ReportData) -> list[tuple[str, str, str]]:
             if last.get(field) is not None:
                 tiles.append((label, form.format(last[field]), note))
     speeds = [value for _, value in run.curve("tokens_per_second")]
-    utilisation = [value for _, value in run.curve("mfu")]
+    utilization = [value for _, value in run.curve("mfu")]
     if speeds:
-        note = f"median; {statistics.median(utilisation):.0%} MFU" if utilisation else "median"
+        note = f"median; {statistics.median(utilization):.0%} MFU" if utilization else "median"
         tiles.append(("useful tokens/s", f"{statistics.median(speeds):,.0f}", note))
     tokens = run.training[-1].get("tokens")
     if tokens:
@@ -342,7 +342,7 @@ def _bytes(value: float) -> str:
 _SOURCE_COLUMNS = (
     "name",
     "kind",
-    "licence",
+    "license",
     "weight",
     "files",
     "documents",

@@ -2,6 +2,6 @@
 
 `command` what a user typed; `launch` where the run trains; `preflight` what is checked and recorded before; then on
 each worker `session` (processes, device, precision), `train` (corpus, model, engine, with `continuation` of a
-checkpoint), `run` (restore, track, finish; `rehearsal` tries the largest batch first) and `loop` (steps, by `task`,
-`plan`, `passes` and `progress`; `spikes` and `stragglers` are watched there).
+checkpoint), `run` (restore, track, finish; `warmup_step` tries the largest batch first) and `loop` (steps, by `task`,
+`plan`, `forward_backward` and `progress`; `spikes` and `stragglers` are watched there).
 """

@@ -195,7 +195,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
     address = shown(arguments.run)
     if arguments.checkpoint and is_remote(address):
-        StoredRun(address, arguments.run).bring_all()
+        StoredRun(address, arguments.run).download_all()
     own = hf.export_run(arguments.run, local(arguments.out), arguments.checkpoint, averaged=arguments.averaged)
     store_target(arguments.out)
     if (local(beside := f"{arguments.out}{GENERATOR_SUFFIX}") / MANIFEST).is_file() and is_remote(beside):
@@ -217,7 +217,7 @@ def _config(arguments: argparse.Namespace) -> PretrainConfig:
         settings_given.append(f"start_from={json.dumps(str(arguments.start_from))}")
     given = settings.given_values(arguments.config, PretrainConfig, settings_given)
     if resume and not arguments.dry_run:
-        launch.bring(given.get("run_dir"))
+        launch.download(given.get("run_dir"))
     if given.get("start_from") or (resume and began_from(run_folder(given))):
         from pretrain.checkpoint.start import start_overrides
 

@@ -23,8 +23,8 @@ from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.vocabulary import tokenizer_digest
 from pretrain.run.session import check_same_data
 from pretrain.training.engine import Engine
-from pretrain.training.fresh_state import FreshState
-from pretrain.training.rates import rate_shares
+from pretrain.training.initial_weights import InitialWeights
+from pretrain.training.rates import lr_scales
 
 _WORDS = "embeddings.word"
 
@@ -39,22 +39,22 @@ class Corpora:
         own: training split of the run's corpus.
         training: what is trained on: `own`, and replayed text of the general corpus.
         held_out: validation split of the run's corpus.
-        general: validation split of the general corpus; None without one, or if `held_out` is empty.
+        replay_corpus: validation split of the general corpus; None without one, or if `held_out` is empty.
     """
 
     own: TokenShards
     training: TokenShards
     held_out: TokenShards
-    general: TokenShards | None = None
+    replay_corpus: TokenShards | None = None
 
     @classmethod
     def open(cls, config: PretrainConfig) -> Corpora:
         """Open what `config` names; raises as `open_shards` and `with_replay`."""
         folder, adaptation = config.corpus.folder, config.adaptation
         own, held_out = open_shards(folder, "train"), open_shards(folder, "validation")
-        if not adaptation.general:
+        if not adaptation.replay_corpus:
             return cls(own, own, held_out)
-        general = local(adaptation.general)
+        general = local(adaptation.replay_corpus)
         training = own
         if adaptation.replay_share:
             training = with_replay(own, open_shards(general, "train"), adaptation.replay_share)
@@ -65,7 +65,11 @@ class Corpora:
     def fingerprints(self) -> dict[str, str]:
         """Of each corpus, by the setting that names it."""
         replayed = None if self.training is self.own else self.training
-        parts = {"corpus.dir": self.own, "adaptation.replay_share": replayed, "adaptation.general": self.general}
+        parts = {
+            "corpus.dir": self.own,
+            "adaptation.replay_share": replayed,
+            "adaptation.replay_corpus": self.replay_corpus,
+        }
         return {name: shards.fingerprint for name, shards in parts.items() if shards is not None}
 
 
@@ -75,21 +79,21 @@ class Continuation:
     Args:
         config: the run.
         corpora: its corpora.
-        state: the model's parameters as a new run initialises them, by name.
+        state: the model's parameters as a new run initializes them, by name.
 
     Attributes:
-        rate_shares: by parameter, for `rated_groups`.
+        lr_scales: by parameter, for `scaled_groups`.
         identity: what each checkpoint of the run keeps; filled when the run begins or resumes.
     """
 
     def __init__(self, config: PretrainConfig, corpora: Corpora, state: Mapping[str, Tensor]) -> None:
         self._config, self._corpora = config, corpora
         self._state = dict(state) if config.start_from else {}
-        self.rate_shares = rate_shares(state, config.adaptation, config.model.layers)
-        self._old_share = self.rate_shares[_WORDS]
+        self.lr_scales = lr_scales(state, config.adaptation, config.model.layers)
+        self._old_share = self.lr_scales[_WORDS]
         # One parameter has old rows and added ones, so its rate cannot be that of an optimizer group.
         if config.corpus.vocabulary.added_words:
-            self.rate_shares[_WORDS] = 1.0
+            self.lr_scales[_WORDS] = 1.0
         self.identity: dict[str, Any] = {
             "fingerprint": corpora.training.fingerprint,
             "sampler": SAMPLER,
@@ -103,7 +107,7 @@ class Continuation:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
         start = read_start(self._config, shapes, self._corpora.own)
         check_same_data({"start_from": start.fingerprint})
-        engine.load(FreshState({**self._state, **start.state}))
+        engine.load(InitialWeights({**self._state, **start.state}))
         self._state = {}
         self.identity["start"] = {
             "folder": self._config.start_from,
@@ -116,7 +120,7 @@ class Continuation:
                 self._config.folder / START_FILE,
                 {
                     **self.identity["start"],
-                    "initialised": list(start.initialised),
+                    "initialized": list(start.initialized),
                     "table": start.table.split("\n"),
                     "family": start.family,
                     "config": start.config,
@@ -133,6 +137,6 @@ class Continuation:
 
     def _slow_old_rows(self, engine: Engine) -> None:
         rows, width = engine.shapes[_WORDS]
-        if self._old_share != self.rate_shares[_WORDS]:
+        if self._old_share != self.lr_scales[_WORDS]:
             old = min(rows, int(self.identity["start"]["old_entries"]))
             engine.slow_entries(_WORDS, old * width, self._old_share)

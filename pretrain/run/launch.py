@@ -106,13 +106,13 @@ def report_finished(config: RunConfig) -> None:
     print(f"{config.folder}: already finished; nothing to do")
 
 
-def bring(run_dir: Any) -> None:
+def download(run_dir: Any) -> None:
     """Fetch what a resume needs of the run at the address `run_dir`; nothing for a path.
 
     Of torchrun's processes, the first verifies what is here, and fetches the best checkpoint, too.
     """
     if is_remote(run_dir):
-        StoredRun(run_dir, local_run(run_dir)).bring(best=not is_follower(), follows=is_follower())
+        StoredRun(run_dir, local_run(run_dir)).download(best=not is_follower(), follows=is_follower())
 
 
 @contextlib.contextmanager

@@ -21,9 +21,9 @@ from torch import Tensor
 from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import DivergedError, StoppedError
-from pretrain.common.transfers import OnItsWay, to_device, to_host
+from pretrain.common.transfers import PendingCopy, to_device, to_host
 from pretrain.common.wording import counted
-from pretrain.run.passes import Passes, seed_device
+from pretrain.run.forward_backward import ForwardBackward, seed_device
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import AveragedWeights, Progress, Stopwatch, Window, checkpoint_state, restore
 from pretrain.run.session import newest_checkpoint, stored_run
@@ -107,7 +107,7 @@ class LaunchedStep(Generic[S]):
     step: S
     rate: float
     part: str
-    numbers: OnItsWay
+    numbers: PendingCopy
 
 
 class _PatientRecorder:
@@ -151,11 +151,11 @@ class _Fit(Generic[S]):
         )
         self.stopwatch = Stopwatch()
         self.stragglers = RankTimes(engine)
-        self.passes = Passes(engine, task, self.stragglers.forward)
+        self.forward_backward = ForwardBackward(engine, task, self.stragglers.forward)
         self.scale_search = LossScaleSearch()
         self.stalled_before = task.stalled_seconds()
         self.rate, self.epoch, self.norm = 0.0, 0, 0.0  # of the last step
-        self.validation: tuple[int, float] | None = None  # the last evaluation's step and what it minimises
+        self.validation: tuple[int, float] | None = None  # the last evaluation's step and what it minimizes
         self.save_due = False  # a save waits for a good step
 
     def train(self, stop_requested: Callable[[], bool]) -> TrainingFailure | None:
@@ -206,7 +206,7 @@ class _Fit(Generic[S]):
 
     def steps(self) -> Iterator[S]:
         """The task's steps from here on. A wait for one is not a hang: a phase may have to open its data."""
-        steps = self.task.batches(self.progress.step, self.progress.passed_over)
+        steps = self.task.batches(self.progress.step, self.progress.skipped)
         part = None
         while True:
             began = time.perf_counter()
@@ -249,7 +249,7 @@ class _Fit(Generic[S]):
         totals: Tensor | None = None
         flops, weights = 0.0, task.loss_weights(step)
         for position, micro_batch in enumerate(step.micro_batches):
-            part = self.passes.run(micro_batch, weights, last=position == len(step.micro_batches) - 1)
+            part = self.forward_backward.run(micro_batch, weights, last=position == len(step.micro_batches) - 1)
             totals = part if totals is None else totals + part
             flops += task.flops(micro_batch)
         assert totals is not None
@@ -370,7 +370,7 @@ class _Fit(Generic[S]):
         self.stopwatch.leave_out("evaluation", seconds)
         if means:
             if judge:
-                self._judge(self.task.to_minimise(means))
+                self._judge(self.task.to_minimize(means))
             best = judge and self.progress.evaluations_without_gain == 0
             self.recorder.log(
                 {"step": self.progress.step, "split": "validation", **means, "best": best, "seconds": seconds}
@@ -391,7 +391,7 @@ class _Fit(Generic[S]):
         means = self._evaluated()
         if not means:
             return
-        value, last = self.task.to_minimise(means), self.validation and self.validation[1]
+        value, last = self.task.to_minimize(means), self.validation and self.validation[1]
         other = f" ({last:.4f} without averaging)" if last is not None else ""
         message = f"the mean of the weights after the last {engine.averaged} steps has a held-out loss of {value:.4f}"
         self.recorder.log(
@@ -474,7 +474,7 @@ class _Fit(Generic[S]):
         }
         restored.rollbacks, restored.failed_step = progress.rollbacks + 1, progress.step
         restored.bad_in_a_row = 0
-        restored.passed_over = [*progress.passed_over, *self.task.pass_over(first, count)]
+        restored.skipped = [*progress.skipped, *self.task.skip(first, count)]
         for name in Progress.__dataclass_fields__:
             setattr(progress, name, getattr(restored, name))
         self.recorder.rewind(first)

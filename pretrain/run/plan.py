@@ -23,15 +23,15 @@ class TrainingPlan:
     patience: int = (
         0  # consecutive evaluations without a better score after which training ends; 0 disables early stopping
     )
-    rehearse: bool = True  # step the largest batch before the first step, so that one that is too large fails early
+    warmup_step: bool = True  # step the largest batch before the first step, so that one that is too large fails early
     average_from: int | None = None  # 0-based step from which on weights are averaged
     evaluate_first: bool = False  # before the first step, for a run that does not begin from random weights
     peak_flops: float = math.nan  # matmul peak of all workers together, FLOP/s, measured when training starts
 
-    def due(self, steps: int) -> Due:
+    def due(self, steps: int) -> DueActions:
         """What is due after so many steps."""
         last = steps == self.total_steps
-        return Due(
+        return DueActions(
             last=last,
             log=last or steps % self.config.tracking.log_every_steps == 0,
             evaluate=last or steps % self.evaluate_every_steps == 0,
@@ -43,7 +43,7 @@ class TrainingPlan:
         return self.average_from is not None and step >= self.average_from
 
 
-class Due(NamedTuple):
+class DueActions(NamedTuple):
     """What is due after a step."""
 
     last: bool

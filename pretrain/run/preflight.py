@@ -65,9 +65,9 @@ def check_corpus(config: PretrainConfig) -> None:
     for number, phase in enumerate(config.phases):
         shards.weights(phase.weights, f"phases.{number}.weights")
     verify_shards(folder)
-    if config.adaptation.general and not open_shards(folder, "validation").shards:
+    if config.adaptation.replay_corpus and not open_shards(folder, "validation").shards:
         print(
-            f"warning: adaptation.general is not evaluated, since {folder} has no held-out text beside which its "
+            f"warning: adaptation.replay_corpus is not evaluated, since {folder} has no held-out text beside which its "
             "losses are recorded. Prepare it with a corpus.validation_fraction above 0.",
             file=sys.stderr,
         )

@@ -71,21 +71,21 @@ class Progress:
     bad_in_a_row: int = 0
     seconds: float = 0.0  # of training, over all starts, up to the last record
     part: str = ""  # the validation set of the phase; losses on different sets are not comparable
-    lowest: float | None = None  # of what the task minimises, over the evaluations of this part
+    lowest: float | None = None  # of what the task minimizes, over the evaluations of this part
     evaluations_without_gain: int = 0
     stopped_early: bool = False
     recent: list[float] = field(default_factory=list)  # losses of the last steps, for `spikes.is_spike`
     rollbacks: int = 0  # without a checkpoint past `failed_step`
     failed_step: int = 0  # where the last rollback began
-    passed_over: list[tuple[int, int]] = field(default_factory=list)  # see `TrainingTask.batches`
+    skipped: list[tuple[int, int]] = field(default_factory=list)  # see `TrainingTask.batches`
     window: Window = field(default_factory=Window)  # since the last record
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
         """The progress in a checkpoint's state.json."""
         values = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
-        passed_over = [(step, count) for step, count in state["passed_over"]]
-        return cls(**{**values, "passed_over": passed_over, "window": Window(**values["window"])})
+        skipped = [(step, count) for step, count in state["skipped"]]
+        return cls(**{**values, "skipped": skipped, "window": Window(**values["window"])})
 
 
 def checkpoint_state(engine: Engine, progress: Progress, extra_state: dict[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from pretrain.common.worker import Worker
 from pretrain.run.loop import LONG_SECONDS, fit
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import Progress, read_state, restore
-from pretrain.run.rehearsal import rehearse
 from pretrain.run.session import newest_checkpoint, total_matmul_peak
 from pretrain.run.task import S, TrainingTask
+from pretrain.run.warmup_step import warmup_step
 from pretrain.tracking import starting
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
@@ -66,7 +66,7 @@ def run(
         events: what happened before this start; recorded first.
 
     Raises:
-        RunError: an error of `pretrain.common.errors`; see `fit`, `rehearse` and `Training.check`.
+        RunError: an error of `pretrain.common.errors`; see `fit`, `warmup_step` and `Training.check`.
     """
     task, plan, config = training.task, training.plan, training.plan.config
     checkpoints = config.folder / "checkpoints"
@@ -143,9 +143,9 @@ def _prepared(
         if engine.rank == 0:
             starting.write_phase(config.folder, phase)
 
-    if training.plan.rehearse:
-        begin(starting.COMPILE if config.engine.compiled else starting.REHEARSE)
-        rehearse(engine, training.task, progress, checkpoints, extra_state, resumed)
+    if training.plan.warmup_step:
+        begin(starting.COMPILE if config.engine.compiled else starting.WARMUP_STEP)
+        warmup_step(engine, training.task, progress, checkpoints, extra_state, resumed)
     elif resumed is not None:
         restore(engine, resumed)
     begin(starting.MEASURE)

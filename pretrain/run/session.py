@@ -37,7 +37,7 @@ _ENDLESS = timedelta(days=365)
 # With which a user sets up torch's allocator of device memory; it takes either.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Where things are, of which `check_same_data` compares the contents: a machine may have paths of its own.
-_PLACES = ("corpus.dir", "start_from", "adaptation.general", "distillation.teacher")
+_PLACES = ("corpus.dir", "start_from", "adaptation.replay_corpus", "distillation.teacher")
 _WATCHED = ("hang_seconds", "data_stall_seconds")  # the settings of `scheduling` that workers read
 # A machine may have a run_dir of its own, too, if it leads to the same folder (`_check_shared`).
 _OF_A_MACHINE = (
@@ -47,7 +47,7 @@ _OF_A_MACHINE = (
 )
 
 # Modules and functions of every run that only launch kernels on a GPU.
-LAUNCHING = ("pretrain.run.loop.launch_step", "pretrain.run.passes")
+LAUNCHING = ("pretrain.run.loop.launch_step", "pretrain.run.forward_backward")
 
 logger = logging.getLogger(__name__)
 

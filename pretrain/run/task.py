@@ -29,19 +29,19 @@ S = TypeVar("S", bound=Step)
 class TrainingTask(Protocol[S]):
     """The task that is trained.
 
-    Losses are normalised globally: a total is a sum over micro-batches and ranks, and `metrics` divides it by a count
+    Losses are normalized globally: a total is a sum over micro-batches and ranks, and `metrics` divides it by a count
     over micro-batches and ranks.
     """
 
-    def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[S]:
+    def batches(self, start_step: int, skipped: Sequence[tuple[int, int]]) -> Iterator[S]:
         """The steps from the 0-based `start_step` on, to the end of training.
 
-        `passed_over` has (step, count): before this step, the data of `count` steps were skipped.
+        `skipped` has (step, count): before this step, the data of `count` steps were skipped.
         """
         ...
 
-    def pass_over(self, step: int, count: int) -> list[tuple[int, int]]:
-        """The further entries of `passed_over` that skip the data of `count` steps from `step` on."""
+    def skip(self, step: int, count: int) -> list[tuple[int, int]]:
+        """The further entries of `skipped` that skip the data of `count` steps from `step` on."""
         ...
 
     def largest(self) -> S:
@@ -76,7 +76,7 @@ class TrainingTask(Protocol[S]):
         """Named means over the held-out samples, `loss` among them; {} when there are none."""
         ...
 
-    def to_minimise(self, means: dict[str, float]) -> float:
+    def to_minimize(self, means: dict[str, float]) -> float:
         """The number of an evaluation that ranks checkpoints; lower is better."""
         ...
 

@@ -39,9 +39,9 @@ from pretrain.run.run import Training, run
 from pretrain.run.session import check_same_data, started
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
-from pretrain.training.fresh_state import FreshState
+from pretrain.training.initial_weights import InitialWeights
 from pretrain.training.optim import learning_rate, make_optimizer
-from pretrain.training.rates import rated_groups
+from pretrain.training.rates import scaled_groups
 
 LAUNCHING = (make_objective.__module__,)  # only launches kernels on a GPU
 _FETCH_SECONDS = 86400.0  # the most that fetching a corpus to this machine may take
@@ -65,19 +65,19 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             check_same_data({"distillation.teacher": teacher["fingerprint"]})
         continuation = Continuation(config, corpora, objective.model.state_dict())
         continuation.identity.update(objective.identity)
-        shares = continuation.rate_shares
+        shares = continuation.lr_scales
         engine = Engine(
             objective.model,
-            lambda named: make_optimizer(config.optimizer, rated_groups(named, config.weight_decay, shares)),
+            lambda named: make_optimizer(config.optimizer, scaled_groups(named, config.weight_decay, shares)),
             config.engine,
             watchdog,
         )
-        objective.place(engine.device, torch_dtype(config.engine.resolved_precision))
+        objective.to(engine.device, torch_dtype(config.engine.resolved_precision))
 
         def begin() -> None:
             continuation.begin(engine)
             if first := objective.first_weights():
-                engine.load(FreshState(first))
+                engine.load(InitialWeights(first))
 
         def check(state: dict[str, Any], checkpoint: Path) -> None:
             _check_state(state, checkpoint, config, corpora.training)
@@ -149,17 +149,17 @@ class Pretraining:
             if self._exchange is None and maker.needs_exchange(phase.global_sequences):
                 self._exchange = Exchange(engine.workers.aside())
             self._validation[number] = validation_batches(corpora.held_out, config, number, **place)
-            if corpora.general is not None:
-                self._general[number] = validation_batches(corpora.general, config, number, **place)
+            if corpora.replay_corpus is not None:
+                self._general[number] = validation_batches(corpora.replay_corpus, config, number, **place)
 
-    def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[StepBatch]:
+    def batches(self, start_step: int, skipped: Sequence[tuple[int, int]]) -> Iterator[StepBatch]:
         first_phase, phase_step = self._config.phase_at(start_step)
         self._steps = start_step
         if self._history is not None and self._engine.rank == 0:
             self._history.rewind(start_step)
         # Data that a phase skipped shifts the later data of all phases.
         behind = [0] * len(self._config.phases)  # in samples
-        for step, count in passed_over:
+        for step, count in skipped:
             number, within = self._config.phase_at(step)
             phase = self._config.phases[number]
             behind[number] += phase.first_sample(within + count) - phase.first_sample(within)
@@ -171,7 +171,7 @@ class Pretraining:
                 yield step.to(self._device)
             phase_step = 0
 
-    def pass_over(self, step: int, count: int) -> list[tuple[int, int]]:
+    def skip(self, step: int, count: int) -> list[tuple[int, int]]:
         skipped = []
         while count:
             number, within = self._config.phase_at(step)
@@ -233,7 +233,7 @@ class Pretraining:
             if self._engine.rank == 0:
                 history.record(self._steps, parameters)
 
-    def to_minimise(self, means: dict[str, float]) -> float:
+    def to_minimize(self, means: dict[str, float]) -> float:
         return means["loss"]
 
     def validation_set(self) -> str:

@@ -32,7 +32,7 @@ from pretrain.common.files import (
     sha256_file,
     write_json,
 )
-from pretrain.storage.objects import Listed, ObjectStore, bytes_to_fetch
+from pretrain.storage.objects import ListedObject, ObjectStore, bytes_to_fetch
 
 _AT_ONCE = 4  # files on their way
 _SAME_TIME_SECONDS = 0.01  # what a file system may round
@@ -81,14 +81,14 @@ def fetch(
             return folder
         if not same:
             (folder / MANIFEST).unlink(missing_ok=True)
-        expected = {name: (Listed(files[name]["bytes"], "", 0.0), files[name]["sha256"]) for name in missing}
+        expected = {name: (ListedObject(files[name]["bytes"], "", 0.0), files[name]["sha256"]) for name in missing}
         _check_space(folder, sum(bytes_to_fetch(folder / name, *expected[name]) for name in missing))
 
-        def bring(name: str) -> None:
+        def download(name: str) -> None:
             source = place(name, files[name]["sha256"]) if place else join(address, name)
             objects.download(source, folder / name, *expected[name])
 
-        _all(bring, missing)
+        _all(download, missing)
         if not but:
             with atomic_open(folder / MANIFEST) as file:
                 file.write(content)
@@ -154,17 +154,17 @@ def fetch_files(address: str, suffixes: tuple[str, ...] = (), objects: ObjectSto
     missing = [name for name, facts in found.items() if not _is_current(local(name), facts)]
     _check_space(root, sum(bytes_to_fetch(local(name), found[name]) for name in missing))
 
-    def bring(name: str) -> Path:
+    def download(name: str) -> Path:
         path = local(name)
         if not _is_current(path, found[name]):  # another process may have brought it
             objects.download(name, path, found[name])
         return path
 
     with alone(root):
-        return sorted(_all(bring, list(found)))
+        return sorted(_all(download, list(found)))
 
 
-def find(address: str, suffixes: tuple[str, ...] = (), objects: ObjectStore | None = None) -> dict[str, Listed]:
+def find(address: str, suffixes: tuple[str, ...] = (), objects: ObjectStore | None = None) -> dict[str, ListedObject]:
     """The objects that `fetch_files` would bring, by their addresses; no object is read."""
     objects = objects or ObjectStore()
     if not _PATTERN & set(address) and (facts := objects.facts(address)) is not None:
@@ -203,7 +203,7 @@ def _suffix(name: str) -> str:
     return (Path(path.stem).suffix if path.suffix in (".gz", ".bz2", ".xz") else path.suffix).lower()
 
 
-def _is_current(path: Path, facts: Listed) -> bool:
+def _is_current(path: Path, facts: ListedObject) -> bool:
     """Whether the local file was fetched from the object as it is now."""
     if not path.is_file():
         return False

@@ -76,7 +76,7 @@ class ContentError(MachineError):
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedObject:
     """An object in a listing. `tag` changes with its content."""
 
     bytes: int
@@ -125,7 +125,7 @@ class ObjectStore:
 
         self._retried(address, "stored", work)
 
-    def download(self, address: str, path: Path, expected: Listed, sha256: str = "") -> None:
+    def download(self, address: str, path: Path, expected: ListedObject, sha256: str = "") -> None:
         """Fetch an object of `expected` size to `path`, which appears complete or not at all.
 
         A download that was cut goes on where it ended, also in another process. The content must have the given
@@ -149,13 +149,13 @@ class ObjectStore:
             part.replace(path)
             fsync_folder(path.parent)
 
-    def listing(self, address: str) -> dict[str, Listed]:
+    def listing(self, address: str) -> dict[str, ListedObject]:
         """All objects below `address`, by the rest of their names; {} if there are none.
 
         A store may list a new object late, and a deleted one still.
         """
 
-        def work() -> dict[str, Listed]:
+        def work() -> dict[str, ListedObject]:
             system, prefix = _system(address), _name(address)
             system.invalidate_cache()
             try:
@@ -173,10 +173,10 @@ class ObjectStore:
 
         return self._retried(address, "listed", work)
 
-    def facts(self, address: str) -> Listed | None:
+    def facts(self, address: str) -> ListedObject | None:
         """Size and tag of one object; None if there is none."""
 
-        def work() -> Listed | None:
+        def work() -> ListedObject | None:
             try:
                 return self._facts(address)
             except FileNotFoundError as error:
@@ -196,7 +196,7 @@ class ObjectStore:
 
         self._retried(address, "deleted", work)
 
-    def _facts(self, address: str) -> Listed:
+    def _facts(self, address: str) -> ListedObject:
         system = _system(address)
         system.invalidate_cache()
         facts = system.info(_name(address))
@@ -247,13 +247,13 @@ class ObjectStore:
         raise AssertionError("unreachable")
 
 
-def bytes_to_fetch(path: Path, expected: Listed, sha256: str = "") -> int:
+def bytes_to_fetch(path: Path, expected: ListedObject, sha256: str = "") -> int:
     """How many bytes `ObjectStore.download` with these arguments still has to fetch."""
     part = _part_file(path, expected, sha256)
     return expected.bytes - (part.stat().st_size if part.is_file() else 0)
 
 
-def _part_file(path: Path, expected: Listed, sha256: str) -> Path:
+def _part_file(path: Path, expected: ListedObject, sha256: str) -> Path:
     """Where a download collects what it has fetched."""
     tag = hashlib.sha256(f"{sha256 or expected.tag} {expected.bytes}".encode()).hexdigest()[:8]
     return path.with_name(f".{path.name}.{tag}.part")
@@ -294,15 +294,15 @@ def _name(address: str) -> str:
     return _system(address)._strip_protocol(address)
 
 
-def _listed(facts: dict[str, Any]) -> Listed:
+def _listed(facts: dict[str, Any]) -> ListedObject:
     """From the facts of s3fs, gcsfs, adlfs or huggingface_hub."""
     tag = next((str(facts[key]) for key in ("ETag", "etag", "md5Hash", "content_md5", "blob_id") if facts.get(key)), "")
     modified: Any = next((facts[key] for key in ("LastModified", "last_modified", "mtime") if facts.get(key)), None)
     tag = tag or str(modified)
     if hasattr(modified, "timestamp"):
-        return Listed(int(facts["size"] or 0), tag, modified.timestamp())
+        return ListedObject(int(facts["size"] or 0), tag, modified.timestamp())
     # The hub gives no times, and a file may change without changing its size.
-    return Listed(int(facts["size"] or 0), tag, float(int(hashlib.sha256(tag.encode()).hexdigest()[:7], 16)))
+    return ListedObject(int(facts["size"] or 0), tag, float(int(hashlib.sha256(tag.encode()).hexdigest()[:7], 16)))
 
 
 def _refuse_missing_bucket(address: str, error: BaseException) -> None:

@@ -68,9 +68,9 @@ def fetched_model(location: Path | str) -> Path:
         return folders.fetch(address, objects)
     run = StoredRun(address, local(address))
     if run.names() or run.has_model():
-        run.bring()
-    elif brought := folders.fetch_files(address, objects=objects):
-        _forget_deleted(local(address), brought)
+        run.download()
+    elif downloaded := folders.fetch_files(address, objects=objects):
+        _forget_deleted(local(address), downloaded)
     else:
         raise InputError(f"{address}: nothing is stored there. Check the address.")
     return local(address)
@@ -84,11 +84,11 @@ def _is_own(manifest: bytes | None) -> bool:
         return True
 
 
-def _forget_deleted(folder: Path, brought: Iterable[Path]) -> None:
+def _forget_deleted(folder: Path, downloaded: Iterable[Path]) -> None:
     """Remove files that an earlier call fetched, and that were deleted at the address; their names may win."""
     if not folder.is_dir():  # the address of one file
         return
-    names, record = {path.relative_to(folder).as_posix() for path in brought}, folder / _FETCHED
+    names, record = {path.relative_to(folder).as_posix() for path in downloaded}, folder / _FETCHED
     before = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else []
     for name in set(before) - names:
         (folder / name).unlink(missing_ok=True)
@@ -120,7 +120,7 @@ def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
     return min(reversed(latest), key=latest.__getitem__)
 
 
-class _There(NamedTuple):
+class _StoredState(NamedTuple):
     """What is at the address of a run.
 
     Attributes:
@@ -176,7 +176,7 @@ class StoredRun:
         """The name of the best stored checkpoint (`best_of`)."""
         return best_of({name: self.state(name) for name in self.names()})
 
-    def bring(self, *, best: bool = False, follows: bool = False) -> None:
+    def download(self, *, best: bool = False, follows: bool = False) -> None:
         """Fetch the newest stored checkpoint and the run's files, if the local folder has no newer checkpoint.
 
         The model of a finished fine-tuning is fetched too, and, for a run that goes on, the `best` checkpoint. One
@@ -188,22 +188,22 @@ class StoredRun:
         there = self._look() if follows else None
         with locked(self._folder / _LOCK):  # in the folder, which several machines may share
             # Hundreds of processes come here one after another, so these make no request meanwhile.
-            if there is not None and self._is_brought(there) and not begun.is_file():
+            if there is not None and self._is_downloaded(there) and not begun.is_file():
                 return
             there = self._look(again=follows)
-            fetched = self._bring_newest(there, begun)
+            fetched = self._download_newest(there, begun)
             if best:
-                self._bring_best()
+                self._download_best()
             if there.model is not None:
                 if not self._is_here(there.model, _MODEL):
                     fetched = True
                     write_json(begun, {})
                 folders.fetch(self._at(_MODEL), self._objects, folder=self._folder / _MODEL)
             if fetched or begun.is_file():  # else a run may be writing these files
-                self._bring_files()
+                self._download_files()
                 begun.unlink(missing_ok=True)
 
-    def bring_all(self) -> None:
+    def download_all(self) -> None:
         """Fetch all stored checkpoints."""
         for name in self.names():
             self._fetch(name)
@@ -225,7 +225,7 @@ class StoredRun:
                 file.write(writer)
         except BaseException:
             with contextlib.suppress(RunError):
-                self._give_back(claim)
+                self._undo_claim(claim)
             raise
         self._claim = claim
 
@@ -236,11 +236,11 @@ class StoredRun:
         """
         claim = self._claim
         if failed and claim and claim.stored not in (None, claim.ours) and self._results() <= claim.results:
-            self._give_back(claim)
+            self._undo_claim(claim)
         else:
             self.complete()
 
-    def withdraw(self, name: str) -> None:
+    def unpublish(self, name: str) -> None:
         """Before a checkpoint is stored: if it is written once more, delete its manifest.
 
         Raises `InputError` if this start may not write any more.
@@ -326,7 +326,7 @@ class StoredRun:
         manifests = (_content(self._folder / name / MANIFEST) for name in (*checkpoints, _MODEL))
         return {manifest for manifest in manifests if manifest is not None}
 
-    def _give_back(self, claim: _Claim) -> None:
+    def _undo_claim(self, claim: _Claim) -> None:
         """Undo `claim`; at the address not if the run was started elsewhere since."""
         if self._objects.read(self._at(WRITER)) == claim.writer:
             if claim.stored is None:
@@ -366,20 +366,20 @@ class StoredRun:
             self._manifests = {name: manifest for name, manifest in found.items() if manifest is not None}
         return self._manifests
 
-    def _look(self, *, again: bool = False) -> _There:
+    def _look(self, *, again: bool = False) -> _StoredState:
         """What is at the address; `again`: of what was looked up before, nothing is taken."""
         if again:
             self._manifests = None
         model, writer = (self._objects.read(self._at(*names)) for names in ((_MODEL, MANIFEST), (WRITER,)))
-        return _There(dict(self._stored_manifests()), model, writer)
+        return _StoredState(dict(self._stored_manifests()), model, writer)
 
-    def _is_brought(self, there: _There) -> bool:
+    def _is_downloaded(self, there: _StoredState) -> bool:
         """Whether the local folder has the newest of what is `there`, by the manifests alone."""
         ours = max(checkpoint_names(self._folder), default="")
-        has_newest = not there.newest or self._goes_on(ours, there.newest, there)
+        has_newest = not there.newest or self._is_ahead(ours, there.newest, there)
         return has_newest and (there.model is None or self._is_here(there.model, _MODEL))
 
-    def _bring_newest(self, there: _There, begun: Path) -> bool:
+    def _download_newest(self, there: _StoredState, begun: Path) -> bool:
         """Fetch the newest intact stored checkpoint, unless the local folder has it or a newer one; whether it did.
 
         The file `begun` is written first.
@@ -387,7 +387,7 @@ class StoredRun:
         ours = self._newest_intact()
         self._refuse_another_run(ours, there)
         for name in sorted(there.checkpoints, reverse=True):
-            if self._goes_on(ours, name, there):
+            if self._is_ahead(ours, name, there):
                 return False
             try:
                 write_json(begun, {})
@@ -398,11 +398,11 @@ class StoredRun:
             except (InputError, ContentError) as error:
                 now = self._look(again=True)
                 if now.newest > there.newest:  # the run has saved another, and perhaps deleted this one
-                    return self._bring_newest(now, begun)
+                    return self._download_newest(now, begun)
                 logger.warning("%s Trying the checkpoint before it.", error)
         return False
 
-    def _refuse_another_run(self, ours: str, there: _There) -> None:
+    def _refuse_another_run(self, ours: str, there: _StoredState) -> None:
         """Raise `InputError` if the folder has results that the run at the address neither has nor goes on from.
 
         `ours` is the newest checkpoint of the folder.
@@ -416,12 +416,12 @@ class StoredRun:
                 "deleted there. Move this folder away or remove it, then run the command again."
             )
 
-    def _goes_on(self, ours: str, name: str, there: _There) -> bool:
+    def _is_ahead(self, ours: str, name: str, there: _StoredState) -> bool:
         """Whether the run goes on from `ours`, a checkpoint of the folder, rather than from the stored one `name`."""
         is_same = self._is_here(there.checkpoints.get(name), "checkpoints", name)
         return ours > name or (ours == name and (is_same or self._started_here(there)))
 
-    def _started_here(self, there: _There) -> bool:
+    def _started_here(self, there: _StoredState) -> bool:
         """Whether the last start of the run was in the local folder."""
         ours = _content(self._folder / WRITER)
         return ours is not None and there.writer in (None, ours)
@@ -430,7 +430,7 @@ class StoredRun:
         """Whether this folder of the local folder has the `manifest`."""
         return manifest is not None and manifest == _content(self._folder.joinpath(*names, MANIFEST))
 
-    def _bring_best(self) -> None:
+    def _download_best(self) -> None:
         """Fetch the best stored checkpoint, unless it is here: a fine-tuning ends with it."""
         name = self.best()
         if name and name not in checkpoint_names(self._folder):
@@ -489,7 +489,7 @@ class StoredRun:
         self._stored_manifests().pop(name, None)
         self._states.pop(name, None)
 
-    def _bring_files(self) -> None:
+    def _download_files(self) -> None:
         for name in STORED:
             content = self._objects.read(self._at(name))
             if content is None and not (self._folder / WRITER).is_file():  # of a run that was trained again

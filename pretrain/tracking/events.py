@@ -13,7 +13,7 @@ EVALUATION_FIELDS: dict[str, Metric] = {
     "best": Metric("", "Whether this evaluation is the best so far."),
     "seconds": Metric("s", "Time that the evaluation took."),
     "general_mlm_loss": Metric(
-        "nats", "mlm_loss on `adaptation.general`. Its other losses and accuracies have the same prefix."
+        "nats", "mlm_loss on `adaptation.replay_corpus`. Its other losses and accuracies have the same prefix."
     ),
 }
 """Fields of an evaluation besides its losses, accuracies and scores."""

@@ -39,13 +39,13 @@ TRAINING_METRICS: dict[str, Metric] = {
     "rtd_loss": Metric(
         "nats", "Binary cross-entropy of the ELECTRA discriminator per token; mean since the last record."
     ),
-    "rtd_accuracy": Metric("fraction", "Tokens recognised as original or replaced since the last record."),
+    "rtd_accuracy": Metric("fraction", "Tokens recognized as original or replaced since the last record."),
     "lr": Metric("", "Learning rate of the last step."),
     "grad_norm": Metric("", "Global gradient norm of the last step, before clipping."),
     "tokens_per_second": Metric("tokens/s", "Throughput over all workers, without padding."),
     "mfu": Metric(
         "fraction",
-        "Model FLOPs utilisation: model FLOP/s over the measured matmul peak. The numerator counts the matrix "
+        "Model FLOPs utilization: model FLOP/s over the measured matmul peak. The numerator counts the matrix "
         "products of the forward and backward pass. It leaves out padding, recomputation and the rows that the last "
         "layer skips. Fine-tuning counts only the encoder. The denominator is the matmul rate of all workers in the "
         "run's precision, measured when the run starts, not the peak of a data sheet. The usual definition counts "

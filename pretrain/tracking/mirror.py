@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pretrain.common.errors import InputError
 from pretrain.config import RunConfig
-from pretrain.tracking.rows import MESSAGE, Rows
+from pretrain.tracking.rows import MESSAGE, MetricRows
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class WandbMirror:
         failure: why nothing is sent any more; "" while all is well.
     """
 
-    def __init__(self, mode: str, arguments: dict[str, Any], rows: Rows) -> None:
+    def __init__(self, mode: str, arguments: dict[str, Any], rows: MetricRows) -> None:
         self._rows = rows
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self.failure = ""

@@ -19,7 +19,7 @@ MESSAGE = "events/message"
 _EVENT_STEP = "events/step"
 
 
-class Rows:
+class MetricRows:
     """Collects the values of a step until a later one comes.
 
     Args:

@@ -8,8 +8,8 @@ from pathlib import Path
 WORKERS = "starting the workers"
 CONNECT = "connecting the workers"
 LOAD = "loading data and model"
-REHEARSE = "rehearsing the largest batch and a checkpoint"
-COMPILE = f"compiling the model, {REHEARSE}"
+WARMUP_STEP = "trying the largest batch and a checkpoint"
+COMPILE = f"compiling the model, {WARMUP_STEP}"
 MEASURE = "measuring the speed of matrix products"
 STEPS = "training the first steps"
 

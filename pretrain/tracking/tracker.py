@@ -16,7 +16,7 @@ from pretrain.common.records import keep_until, read_records
 from pretrain.common.run_files import METRICS
 from pretrain.config import RunConfig
 from pretrain.tracking.mirror import ID_NAME, WandbMirror, wandb_arguments, wandb_mode
-from pretrain.tracking.rows import Rows
+from pretrain.tracking.rows import MetricRows
 
 
 class Tracker:
@@ -61,7 +61,7 @@ class Tracker:
             self._file = append_open(path, buffering=0)
         if mode != "off":
             with disk_errors(path):
-                rows = Rows(run_dir, self.run_id, step if run_id else None)
+                rows = MetricRows(run_dir, self.run_id, step if run_id else None)
             # What an earlier start recorded and was killed before it sent.
             unsent = [record for record in read_records(run_dir) if rows.last < record.get("step", 0) <= step]
             self._wandb = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type), rows)

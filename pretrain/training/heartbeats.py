@@ -60,7 +60,7 @@ class Store(Protocol):
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes: ...
 
 
-class Exchange:
+class HeartbeatExchange:
     """One rank's part in the rounds, over the store that it was last attached to."""
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -134,7 +134,7 @@ class Ranks:
             self._newest[rank] = new
         self._last_seen = now
 
-    def unheard(self, now: float, limit: float) -> float:
+    def silent_seconds(self, now: float, limit: float) -> float:
         """Seconds since the last round if they exceed `limit`, or at a start the time that a start takes; else 0."""
         started = any(heartbeat is not None for heartbeat in self._newest)
         seconds = now - self._last_seen

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pretrain import config
 
 
-def rate_shares(names: Iterable[str], settings: config.AdaptationConfig, layers: int) -> dict[str, float]:
+def lr_scales(names: Iterable[str], settings: config.AdaptationConfig, layers: int) -> dict[str, float]:
     """The share of the learning rate that each parameter has.
 
     Heads have the full rate, and every layer below `layer_decay` times the rate of the one above it (Howard and Ruder
@@ -31,7 +31,7 @@ def rate_shares(names: Iterable[str], settings: config.AdaptationConfig, layers:
     return shares
 
 
-def rated_groups(
+def scaled_groups(
     named: Iterable[tuple[str, Tensor]], weight_decay: float, shares: Mapping[str, float]
 ) -> list[dict[str, Any]]:
     """`parameter_groups`, a pair for each share of the rate; as they are if all have the full rate."""
@@ -41,5 +41,5 @@ def rated_groups(
     groups: list[dict[str, Any]] = []
     for share in sorted({shares[name] for name, _ in named}):
         members = [(name, parameter) for name, parameter in named if shares[name] == share]
-        groups += [{**group, "rate_share": share} for group in parameter_groups(members, weight_decay)]
+        groups += [{**group, "lr_scale": share} for group in parameter_groups(members, weight_decay)]
     return groups

@@ -35,10 +35,10 @@ from pretrain.training.heartbeats import (
     HANG,
     IN_COLLECTIVE,
     START_SECONDS,
-    Exchange,
     Follower,
     Hang,
     Heartbeat,
+    HeartbeatExchange,
     HeartbeatSummary,
     Ranks,
 )
@@ -259,8 +259,8 @@ class Watchdog:
             heartbeats, exchange.heartbeats = exchange.heartbeats, None
             if heartbeats is not None:
                 ranks.record(heartbeats, now)
-            if unheard := ranks.unheard(now, self._limit):
-                why = f"got no answer from the heartbeat store for {unheard:.0f} s"
+            if silent_seconds := ranks.silent_seconds(now, self._limit):
+                why = f"got no answer from the heartbeat store for {silent_seconds:.0f} s"
                 return Hang(HANG, self._rank, why, self._host, self._pid)
             return ranks.find()
 
@@ -274,13 +274,13 @@ class Watchdog:
         found_here = exchange is None or exchange.summary is None or exchange.summary.finding != finding
         if exchange is not None and self._rank == 0:
             exchange.publish(finding)
-        learnt = time.monotonic()
+        learned = time.monotonic()
         # The storage may be what hangs, so the end does not wait for it.
         writer = threading.Thread(target=self._write, args=(finding, found_here), daemon=True)
         writer.start()
         writer.join(_WRITE_SECONDS)
         if exchange is not None:
-            time.sleep(max(0.0, learnt + _LINGER_ROUNDS * self._round - time.monotonic()))
+            time.sleep(max(0.0, learned + _LINGER_ROUNDS * self._round - time.monotonic()))
         os._exit(MachineError.exit_code)
 
     def _write(self, finding: Hang, found_here: bool) -> None:
@@ -343,7 +343,7 @@ class _ExchangeThread:
         self.summary: HeartbeatSummary | None = None
         self.error: Exception | None = None
         self._watchdog, self._connect, self._rank, self._seconds = watchdog, connect, rank, seconds
-        self._exchange = Exchange(rank, world_size)
+        self._exchange = HeartbeatExchange(rank, world_size)
         self._finding: Hang | None = None
         self._end = False
         self._requested = self._published = 0

@@ -176,10 +176,10 @@ class _Worker:
     def train(self, learning_rate: float) -> StepReport:
         step = next(self._steps).to(self._device)
         prepared = self._trainer.prepare(step)
-        self._synchronise()
+        self._synchronize()
         started = time.perf_counter()
         loss = self._trainer.train(prepared, learning_rate)  # pyright: ignore[reportArgumentType]
-        self._synchronise()
+        self._synchronize()
         return StepReport(time.perf_counter() - started, step.tokens, loss)
 
     def held_out_loss(self) -> float:
@@ -188,13 +188,13 @@ class _Worker:
         steps = validation_batches(shards, config, 0, rank=0, world_size=1)
         return self._trainer.held_out_loss([step.to(self._device) for step in steps])
 
-    def _synchronise(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
 
 def join_single_process_group(device: torch.device) -> None:
-    """Initialise a process group of this process only; DeepSpeed requires one."""
+    """Initialize a process group of this process only; DeepSpeed requires one."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportAttributeAccessIssue]

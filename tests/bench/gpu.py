@@ -33,7 +33,7 @@ from pretrain.objectives.masked import MaskedTokens
 from pretrain.planning.roofline import GPUS, Gpu, step_times
 from pretrain.planning.work import Flops, phase_work
 from pretrain.run import session
-from pretrain.run.passes import Passes
+from pretrain.run.forward_backward import ForwardBackward
 from pretrain.run.train import full_batch
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
@@ -213,10 +213,10 @@ def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int)
     micro = full_batch(config, [case.length] * case.sequences, case.vocabulary)
     sizes = case.sequences, case.sequences * case.length, len(micro.masked_rows)
     batch = StepBatch((micro,), *sizes, epoch=0, first_sample=0).to(device)
-    passes, weights = Passes(engine, objective), objective.loss_weights(batch)
+    forward_backward, weights = ForwardBackward(engine, objective), objective.loss_weights(batch)
 
     def train() -> None:
-        passes.run(batch.micro_batches[0], weights, last=True)
+        forward_backward.run(batch.micro_batches[0], weights, last=True)
         engine.step(_RATE)
 
     if on_gpu:

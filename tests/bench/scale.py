@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pretrain.batches import dealing
+from pretrain.batches import balancing
 from pretrain.batches.loader import BatchMaker
 from pretrain.batches.synthetic import VOCABULARY_SIZE, synthetic_corpus
 from pretrain.checkpoint import store
@@ -108,10 +108,10 @@ def _fastest(work: Callable[[int], object], repeats: int) -> float:
 def _imbalance(maker: BatchMaker, sequences: int) -> float:
     """Tokens of the rank with most, over the mean of all ranks."""
     loads = []
-    for part in dealing.parts(sequences, maker.world_size):
-        plan, dealt = maker.deal(0, part)
-        rank = dealt.micro_batch % part.ranks
-        loads.append(np.bincount(rank, weights=plan.lengths[dealt.descending], minlength=part.ranks))
+    for part in balancing.parts(sequences, maker.world_size):
+        plan, assignment = maker.assign(0, part)
+        rank = assignment.micro_batch % part.ranks
+        loads.append(np.bincount(rank, weights=plan.lengths[assignment.descending], minlength=part.ranks))
     tokens = np.concatenate(loads)
     return float(tokens.max() / tokens.mean())
 

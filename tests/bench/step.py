@@ -57,7 +57,7 @@ def compare(
 ) -> dict[str, Any]:
     """One model size at one sequence length: medians over the timed steps, as JSON values.
 
-    `mfu` is the model FLOPs utilisation of our engine (`pretrain.tracking.metrics`). `mfu_full_last_layer` also counts
+    `mfu` is the model FLOPs utilization of our engine (`pretrain.tracking.metrics`). `mfu_full_last_layer` also counts
     the rows that our last layer skips, as the usual definition does.
     """
     shards = open_shards(Path(options.corpus), "train")
@@ -75,7 +75,7 @@ def compare(
     tokens = sum(step.tokens for step in steps)
     seconds = timings.seconds_per_token
     baselines = [kind for kind in options.peers if kind != BARE] or [BARE]
-    # Utilisation for each FLOP that a token costs.
+    # Utilization for each FLOP that a token costs.
     per_flop = sorted(1 / (time * peak) for time, peak in zip(seconds[OURS], timings.matmul_peaks, strict=True))
     counted = Flops(config, shards.vocabulary_size)
     flops_per_token = _sum(counted.of_models, steps) / tokens

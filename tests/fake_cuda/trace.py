@@ -138,7 +138,7 @@ def model_of(case: dict[str, Any]) -> nn.Module:
 
 def batch_of(case: dict[str, Any]) -> Any:
     """Sequences of `LENGTHS`; for a task, of examples of two windows each."""
-    from finetune.training.model.batches import LabelledBatch
+    from finetune.training.model.batches import LabeledBatch
     from tests.batches_by_hand import make_batch
 
     batch = make_batch(LENGTHS, VOCABULARY, seed=0)
@@ -148,7 +148,7 @@ def batch_of(case: dict[str, Any]) -> Any:
     lengths, windows = torch.tensor(batch.lengths), torch.arange(len(LENGTHS))
     rows = batch.cu_seqlens[:-1].long() if head == "sequence" else torch.arange(sum(batch.lengths))
     inputs = ("input_ids", "token_types", "positions", "cu_seqlens", "token_keys", "lengths")
-    return LabelledBatch(
+    return LabeledBatch(
         **{name: getattr(batch, name) for name in inputs},
         rows=rows,
         sequence=windows if head == "sequence" else windows.repeat_interleave(lengths),
@@ -162,8 +162,8 @@ def batch_of(case: dict[str, Any]) -> Any:
 
 def fit_of(engine: Any) -> Any:
     """The loop's state, as far as it launches steps."""
+    from pretrain.run.forward_backward import ForwardBackward
     from pretrain.run.loop import _Fit
-    from pretrain.run.passes import Passes
     from pretrain.run.stragglers import RankTimes
 
     fit: Any = object.__new__(_Fit)
@@ -177,7 +177,7 @@ def fit_of(engine: Any) -> Any:
         stalled_seconds=lambda: 0.0,
         validation_set=lambda: "",
     )
-    fit.task, fit.passes = task, Passes(engine, task, fit.stragglers.forward)
+    fit.task, fit.forward_backward = task, ForwardBackward(engine, task, fit.stragglers.forward)
     return fit
 
 

@@ -1,4 +1,4 @@
-"""What is suspicious in labelled texts without being wrong, as warnings of one line each."""
+"""What is suspicious in labeled texts without being wrong, as warnings of one line each."""
 
 from __future__ import annotations
 

@@ -106,11 +106,11 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 
 def _unit(values: np.ndarray) -> np.ndarray:
-    """The values centred and normalised to length 1, float64."""
+    """The values centered and normalized to length 1, float64."""
     # Scaled first, because squares of very large or small values would overflow or underflow.
     values = values.astype(np.float64) / np.abs(values).max()
-    centred = values - values.mean()
-    return centred / np.linalg.norm(centred)
+    centered = values - values.mean()
+    return centered / np.linalg.norm(centered)
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:

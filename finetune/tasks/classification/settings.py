@@ -42,14 +42,14 @@ class ClassificationSettings(Section):
     )
     containment: LocalPath = Field(
         default="",
-        description="Unlabelled text, a file or folder, of which the training set is made: pairs of a passage and "
+        description="Unlabeled text, a file or folder, of which the training set is made: pairs of a passage and "
         "words that are in it (entailment) or not (not_entailment), at most 60,000. A task before RTE and "
         "other tasks of pairs.",
     )
-    dev: LocalPath = Field(default="", description="Labelled set that chooses the checkpoint.")
+    dev: LocalPath = Field(default="", description="Labeled set that chooses the checkpoint.")
     test: LocalPath = Field(
         default="",
-        description="Set to predict at the end, and to score if labelled; it chooses nothing.",
+        description="Set to predict at the end, and to score if labeled; it chooses nothing.",
     )
     dev_share: float = Field(
         default=0.0,

@@ -1,4 +1,4 @@
-"""Where labelled texts come from: GLUE's folders, data sets or files, as tables and as examples."""
+"""Where labeled texts come from: GLUE's folders, data sets or files, as tables and as examples."""
 
 from __future__ import annotations
 
@@ -133,21 +133,21 @@ class ExampleSource:
 
     def read_test(self) -> dict[str, list[Example]]:
         """The test sets. Labels that are missing or unknown are left out, with a warning in the log."""
-        sets = {part: self.tables.read_unlabelled(part) for part in self.tables.parts("test")}
+        sets = {part: self.tables.read_unlabeled(part) for part in self.tables.parts("test")}
         return {
             part: self._examples(table, self._known_labels(table), warn=True)
             for part, table in sets.items()
             if table is not None
         }
 
-    def read_file(self, path: str, *, labelled: bool = True) -> list[Example]:
+    def read_file(self, path: str, *, labeled: bool = True) -> list[Example]:
         """Another file, or a folder written by save_to_disk (its split `dev` is read).
 
-        Without `labelled`, labels that are unknown are left out, with a warning in the log.
+        Without `labeled`, labels that are unknown are left out, with a warning in the log.
         """
-        table = self.tables.read_file(path, labelled=labelled)
+        table = self.tables.read_file(path, labeled=labeled)
         # In `lines` an unknown label may be the first word of a text.
-        is_strict = labelled or (self._settings.format == "lines" and not tables.format_of(path))
+        is_strict = labeled or (self._settings.format == "lines" and not tables.format_of(path))
         return self._examples(table, None if is_strict else self._known_labels(table))
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Example:

@@ -1,4 +1,4 @@
-"""The tables of labelled texts of a config: GLUE's folders, data sets or files."""
+"""The tables of labeled texts of a config: GLUE's folders, data sets or files."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class TableSource:
         return None if self._settings.pair_column == "" else self._settings.pair_column
 
     def read(self, part: str) -> Table:
-        """A labelled set that must exist."""
-        table = self._read(part, labelled=True)
+        """A labeled set that must exist."""
+        table = self._read(part, labeled=True)
         if table is None:
             wanted = glue.expected_files(self._settings.glue, self._settings.glue_dir, part)
             hint = " or set dev_share" if part == "dev" else ""
@@ -68,34 +68,34 @@ class TableSource:
             self._quoting = self._quoting or table.quoting
         return table
 
-    def read_unlabelled(self, part: str) -> Table | None:
+    def read_unlabeled(self, part: str) -> Table | None:
         """A set whose labels may be missing; None if GLUE's folder has no such file."""
-        return self._read(part, labelled=False)
+        return self._read(part, labeled=False)
 
-    def read_file(self, path: str, *, labelled: bool = True) -> Table:
+    def read_file(self, path: str, *, labeled: bool = True) -> Table:
         """Another file, or a folder written by save_to_disk (its split `dev` is read).
 
-        A file with the training file's suffix is read like that one, any other by its own suffix. Without `labelled`
+        A file with the training file's suffix is read like that one, any other by its own suffix. Without `labeled`
         the label may be missing, texts may be in columns `text` and `pair`, and `.txt` holds one text per line.
         """
         settings, place = self._settings, Path(path).expanduser()
         keys = self._keys()
         if place.is_dir():
             split = (settings.dev if settings.dataset else "") or "train"
-            table = read_dataset(str(place), [*keys.values()], split=split, optional=self._optional(labelled=labelled))
+            table = read_dataset(str(place), [*keys.values()], split=split, optional=self._optional(labeled=labeled))
             return self._named(table)
         kind, layout = tables.format_of(place), self._layout(path)
         if kind and kind != tables.format_of(settings.train):
             layout = TableFormat(encoding=settings.encoding, header=settings.header)
-        if not labelled and not kind and not layout.format:
+        if not labeled and not kind and not layout.format:
             if plain_suffix(place) == ".txt" and "pair" not in keys:
                 return tables.read_texts(place, settings.encoding)
             if not settings.glue:
                 raise InputError(self._formless(path))
         if settings.glue and kind in ("", "tsv"):
-            return glue.read_file(settings.glue, place, labelled=labelled)
-        aliases = {} if labelled else {keys[name]: name for name in ("text", "pair") if name in keys}
-        table = self._read_table(place, layout, labelled=labelled, aliases=aliases, others=True)
+            return glue.read_file(settings.glue, place, labeled=labeled)
+        aliases = {} if labeled else {keys[name]: name for name in ("text", "pair") if name in keys}
+        table = self._read_table(place, layout, labeled=labeled, aliases=aliases, others=True)
         return self._named(table)
 
     def _formless(self, path: str) -> str:
@@ -133,12 +133,12 @@ class TableSource:
 
     def check_no_dev(self) -> None:
         """Refuse to hold out examples of a task that has an official dev set."""
-        if self._glue and self._read(self._glue.dev[0], labelled=True) is not None:
+        if self._glue and self._read(self._glue.dev[0], labeled=True) is not None:
             raise InputError(
                 f"classification.dev_share: {self._glue.title} has an official dev set. Set dev_share to 0."
             )
 
-    def _read(self, part: str, *, labelled: bool) -> Table | None:
+    def _read(self, part: str, *, labeled: bool) -> Table | None:
         settings = self._settings
         if settings.glue:
             return glue.read_split(settings.glue, settings.glue_dir, part)
@@ -152,7 +152,7 @@ class TableSource:
             return self._made
         named = getattr(settings, part)
         if not settings.dataset:
-            return self._named(self._read_table(named, self._layout(named), labelled=labelled))
+            return self._named(self._read_table(named, self._layout(named), labeled=labeled))
         return self._named(
             read_dataset(
                 settings.dataset,
@@ -161,7 +161,7 @@ class TableSource:
                 split=named or "train",
                 revision=settings.revision,
                 where="classification",
-                optional=self._optional(labelled=labelled),
+                optional=self._optional(labeled=labeled),
             )
         )
 
@@ -170,20 +170,20 @@ class TableSource:
         path: Path | str,
         layout: TableFormat,
         *,
-        labelled: bool,
+        labeled: bool,
         aliases: Mapping[Key, str] = MappingProxyType({}),
         others: bool = False,
     ) -> Table:
-        keys, optional = [*self._keys().values()], self._optional(labelled=labelled)
+        keys, optional = [*self._keys().values()], self._optional(labeled=labeled)
         spare = ["id"] if keys.count("id") == 1 else []  # no setting asks for it
         return tables.read_table(
             path, keys, layout=layout, optional=optional, aliases=aliases, others=others, spare=spare
         )
 
-    def _optional(self, *, labelled: bool) -> list[Key]:
-        """Columns that may be missing: ids, and labels unless `labelled`; never one that is also the text."""
+    def _optional(self, *, labeled: bool) -> list[Key]:
+        """Columns that may be missing: ids, and labels unless `labeled`; never one that is also the text."""
         keys = self._keys()
-        optional = {"id"} if labelled else {"id", "label"}
+        optional = {"id"} if labeled else {"id", "label"}
         required = {key for name, key in keys.items() if name.partition(":")[0] not in optional}
         return [key for name, key in keys.items() if name.partition(":")[0] in optional and key not in required]
 
@@ -206,7 +206,7 @@ class TableSource:
         if self._glue and "label" in columns:
             columns["label"] = [self._glue.labels.get(str(value), value) for value in columns["label"]]
         if one_hot := [columns.pop(name) for name in keys if name.startswith("label:") and name in columns]:
-            # A row without any is unlabelled.
+            # A row without any is unlabeled.
             rows = (list(row) for row in zip(*one_hot, strict=True))
             columns["label"] = [row if any(cell not in (None, "") for cell in row) else None for row in rows]
         classes = table.classes.get(keys.get("label", ""), [])

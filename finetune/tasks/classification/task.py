@@ -15,7 +15,7 @@ from finetune.tasks.classification.settings import SCORES, ClassificationSetting
 from finetune.tasks.classification.source import Example, ExampleSource
 from finetune.tasks.datasets import glue
 from finetune.tasks.datasets.labels import Problem
-from finetune.tasks.datasets.text import Column, Framed, Slices, TextEncoder, frame
+from finetune.tasks.datasets.text import Column, FramedWindows, Slices, TextEncoder, frame
 from finetune.tasks.datasets.windows import cut_pairs, slide, spread
 from pretrain.common.errors import InputError
 
@@ -105,13 +105,13 @@ class Classification(Task[Example]):
     def read_test(self) -> dict[str, list[Example]]:
         return self._source.read_test()
 
-    def read_file(self, path: str, *, labelled: bool = True) -> list[Example]:
-        return self._source.read_file(path, labelled=labelled)
+    def read_file(self, path: str, *, labeled: bool = True) -> list[Example]:
+        return self._source.read_file(path, labeled=labeled)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Example:
         return self._source.example(record, where)
 
-    def is_labelled(self, examples: Sequence[Example]) -> bool:
+    def is_labeled(self, examples: Sequence[Example]) -> bool:
         return any(example.label is not None for example in examples)
 
     def record(self, example: Example) -> dict[str, Any]:
@@ -156,16 +156,16 @@ class Classification(Task[Example]):
 
         Sets of labels are made from the probabilities with the current threshold.
         """
-        if not self.is_labelled(examples):
+        if not self.is_labeled(examples):
             return {}
-        scores = self._outputs().scores(*self._labelled(examples, predictions))
+        scores = self._outputs().scores(*self._labeled(examples, predictions))
         return {name: scores[name] for name in self._glue.scores} if self._glue else scores
 
     def details(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Precision, recall and F1 of each class; for single_label also the confusion counts [true][predicted]."""
-        if not self.is_labelled(examples):
+        if not self.is_labeled(examples):
             return {}
-        return self._outputs().details(*self._labelled(examples, predictions))
+        return self._outputs().details(*self._labeled(examples, predictions))
 
     def result_remarks(self, details: Mapping[str, Any]) -> list[str]:
         if "confusion" not in details:
@@ -175,7 +175,7 @@ class Classification(Task[Example]):
     def _outputs(self) -> Outputs:
         return Outputs(self.problem, self.labels, self.positive, self.threshold)
 
-    def _labelled(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
+    def _labeled(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
         """(the true labels, the predictions) of the examples with labels."""
         both = [(one, made) for one, made in zip(examples, predictions, strict=True) if one.label is not None]
         return self._true([one for one, _ in both]), [made for _, made in both]
@@ -207,7 +207,9 @@ class Classification(Task[Example]):
             extra={},
         )
 
-    def _cut(self, examples: Sequence[Example], encoder: TextEncoder, *, thin: bool) -> tuple[np.ndarray, Framed]:
+    def _cut(
+        self, examples: Sequence[Example], encoder: TextEncoder, *, thin: bool
+    ) -> tuple[np.ndarray, FramedWindows]:
         """(example of each window, int64 [F]; the windows)"""
         capacity = encoder.capacity(pair=self.takes_pairs)
         overlap = self._overlap(capacity)

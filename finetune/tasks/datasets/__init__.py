@@ -1,1 +1,1 @@
-"""Labelled sets in: tables, CoNLL columns, SQuAD, GLUE, and the pieces they are cut into."""
+"""Labeled sets in: tables, CoNLL columns, SQuAD, GLUE, and the pieces they are cut into."""

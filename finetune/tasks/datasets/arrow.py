@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.tasks.datasets.table import Key, Table, Wanted
+from finetune.tasks.datasets.table import Key, RequestedColumns, Table
 from pretrain.common.errors import InputError
 from pretrain.common.files import refuse_pointer
 
@@ -29,7 +29,7 @@ def read_dataset(
     """
     from pretrain.corpus.sources.huggingface import hub_dataset, saved_dataset
 
-    wanted = Wanted(columns, optional)
+    wanted = RequestedColumns(columns, optional)
     label = f"{name}[{split}]"
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -53,7 +53,7 @@ def read_dataset(
     return _with_classes(values, wanted.among(names, label), dataset.features or {}, label)
 
 
-def read_parquet(path: Path, wanted: Wanted) -> Table:
+def read_parquet(path: Path, wanted: RequestedColumns) -> Table:
     """The columns `wanted` of a Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -21,7 +21,7 @@ _NEW_DOCUMENT = re.compile(r"#\s*newdoc\b")
 
 
 def read_columns(
-    path: str, lines: list[str], token_column: int, label_column: int, remarks: Remarks, *, labelled: bool
+    path: str, lines: list[str], token_column: int, label_column: int, remarks: Remarks, *, labeled: bool
 ) -> list[Sentence]:
     """The sentences of CoNLL columns; `InputError` with file and line if the columns are uneven or missing.
 
@@ -30,10 +30,10 @@ def read_columns(
         lines: its text.
         token_column, label_column: numbers from 0; negative ones count from the last.
         remarks: takes what is odd.
-        labelled: the tags are required.
+        labeled: the tags are required.
     """
     width, tabs = 0, False
-    words_alone = not labelled and _begin_with_a_word_alone(lines)
+    words_alone = not labeled and _begin_with_a_word_alone(lines)
     sentences: list[Sentence] = []
     document: list[Sequence[str]] = []
     words: list[str] = []

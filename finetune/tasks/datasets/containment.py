@@ -1,7 +1,7 @@
-"""Pairs made of unlabelled text: a passage, and words that it contains or does not.
+"""Pairs made of unlabeled text: a passage, and words that it contains or does not.
 
 A task between pretraining and a fine-tuning on pairs, which Phang et al. 2018, "Sentence Encoders on STILTs"
-(arXiv:1811.01088), do with labelled sets; this one needs no labels. It asks what entailment asks first: whether a
+(arXiv:1811.01088), do with labeled sets; this one needs no labels. It asks what entailment asks first: whether a
 longer text has the words of a short one.
 """
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from finetune.tasks.datasets.table import Format, Key, Table, TableFormat, Wanted, listed, shown
+from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, listed, shown
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import Quoting, QuotingError, bare_rows, detect_quoting, quoted_rows, split_lines
 from pretrain.common.wording import counted
@@ -20,7 +20,7 @@ def read_delimited(
     text: str,
     kind: Format,
     layout: TableFormat,
-    wanted: Wanted,
+    wanted: RequestedColumns,
     skipped: Callable[[str], None] | None,
 ) -> Table:
     """The columns `wanted` of the text of a .csv, .tsv or `lines` file; `skipped` as in `tables.read_table`."""
@@ -114,7 +114,7 @@ def _chain(line: int, fields: list[str], rows: Iterator[tuple[int, list[str]]]) 
     yield from rows
 
 
-def _positions(path: Path, wanted: Wanted, names: list[str], width: int) -> dict[Key, int]:
+def _positions(path: Path, wanted: RequestedColumns, names: list[str], width: int) -> dict[Key, int]:
     """The position of each column in a row."""
     positions: dict[Key, int] = {}
     for column in wanted.columns:

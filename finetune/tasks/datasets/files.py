@@ -1,4 +1,4 @@
-"""Text files of labelled sets: plain or compressed, in any encoding. Errors are one line."""
+"""Text files of labeled sets: plain or compressed, in any encoding. Errors are one line."""
 
 from __future__ import annotations
 

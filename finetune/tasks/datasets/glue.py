@@ -160,7 +160,7 @@ def read_split(name: str, folder: Path | str, split: str) -> Table | None:
         return None
     if split in task.test:
         text = task.text if isinstance(task.text, str) else "sentence"  # only CoLA's test file has a header
-        return _read(path, name, text, labelled=False)
+        return _read(path, name, text, labeled=False)
     return _read(path, name, task.text)
 
 
@@ -186,12 +186,12 @@ def _has(place: Path, name: str, split: str) -> bool:
     return any(_find(place, file) for file in files)
 
 
-def read_file(name: str, path: Path | str, *, labelled: bool = True) -> Table:
-    """Read another file in the format of the task's dev file, or of its test file if not `labelled`."""
+def read_file(name: str, path: Path | str, *, labeled: bool = True) -> Table:
+    """Read another file in the format of the task's dev file, or of its test file if not `labeled`."""
     text = TASKS[name].text
-    if not labelled and isinstance(text, int) and "sentence" in _header(Path(path)):
-        return _read(Path(path), name, "sentence", labelled=False)
-    return _read(Path(path), name, text, may_lack_labels=not labelled)
+    if not labeled and isinstance(text, int) and "sentence" in _header(Path(path)):
+        return _read(Path(path), name, "sentence", labeled=False)
+    return _read(Path(path), name, text, may_lack_labels=not labeled)
 
 
 def _header(path: Path) -> list[str]:
@@ -237,14 +237,14 @@ def _find_diagnostic(place: Path) -> Path | None:
     return next((path for path in candidates if path), None)
 
 
-def _read(path: Path, name: str, text: Key, *, labelled: bool = True, may_lack_labels: bool = False) -> Table:
+def _read(path: Path, name: str, text: Key, *, labeled: bool = True, may_lack_labels: bool = False) -> Table:
     task = TASKS[name]
-    columns = {"text": text, "pair": task.pair, "label": task.label if labelled else None}
+    columns = {"text": text, "pair": task.pair, "label": task.label if labeled else None}
     wanted = {ours: theirs for ours, theirs in columns.items() if theirs is not None}
     layout = TableFormat("tsv", quoting="none", header=isinstance(text, str))
     # The official training set of QQP has broken rows; `datasets` skips them too (glue.py, _generate_examples).
     broken: list[str] = []
-    skipped = broken.append if name == "qqp" and labelled else None
+    skipped = broken.append if name == "qqp" and labeled else None
     optional = [task.label] if may_lack_labels else []
     table = read_table(path, list(wanted.values()), layout=layout, optional=optional, skipped=skipped)
     if broken:
@@ -267,7 +267,7 @@ def _read_mrpc(place: Path, split: str) -> Table | None:
     GLUE's dev set is part of Microsoft's training set. Pairs listed in dev.tsv or dev_ids.tsv are not trained on.
     """
     if path := _find(place, f"{split}.tsv"):
-        return _read(path, "mrpc", "#1 String", labelled=split != "test")
+        return _read(path, "mrpc", "#1 String", labeled=split != "test")
     source = _find(place, f"msr_paraphrase_{'test' if split == 'test' else 'train'}.txt")
     if source is None:
         return None

@@ -21,7 +21,7 @@ def read_sentences(
     token_column: int = 0,
     label_column: int = -1,
     encoding: str = "utf-8",
-    labelled: bool = True,
+    labeled: bool = True,
     texts: bool = False,
     cut: Cut = cut_words,
     tag_names: Sequence[str] = (),
@@ -29,7 +29,7 @@ def read_sentences(
     """The sentences of a file: .jsonl, .json and .parquet as records, anything else but .csv as columns.
 
     All but Parquet may be compressed (.gz, .bz2, .xz). Tags are as the file has them. Either all sentences have some
-    or none has. Where they need none (`labelled` False), a single column holds the words, whatever the columns are
+    or none has. Where they need none (`labeled` False), a single column holds the words, whatever the columns are
     called in other files.
 
     Args:
@@ -59,7 +59,7 @@ def read_sentences(
     if texts and plain_suffix(path) == ".txt" and not are_tagged(lines, label_column):
         sentences = of_texts(str(path), lines, cut)
     else:
-        sentences = read_columns(str(path), lines, token_column, label_column, remarks, labelled=labelled)
+        sentences = read_columns(str(path), lines, token_column, label_column, remarks, labeled=labeled)
     return _some(sentences, path)
 
 

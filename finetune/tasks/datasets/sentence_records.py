@@ -9,7 +9,7 @@ a number) form a document:
 Names of other tools are accepted: `labels` and `ner_tags` for `tags`, `spans` for `entities`, an entity's `label` for
 its `type`, and the whole records of `span_forms`. Tokens that are strings are the words, also in a record with `text`
 and `entities`. If they are objects, as in Prodigy's files, the text is segmented instead. `start` and `end` count
-Unicode code points of the text, or of the tokens joined by spaces. A sentence without tags and entities is unlabelled.
+Unicode code points of the text, or of the tokens joined by spaces. A sentence without tags and entities is unlabeled.
 Parquet files have columns of the same names; class numbers become the names that `datasets` stored with them.
 """
 
@@ -95,11 +95,11 @@ def of_records(
         record = named_tags(record, tag_names, _TAGS)
         one = sentence(record, f"{source}:{line}" if line else source, remarks, cut)
         sentences.append(replace(one, source=source, line=line))
-    labelled = [one.tags is not None for one in sentences]
-    if any(labelled) and not all(labelled):
+    labeled = [one.tags is not None for one in sentences]
+    if any(labeled) and not all(labeled):
         raise InputError(
-            f"{sentences[labelled.index(False)].where()}: has neither tags nor entities, unlike "
-            f'{sentences[labelled.index(True)].where()}. Write "entities": [] for sentences without entities.'
+            f"{sentences[labeled.index(False)].where()}: has neither tags nor entities, unlike "
+            f'{sentences[labeled.index(True)].where()}. Write "entities": [] for sentences without entities.'
         )
     return in_documents(sentences)
 

@@ -20,7 +20,7 @@ class Sentence:
     """W words, and their tags if they are known."""
 
     words: Sequence[str]
-    tags: Sequence[str] | None  # [W]; None: unlabelled
+    tags: Sequence[str] | None  # [W]; None: unlabeled
     source: str  # a file, or the name of a single record
     line: int = 0  # of the record, or of the first word if `lined`; 0 if `source` has it
     lined: bool = False  # one line per word

@@ -51,7 +51,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about a context. answers: () if the context has none, None if unlabelled."""
+    """A question about a context. answers: () if the context has none, None if unlabeled."""
 
     id: str
     text: str
@@ -59,7 +59,7 @@ class Question:
     answers: tuple[Answer, ...] | None = None
 
 
-def read(path: str, *, labelled: bool) -> list[Question]:
+def read(path: str, *, labeled: bool) -> list[Question]:
     """The questions of a file (.json, .jsonl, .parquet, .csv, .tsv, also .gz, .bz2, .xz).
 
     Questions about the same context share one string.
@@ -68,18 +68,18 @@ def read(path: str, *, labelled: bool) -> list[Question]:
 
     Args:
         path: the file.
-        labelled: whether every question must have answers.
+        labeled: whether every question must have answers.
 
     Raises:
         InputError: the file cannot be read, is not UTF-8, not JSON, has another format or is empty; two questions have
-            the same id; `labelled`, and a question has no answers.
+            the same id; `labeled`, and a question has no answers.
     """
     records = _READERS.get(plain_suffix(Path(path)), _document)(path)
     questions: list[Question] = []
     places: dict[str, str] = {}
     contexts: dict[str, str] = {}
     for place, record, context in records:
-        question = _question(record, context, place, labelled=labelled)
+        question = _question(record, context, place, labeled=labeled)
         if question.id in places:
             raise InputError(
                 f"{place}: id {question.id!r} is already used in {places[question.id]}. Predictions are "
@@ -94,14 +94,14 @@ def read(path: str, *, labelled: bool) -> list[Question]:
 
 
 def from_record(record: Any, place: str) -> Question:
-    """An unlabelled question from one JSON object; without an id, its `place` is the id."""
+    """An unlabeled question from one JSON object; without an id, its `place` is the id."""
     if not isinstance(record, Mapping):
         raise InputError(
             f"{place}: is {_kind(record)}. A span question needs a context: "
             f'write {{"question": "...", "context": "..."}}.'
         )
     bare = {key: value for key, value in record.items() if key != "answers"}
-    return _question({"id": place, **bare}, record.get("context"), place, labelled=False)
+    return _question({"id": place, **bare}, record.get("context"), place, labeled=False)
 
 
 def without_bad_answers(
@@ -113,7 +113,7 @@ def without_bad_answers(
     them, because scorers compare only the texts. Either way, their number is logged.
 
     Args:
-        questions: labelled or not.
+        questions: labeled or not.
         path: their file, for messages.
         policy: what to do about bad answers.
         training: whether the model is trained on them.
@@ -286,7 +286,7 @@ def _text(path: str) -> str:
 # ---------------------------------------------------------------- records
 
 
-def _question(record: Any, context: Any, place: str, *, labelled: bool) -> Question:
+def _question(record: Any, context: Any, place: str, *, labeled: bool) -> Question:
     if not isinstance(record, Mapping):
         raise InputError(f"{place}: is {_kind(record)}; expected an object of id, question and answers.")
     identity = record.get("id")
@@ -298,14 +298,14 @@ def _question(record: Any, context: Any, place: str, *, labelled: bool) -> Quest
         id=_string(identity, "id", place),
         text=text,
         context=_string(context, "context", place_of),
-        answers=_answers(record, place_of, labelled=labelled),
+        answers=_answers(record, place_of, labeled=labeled),
     )
 
 
-def _answers(record: Mapping[str, Any], place: str, *, labelled: bool) -> tuple[Answer, ...] | None:
+def _answers(record: Mapping[str, Any], place: str, *, labeled: bool) -> tuple[Answer, ...] | None:
     listed = record.get("answers")
     if listed is None:
-        if not labelled:
+        if not labeled:
             return None
         raise InputError(
             f"{place}: has no answers. Training and evaluation need them. Write answers: [] for unanswerable questions."
@@ -318,7 +318,7 @@ def _answers(record: Mapping[str, Any], place: str, *, labelled: bool) -> tuple[
     # Converters write a blank answer at -1 for questions without an answer.
     answers = tuple(answer for answer in found if answer.text.strip() or answer.start != -1)
     impossible = record.get("is_impossible")
-    if not (answers or labelled or impossible in (None, True)):
+    if not (answers or labeled or impossible in (None, True)):
         return None
     if impossible is not None and bool(impossible) == bool(answers):
         raise InputError(

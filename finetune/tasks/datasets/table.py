@@ -1,4 +1,4 @@
-"""Labelled rows as columns: the table, and how it is requested."""
+"""Labeled rows as columns: the table, and how it is requested."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedColumns:
     """The requested columns, and other names that they may have."""
 
     columns: Sequence[Key]

@@ -1,4 +1,4 @@
-"""Labelled rows as columns, from CSV, TSV, JSON, Parquet, and lines of label and text.
+"""Labeled rows as columns, from CSV, TSV, JSON, Parquet, and lines of label and text.
 
 Nothing is skipped or guessed: a row that does not fit is an `InputError` with its file and line.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from finetune.tasks.datasets.arrow import read_parquet
 from finetune.tasks.datasets.delimited import opened, read_delimited
 from finetune.tasks.datasets.files import plain_suffix, read_text
-from finetune.tasks.datasets.table import Format, Key, Table, TableFormat, Wanted, listed, shown
+from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, listed, shown
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import split_lines
 
@@ -58,7 +58,7 @@ def read_table(
     """
     path = Path(path).expanduser()
     kind = layout.format or _known_format(path)
-    wanted = Wanted(columns, optional, aliases, others, spare)
+    wanted = RequestedColumns(columns, optional, aliases, others, spare)
     if kind == "parquet":
         return read_parquet(path, wanted)
     text = read_text(path, layout.encoding, _OTHER_ENCODING)
@@ -102,7 +102,7 @@ def json_values(path: Path, text: str, kind: Format) -> tuple[str, Iterator[tupl
     return ":", _line_records(path, text, whole)
 
 
-def _read_json(path: Path, text: str, kind: Format, wanted: Wanted) -> Table:
+def _read_json(path: Path, text: str, kind: Format, wanted: RequestedColumns) -> Table:
     before, numbered = json_values(path, text, kind)
     places, records = [], []
     for place, record in numbered:

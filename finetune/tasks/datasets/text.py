@@ -109,8 +109,8 @@ class TextEncoder:
         """Tokens of each word, and its length in characters, int64 [words]. The tokenizer gets them as long lines."""
         import pyarrow.compute as pc
 
-        spelt = words.to_pylist()
-        lines = [" ".join(spelt[n : n + _WORDS_A_LINE]) for n in range(0, len(spelt), _WORDS_A_LINE)]
+        spelled = words.to_pylist()
+        lines = [" ".join(spelled[n : n + _WORDS_A_LINE]) for n in range(0, len(spelled), _WORDS_A_LINE)]
         column = self._encode_whole(lines)
         characters = pc.utf8_length(words).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
         ends = np.cumsum(characters + 1)
@@ -119,7 +119,7 @@ class TextEncoder:
         place_T = column.offsets[:, 0] + begins[line_T * _WORDS_A_LINE]
         word_T = np.searchsorted(ends, place_T, side="right")
         within = (begins[word_T] - begins[line_T * _WORDS_A_LINE]).astype(np.int32)
-        starts = np.searchsorted(word_T, np.arange(len(spelt) + 1))
+        starts = np.searchsorted(word_T, np.arange(len(spelled) + 1))
         return Column(column.ids, starts, column.offsets - within[:, None]), characters
 
     def _encode_whole(self, texts: list[str]) -> Column:
@@ -133,7 +133,7 @@ class TextEncoder:
 
 
 @dataclass(frozen=True)
-class Framed:
+class FramedWindows:
     """F windows of text with special tokens."""
 
     ids: np.ndarray  # int32 [T]
@@ -147,7 +147,7 @@ Slices = tuple[np.ndarray, np.ndarray, np.ndarray]
 """(ids int32 [T], start int64 [F], length int64 [F]): a slice of a column for each of F windows."""
 
 
-def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> Framed:
+def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> FramedWindows:
     """Windows of `first`, or of `first` and `second`, with the tokenizer's special tokens."""
     count = len(first[1])
     pieces = [_constant(encoder.prefix, count), first]
@@ -163,13 +163,13 @@ def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> 
     types = np.zeros(len(ids), np.uint8)
     if second is not None and encoder.segments:
         types[ragged(begins_PF[3], lengths_PF[3] + lengths_PF[4])] = 1
-    return Framed(ids, types, starts, begins_PF[1], begins_PF[3] if second is not None else begins_PF[2])
+    return FramedWindows(ids, types, starts, begins_PF[1], begins_PF[3] if second is not None else begins_PF[2])
 
 
 def _cuts_at_spaces(tokenizer: Tokenizer) -> bool:
     """Whether a text's tokens are the concatenated tokens of its strings between spaces.
 
-    That holds for BERT's normaliser, which depends only on a character and its combining marks, with BERT's
+    That holds for BERT's normalizer, which depends only on a character and its combining marks, with BERT's
     pre-tokenizer, which splits at every space, unless an added token contains or strips spaces.
     """
     return (

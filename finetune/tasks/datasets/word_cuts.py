@@ -1,4 +1,4 @@
-"""Word segmentation of plain text, learnt from the words of a training set.
+"""Word segmentation of plain text, learned from the words of a training set.
 
 Training sets segment differently: "U.S.", "anti-Spanish" and "@ann" are one word in some sets and several in others.
 The model tags the first token of each word, so plain text must be segmented like the training set.
@@ -26,7 +26,7 @@ _MOST_ENTRIES = 5000  # of each table: the most frequent ones
 _MOST_PIECES = 48  # per word
 _START, _END = "start", "end"
 _WORD, _NUMBER, _INITIAL, _IDEOGRAPH = "word", "number", "initial", "ideograph"
-_SPELT = {_WORD, _NUMBER, _INITIAL, _IDEOGRAPH}
+_SPELLED = {_WORD, _NUMBER, _INITIAL, _IDEOGRAPH}
 _LETTER = math.log(1 / 50)  # log probability of any one letter; a symbol is its own class
 _UNSEEN = 0.1  # count of a symbol that is not in the training set
 # A training set does not show the spaces around a symbol: "a - b" and "a-b" may be the same three words. A symbol
@@ -146,11 +146,11 @@ class WordCuts:
         for end in range(first + 1, min(len(pieces), first + _MOST_PIECES) + 1):
             three = classes[end - 1]
             sofar += self._log_trigrams.get((one, two, three), -math.inf)
-            sofar += len(pieces[end - 1]) * _LETTER if three in _SPELT else 0.0
+            sofar += len(pieces[end - 1]) * _LETTER if three in _SPELLED else 0.0
             one, two = two, three
             log_probability = sofar + self._log_trigrams.get((one, two, _END), -math.inf)
             if end == first + 1:
-                unseen = self._log_unseen + (len(pieces[first]) * _LETTER if three in _SPELT else 0.0)
+                unseen = self._log_unseen + (len(pieces[first]) * _LETTER if three in _SPELLED else 0.0)
                 log_probability = max(log_probability, unseen)
                 if _is_enclosed(classes, first):
                     log_probability += _ENCLOSED
@@ -185,10 +185,10 @@ def _class_of(piece: str) -> str:
 def _is_enclosed(classes: list[str], place: int) -> bool:
     """Whether the piece is a symbol directly between two words."""
     return (
-        classes[place] not in _SPELT
+        classes[place] not in _SPELLED
         and 0 < place < len(classes) - 1
-        and classes[place - 1] in _SPELT
-        and classes[place + 1] in _SPELT
+        and classes[place - 1] in _SPELLED
+        and classes[place + 1] in _SPELLED
     )
 
 

@@ -46,7 +46,7 @@ class Decoder:
         return _predictions(self.types, examples, starts, log_probabilities, self._tags(log_probabilities, starts))
 
     def best_penalty(self, examples: Sequence[Sentence], windows: Windows, logits: np.ndarray, metric: str) -> float:
-        """Of `PENALTIES`, the one with the best `metric` on these labelled examples; ties go to the one nearest to 0.
+        """Of `PENALTIES`, the one with the best `metric` on these labeled examples; ties go to the one nearest to 0.
 
         Where entities are rare, the best F1 is below the probability of one half (Lipton et al. 2014,
         arXiv:1402.1892).
@@ -73,10 +73,10 @@ class Decoder:
 
     def _tags(self, log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """int64 [W]: numbers of the labels."""
-        penalised = log_probabilities.copy()
+        penalized = log_probabilities.copy()
         has_token = np.isfinite(log_probabilities).all(-1)
-        penalised[:, 0] -= self.outside_penalty * has_token
-        return best_sequences(penalised, starts) if self.viterbi else penalised.argmax(-1)
+        penalized[:, 0] -= self.outside_penalty * has_token
+        return best_sequences(penalized, starts) if self.viterbi else penalized.argmax(-1)
 
 
 def best_sequences(log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -185,12 +185,12 @@ def _word_starts(examples: Sequence[Sentence]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-def _tagged(types: tuple[str, ...], tags: np.ndarray, starts: np.ndarray) -> metrics.Tagged:
+def _tagged(types: tuple[str, ...], tags: np.ndarray, starts: np.ndarray) -> metrics.TaggedSentences:
     prefixes = np.where(tags == 0, metrics.OUTSIDE, 2 - tags % 2).astype(np.uint8)
-    return metrics.Tagged(prefixes, (tags - 1) // 2, starts, types)
+    return metrics.TaggedSentences(prefixes, (tags - 1) // 2, starts, types)
 
 
-def _gold(types: tuple[str, ...], examples: Sequence[Sentence]) -> metrics.Tagged:
+def _gold(types: tuple[str, ...], examples: Sequence[Sentence]) -> metrics.TaggedSentences:
     for one in examples:
         if one.tags is None:
             raise InputError(f"{one.where()}: no labels, so predictions cannot be scored. Give each sentence its tags.")
@@ -199,13 +199,13 @@ def _gold(types: tuple[str, ...], examples: Sequence[Sentence]) -> metrics.Tagge
 
 def _both(
     types: tuple[str, ...], examples: Sequence[Sentence], predictions: Predictions
-) -> tuple[metrics.Tagged, metrics.Tagged]:
+) -> tuple[metrics.TaggedSentences, metrics.TaggedSentences]:
     """Gold and predicted tags."""
     gold = _gold(types, examples)
     return gold, metrics.tagged([prediction["tags"] for prediction in predictions], gold.names)
 
 
-def _scores(gold: metrics.Tagged, predicted: metrics.Tagged) -> dict[str, float]:
+def _scores(gold: metrics.TaggedSentences, predicted: metrics.TaggedSentences) -> dict[str, float]:
     counts = metrics.count(gold, predicted)
     strict = metrics.count(gold, predicted, "iob2")
     return {

@@ -31,7 +31,7 @@ PREFIXES = "OBIES"
 
 
 @dataclass(frozen=True)
-class Tagged:
+class TaggedSentences:
     """The concatenated tags of N sentences, as integers."""
 
     prefixes: np.ndarray  # uint8 [W], indices into PREFIXES
@@ -44,7 +44,7 @@ class Tagged:
 
 
 @dataclass(frozen=True)
-class Spans:
+class EntitySpans:
     """E entities of N sentences, in order of position."""
 
     first: np.ndarray  # int64 [E], first word, counted over all sentences
@@ -52,7 +52,7 @@ class Spans:
     types: np.ndarray  # int64 [E]
 
 
-def tagged(sentences: Sequence[Sequence[str]], names: Iterable[str] = ()) -> Tagged:
+def tagged(sentences: Sequence[Sequence[str]], names: Iterable[str] = ()) -> TaggedSentences:
     """Encode the tags of `sentences` as integers; types that are not in `names` are appended.
 
     Raises:
@@ -74,7 +74,7 @@ def tagged(sentences: Sequence[Sequence[str]], names: Iterable[str] = ()) -> Tag
         prefixes[number] = prefix
         if prefix != OUTSIDE:
             types[number] = places.setdefault(name, len(places))
-    return Tagged(prefixes[flat], types[flat], starts, tuple(places))
+    return TaggedSentences(prefixes[flat], types[flat], starts, tuple(places))
 
 
 def split(tag: str) -> tuple[int, str]:
@@ -85,7 +85,7 @@ def split(tag: str) -> tuple[int, str]:
     return prefix, tag[2:] or "_"
 
 
-def find(tags: Tagged, rule: Rule = "conlleval") -> Spans:
+def find(tags: TaggedSentences, rule: Rule = "conlleval") -> EntitySpans:
     """The entities in `tags`, decoded by `rule`."""
     prefixes = tags.prefixes
     previous, same = _before(tags)
@@ -106,10 +106,10 @@ def find(tags: Tagged, rule: Rule = "conlleval") -> Spans:
     if rule == "bioes":
         whole = _is(prefixes[end - 1], END, SINGLE)
         first, end = first[whole], end[whole]
-    return Spans(first, end, tags.types[first])
+    return EntitySpans(first, end, tags.types[first])
 
 
-def write(spans: Spans, starts: np.ndarray, scheme: Scheme) -> np.ndarray:
+def write(spans: EntitySpans, starts: np.ndarray, scheme: Scheme) -> np.ndarray:
     """uint8 [W]: the prefixes of `spans` in `scheme`, for sentences that begin at `starts` [N + 1]."""
     prefixes = np.full(starts[-1], OUTSIDE, np.uint8)
     lengths = spans.end - spans.first
@@ -126,22 +126,22 @@ def write(spans: Spans, starts: np.ndarray, scheme: Scheme) -> np.ndarray:
     return prefixes
 
 
-def slips(tags: Tagged, scheme: Scheme) -> np.ndarray:
+def scheme_violations(tags: TaggedSentences, scheme: Scheme) -> np.ndarray:
     """int64: the words whose prefix violates `scheme`, given the entities that conlleval decodes."""
     return np.flatnonzero(write(find(tags), tags.starts, scheme) != tags.prefixes)
 
 
-def detect(tags: Tagged) -> Scheme:
+def detect(tags: TaggedSentences) -> Scheme:
     """BIOES if there is an E or S, else IOB1 or IOB2, whichever fewer tags violate.
 
     In valid IOB2, no entity begins with I; in IOB1, almost all do.
     """
     if has_ends(tags):
         return "bioes"
-    return "iob1" if len(slips(tags, "iob1")) < len(slips(tags, "iob2")) else "iob2"
+    return "iob1" if len(scheme_violations(tags, "iob1")) < len(scheme_violations(tags, "iob2")) else "iob2"
 
 
-def has_ends(tags: Tagged) -> bool:
+def has_ends(tags: TaggedSentences) -> bool:
     """Whether there is an E or S, which only BIOES has."""
     return bool(_is(tags.prefixes, END, SINGLE).any())
 
@@ -178,7 +178,7 @@ class EntityCounts:
         return sum(scores) / len(scores) if scores else 0.0
 
 
-def count(gold: Tagged, predicted: Tagged, rule: Rule = "conlleval") -> EntityCounts:
+def count(gold: TaggedSentences, predicted: TaggedSentences, rule: Rule = "conlleval") -> EntityCounts:
     """Count the entities of both, decoded by `rule`; `predicted.names` must start with `gold.names`."""
     if not np.array_equal(gold.starts, predicted.starts):
         raise ValueError("gold and predicted tags have different sentences")
@@ -203,7 +203,7 @@ def compare(
     return count(truth, tagged(predicted, truth.names), rule)
 
 
-def accuracy(gold: Tagged, predicted: Tagged) -> float:
+def accuracy(gold: TaggedSentences, predicted: TaggedSentences) -> float:
     """Fraction of words whose whole tag is correct; 0 without words."""
     if not len(gold):
         return 0.0
@@ -218,7 +218,7 @@ def shares(correct: int, predicted: int, gold: int) -> dict[str, float]:
     return {"precision": precision, "recall": recall, "f1": 2 * precision * recall / total if total else 0.0}
 
 
-def _before(tags: Tagged) -> tuple[np.ndarray, np.ndarray]:
+def _before(tags: TaggedSentences) -> tuple[np.ndarray, np.ndarray]:
     """[W] each: the previous word's prefix, O at the start of a sentence; whether its type is the same."""
     previous, same = np.zeros_like(tags.prefixes), np.zeros(len(tags), bool)
     previous[1:], same[1:] = tags.prefixes[:-1], tags.types[1:] == tags.types[:-1]

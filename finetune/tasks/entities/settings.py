@@ -19,9 +19,9 @@ class EntitiesSettings(Section):
     """Named entities from CoNLL columns or JSON lines."""
 
     train: LocalPath = Field(default="", description=f"Training file. {_FORM}")
-    dev: LocalPath = Field(default="", description="Labelled file that chooses the checkpoint; empty for none.")
+    dev: LocalPath = Field(default="", description="Labeled file that chooses the checkpoint; empty for none.")
     test: LocalPath = Field(
-        default="", description="File to predict at the end, labelled or not; empty for none. It chooses nothing."
+        default="", description="File to predict at the end, labeled or not; empty for none. It chooses nothing."
     )
     token_column: int = Field(
         default=0, description="Column of the words, counted from 0; negative numbers count from the last."
@@ -67,7 +67,7 @@ class EntitiesSettings(Section):
     tune_outside: bool = Field(
         default=False,
         description="Subtract from the logits of O what gives the best `metric` on the dev set, between -1 and 4 nats. "
-        "It finds more entities where they are rare. The score on the dev set becomes a little too favourable.",
+        "It finds more entities where they are rare. The score on the dev set becomes a little too favorable.",
     )
     metric: Literal["f1", "macro_f1", "strict_f1", "accuracy"] = Field(
         default="f1",

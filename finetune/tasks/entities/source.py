@@ -62,8 +62,8 @@ class SentenceSource:
     def read_train(self) -> list[Sentence]:
         """The training set without what `dev_share` holds out; types, scheme and cuts are known from now on."""
         if not self._settings.train:
-            raise InputError("train: empty. Give the file of labelled training sentences.")
-        sentences = self._read(self._settings.train, labelled=True, is_train=True)
+            raise InputError("train: empty. Give the file of labeled training sentences.")
+        sentences = self._read(self._settings.train, labeled=True, is_train=True)
         self._cuts = WordCuts.learn(chain.from_iterable(one.words for one in sentences))
         self._is_trained = True
         return self._part(sentences, held_out=False)
@@ -71,8 +71,8 @@ class SentenceSource:
     def read_held_out(self) -> list[Sentence]:
         """The dev set, or what `dev_share` holds out of the training set; [] without both."""
         if self._settings.dev_share:
-            return self._part(self.read(self._settings.train, labelled=True), held_out=True)
-        return self.read(self._settings.dev, labelled=True) if self._settings.dev else []
+            return self._part(self.read(self._settings.train, labeled=True), held_out=True)
+        return self.read(self._settings.dev, labeled=True) if self._settings.dev else []
 
     def _part(self, sentences: list[Sentence], *, held_out: bool) -> list[Sentence]:
         """Those that `dev_share` holds out, by a hash of their words, or the others."""
@@ -88,13 +88,13 @@ class SentenceSource:
             )
         return part
 
-    def read(self, path: str, *, labelled: bool, texts: bool = False) -> list[Sentence]:
+    def read(self, path: str, *, labeled: bool, texts: bool = False) -> list[Sentence]:
         """Another file; `texts`: a .txt may hold one text per line."""
         if not self._is_trained:
             self.read_train()
-        return self._read(path, labelled=labelled, texts=texts)
+        return self._read(path, labeled=labeled, texts=texts)
 
-    def _read(self, path: str, *, labelled: bool, is_train: bool = False, texts: bool = False) -> list[Sentence]:
+    def _read(self, path: str, *, labeled: bool, is_train: bool = False, texts: bool = False) -> list[Sentence]:
         remarks, settings = Remarks(), self._settings
         sentences = read_sentences(
             path,
@@ -102,7 +102,7 @@ class SentenceSource:
             token_column=settings.token_column,
             label_column=settings.label_column,
             encoding=settings.encoding,
-            labelled=labelled,
+            labeled=labeled,
             texts=texts,
             cut=cut_words if is_train else self.cut,
             tag_names=settings.tag_names,
@@ -111,7 +111,7 @@ class SentenceSource:
             _check_documents(sentences, remarks)
         if sentences[0].tags is not None:
             sentences = self._with_iob2(sentences, remarks, is_train=is_train)
-        elif labelled:
+        elif labeled:
             raise InputError(
                 f'{sentences[0].where()}: no labels. Give columns of words and tags, or records with "tags" or '
                 f'"entities" ([] if there are none).'
@@ -135,7 +135,7 @@ class SentenceSource:
         bounds = zip(tags.starts[:-1].tolist(), tags.starts[1:].tolist(), strict=True)
         return [replace(one, tags=written[first:end]) for one, (first, end) in zip(sentences, bounds, strict=True)]
 
-    def _scheme_of(self, sentences: list[Sentence], tags: metrics.Tagged, *, is_train: bool) -> metrics.Scheme:
+    def _scheme_of(self, sentences: list[Sentence], tags: metrics.TaggedSentences, *, is_train: bool) -> metrics.Scheme:
         scheme = "iob2" if all(one.from_spans for one in sentences) else self._scheme
         # A file may use another scheme than the training file: conlleval reads the same entities off both.
         differs = self._settings.scheme == "auto" and scheme != "bioes" and metrics.has_ends(tags)
@@ -145,7 +145,7 @@ class SentenceSource:
                 self._scheme = scheme
         return scheme
 
-    def _learn_types(self, sentences: list[Sentence], tags: metrics.Tagged) -> None:
+    def _learn_types(self, sentences: list[Sentence], tags: metrics.TaggedSentences) -> None:
         if not tags.names:
             raise InputError(
                 f"{sentences[0].source}: no entity in {counted(len(sentences), 'sentence')}, only O: nothing to "
@@ -155,7 +155,7 @@ class SentenceSource:
         if not self.types:
             self.types = tuple(sorted(tags.names))
 
-    def _check_types(self, sentences: list[Sentence], tags: metrics.Tagged) -> None:
+    def _check_types(self, sentences: list[Sentence], tags: metrics.TaggedSentences) -> None:
         unknown = np.array([name not in self.types for name in tags.names] + [False])
         if not unknown.any():
             return
@@ -167,7 +167,7 @@ class SentenceSource:
         )
 
 
-def _read_tags(sentences: list[Sentence]) -> metrics.Tagged:
+def _read_tags(sentences: list[Sentence]) -> metrics.TaggedSentences:
     """The tags of all sentences; BILOU's L and U become E and S."""
     known = {tag: tag[:1].translate(_BILOU) + tag[1:] for one in sentences for tag in cast(Sequence[str], one.tags)}
     _check_tags(sentences, set(known))
@@ -194,14 +194,18 @@ def _is_tag(tag: str) -> bool:
     return tag == "O" or (tag[:1] in "BIESLU" and (tag[1:] == "" or typed))
 
 
-def _check_scheme(sentences: list[Sentence], tags: metrics.Tagged, scheme: metrics.Scheme, remarks: Remarks) -> None:
+def _check_scheme(
+    sentences: list[Sentence], tags: metrics.TaggedSentences, scheme: metrics.Scheme, remarks: Remarks
+) -> None:
     if scheme != "bioes" and metrics.has_ends(tags):
         where = _place(sentences, tags, int(np.flatnonzero(tags.prefixes > metrics.INSIDE)[0]))
         raise InputError(f"{where}: a tag of bioes, but the scheme is {scheme}. Set `scheme: bioes` or auto.")
-    slips = metrics.slips(tags, scheme)
-    if len(slips):
-        where = _place(sentences, tags, int(slips[0]))
-        remarks.add(f"a tag that does not follow {scheme}; it is read as conlleval reads it", where, len(slips))
+    scheme_violations = metrics.scheme_violations(tags, scheme)
+    if len(scheme_violations):
+        where = _place(sentences, tags, int(scheme_violations[0]))
+        remarks.add(
+            f"a tag that does not follow {scheme}; it is read as conlleval reads it", where, len(scheme_violations)
+        )
 
 
 def _check_documents(sentences: list[Sentence], remarks: Remarks) -> None:
@@ -217,7 +221,7 @@ def _check_documents(sentences: list[Sentence], remarks: Remarks) -> None:
             seen.add(one.name)
 
 
-def _place(sentences: list[Sentence], tags: metrics.Tagged, word: int) -> str:
+def _place(sentences: list[Sentence], tags: metrics.TaggedSentences, word: int) -> str:
     """File and line of a word, counted over all sentences."""
     number = int(np.searchsorted(tags.starts, word, "right")) - 1
     return sentences[number].where(word - int(tags.starts[number]))

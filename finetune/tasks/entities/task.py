@@ -104,15 +104,15 @@ class Entities(Task[Sentence]):
         return {"dev": sentences}
 
     def read_test(self) -> dict[str, list[Sentence]]:
-        return {"test": self._source.read(self.settings.test, labelled=False)} if self.settings.test else {}
+        return {"test": self._source.read(self.settings.test, labeled=False)} if self.settings.test else {}
 
-    def read_file(self, path: str, *, labelled: bool = True) -> list[Sentence]:
-        return self._source.read(path, labelled=labelled, texts=not labelled)
+    def read_file(self, path: str, *, labeled: bool = True) -> list[Sentence]:
+        return self._source.read(path, labeled=labeled, texts=not labeled)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Sentence:
         """From text, {"text": ...} or {"tokens": [...]}; labels in it are ignored.
 
-        `with_context` adds its neighbours.
+        `with_context` adds its neighbors.
         """
         if isinstance(record, Mapping):
             record = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
@@ -125,7 +125,7 @@ class Entities(Task[Sentence]):
                 ready -= 1
         return in_documents(examples[:ready]), list(examples[ready:])
 
-    def is_labelled(self, examples: Sequence[Sentence]) -> bool:
+    def is_labeled(self, examples: Sequence[Sentence]) -> bool:
         return bool(examples) and all(one.tags is not None for one in examples)
 
     def record(self, example: Sentence) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Entities(Task[Sentence]):
         return decoding.Decoder(self._source.types, self.settings.decoding == "viterbi", self.outside_penalty)
 
     def scorer_files(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Columns for conlleval; none for unlabelled texts, whose words are of our own cutting."""
+        """Columns for conlleval; none for unlabeled texts, whose words are of our own cutting."""
         if all(one.from_text and one.tags is None for one in examples):
             return {}
         return {".tags.conll": decoding.conll_columns(examples, predictions)}
@@ -212,13 +212,13 @@ class Entities(Task[Sentence]):
         context = self.settings.document_context
         if context:
             most = capacity if context is True else int(context)
-            around_start, around_length = _with_neighbours(sentences, first, end, capacity, most)
+            around_start, around_length = _with_neighbors(sentences, first, end, capacity, most)
             start = np.where(is_long, start, around_start[example])
             length = np.where(is_long, length, around_length[example])
         return example, start, length
 
     def _numbers(self, examples: Sequence[Sentence], example: np.ndarray, word: np.ndarray) -> np.ndarray:
-        """int64 [R]: label of each row, from its example and the word's number in it; 0 if unlabelled."""
+        """int64 [R]: label of each row, from its example and the word's number in it; 0 if unlabeled."""
         numbers = {tag: number for number, tag in enumerate(self.labels)}
         counts = np.fromiter((len(one.words) for one in examples), np.int64, len(examples))
         tags = chain.from_iterable(one.tags if one.tags is not None else ["O"] * len(one.words) for one in examples)
@@ -260,7 +260,7 @@ def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents
     )
 
 
-def _with_neighbours(
+def _with_neighbors(
     sentences: _AlignedSentences, first: np.ndarray, end: np.ndarray, capacity: int, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(first token, number of tokens) of each sentence with its context: whole words of its document.

@@ -302,7 +302,7 @@ class _Texts:
 
 
 def _with_marks(context: str, end: int, limit: int) -> int:
-    """`end`, moved past combining marks that belong to no token: BERT's normaliser drops accents."""
+    """`end`, moved past combining marks that belong to no token: BERT's normalizer drops accents."""
     limit = min(limit, len(context))
     while end < limit and unicodedata.category(context[end])[0] == "M":
         end += 1

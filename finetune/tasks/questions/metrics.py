@@ -3,7 +3,7 @@
 The differences between the two are kept (evaluate-v1.1.py and evaluate-v2.0.py, worksheets.codalab.org, read in
 allenai/bi-att-flow squad/evaluate-v1.1.py and traviemcg/cs224nfinalproject evaluate-v2.0.py):
 
-    a gold text that normalises to ""    v1.1: kept, its F1 is 0; v2.0: dropped, and "" is the gold if none is left
+    a gold text that normalizes to ""    v1.1: kept, its F1 is 0; v2.0: dropped, and "" is the gold if none is left
     gold or prediction without words     v1.1: F1 is 0; v2.0: F1 is 1 if both have no words
     a question without a prediction      v1.1: counts as wrong; v2.0: is not counted
 

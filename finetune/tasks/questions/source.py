@@ -11,7 +11,7 @@ from pretrain.common.errors import InputError
 
 
 class QuestionSource:
-    """Questions of one config. The first labelled set settles whether a question may have no answer.
+    """Questions of one config. The first labeled set settles whether a question may have no answer.
 
     Args:
         unanswerable: what a trained model knows of it; None before training.
@@ -31,15 +31,15 @@ class QuestionSource:
         """The training set; `InputError` if the config names none."""
         if not self._settings.train:
             raise InputError("questions.train: empty. Give a file of questions with their answers.")
-        return self.read(self._settings.train, labelled=True, training=True)
+        return self.read(self._settings.train, labeled=True, training=True)
 
-    def read(self, path: str, *, labelled: bool, training: bool = False, check: bool = True) -> list[Question]:
+    def read(self, path: str, *, labeled: bool, training: bool = False, check: bool = True) -> list[Question]:
         """A file; `check`: refuse questions without an answer if the model always answers."""
-        questions = squad.read(path, labelled=labelled)
+        questions = squad.read(path, labeled=labeled)
         policy = self._settings.bad_answers if training else self._policy
         questions = squad.without_bad_answers(questions, path, policy, training=training)
         impossible = [question.id for question in questions if question.answers == ()]
-        if self.unanswerable is None and labelled:
+        if self.unanswerable is None and labeled:
             self.unanswerable = bool(impossible)
         if check and impossible and not self.unanswerable:
             why = (

@@ -12,7 +12,7 @@ from finetune.tasks.base import Head, Objective, Task, Windows
 from finetune.tasks.datasets import squad
 from finetune.tasks.datasets.arrays import distinct
 from finetune.tasks.datasets.squad import Question
-from finetune.tasks.datasets.text import Column, Framed, TextEncoder, frame
+from finetune.tasks.datasets.text import Column, FramedWindows, TextEncoder, frame
 from finetune.tasks.datasets.windows import slide
 from finetune.tasks.questions.decoding import AnswerDecoder
 from finetune.tasks.questions.settings import QuestionsSettings
@@ -71,15 +71,15 @@ class Questions(Task[Question]):
         return {"dev": self.read_file(self.settings.dev)} if self.settings.dev else {}
 
     def read_test(self) -> dict[str, list[Question]]:
-        return {"test": self._source.read(self.settings.test, labelled=False)} if self.settings.test else {}
+        return {"test": self._source.read(self.settings.test, labeled=False)} if self.settings.test else {}
 
-    def read_file(self, path: str, *, labelled: bool = True) -> list[Question]:
-        return self._source.read(path, labelled=labelled, check=labelled)
+    def read_file(self, path: str, *, labeled: bool = True) -> list[Question]:
+        return self._source.read(path, labeled=labeled, check=labeled)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Question:
         return squad.from_record(record, where)
 
-    def is_labelled(self, examples: Sequence[Question]) -> bool:
+    def is_labeled(self, examples: Sequence[Question]) -> bool:
         return bool(examples) and all(one.answers is not None for one in examples)
 
     def record(self, example: Question) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Questions(Task[Question]):
         """Windows that share `stride` tokens of context, the same ones for training and prediction.
 
         In training each window counts as an example, as run_qa's features do: a context may be of any length.
-        A window that does not hold the whole answer is labelled as having none (transformers
+        A window that does not hold the whole answer is labeled as having none (transformers
         examples/pytorch/question-answering/run_qa.py, prepare_train_features). Of several answers the first counts.
 
         Raises:
@@ -198,7 +198,7 @@ class Questions(Task[Question]):
         examples: Sequence[Question],
         contexts: Column,
         context_N: np.ndarray,
-        framed: Framed,
+        framed: FramedWindows,
         cut: tuple[np.ndarray, np.ndarray, np.ndarray],
     ) -> tuple[np.ndarray, np.ndarray]:
         """(labels uint8 [T, 2], weights float32 [T]) of the windows `cut` (example, start, length; int64 [F])."""
@@ -261,8 +261,8 @@ def _answer_tokens(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(first int64 [N], last int64 [N], counted bool [N]): tokens of each context that cover its answer.
 
-    Both are -1 if there is no answer. Questions that are unlabelled, or whose answer has no token, are not counted.
-    A character without a token (an accent that the normaliser drops) belongs to the token before it at the answer's
+    Both are -1 if there is no answer. Questions that are unlabeled, or whose answer has no token, are not counted.
+    A character without a token (an accent that the normalizer drops) belongs to the token before it at the answer's
     end, and to the token after it at the answer's start.
     """
     answers = [question.answers[0] if question.answers else None for question in examples]

@@ -1,4 +1,4 @@
-"""Labelled windows as unpadded micro-batches: order of the examples and balance across ranks (invariants 1 to 3)."""
+"""Labeled windows as unpadded micro-batches: order of the examples and balance across ranks (invariants 1 to 3)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from finetune.tasks.base import Windows
 from finetune.tasks.datasets.arrays import ragged
+from pretrain.batches.balancing import balance
 from pretrain.batches.batch import moved, pinned
-from pretrain.batches.dealing import balance
 from pretrain.batches.order import draw, permute, root_key
 from pretrain.common.errors import InputError
 
 
 @dataclass(frozen=True)
-class LabelledBatch:
+class LabeledBatch:
     """Input of one forward pass: S windows of E examples, concatenated to T tokens, by ascending length."""
 
     input_ids: Tensor  # int64 [T]
@@ -36,22 +36,22 @@ class LabelledBatch:
     lengths: tuple[int, ...]  # tokens of each window, ascending
     query_rows: np.ndarray  # int64 [R], index of each row in `Windows.queries`
 
-    def to(self, device: torch.device) -> LabelledBatch:
+    def to(self, device: torch.device) -> LabeledBatch:
         """A copy on `device`."""
         return moved(self, device)
 
 
 @dataclass(frozen=True)
-class LabelledStep:
-    """One rank's part of an optimizer step, with the global weight that normalises the loss (invariant 3)."""
+class LabeledStep:
+    """One rank's part of an optimizer step, with the global weight that normalizes the loss (invariant 3)."""
 
-    micro_batches: tuple[LabelledBatch, ...]  # the same number on every rank
+    micro_batches: tuple[LabeledBatch, ...]  # the same number on every rank
     sequences: int  # examples over all ranks
     tokens: int  # over all ranks
     weight: float  # over all ranks
     epoch: int  # of the first example
 
-    def to(self, device: torch.device) -> LabelledStep:
+    def to(self, device: torch.device) -> LabeledStep:
         """A copy on `device`, for which nothing waits."""
         batches = map(pinned, self.micro_batches) if device.type == "cuda" else self.micro_batches
         return dataclasses.replace(self, micro_batches=tuple(batch.to(device) for batch in batches))
@@ -91,16 +91,16 @@ class Batches:
                 "Raise engine.micro_batch_tokens; for classification, lowering max_windows helps too."
             )
 
-    def step(self, first: int, count: int) -> LabelledStep:
+    def step(self, first: int, count: int) -> LabeledStep:
         """This rank's part of the examples `first` to `first + count - 1` of the sequence."""
         numbers = np.arange(first, first + count)
         epochs, slots = np.divmod(numbers, self.examples)
         members = permute(slots, self.examples, draw(self._order_key, epochs))
         keys = draw(self._dropout_key, numbers)
-        dealt = balance(self._tokens_N[members], self.world_size, self.budget)
-        own = map(dealt.members, range(self.rank, self.world_size * dealt.rounds, self.world_size))
+        assignment = balance(self._tokens_N[members], self.world_size, self.budget)
+        own = map(assignment.members, range(self.rank, self.world_size * assignment.rounds, self.world_size))
         weights = self._weights_of(self._windows_in(members)[0])
-        return LabelledStep(
+        return LabeledStep(
             tuple(self._batch(members[batch], keys[batch]) for batch in own),
             sequences=count,
             tokens=int(self._tokens_N[members].sum()),
@@ -108,16 +108,16 @@ class Batches:
             epoch=int(epochs[0]),
         )
 
-    def largest(self) -> LabelledStep:
+    def largest(self) -> LabeledStep:
         """One micro-batch of the longest examples, as full as the budget allows."""
         by_length = np.argsort(-self._tokens_N, kind="stable")
         fitting = max(1, int(np.searchsorted(np.cumsum(self._tokens_N[by_length]), self.budget, side="right")))
         members = by_length[:fitting]
         batch = self._batch(members, draw(self._dropout_key, members))
         weight = float(batch.weights.sum())
-        return LabelledStep((batch,), len(members), int(self._tokens_N[members].sum()), weight or 1.0, epoch=0)
+        return LabeledStep((batch,), len(members), int(self._tokens_N[members].sum()), weight or 1.0, epoch=0)
 
-    def every_window(self) -> Iterator[LabelledBatch]:
+    def every_window(self) -> Iterator[LabeledBatch]:
         """Every window once over all ranks, by length. Every rank yields the same number of batches.
 
         A rank without a batch repeats the last one with weights of 0, because all workers must run the same number of
@@ -138,7 +138,7 @@ class Batches:
             is_repeated = first + self.rank >= len(batches)
             yield dataclasses.replace(batch, weights=batch.weights * 0) if is_repeated else batch
 
-    def _batch(self, members: np.ndarray, keys: np.ndarray) -> LabelledBatch:
+    def _batch(self, members: np.ndarray, keys: np.ndarray) -> LabeledBatch:
         """The micro-batch of whole examples; `keys` uint64 [E]."""
         windows, owners = self._windows_in(members)
         order = np.argsort(self._lengths_F[windows], kind="stable")
@@ -156,7 +156,7 @@ class Batches:
         begins = self._first_query[windows]
         return self.windows.weights[ragged(begins, self._first_query[windows + 1] - begins)]
 
-    def _make(self, windows: np.ndarray, owners: np.ndarray, keys_S: np.ndarray) -> LabelledBatch:
+    def _make(self, windows: np.ndarray, owners: np.ndarray, keys_S: np.ndarray) -> LabeledBatch:
         lengths = self._lengths_F[windows]
         tokens = ragged(self.windows.starts[windows], lengths)
         starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -167,7 +167,7 @@ class Batches:
         rows = self.windows.queries[query_rows] - self.windows.starts[windows][sequence] + starts[sequence]
         token_keys = draw(np.repeat(keys_S, lengths), positions).astype(np.uint32).view(np.int32)
         labels = self.windows.labels[query_rows]
-        return LabelledBatch(
+        return LabeledBatch(
             input_ids=torch.from_numpy(self.windows.ids[tokens].astype(np.int64)),
             token_types=torch.from_numpy(self.windows.types[tokens].astype(np.int64)),
             positions=torch.from_numpy(positions),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from finetune.tasks.base import Task
-from finetune.training.model.batches import Batches, LabelledBatch
+from finetune.training.model.batches import Batches, LabeledBatch
 from finetune.training.model.task_model import Output, TaskModel
 from pretrain.checkpoint.released import Released
 from pretrain.common.transfers import arrivals, to_host
@@ -47,7 +47,7 @@ def inference_model(
 
 
 def predict_logits(
-    forward: Callable[[LabelledBatch], Output],
+    forward: Callable[[LabeledBatch], Output],
     batches: Batches,
     outputs: int,
     device: torch.device,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune.training.model.batches import Batches, LabelledBatch
+from finetune.training.model.batches import Batches, LabeledBatch
 from finetune.training.model.task_model import TaskModel
 
 MOST_ROWS = 20_000
@@ -51,7 +51,7 @@ def fit_output_layer(model: TaskModel, batches: Batches, device: torch.device) -
     return {name: tensor.cpu() * kept for name, tensor in made.items()}
 
 
-def _first_batches(batches: Batches, device: torch.device) -> Iterator[LabelledBatch]:
+def _first_batches(batches: Batches, device: torch.device) -> Iterator[LabeledBatch]:
     """Micro-batches of the first examples of the first epoch, until they have `MOST_ROWS` rows."""
     first = rows = 0
     while first < batches.examples and rows < MOST_ROWS:
@@ -62,7 +62,7 @@ def _first_batches(batches: Batches, device: torch.device) -> Iterator[LabelledB
         first += count
 
 
-def _minimized(model: TaskModel, seen: Iterable[tuple[Tensor, LabelledBatch]]) -> tuple[Tensor, Tensor]:
+def _minimized(model: TaskModel, seen: Iterable[tuple[Tensor, LabeledBatch]]) -> tuple[Tensor, Tensor]:
     """(weight [C, H], bias [C]) by L-BFGS from zeros, on features of mean squared length 1."""
     seen = list(seen)
     first = seen[0][0]

@@ -27,7 +27,7 @@ _SHOWN = 60  # characters of a wrong value in a message
 def is_short(
     config: FinetuneConfig, task: Task[Any], examples: Sequence[Any], encoder: TextEncoder, shape: ModelConfig
 ) -> bool:
-    """Whether the training is too short to gain from a compiled model, or from a rehearsal of its largest batch.
+    """Whether the training is too short to gain from a compiled model, or from a warm-up step with its largest batch.
 
     A function of config and data only, so that a resumed run does as its first start did. Never on a GPU, for which
     nobody has measured it.
@@ -48,7 +48,7 @@ def is_short(
 def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -> dict[str, Tensor]:
     """The checkpoint's tensors that the task's model loads, by `finetune.training.model.task_model.TaskModel`'s names.
 
-    All others are initialised randomly.
+    All others are initialized randomly.
     """
     heads = {f"head.{name}": tensor for name, tensor in released.head.items()}
     return {
@@ -82,7 +82,7 @@ def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> 
     fitted = fits_output_layer(config, task, released)
     parts = {"head.dense": head.activation, "head.norm": head.norm, "head.out": not fitted}
     empty = [f"{part}.*" for part, there in parts.items() if there and f"{part}_weight" not in filled]
-    lines = [mapping_table(mapping), *([f"initialised at random: {', '.join(empty)}"] if empty else [])]
+    lines = [mapping_table(mapping), *([f"initialized at random: {', '.join(empty)}"] if empty else [])]
     if task.head == "sequence" and head.pooling != "cls":
         lines.append(f"pooling: {head.pooling} of all tokens")
     if fitted:
@@ -93,7 +93,7 @@ def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> 
 def _why_left_out(name: str, config: FinetuneConfig, task: Task[Any], released: Released) -> str:
     """Why a fine-tuning does not load the parameter `name` from the checkpoint; "" if it does."""
     if config.random_weights:
-        return "initialised at random (random_weights)"
+        return "initialized at random (random_weights)"
     part, _, rest = name.partition(".")
     if part == "heads":
         return "pretraining heads"

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from finetune.tasks.base import Head, Objective
-from finetune.training.model.batches import LabelledBatch
+from finetune.training.model.batches import LabeledBatch
 from pretrain.checkpoint.layouts import HeadDropout, TaskHead
 from pretrain.config import ModelConfig
 from pretrain.model.block import activation_function, norm_function
 from pretrain.model.encoder import Encoder
 from pretrain.model.heads import pool as pool_tokens
-from pretrain.model.initialisation import create_parameters
+from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.hash_rng import hash_dropout
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import Parameter, linear_parameters
@@ -69,17 +69,17 @@ class TaskModel(Encoder):
         self.every_row = head == "spans" or self.pooling != "cls"
         self.head = OutputHead(shape, outputs, layers)
 
-    def forward(self, batch: LabelledBatch) -> Output:
+    def forward(self, batch: LabeledBatch) -> Output:
         """Loss and logits of one micro-batch."""
         logits_RC = self.head.outputs(self._features(batch))
         return Output(self.loss(logits_RC, batch), logits_RC)
 
-    def features(self, batch: LabelledBatch) -> Tensor:
+    def features(self, batch: LabeledBatch) -> Tensor:
         """fp32 [R, H]: what the output layer reads, without a graph."""
         with torch.no_grad():
             return self._features(batch).float()
 
-    def _features(self, batch: LabelledBatch) -> Tensor:
+    def _features(self, batch: LabeledBatch) -> Tensor:
         hidden_RH = self.encode(batch, None if self.every_row else batch.rows)
         keys_R = batch.token_keys if self.pooling == "late" else batch.token_keys[batch.rows]
         return self.head(hidden_RH, keys_R, None if self.pooling == "cls" else batch.cu_seqlens)
@@ -163,7 +163,7 @@ def _linear_fp32(hidden_RH: Tensor, weight_CH: Tensor, bias_C: Tensor | None) ->
     return F.linear(hidden_RH.float(), weight_CH.float(), None if bias_C is None else bias_C.float())
 
 
-def pool(logits_RC: Tensor, batch: LabelledBatch) -> tuple[Tensor, Tensor, Tensor]:
+def pool(logits_RC: Tensor, batch: LabeledBatch) -> tuple[Tensor, Tensor, Tensor]:
     """(mean logits of each example's windows [E, C], its labels [E] or [E, C], its weight [E])."""
     example_R = batch.owners[batch.sequence]
     count = batch.examples
@@ -175,31 +175,31 @@ def pool(logits_RC: Tensor, batch: LabelledBatch) -> tuple[Tensor, Tensor, Tenso
     return sums_EC / windows_E[:, None], labels_E, weights_E
 
 
-def class_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+def class_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
     """Sum of the weighted cross-entropies of all rows, in nats, fp32 scalar; logits fp32 [R, C]."""
     return (F.cross_entropy(logits_RC, batch.labels.long(), reduction="none") * batch.weights).sum()
 
 
-def pooled_class_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+def pooled_class_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
     """As `class_loss`, of the mean logits of each example's windows."""
     logits_EC, labels_E, weights_E = pool(logits_RC, batch)
     return (F.cross_entropy(logits_EC, labels_E.long(), reduction="none") * weights_E).sum()
 
 
-def labels_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+def labels_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
     """Sum over examples of the weighted mean binary cross-entropy of their C labels, in nats, fp32 scalar."""
     logits_EC, labels_EC, weights_E = pool(logits_RC, batch)
     losses_EC = F.binary_cross_entropy_with_logits(logits_EC, labels_EC.float(), reduction="none")
     return (losses_EC.mean(1) * weights_E).sum()
 
 
-def value_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+def value_loss(logits_RC: Tensor, batch: LabeledBatch) -> Tensor:
     """Sum over examples of the weighted squared error, fp32 scalar; logits fp32 [R, 1]."""
     values_E1, labels_E, weights_E = pool(logits_RC, batch)
     return ((values_E1[:, 0] - labels_E.float()).square() * weights_E).sum()
 
 
-def span_loss(logits_R2: Tensor, batch: LabelledBatch) -> Tensor:
+def span_loss(logits_R2: Tensor, batch: LabeledBatch) -> Tensor:
     """Mean cross-entropy of start and end, each a softmax over a window's rows."""
     starts = batch.cu_seqlens[:-1].long()  # every token of a window is a query position
     windows = len(starts)
@@ -213,7 +213,7 @@ def span_loss(logits_R2: Tensor, batch: LabelledBatch) -> Tensor:
     return (losses_S2.mean(1) * batch.weights[starts]).sum()
 
 
-LOSSES: dict[tuple[Head, Objective], Callable[[Tensor, LabelledBatch], Tensor]] = {
+LOSSES: dict[tuple[Head, Objective], Callable[[Tensor, LabeledBatch], Tensor]] = {
     ("sequence", "classes"): pooled_class_loss,
     ("sequence", "labels"): labels_loss,
     ("sequence", "value"): value_loss,

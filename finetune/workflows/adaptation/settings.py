@@ -60,7 +60,7 @@ def run_values(
         "finetuning_seeds": arguments.seeds or 1,
     }
     if arguments.general:
-        adaptation |= {"general": str(out / "general"), "replay_share": arguments.replay}
+        adaptation |= {"replay_corpus": str(out / "general"), "replay_share": arguments.replay}
     every = max(1, steps // 5)
     return {
         "name": "adapt",

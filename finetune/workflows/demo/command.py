@@ -1,4 +1,4 @@
-"""The whole demo: pretrain on the embedded corpus, then fine-tune on three labelled sets extracted from it.
+"""The whole demo: pretrain on the embedded corpus, then fine-tune on three labeled sets extracted from it.
 
 Each model is trained from the pretrained weights and from random ones, with the same data and steps. The difference
 in scores shows what pretraining adds.
@@ -25,8 +25,8 @@ from pretrain.common.run_files import SCORES
 from pretrain.reporting.report import FINETUNED
 
 STARTS = {"pretrained": False, "random": True}  # name -> value of the setting random_weights
-DATA = "labelled"  # folder of the labelled sets, in the run folder
-_COUNTS = "counts.json"  # of the labelled sets, written after all of them
+DATA = "labeled"  # folder of the labeled sets, in the run folder
+_COUNTS = "counts.json"  # of the labeled sets, written after all of them
 _SHOWN = 4  # predictions of each task in the report
 _LONGEST = 320  # characters of a text in the report
 
@@ -73,7 +73,7 @@ def _finetune(arguments: argparse.Namespace, run_command: RunCommand) -> int:
     folder: Path = arguments.run_dir
     data, tasks = folder / DATA, _tasks(arguments)
     total = pretraining.STAGES + len(tasks) + 1
-    print(f"\n[{pretraining.STAGES}/{total}] extracting three labelled sets from the corpus: {data}", flush=True)
+    print(f"\n[{pretraining.STAGES}/{total}] extracting three labeled sets from the corpus: {data}", flush=True)
     # Written once, as the corpus is: other packages may be installed when the demo runs again.
     if not (data / _COUNTS).is_file():
         write_json(data / _COUNTS, write_sets(data))

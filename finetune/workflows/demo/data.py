@@ -1,4 +1,4 @@
-"""Three labelled sets extracted from the demo's embedded corpus, without downloads or annotators.
+"""Three labeled sets extracted from the demo's embedded corpus, without downloads or annotators.
 
 packages  the package that a passage of documentation comes from
 names     code names in prose: what the author set between backticks, which are removed

@@ -1,4 +1,4 @@
-"""Masked language modelling, Devlin et al. section 3.1, on sequences that lie end to end.
+"""Masked language modeling, Devlin et al. section 3.1, on sequences that lie end to end.
 
 Which tokens are masked and what replaces them depends only on the sample's key and the position (invariant 1). Every
 module of this package is a scheme, with a class `Scheme` that chooses the tokens; a config names a scheme by its
@@ -29,7 +29,7 @@ _UNUSED = re.compile(r"\[unused\d+\]|<\|reserved_special_token_\d+\|>")  # BERT'
 
 
 @dataclass(frozen=True)
-class Masked:
+class MaskingResult:
     """The result of masking S sequences of T tokens, K of them masked."""
 
     input_ids: np.ndarray  # int64 [T]
@@ -78,14 +78,14 @@ class Masker:
         """Masked tokens of sequences of `lengths`, special tokens included; at most, unless `has_exact_counts`."""
         return np.minimum(self._limits(lengths, share), lengths - special_tokens)
 
-    def apply(self, rows: Rows, key: np.ndarray, share: np.ndarray | None = None) -> Masked:
+    def apply(self, rows: Rows, key: np.ndarray, share: np.ndarray | None = None) -> MaskingResult:
         """Mask `rows`; `key` uint64 [S] are the samples' keys."""
         bits = _token_bits(rows, key)
         chosen = self._choose(rows, bits, share)
         labels = rows.input_ids[chosen]
         input_ids = rows.input_ids.copy()
         input_ids[chosen] = self._scheme.replace(labels, bits[chosen])
-        return Masked(input_ids, chosen, labels, (bits >> np.uint64(32)).astype(np.uint32).view(np.int32))
+        return MaskingResult(input_ids, chosen, labels, (bits >> np.uint64(32)).astype(np.uint32).view(np.int32))
 
     def count(self, rows: Rows, key: np.ndarray, share: np.ndarray | None = None) -> int:
         """How many tokens `apply` would mask."""

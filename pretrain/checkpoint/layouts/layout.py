@@ -7,7 +7,7 @@
     relative.table, .norm                      embeddings of distances, and their norm
     layers.N.qkv (or .q, .kv), .attention_out, .attention_norm, .ffn_in (or .gated_in), .ffn_out, .ffn_norm
     final.norm                                 norm after the last layer of a pre-norm model
-    heads.mlm_transform, .mlm_norm, .mlm       masked-language-modelling head, and the bias of its decoder
+    heads.mlm_transform, .mlm_norm, .mlm       masked-language-modeling head, and the bias of its decoder
     heads.decoder                              that decoder's weight, if it is not the word embeddings
     heads.pooler, .nsp                         next-sentence classifier
     head.dense, .norm                          first layer of a task's head: BERT's pooler, others' own
@@ -62,7 +62,7 @@ class KeyMapping:
         layer: what precedes the number of a layer, without the prefix.
         in_layer: our module of a layer -> their modules, to be stacked in this order.
         elsewhere: our module -> theirs, with the prefix if they have it.
-        decoder: the module of the masked-language-modelling decoder; "" if files have it under our names alone.
+        decoder: the module of the masked-language-modeling decoder; "" if files have it under our names alone.
         out: the module of head.out by purpose, as it is written; any of them is read.
         config: field of `ModelConfig` -> key of config.json.
         task_head: (config.json, shape, purpose) -> what is between the encoder and head.out.
@@ -79,7 +79,7 @@ class KeyMapping:
         read: config.json of today -> fields of `ModelConfig` that need more than a renamed key.
         write: (shape, config.json) -> what `read` reads.
         activation_key: the key of config.json that `ModelConfig.activation` becomes.
-        mlm_activation: that of the masked-language-modelling head if it is fixed; otherwise it follows the layers'.
+        mlm_activation: that of the masked-language-modeling head if it is fixed; otherwise it follows the layers'.
         token_types: rows of the segment table if config.json names none; None if the family never has one.
         padded_positions: whether the position table begins with unused rows up to the padding token's id.
         next_sentence: whether the family has a next-sentence head.
@@ -137,7 +137,7 @@ class KeyMapping:
         theirs = self.out[purpose] if module == "head.out" else self.elsewhere.get(module)
         return [] if theirs is None else [f"{theirs}.{kind}"]
 
-    def spelt_today(self, name: str) -> tuple[str, ...]:
+    def current_names(self, name: str) -> tuple[str, ...]:
         """The names that transformers gives today to what a tensor of a file holds: more than one if it stacks them."""
         name = self.plain(name)
         module, _, kind = name.rpartition(".")

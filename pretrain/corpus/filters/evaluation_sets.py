@@ -1,4 +1,4 @@
-"""The texts of evaluation sets, from files of labelled examples, and the table of their n-grams.
+"""The texts of evaluation sets, from files of labeled examples, and the table of their n-grams.
 
     .txt                 a text per line
     .csv, .tsv           with a header; a text per cell, of all columns or those named

@@ -3,7 +3,7 @@
 A document is kept as soon as a first look at it finds a language to keep; only the others are looked at more closely.
 Latin and Esperanto count only where they are asked for: names and technical terms are taken for them. lingua's time
 grows with the number of languages, so the first look compares with few, unless near relatives are not among them.
-English is recognised by its most frequent words, which takes a tenth of the time.
+English is recognized by its most frequent words, which takes a tenth of the time.
 """
 
 from __future__ import annotations

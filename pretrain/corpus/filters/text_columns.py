@@ -24,7 +24,7 @@ _FACTOR = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2^6
 
 
 def mixed(values: np.ndarray) -> np.ndarray:
-    """uint64 values with their bits spread over all 64 (the finaliser of splitmix64, Steele et al. 2014)."""
+    """uint64 values with their bits spread over all 64 (the finalizer of splitmix64, Steele et al. 2014)."""
     values = values ^ (values >> np.uint64(30))
     values *= np.uint64(0xBF58476D1CE4E5B9)
     values ^= values >> np.uint64(27)
@@ -63,7 +63,7 @@ class TextColumns:
         return mixed((self.term_sums[ends] - self.term_sums[starts]) * inverses[starts])
 
     def grams(self, n: int) -> np.ndarray:
-        """uint64 [T-n+1]: hashes of n neighbouring terms each, those that cross a document's end included."""
+        """uint64 [T-n+1]: hashes of n neighboring terms each, those that cross a document's end included."""
         count = max(0, len(self.term_starts) - n + 1)
         _, inverses = _powers(len(self.term_sums))
         return mixed((self.term_sums[n : n + count] - self.term_sums[:count]) * inverses[:count])

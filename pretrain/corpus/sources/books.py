@@ -1,4 +1,4 @@
-"""Plain-text books, one document a file. Project Gutenberg's header and licence, hard line ends, headings and
+"""Plain-text books, one document a file. Project Gutenberg's header and license, hard line ends, headings and
 pictures are removed."""
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def paragraphs(text: str, problems: Problems) -> str:
 
 
 def _body(text: str) -> tuple[str, bool]:
-    """The text between Project Gutenberg's header and its licence, and whether there is such a header."""
+    """The text between Project Gutenberg's header and its license, and whether there is such a header."""
     start = _START.search(text) or _OLD_START.search(text)
     if start:
         text = text[start.end() :].lstrip()

@@ -24,7 +24,7 @@ def has_flash(hidden: Tensor, heads: int) -> bool:
 def flash_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> Tensor:
     """[R, H] context from [T, 3H]; dropout comes from the device's generator."""
     if layout.rows is not None and options.window:
-        # The kernel counts distances from the ends of queries and keys, as if the queries were neighbours.
+        # The kernel counts distances from the ends of queries and keys, as if the queries were neighbors.
         return flash_attention(qkv, layout._replace(rows=None), options).index_select(0, layout.rows)
     q_RND, k_TND, v_TND = qkv.unflatten(-1, (3, options.heads, -1)).unbind(1)
     cu_queries = layout.cu_seqlens

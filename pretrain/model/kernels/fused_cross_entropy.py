@@ -171,12 +171,12 @@ def _label_scores(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor) ->
 
 def _losses(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C: Tensor) -> Tensor:
     """fp32 [2] as `vocabulary_losses` returns; `logits_CV` come without their bias, `label_C` with it."""
-    return _totals(labels_C, label_C, *_normalise(logits_CV, bias_V))
+    return _totals(labels_C, label_C, *_normalize(logits_CV, bias_V))
 
 
 def _losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C: Tensor) -> Tensor:
     """`_losses`; the logits become the gradient of the first."""
-    scores_CV, top_C, log_total_C = _normalise(logits_CV, bias_V)
+    scores_CV, top_C, log_total_C = _normalize(logits_CV, bias_V)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
     # Rows that are left out have no shares, and no column is their label: no work for each entry.
     denominator_C = torch.where(labels_C < 0, math.inf, log_total_C)
@@ -199,7 +199,7 @@ def _soft_losses_and_gradient(
     hard_weight: float,
 ) -> Tensor:
     """fp32 [4] as `soft_target_losses` returns; the logits become the gradient of the first."""
-    scores_CV, top_C, log_total_C = _normalise(logits_CV, bias_V)
+    scores_CV, top_C, log_total_C = _normalize(logits_CV, bias_V)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
     hard_CV = (scores_CV - log_total_C[:, None]).exp() - (column_V == labels_C[:, None]).float()
     given_CV = teacher_CV.float() if teacher_bias_V is None else teacher_CV.float() + teacher_bias_V.float()
@@ -214,7 +214,7 @@ def _soft_losses_and_gradient(
     return torch.stack([weighted, cross_entropy, divergence, correct])
 
 
-def _normalise(logits_CV: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _normalize(logits_CV: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """In fp32: (scores [C, V], the highest of each row [C], log of the sum of their exponentials [C])."""
     scores_CV = logits_CV.float() if bias_V is None else logits_CV.float() + bias_V.float()
     top_C = scores_CV.amax(-1)

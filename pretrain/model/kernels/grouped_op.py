@@ -93,8 +93,8 @@ class Arguments(NamedTuple):
         return DistanceTables(self.distance_keys, self.distance_queries, self.row_of)
 
     @property
-    def turn(self) -> _Turn:
-        return _Turn(self.cos, self.sin, self.interleaved)
+    def rotary(self) -> _Rotary:
+        return _Rotary(self.cos, self.sin, self.interleaved)
 
 
 _DIFFERENTIABLE = "qkv", "bias", "distance_bias", "distance_keys", "distance_queries"
@@ -119,7 +119,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         q_BQD, k_BLD, v_BLD = _project(between, given, group)
         token_GQ = _rows(group, given.rows)
         distances = DistanceTerms(group, token_GQ, heads, given.window, tables)
-        weighing = _Weighing.of(given, group, token_GQ, q_BQD.shape[-1])
+        weighing = _Softmax.of(given, group, token_GQ, q_BQD.shape[-1])
         context_BQD = torch.empty_like(q_BQD)
         lse_BQ = q_BQD.new_empty(q_BQD.shape[:2], dtype=torch.float32)
         for b in _head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
@@ -158,7 +158,7 @@ def _backward(
         lse_BQ = heads_first(_without_padding(lse[numbers.number_GL], numbers.real_GL, given.rows))
         token_GQ = _rows(group, given.rows)
         distances = DistanceTerms(group, token_GQ, heads, given.window, tables)
-        weighing = _Weighing.of(given, group, token_GQ, q_BQD.shape[-1])
+        weighing = _Softmax.of(given, group, token_GQ, q_BQD.shape[-1])
         grad_q_BQD, grad_k_BLD, grad_v_BLD = (torch.empty_like(x) for x in (q_BQD, k_BLD, v_BLD))
         for b in _head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
             scores_BQL = distances.products(b, q_BQD[b], k_BLD[b])
@@ -236,7 +236,7 @@ def _rows(group: SequenceGroup, rows: Tensor | None) -> Tensor:
     return group.queries.number_GL if rows is None else rows[group.queries.number_GL]
 
 
-class _Turn(NamedTuple):
+class _Rotary(NamedTuple):
     """The rotation of queries and keys, fp32 [T, K] twice, as `positions.Rotation`; None without one."""
 
     cos: Tensor | None
@@ -250,7 +250,7 @@ class _Turn(NamedTuple):
         return self.cos[tokens], self.sin[tokens], self.interleaved
 
 
-class _Weighing(NamedTuple):
+class _Softmax(NamedTuple):
     """How the scores of a group become weights, in both passes."""
 
     mask_BL: Tensor
@@ -260,7 +260,7 @@ class _Weighing(NamedTuple):
     terms: GroupTerms
 
     @classmethod
-    def of(cls, given: Arguments, group: SequenceGroup, token_GQ: Tensor, width: int) -> _Weighing:
+    def of(cls, given: Arguments, group: SequenceGroup, token_GQ: Tensor, width: int) -> _Softmax:
         """Those of a group, whose queries are the tokens `token_GQ`; `width` is that of a head."""
         seeds_BQ = _keys_to_heads(given.keys[token_GQ], given.heads) if given.dropout else None
         terms = GroupTerms(group, token_GQ, given.heads, given.window, given.distance_bias)
@@ -278,7 +278,7 @@ def _project(between: Kernels, given: Arguments, group: SequenceGroup) -> tuple[
     split = 3, given.heads, -1
     x_T3ND = given.qkv.unflatten(1, split)
     biases = (None, None, None) if given.bias is None else given.bias.unflatten(0, split).unbind(0)
-    rotation = () if given.cos is None else given.turn
+    rotation = () if given.cos is None else given.rotary
     q_BQD = between.to_heads(x_T3ND[:, 0], biases[0], _rows(group, given.rows), *rotation)
     k_BLD = between.to_heads(x_T3ND[:, 1], biases[1], group.keys.number_GL, *rotation)
     v_BLD = between.to_heads(x_T3ND[:, 2], biases[2], group.keys.number_GL)
@@ -294,15 +294,15 @@ def _add_to_tokens(
 ) -> None:
     """Put the gradients of a group's queries [B, Q, D], keys and values [B, L, D] into `grad_qkv` [T, 3H]."""
     hidden, (grad_q_BQD, grad_k_BLD, grad_v_BLD), numbers = grad_qkv.shape[1] // 3, grads, group.queries
-    heads, turn = given.heads, given.turn
+    heads, rotary = given.heads, given.rotary
     queries = numbers.range if given.rows is None else given.rows[numbers.range]
-    grad_q_RH = between.to_tokens(grad_q_BQD, numbers.place_T, None, heads, *turn.of(queries)).flatten(1)
+    grad_q_RH = between.to_tokens(grad_q_BQD, numbers.place_T, None, heads, *rotary.of(queries)).flatten(1)
     if isinstance(queries, slice):
         grad_qkv[queries, :hidden] = grad_q_RH
     else:  # a token may be a query twice
         grad_qkv[:, :hidden].index_add_(0, queries, grad_q_RH)
     tokens, places = group.keys.range, (group.keys.place_T, group.keys.other_T, heads)
-    grad_qkv[tokens, hidden : 2 * hidden] = between.to_tokens(grad_k_BLD, *places, *turn.of(tokens)).flatten(1)
+    grad_qkv[tokens, hidden : 2 * hidden] = between.to_tokens(grad_k_BLD, *places, *rotary.of(tokens)).flatten(1)
     grad_qkv[tokens, 2 * hidden :] = between.to_tokens(grad_v_BLD, *places).flatten(1)
 
 

@@ -41,10 +41,10 @@ class Padded(NamedTuple):
     number_GL: Tensor  # int64, the number at each place; padding repeats one of the range
     real_GL: Tensor  # bool, false at padding
     place_T: Tensor  # int64 [numbers], g * L + l of each number in its own unit
-    other_T: Tensor | None = None  # the same in the neighbouring chunk that shares it, or -1; None without chunks
+    other_T: Tensor | None = None  # the same in the neighboring chunk that shares it, or -1; None without chunks
 
 
-class Units(NamedTuple):
+class AttentionUnits(NamedTuple):
     """Ranges of the token axis, int64 [units]: the queries of a unit, and the keys that they read."""
 
     begin: np.ndarray
@@ -53,10 +53,10 @@ class Units(NamedTuple):
     key_end: np.ndarray
 
 
-def cut_into_units(boundaries: tuple[int, ...], window: int) -> tuple[Units, np.ndarray]:
+def cut_into_units(boundaries: tuple[int, ...], window: int) -> tuple[AttentionUnits, np.ndarray]:
     """(the units of the sequences between `boundaries`, number of units before each sequence and in all [S + 1]).
 
-    A chunk is at least twice as long as the window, so that only its neighbours share keys with it. Sequences under two
+    A chunk is at least twice as long as the window, so that only its neighbors share keys with it. Sequences under two
     chunks are left whole.
     """
     offsets = np.asarray(boundaries, np.int64)
@@ -68,10 +68,10 @@ def cut_into_units(boundaries: tuple[int, ...], window: int) -> tuple[Units, np.
     starts, ends = offsets[sequence], offsets[sequence + 1]
     begin, end = (starts + n * lengths[sequence] // counts[sequence] for n in (chunk, chunk + 1))
     if not window:
-        return Units(begin, end, begin, end), first
+        return AttentionUnits(begin, end, begin, end), first
     alone = counts[sequence] == 1
     key_begin = np.where(alone, starts, np.maximum(starts, begin - window))
-    return Units(begin, end, key_begin, np.where(alone, ends, np.minimum(ends, end + window))), first
+    return AttentionUnits(begin, end, key_begin, np.where(alone, ends, np.minimum(ends, end + window))), first
 
 
 @functools.lru_cache(maxsize=8)  # a micro-batch has few, used by every layer, forward and backward
@@ -103,7 +103,7 @@ def group_sequences(
         own = slice(int(first[begin]), int(first[end]))
         of_queries = starts[own.start : own.stop + 1]
         if of_queries[0] < of_queries[-1]:
-            part = Units(*(x[own] for x in units))
+            part = AttentionUnits(*(x[own] for x in units))
             keys = _pad(part.key_begin, part.key_end, device)
             chunked = len(part.begin) > end - begin
             if chunked:
@@ -113,7 +113,7 @@ def group_sequences(
     return tuple(groups)
 
 
-def _cheapest_cuts(units: Units, first: np.ndarray, heads: int, per_group: int) -> list[tuple[int, int]]:
+def _cheapest_cuts(units: AttentionUnits, first: np.ndarray, heads: int, per_group: int) -> list[tuple[int, int]]:
     """(first, one past the last) sequence of each group, in order.
 
     A group of G units of Q queries and L keys costs `per_group` and heads * G * Q * (L + 128) scores: L for each of its
@@ -141,7 +141,7 @@ def _pad(begin: np.ndarray, end: np.ndarray, device: torch.device) -> Padded:
     begin_G1, end_G1 = torch.from_numpy(begin.copy())[:, None], torch.from_numpy(end.copy())[:, None]
     place_L = torch.arange(int((end - begin).max()))
     real_GL = place_L < end_G1 - begin_G1
-    # An empty range repeats a neighbour's number: its result is not used.
+    # An empty range repeats a neighbor's number: its result is not used.
     last_G1 = (end_G1 - 1).clamp_min(int(begin[0]))
     number_GL = torch.minimum(begin_G1 + place_L, last_G1)
     place_T = torch.arange(real_GL.numel()).view_as(real_GL)[real_GL]
@@ -149,7 +149,7 @@ def _pad(begin: np.ndarray, end: np.ndarray, device: torch.device) -> Padded:
     return Padded(slice(int(begin[0]), int(end[-1])), *tensors)
 
 
-def _places_of_shared_keys(units: Units, length: int, device: torch.device) -> dict[str, Tensor]:
+def _places_of_shared_keys(units: AttentionUnits, length: int, device: torch.device) -> dict[str, Tensor]:
     """`place_T` and `other_T` of the tokens of chunks, whose keys are laid out [G, length]."""
     token_T = np.arange(units.begin[0], units.end[-1])
     unit_T = np.searchsorted(units.end, token_T, side="right")

@@ -61,7 +61,7 @@ def _to_heads(
     if cos_TK is None or sin_TK is None:
         x_GLND = _add_bias(x_TND[rows_GL], bias_ND)
         return x_GLND.to(x_TND.dtype).transpose(1, 2).flatten(0, 1).contiguous()
-    # Each half is gathered on its own: one vectorised loop, where a split after the gather makes three.
+    # Each half is gathered on its own: one vectorized loop, where a split after the gather makes three.
     biases = (None, None) if bias_ND is None else split_pairs(bias_ND, interleaved=interleaved)
     first_GLNK, second_GLNK = (
         _add_bias(x_TNK[rows_GL], bias_NK).float()

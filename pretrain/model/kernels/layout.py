@@ -13,7 +13,7 @@ from pretrain.model.positions import Rotation
 class RelativeRows(NamedTuple):
     """The embeddings of distances that a micro-batch reads, for disentangled positions."""
 
-    embeddings: Tensor  # [P, H], normalised if the model does that
+    embeddings: Tensor  # [P, H], normalized if the model does that
     row_of: Tensor  # int64 [2M - 1] on the host: the row of the distances 1 - M to M - 1, query minus key; ascending
 
 

@@ -115,17 +115,17 @@ def _shown(encoding: Any, text: str, pair: str | None) -> ShownTokens:
 def _marked(encoding: Any, texts: list[str], words: list[tuple[int, int] | None]) -> MarkedTokens:
     special = np.array([word is None for word in words])
     first = special & (np.arange(len(special)) == 0)
-    spelt: dict[tuple[int, int], str] = {}
+    spelled: dict[tuple[int, int], str] = {}
     for text, word in zip(texts, words, strict=True):
         if word is not None:
-            spelt[word] = spelt.get(word, "") + text.lower()
-    numbers = {spelling: number for number, spelling in enumerate(dict.fromkeys(spelt.values()))}
-    places = {word: number for number, word in enumerate(spelt)}
+            spelled[word] = spelled.get(word, "") + text.lower()
+    numbers = {spelling: number for number, spelling in enumerate(dict.fromkeys(spelled.values()))}
+    places = {word: number for number, word in enumerate(spelled)}
     return MarkedTokens(
         ids=np.array(encoding.ids, np.int64),
         first=first,
         separator=special & ~first,
         punctuation=np.array([text in _PUNCTUATION for text in texts]),
-        word=np.array([-1 if word is None else numbers[spelt[word]] for word in words]),
+        word=np.array([-1 if word is None else numbers[spelled[word]] for word in words]),
         place=np.array([-1 if word is None else places[word] for word in words]),
     )

@@ -104,7 +104,7 @@ def _events(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
         yield {
             "step": event["step"],
             "kind": kind,
-            "colour": "--severe" if kind in _SEVERE else "--event",
+            "color": "--severe" if kind in _SEVERE else "--event",
             "time": _date(event.get("time")),
             "message": str(event.get("message") or ""),
             "run": run.label if len(runs) > 1 else "",
@@ -117,7 +117,7 @@ def _phases(run: RunRecords) -> Iterator[dict[str, Any]]:
     for phase, following in itertools.pairwise(run.config.get("phases") or []):
         step += int(phase["steps"])
         lengths = f"sequence length {phase['sequence_length']} -> {following['sequence_length']}"
-        yield {"step": step, "kind": "phase", "colour": "--soft", "time": "", "message": lengths, "run": ""}
+        yield {"step": step, "kind": "phase", "color": "--soft", "time": "", "message": lengths, "run": ""}
 
 
 # ---- the header
@@ -139,9 +139,9 @@ def _tiles(run: RunRecords) -> list[tuple[str, str, str]]:
     """(label, value, note) of the most important results."""
     tiles = [*_held_out_tiles(run)]
     rates = _values(run, "tokens_per_second")
-    utilisation, stalls = _values(run, "mfu"), _values(run, "data_stall_fraction")
+    utilization, stalls = _values(run, "mfu"), _values(run, "data_stall_fraction")
     if rates:
-        note = f"median; {statistics.median(utilisation):.1%} MFU" if utilisation else "median"
+        note = f"median; {statistics.median(utilization):.1%} MFU" if utilization else "median"
         tiles.append(("useful tokens/s", f"{statistics.median(rates):,.0f}", note))
     if stalls:
         tiles.append(("data stalls", f"{statistics.median(stalls):.2%}", "of the time, median"))

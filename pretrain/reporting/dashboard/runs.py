@@ -1,6 +1,6 @@
 """Reads the data of a dashboard: one run folder, or a folder of several runs.
 
-Run folders of pretraining and of fine-tuning are recognised by the files in them.
+Run folders of pretraining and of fine-tuning are recognized by the files in them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ const weight = (from, to) => weights[view.layer][(view.head * length + from) * l
 const percent = share => Number((100 * share).toPrecision(share < 0.1 ? 2 : 3)) + "\u00a0%";
 const nats = value => Number(value.toPrecision(3)) + " nats";
 
-const colour = name => {
+const color = name => {
   const [, hex] = getComputedStyle(document.documentElement).getPropertyValue(name).match(/#([0-9a-f]{6})/i);
   return [0, 2, 4].map(at => parseInt(hex.slice(at, at + 2), 16));
 };
@@ -38,7 +38,7 @@ const thumbnail = (canvas, layer, head) => {
       const field = Math.floor(i * side / length) * side + Math.floor(j * side / length);
       largest[field] = Math.max(largest[field], weights[layer][at + i * length + j]);
     }
-  const context = canvas.getContext("2d"), image = context.createImageData(side, side), ink = colour("--train");
+  const context = canvas.getContext("2d"), image = context.createImageData(side, side), ink = color("--train");
   largest.forEach((value, n) => image.data.set([...ink, 255 * Math.sqrt(value / 65535)], 4 * n));
   context.putImageData(image, 0, 0);
 };
@@ -104,33 +104,33 @@ const paintMatrix = () => {
   const widest = Math.ceil(Math.max(...tokens.map(token => context.measureText(shown(token)).width)));
   const gutter = Math.min(widest + 8, 96, room * 0.25);
   frame.cell = Math.max(length > 80 ? 4 : 11, Math.min(26, Math.floor((room - gutter) / length)));
-  const labelled = frame.cell >= 8;
-  frame.left = frame.top = labelled ? gutter : 2;
+  const labeled = frame.cell >= 8;
+  frame.left = frame.top = labeled ? gutter : 2;
   const width = frame.left + length * frame.cell + 2, height = frame.top + length * frame.cell + 2;
   Object.assign(canvas, { width: width * ratio, height: height * ratio });
   Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
   context.scale(ratio, ratio);
-  context.fillStyle = `rgb(${colour("--train")})`;
+  context.fillStyle = `rgb(${color("--train")})`;
   for (let i = 0; i < length; i++)
     for (let j = 0; j < length; j++) {
       context.globalAlpha = Math.sqrt(weight(i, j));
       context.fillRect(frame.left + j * frame.cell, frame.top + i * frame.cell, frame.cell - (frame.cell > 6), frame.cell - (frame.cell > 6));
     }
   context.globalAlpha = 1;
-  context.strokeStyle = `rgb(${colour("--held-out")})`;
+  context.strokeStyle = `rgb(${color("--held-out")})`;
   const side = length * frame.cell;
   if (view.from !== null) context.strokeRect(frame.left - 0.5, frame.top + view.from * frame.cell - 0.5, side, frame.cell);
   if (view.to !== null) context.strokeRect(frame.left + view.to * frame.cell - 0.5, frame.top - 0.5, frame.cell, side);
-  if (!labelled) return;
+  if (!labeled) return;
   context.font = font(Math.min(12, frame.cell));
   context.textBaseline = "middle";
   tokens.forEach((token, n) => {
-    context.fillStyle = `rgb(${colour(token.special ? "--soft" : "--ink")})`;
-    const text = shortened(context, shown(token), gutter - 8), centre = (n + 0.5) * frame.cell;
+    context.fillStyle = `rgb(${color(token.special ? "--soft" : "--ink")})`;
+    const text = shortened(context, shown(token), gutter - 8), center = (n + 0.5) * frame.cell;
     context.textAlign = "right";
-    context.fillText(text, frame.left - 5, frame.top + centre);
+    context.fillText(text, frame.left - 5, frame.top + center);
     context.save();
-    context.translate(frame.left + centre, frame.top - 5);
+    context.translate(frame.left + center, frame.top - 5);
     context.rotate(-Math.PI / 2);
     context.textAlign = "left";
     context.fillText(text, 0, 0);

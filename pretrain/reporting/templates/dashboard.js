@@ -67,9 +67,9 @@ const nearest = (curve, step) => {
 
 // ---- drawing
 
-// Eight colours; further curves use them with dashes.
+// Eight colors; further curves use them with dashes.
 data.charts.forEach(chart => chart.curves.forEach((curve, number) => {
-  curve.style = `--colour: var(--c${number % 8});` + (number < 8 ? "" : ` --dash: ${number < 16 ? "6 3" : "2 3"};`);
+  curve.style = `--color: var(--c${number % 8});` + (number < 8 ? "" : ` --dash: ${number < 16 ? "6 3" : "2 3"};`);
 }));
 
 const make = (kind, attributes, text) => {
@@ -137,7 +137,7 @@ const marks = (x, width) => {
   let free = -Infinity;
   for (const mark of [...data.marks].sort((a, b) => a.step - b.step)) {
     if (mark.step < view.low || mark.step > view.high) continue;
-    const at = x(mark.step), style = `--colour: var(${mark.colour})`, room = mark.kind.length * 6;
+    const at = x(mark.step), style = `--color: var(${mark.color})`, room = mark.kind.length * 6;
     nodes.push(make("line", { class: "mark", style, x1: at, x2: at, y1: TOP - 4, y2: HEIGHT - BOTTOM }));
     const left = Math.min(at - 2, width - RIGHT - room);
     if (left > free) {
@@ -201,7 +201,7 @@ const showMarks = (one, place) => {
   note.className = "mark-text";
   for (const mark of near.slice(0, 3)) {
     const line = document.createElement("div"), kind = document.createElement("b");
-    kind.style.color = `var(${mark.colour})`;
+    kind.style.color = `var(${mark.color})`;
     kind.textContent = mark.kind;
     line.append(kind, ` step ${mark.step.toLocaleString("en")}${mark.time ? ", " + mark.time : ""}: ${mark.message}`);
     note.append(line);

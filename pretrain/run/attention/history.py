@@ -28,7 +28,7 @@ from pretrain.run.attention.kinds import HeadStatistics, MarkedTokens
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-# Tokens of a recorded text tell their neighbours and special tokens, but not the words that they belong to.
+# Tokens of a recorded text tell their neighbors and special tokens, but not the words that they belong to.
 RECORDED = ("self", "previous", "next", "first", "separator", "same_token")
 _TEXTS, _LENGTH = 8, 64
 _PICTURE_LENGTH = 24  # tokens of the text whose matrices are kept
@@ -161,7 +161,7 @@ def _marked(ids: np.ndarray, special: Mapping[str, int]) -> MarkedTokens:
 
 
 def _thinned(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most `_MOST_RECORDS`: the one between the nearest neighbours goes first, the first and last never."""
+    """At most `_MOST_RECORDS`: the one between the nearest neighbors goes first, the first and last never."""
     while len(records) > _MOST_RECORDS:
         gaps = [records[at + 1]["step"] - records[at - 1]["step"] for at in range(1, len(records) - 1)]
         del records[1 + gaps.index(min(gaps))]

@@ -5,7 +5,7 @@ from pretrain.training.engine.deepspeed_patches import deepspeed_ops
 from pretrain.training.engine.engine import Engine, ProgressWatch, StepResult
 from pretrain.training.engine.pass_graphs import LAUNCHED
 from pretrain.training.engine.state_layouts import Fragment, FragmentReader
-from pretrain.training.engine.workers import WorkerGroup, end_process_group, first_object, gather_objects
+from pretrain.training.engine.workers import RankGroup, end_process_group, first_object, gather_objects
 
 __all__ = [
     "LAUNCHED",
@@ -13,8 +13,8 @@ __all__ = [
     "Fragment",
     "FragmentReader",
     "ProgressWatch",
+    "RankGroup",
     "StepResult",
-    "WorkerGroup",
     "deepspeed_config",
     "deepspeed_ops",
     "end_process_group",

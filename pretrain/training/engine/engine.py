@@ -34,11 +34,11 @@ from pretrain.training.engine.state_layouts import (
     MOMENTS,
     Fragment,
     FragmentReader,
-    Parts,
+    LayoutInputs,
     layout_class,
     tensor_segments,
 )
-from pretrain.training.engine.workers import WorkerGroup
+from pretrain.training.engine.workers import RankGroup
 from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes
 
 _LEAST_DIVIDED = 1 << 14  # entries of a tensor; at resume in ZeRO-0, every rank reads smaller ones whole
@@ -105,7 +105,7 @@ class Engine:
 
     Args:
         model: parameters in fp32 on any device; DeepSpeed casts and moves them.
-        make_optimizer: from (name, parameter) pairs to an optimizer whose groups carry `names`, and `rate_share`
+        make_optimizer: from (name, parameter) pairs to an optimizer whose groups carry `names`, and `lr_scale`
             where a group's learning rate is a share of the run's.
         settings: stage, precision, clipping and DeepSpeed's own section.
         watch: called with progress and waits.
@@ -135,7 +135,7 @@ class Engine:
             share_one_heap()
         deepspeed = import_deepspeed()
         if not dist.is_initialized():
-            raise RuntimeError("the process group must be initialised before the engine")
+            raise RuntimeError("the process group must be initialized before the engine")
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         use_world_group()
@@ -148,15 +148,15 @@ class Engine:
         if own_sums:
             buckets.divide_groups(self._optimizer, list(self.shapes), buckets.ENTRIES)
         names = [list(group["names"]) for group in self._optimizer.param_groups]
-        self._deepspeed = _initialise(
+        self._deepspeed = _initialize(
             deepspeed, model, self._optimizer, deepspeed_config(settings, self.world_size), settings
         )
         return_freed_memory()  # of the whole fp32 model, which ZeRO has partitioned by now
         self.module = self._deepspeed.module
         self.device = torch.device(self._deepspeed.device)
-        self.workers = WorkerGroup(self.rank, self.world_size, self.device)
+        self.workers = RankGroup(self.rank, self.world_size, self.device)
         self.loss_scale = LossScale.of(settings.deepspeed.get("fp16") or {}) if settings.precision == "fp16" else None
-        parts = Parts(
+        parts = LayoutInputs(
             deepspeed=self._deepspeed,
             optimizer=self._optimizer,
             names=names,
@@ -170,7 +170,7 @@ class Engine:
             sum_over_workers=self.workers.sum_over_workers,
         )
         self._layout = layout_class(settings)(parts)
-        self._tell_loss_scale()
+        self._set_loss_scale()
         self._sums = self._layout.sums
         if self._sums is not None and self._sums.takes_rows:
             use_sparse_embedding_gradients(self.module)
@@ -219,7 +219,7 @@ class Engine:
         """
         assert self._graphs is not None
         self.watch.beat()
-        self._layout.settle()
+        self._layout.wait_for_weights()
         with timed():
             totals = self._graphs.run(batch, weights, compute)
         if last:
@@ -238,18 +238,18 @@ class Engine:
         """fp16's scale of the loss, where DeepSpeed leaves it to us."""
         return 1.0 if self._layout.deepspeed_scales or not self.loss_scale else self.loss_scale.cur_scale
 
-    def _tell_loss_scale(self) -> None:
+    def _set_loss_scale(self) -> None:
         if self.loss_scale and self._layout.deepspeed_scales:
             self._deepspeed.optimizer.override_loss_scale(self.loss_scale.cur_scale)
 
     def step(self, learning_rate: float) -> StepResult:
         """Clip, and step the optimizer unless a gradient is not finite; gradients are cleared either way."""
         for group in self._deepspeed.optimizer.param_groups:
-            group["lr"] = learning_rate * group.get("rate_share", 1.0)
+            group["lr"] = learning_rate * group.get("lr_scale", 1.0)
         norm = self._layout.step(self.loss_scale.cur_scale if self.loss_scale else 1.0)
         if self.loss_scale:
             self.loss_scale.update(overflow=not math.isfinite(norm))
-            self._tell_loss_scale()
+            self._set_loss_scale()
         return StepResult(norm)
 
     def slow_entries(self, name: str, entries: int, share: float) -> None:
@@ -316,7 +316,7 @@ class Engine:
             self._optimizer.state[flat]["step"].fill_(float(state.get("updates", 0)))
         if self.loss_scale:
             self.loss_scale.load(state.get("scaler") or {})
-            self._tell_loss_scale()
+            self._set_loss_scale()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps besides `fragments`: counts, fp16's loss scale and the shapes of all parameters."""
@@ -340,7 +340,7 @@ class Engine:
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers."""
-        self._layout.settle()
+        self._layout.wait_for_weights()
         self._graphs = None
         self._deepspeed.destroy()
         gc.collect()
@@ -390,7 +390,7 @@ class Engine:
             state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
 
 
-def _initialise(
+def _initialize(
     deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], settings: EngineConfig
 ) -> Any:
     """DeepSpeed's engine. Raises `InputError` if it refuses `engine.deepspeed`."""

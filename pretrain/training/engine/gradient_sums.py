@@ -65,7 +65,7 @@ class GradientSums:
         self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket.places}
         self.own_B = [bucket.own for bucket in self._buckets]
         self._to_send: deque[_Bucket] = deque()  # of this backward pass, in order
-        self._pending: deque[_Sent] = deque()
+        self._pending: deque[_InFlight] = deque()
         deepspeed_patches.replace_gradient_sums(deepspeed.optimizer, self._add)
 
     @property
@@ -141,7 +141,7 @@ class GradientSums:
             else:
                 received = torch.empty_like(sent)
                 work = dist.all_to_all_single(received, sent, async_op=True)
-            self._pending.append(_Sent(own, received, work, replaces=self._whole and adds_on_the_way()))
+            self._pending.append(_InFlight(own, received, work, replaces=self._whole and adds_on_the_way()))
 
     def _receive(self) -> None:
         """Add the other ranks' parts of the oldest piece to this rank's."""
@@ -157,7 +157,7 @@ class GradientSums:
                     _add_entries(own, row)
 
 
-class _Sent(NamedTuple):
+class _InFlight(NamedTuple):
     """A piece on its way."""
 
     own: Tensor  # fp32 [entries], this rank's sums
@@ -253,7 +253,7 @@ def _add_entries(sums: Tensor, more: Tensor) -> None:
     if sums.is_cuda:
         sums.add_(more)
         return
-    # A mixed sum is not vectorised on CPUs (seven times slower), and a whole fp32 copy leaves the cache.
+    # A mixed sum is not vectorized on CPUs (seven times slower), and a whole fp32 copy leaves the cache.
     for piece, new in zip(sums.split(_SUM_ENTRIES), more.split(_SUM_ENTRIES), strict=True):
         piece.add_(new.float())
 

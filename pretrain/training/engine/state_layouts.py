@@ -54,7 +54,7 @@ class FragmentReader(Protocol):
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor: ...  # fp32 [numel]
 
 
-class Piece(NamedTuple):
+class ParameterPiece(NamedTuple):
     """The place of entries `start` on of the flattened parameter `name`: `held` of `flat`, one of a layout's flats."""
 
     name: str
@@ -68,7 +68,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parts:
+class LayoutInputs:
     """The objects that a layout uses, once DeepSpeed has wrapped model and optimizer."""
 
     deepspeed: Any  # DeepSpeed's engine
@@ -108,7 +108,7 @@ class StateLayout(ABC):
     _loss_scale = 1.0  # of the gradients in this step
     _gather: WeightGather | None = None  # of the weights that every rank updates a part of
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: LayoutInputs) -> None:
         self._parts = parts
 
     def flats(self) -> list[Tensor]:
@@ -116,7 +116,7 @@ class StateLayout(ABC):
         return [tensor for group in self._parts.optimizer.param_groups for tensor in group["params"]]
 
     @abstractmethod
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[ParameterPiece]:
         """Every piece of the parameters that this rank holds."""
 
     def fragments(self) -> Iterator[Fragment]:
@@ -130,7 +130,7 @@ class StateLayout(ABC):
     def refresh(self, reader: FragmentReader) -> None:
         """Bring the weights that the model computes with in line with the master weights, which were read."""
 
-    def settle(self) -> None:
+    def wait_for_weights(self) -> None:
         """Wait until the weights that the model computes with are those of the last step, on every rank."""
         if self._gather is not None:
             self._gather.finish()
@@ -141,7 +141,7 @@ class StateLayout(ABC):
 
     def whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
         """While the context lasts, `parameters` are whole on every rank. All ranks enter it together."""
-        self.settle()
+        self.wait_for_weights()
         return contextlib.nullcontext()
 
     def step(self, loss_scale: float) -> Tensor:
@@ -257,11 +257,11 @@ class Stage0Fp32Layout(StateLayout):
     sums_apart = False
     shared = True
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[ParameterPiece]:
         names = (name for group in self._parts.names for name in group)
         masters = dict(zip(names, self.flats(), strict=True))
         for name in self._parts.parameters:
-            yield Piece(name, 0, masters[name], slice(0, masters[name].numel()))
+            yield ParameterPiece(name, 0, masters[name], slice(0, masters[name].numel()))
 
     def refresh(self, reader: FragmentReader) -> None:
         """Does nothing: the model computes with the master weights."""
@@ -283,7 +283,7 @@ class Stage0HalfLayout(OwnStepLayout, Stage0Fp32Layout):
     DeepSpeed's step reads a number from the device for each parameter (runtime/utils.py, has_overflow_serial).
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: LayoutInputs) -> None:
         super().__init__(parts)
         self._weights = [parts.parameters[name] for group in parts.names for name in group]  # in the order of `flats`
         self._replace_step()
@@ -313,7 +313,7 @@ class Stage1Layout(OwnStepLayout):
 
     keeps_whole_sums = True  # each rank keeps the sums of all gradients, as DeepSpeed's stage 1 does too
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: LayoutInputs) -> None:
         super().__init__(parts)
         self._group_of = {name: number for number, names in enumerate(parts.names) for name in names}
         self._seen: dict[int, Tensor] = {}  # of tables, whether a row ever had a gradient, as in `step_table`
@@ -328,7 +328,7 @@ class Stage1Layout(OwnStepLayout):
             self.sums = GradientSums(parts.deepspeed, buckets, whole=self.keeps_whole_sums)
             self._replace_step()
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[ParameterPiece]:
         flats = self.flats()
         for name, parameter in self._parts.parameters.items():
             flat = flats[self._group_of[name]]
@@ -336,13 +336,13 @@ class Stage1Layout(OwnStepLayout):
             first, own = int(parameter.data.storage_offset()), self._parts.rank * flat.numel()
             start, stop = max(first, own), min(first + parameter.numel(), own + flat.numel())
             if start < stop:
-                yield Piece(name, start - first, flat, slice(start - own, stop - own))
+                yield ParameterPiece(name, start - first, flat, slice(start - own, stop - own))
 
     def refresh(self, reader: FragmentReader) -> None:
         """Gather the weights from the ranks that hold them, so that no rank reads more than its part."""
         self._seen = {}
         self._spread_weights()
-        self.settle()
+        self.wait_for_weights()
 
     def step(self, loss_scale: float) -> Tensor:
         if self.sums is None:
@@ -379,7 +379,7 @@ class Stage1Layout(OwnStepLayout):
     @torch.no_grad()
     def _spread_weights(self) -> None:
         """Cast this rank's master weights to those that the model computes with, and begin to gather all of these."""
-        self.settle()
+        self.wait_for_weights()
         for number, (flat, master) in enumerate(zip(self._weights, self.flats(), strict=True)):
             if number in self._cast:  # by the step
                 continue
@@ -398,7 +398,7 @@ class Stage2Layout(Stage1Layout):
 class Stage3Layout(StateLayout):
     """Each rank also has only a part of every parameter."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: LayoutInputs) -> None:
         super().__init__(parts)
         local = deepspeed_patches.import_deepspeed().utils.safe_get_local_fp32_param
         # This rank's part of each parameter's master weights, padding included: views of few flat tensors.
@@ -408,12 +408,12 @@ class Stage3Layout(StateLayout):
     def flats(self) -> list[Tensor]:
         return self._flats
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[ParameterPiece]:
         for name in self._parts.parameters:
             master, (start, held) = self._masters[name], self._part(name)
             if held:
                 offset = master.storage_offset() - master._base.storage_offset()
-                yield Piece(name, start, master._base, slice(offset, offset + held))
+                yield ParameterPiece(name, start, master._base, slice(offset, offset + held))
 
     def _part(self, name: str) -> tuple[int, int]:
         """(start, entries) of the part of a flattened parameter that this rank holds, padding left out."""

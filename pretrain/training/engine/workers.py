@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class WorkerGroup:
+class RankGroup:
     """All ranks in one process group, by default that of training.
 
     Attributes:
@@ -26,14 +26,14 @@ class WorkerGroup:
     device: torch.device
     _group: Any = None
 
-    def aside(self) -> WorkerGroup:
+    def aside(self) -> RankGroup:
         """The same ranks for another thread, on the CPU: its collectives are separate from those of this group."""
         cpu = torch.device("cpu")
         if self.world_size == 1:
-            return WorkerGroup(self.rank, self.world_size, cpu)
+            return RankGroup(self.rank, self.world_size, cpu)
         ranks: Any = dist.group.WORLD
         timeout = ranks._get_backend(self.device).options._timeout  # a new group has torch's own
-        return WorkerGroup(self.rank, self.world_size, cpu, dist.new_group(backend="gloo", timeout=timeout))
+        return RankGroup(self.rank, self.world_size, cpu, dist.new_group(backend="gloo", timeout=timeout))
 
     def sum_over_workers(self, values: Tensor) -> Tensor:
         """`values`, on any device, summed over all ranks in place."""

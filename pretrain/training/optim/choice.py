@@ -54,7 +54,7 @@ def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]
     if settings.name == "stable_adamw":
         return StableAdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon)
     if settings.name == "muon":
-        groups = _with_matrices_apart(groups, settings.muon_rate)
+        groups = _with_matrices_apart(groups, settings.muon_lr_scale)
         return Muon(
             groups,
             lr=0.0,
@@ -65,7 +65,7 @@ def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]
 
 
 def _with_matrices_apart(groups: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
-    """`groups`, each divided into what Muon orthogonalises, at `rate` times its learning rate, and all else."""
+    """`groups`, each divided into what Muon orthogonalizes, at `rate` times its learning rate, and all else."""
     divided = []
     for group in groups:
         for orthogonal in (True, False):
@@ -76,7 +76,7 @@ def _with_matrices_apart(groups: list[dict[str, Any]], rate: float) -> list[dict
             ]
             if members:
                 names, parameters = map(list, zip(*members, strict=True))
-                share = group.get("rate_share", 1.0) * (rate if orthogonal else 1.0)
-                own = {"names": names, "params": parameters, "orthogonal": orthogonal, "rate_share": share}
+                share = group.get("lr_scale", 1.0) * (rate if orthogonal else 1.0)
+                own = {"names": names, "params": parameters, "orthogonal": orthogonal, "lr_scale": share}
                 divided.append({**group, **own})
     return divided

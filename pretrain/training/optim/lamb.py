@@ -9,8 +9,8 @@ import torch
 
 from pretrain.training.optim.lists import foreach, together
 from pretrain.training.optim.tensorwise import (
-    Piece,
     Segment,
+    TensorPiece,
     TensorwiseOptimizer,
     divide_means,
     square_sums,
@@ -53,7 +53,7 @@ class Lamb(TensorwiseOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._prepare_skip()
-        adapted: list[tuple[float, list[Piece]]] = []  # with their rates
+        adapted: list[tuple[float, list[TensorPiece]]] = []  # with their rates
         count = self._tensor_count
         for group in self.param_groups:
             if not group["layer_adaptation"]:
@@ -76,7 +76,7 @@ class Lamb(TensorwiseOptimizer):
             self._apply_adapted(adapted, count)
         return loss
 
-    def _apply_adapted(self, adapted: list[tuple[float, list[Piece]]], count: int) -> None:
+    def _apply_adapted(self, adapted: list[tuple[float, list[TensorPiece]]], count: int) -> None:
         """Step each piece at its tensor's trust ratio; every worker calls this, even without a piece."""
         squares = self._zeros(count)
         for _, pieces in adapted:
@@ -94,7 +94,7 @@ class Lamb(TensorwiseOptimizer):
             weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
             foreach._foreach_addcmul_(weights, updates, own, value=-rate)
 
-    def _update(self, group: dict[str, Any], pieces: list[Piece]) -> None:
+    def _update(self, group: dict[str, Any], pieces: list[TensorPiece]) -> None:
         """Advance the moments of some pieces and turn their gradients into the update."""
         for run in together([piece.weights for piece in pieces]):
             some = pieces[run]

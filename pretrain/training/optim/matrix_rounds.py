@@ -1,6 +1,6 @@
-"""Which worker orthogonalises which matrix, and which pieces travel: the plan of a Muon step over sharded matrices.
+"""Which worker orthogonalizes which matrix, and which pieces travel: the plan of a Muon step over sharded matrices.
 
-Each matrix has one owner. The workers send it their pieces, it orthogonalises the whole, and sends the pieces back. So
+Each matrix has one owner. The workers send it their pieces, it orthogonalizes the whole, and sends the pieces back. So
 the work is divided, each entry travels once in each direction, and the result does not depend on how ZeRO cut the
 matrices. Matrices are handled in rounds, which bounds the memory of the copies.
 """
@@ -21,7 +21,7 @@ Shape = tuple[int, int]
 
 
 class Workers(Protocol):
-    """The workers that step together; `pretrain.training.engine.WorkerGroup` is one."""
+    """The workers that step together; `pretrain.training.engine.RankGroup` is one."""
 
     @property
     def rank(self) -> int: ...
@@ -61,7 +61,7 @@ class Round:
     """The part of one worker in one round: pieces by the worker that they go to or come from.
 
     Attributes:
-        owned: shapes of the matrices that this worker orthogonalises, by tensor id.
+        owned: shapes of the matrices that this worker orthogonalizes, by tensor id.
         sent: this worker's pieces, by owner.
         gathered: pieces of the owned matrices, by sender.
         returned: pieces of the owned matrices, by receiver.
@@ -135,7 +135,7 @@ def _owners(ids: list[int], shapes: Mapping[int, Shape], workers: int) -> dict[i
 
 
 def _work(shape: Shape) -> int:
-    """Of an orthogonalisation, up to a factor: products of the Gram matrix with the matrix and with itself."""
+    """Of an orthogonalization, up to a factor: products of the Gram matrix with the matrix and with itself."""
     small, large = sorted(shape)
     return small * small * (2 * large + small)
 

@@ -1,6 +1,6 @@
-"""Muon: momentum, orthogonalised, for the matrices of the layers; AdamW for all other parameters.
+"""Muon: momentum, orthogonalized, for the matrices of the layers; AdamW for all other parameters.
 
-DeepSpeed has a Muon too (0.19.8, `optimizer.type`). It orthogonalises before gradients are clipped and checked, keeps
+DeepSpeed has a Muon too (0.19.8, `optimizer.type`). It orthogonalizes before gradients are clipped and checked, keeps
 stacked projections together, and takes its momentum out of the optimizer's state.
 """
 
@@ -29,7 +29,7 @@ _NARROW = 256  # in bf16, one by one such matrices take 1.5 times as long, of 12
 
 
 def matrix_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[int, Shape]:
-    """Shapes of the matrices that Muon orthogonalises, by tensor id; a stacked parameter holds several."""
+    """Shapes of the matrices that Muon orthogonalizes, by tensor id; a stacked parameter holds several."""
     ids = number_tensors(shapes)
     return {
         tensor_id: (shape[0] // len(ids[name]), shape[1])
@@ -39,7 +39,7 @@ def matrix_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[int, Shape]:
     }
 
 
-def orthogonalise(update_RC: Tensor) -> Tensor:
+def orthogonalize(update_RC: Tensor) -> Tensor:
     """The nearest orthogonal matrix, roughly: singular values become 0.7 to 1.2 (Newton-Schulz iteration).
 
     Computed in the type of `update_RC`, which is one matrix or several, [..., R, C]. The scale of a matrix does not
@@ -60,9 +60,9 @@ def orthogonalise(update_RC: Tensor) -> Tensor:
 class Muon(SkippingOptimizer):
     """Muon, Jordan et al. 2024, with weight decay and the scale of Liu et al. 2025 (arXiv:2502.16982, section 2.2).
 
-    Updates of matrices are Nesterov momentum, orthogonalised, times 0.2 sqrt(max(rows, columns)). So they are as large
+    Updates of matrices are Nesterov momentum, orthogonalized, times 0.2 sqrt(max(rows, columns)). So they are as large
     as AdamW's, and one learning rate and weight decay serve both, as in `torch.optim.Muon` with
-    adjust_lr_fn="match_rms_adamw". Query, key and value of a stacked `qkv_weight` are orthogonalised each on its own,
+    adjust_lr_fn="match_rms_adamw". Query, key and value of a stacked `qkv_weight` are orthogonalized each on its own,
     and so are the halves of `gated_in_weight`.
 
     Groups carry `names`, and `orthogonal` where all their parameters are matrices for Muon. Parameters must be
@@ -111,7 +111,7 @@ class Muon(SkippingOptimizer):
             shapes: as `matrix_shapes` gives them.
             workers: those that step together; `step` calls its collectives.
             shared: every worker holds all matrices.
-            dtype: in which momenta travel and are orthogonalised.
+            dtype: in which momenta travel and are orthogonalized.
         """
         self._dtype = dtype
         self._numbers = {flat: number for number, flat in enumerate(segments)}
@@ -199,7 +199,7 @@ class Muon(SkippingOptimizer):
         return state
 
     def _step_matrices(self, rates: Mapping[Tensor, float]) -> None:
-        """Orthogonalise the updates of these flat parameters, which their gradients hold, and step."""
+        """Orthogonalize the updates of these flat parameters, which their gradients hold, and step."""
         flats = {self._numbers[flat]: flat for flat in rates}
         key = tuple(sorted(flats))
         if key not in self._rounds:
@@ -228,7 +228,7 @@ class Muon(SkippingOptimizer):
             foreach._foreach_add_(their_weights, their_updates, alpha=-size)
 
     def _exchange(self, part: Round, flats: Mapping[int, Tensor]) -> Tensor:
-        """The orthogonalised updates of this worker's pieces, fp32, end to end."""
+        """The orthogonalized updates of this worker's pieces, fp32, end to end."""
         gradients = {number: flat.grad for number, flat in flats.items() if flat.grad is not None}
         like = next(iter(flats.values()))
         sent = _views(_joined(part.sent), gradients)
@@ -238,11 +238,11 @@ class Muon(SkippingOptimizer):
         starts = dict(zip(part.owned, starts, strict=True))
         whole = gathered.new_empty(entries)
         _copy(_within(whole, pieces, starts), gathered.split([piece.numel for piece in pieces]))
-        self._orthogonalise(part, whole)
+        self._orthogonalize(part, whole)
         returned = _within(whole, _joined(part.returned), starts)
         return self._send(returned, part.returned, part.taken, like).float()
 
-    def _orthogonalise(self, part: Round, whole: Tensor) -> None:
+    def _orthogonalize(self, part: Round, whole: Tensor) -> None:
         """Replace the owned matrices, which lie end to end, by their updates up to the rate.
 
         On a GPU those of one shape together, so that their number of kernels does not matter. Five temporaries take as
@@ -256,7 +256,7 @@ class Muon(SkippingOptimizer):
             for some in [count] if many else [1] * count:
                 end = begin + some * math.prod(shape)
                 matrices = whole[begin:end].view((-1, *shape) if many else shape)
-                matrices.copy_(orthogonalise(matrices))
+                matrices.copy_(orthogonalize(matrices))
                 begin = end
 
     def _send(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pretrain.training.optim.lists import foreach, in_lists, together
-from pretrain.training.optim.tensorwise import Piece, TensorwiseOptimizer, divide_means
+from pretrain.training.optim.tensorwise import TensorPiece, TensorwiseOptimizer, divide_means
 
 
 class StableAdamW(TensorwiseOptimizer):
@@ -41,7 +41,7 @@ class StableAdamW(TensorwiseOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._prepare_skip()
-        stepped: list[tuple[dict[str, Any], list[Piece], Tensor]] = []  # with the sums of the squared ratios
+        stepped: list[tuple[dict[str, Any], list[TensorPiece], Tensor]] = []  # with the sums of the squared ratios
         count = self._tensor_count
         for group in self.param_groups:
             parts = list(self._pieces(group, count))
@@ -67,7 +67,7 @@ class StableAdamW(TensorwiseOptimizer):
             foreach._foreach_addcmul_(weights, updates, own.unbind(), value=-group["lr"])
         return loss
 
-    def _update(self, group: dict[str, Any], run: list[Piece]) -> Tensor:
+    def _update(self, group: dict[str, Any], run: list[TensorPiece]) -> Tensor:
         """Advance the moments and turn the gradients into Adam's updates; fp64, the sums of squared ratios."""
         corrected = self._advance(group, run)
         ratios = [piece.gradient for piece in run]

@@ -30,7 +30,7 @@ class Segment(NamedTuple):
     first: int = 0
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """Entries of a tensor as a step sees them: 1-D views, and the corrections of the bias of its moments."""
 
     tensor_id: int
@@ -137,7 +137,7 @@ class TensorwiseOptimizer(SkippingOptimizer):
             count = ids.stop
             yield parameter, cut_segments(ids, parameter.numel(), 0, parameter.numel(), 0)
 
-    def _begin(self, group: dict[str, Any], parts: Iterable[tuple[Tensor, Sequence[Segment]]]) -> list[Piece]:
+    def _begin(self, group: dict[str, Any], parts: Iterable[tuple[Tensor, Sequence[Segment]]]) -> list[TensorPiece]:
         """The pieces of those parameters that have a gradient; their counts of steps are increased."""
         present = [(parameter, segments) for parameter, segments in parts if parameter.grad is not None]
         if not present:
@@ -149,17 +149,17 @@ class TensorwiseOptimizer(SkippingOptimizer):
         # Before the first step that is taken they are 0, and so would the corrections be.
         steps = torch.stack(counts).double().clamp(min=1)
         corrections = zip((1 - beta1**steps).float().unbind(), (1 - beta2**steps).float().unbind(), strict=True)
-        pieces: list[Piece] = []
+        pieces: list[TensorPiece] = []
         for (parameter, segments), state, both in zip(present, states, corrections, strict=True):
             assert parameter.grad is not None
             views = (cut(x, segments) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
             pieces += [
-                Piece(segment.tensor_id, *both, *of_segment)
+                TensorPiece(segment.tensor_id, *both, *of_segment)
                 for segment, *of_segment in zip(segments, *views, strict=True)
             ]
         return pieces
 
-    def _advance(self, group: dict[str, Any], run: Sequence[Piece]) -> list[Tensor]:
+    def _advance(self, group: dict[str, Any], run: Sequence[TensorPiece]) -> list[Tensor]:
         """Advance the moments of some pieces by their gradients; the second moments without their bias, new tensors."""
         _, _, corrections, _, gradients, means, squares = zip(*run, strict=True)
         beta1, beta2 = group["betas"]
@@ -177,7 +177,7 @@ class TensorwiseOptimizer(SkippingOptimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         return state
 
-    def _ids_and_sizes(self, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
+    def _ids_and_sizes(self, pieces: Sequence[TensorPiece]) -> tuple[Tensor, Tensor]:
         """(int64 tensor ids, fp64 numbers of entries) of some pieces, on their device, where they are copied once."""
         key = tuple((piece.tensor_id, piece.weights.numel()) for piece in pieces)
         if key not in self._numbers:
@@ -192,7 +192,7 @@ class TensorwiseOptimizer(SkippingOptimizer):
         return torch.zeros(2, count, dtype=torch.float64, device=device)
 
 
-def divide_means(group: dict[str, Any], run: Sequence[Piece], corrected: Sequence[Tensor]) -> None:
+def divide_means(group: dict[str, Any], run: Sequence[TensorPiece], corrected: Sequence[Tensor]) -> None:
     """Replace the gradients of some pieces by Adam's update; the second moments `corrected` are used up."""
     foreach._foreach_sqrt_(corrected)
     foreach._foreach_add_(corrected, group["eps"])

@@ -1,6 +1,6 @@
 """The fit of the scaling law to measured runs, and what its bootstrap says about it. Pure functions.
 
-Hoffmann et al. 2022, approach 3: the Huber loss of the errors of log L, minimised from a grid of starts. It differs in
+Hoffmann et al. 2022, approach 3: the Huber loss of the errors of log L, minimized from a grid of starts. It differs in
 two things. A dozen runs do not determine the exponents, so all coefficients have weak priors. And the minimum is found
 by reweighted Gauss-Newton steps with damping (Levenberg-Marquardt) for all starts and resamples at once, not by L-BFGS:
 the same objective, five unknowns, exact derivatives.
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.planning.law import FLOPS_PER_PARAMETER, Law, coefficients, effective_tokens, useful_size
-from pretrain.planning.published import Point
+from pretrain.planning.published import MeasuredRun
 
 HUBER = 1e-3  # from this error of log L on, errors count in proportion, not squared (Hoffmann et al. 2022)
 FEWEST = 6  # points: one more than the law has coefficients
@@ -69,7 +69,7 @@ class Fit:
 def fit(points: Points, resamples: int = 100) -> Fit:
     """Fit the law, and again to `resamples` bootstrap samples of the points.
 
-    Each resample also draws the centres of its priors from the priors ("randomise, then optimise", Bardsley et al.
+    Each resample also draws the centers of its priors from the priors ("randomize, then optimize", Bardsley et al.
     2014). So a coefficient that the points do not determine varies as widely as its prior, not as little as the fit.
 
     Raises `ValueError` with fewer than `FEWEST` points.
@@ -81,8 +81,8 @@ def fit(points: Points, resamples: int = 100) -> Fit:
     best = problem.best(starts, np.ones((len(starts), len(points))), np.tile(_MEANS, (len(starts), 1)))[None]
     random = np.random.default_rng(_SEED)
     counts = random.multinomial(len(points), np.full(len(points), 1 / len(points)), size=resamples).astype(float)
-    centres = random.normal(_MEANS, _DEVIATIONS, (resamples, len(_MEANS)))
-    found = problem.minimise(np.repeat(best, resamples, axis=0), counts, centres)[0]
+    centers = random.normal(_MEANS, _DEVIATIONS, (resamples, len(_MEANS)))
+    found = problem.minimize(np.repeat(best, resamples, axis=0), counts, centers)[0]
     return Fit(problem.law(best[0]), tuple(map(problem.law, found)))
 
 
@@ -97,7 +97,7 @@ def best_size(law: Law, flops: float) -> float:
 
 
 def objective(law: Law, points: Points) -> float:
-    """What `fit` minimises over the points, with the priors."""
+    """What `fit` minimizes over the points, with the priors."""
     problem = _Problem.of(points)
     log_size, log_data = np.log(law.size_scale), np.log(law.data_scale)
     unknowns = [
@@ -112,7 +112,7 @@ def objective(law: Law, points: Points) -> float:
 
 @dataclass(frozen=True)
 class _Problem:
-    """The points as the minimiser needs them.
+    """The points as the minimizer needs them.
 
     The unknowns of a row are (log of A's term at the mean size, log of B's at the mean tokens, log E, alpha, beta). At
     the means, the terms and the exponents hardly depend on each other.
@@ -134,40 +134,40 @@ class _Problem:
         size_scale, data_scale = np.exp(a + alpha * self.middle[0]), np.exp(b + beta * self.middle[1])
         return Law(float(np.exp(floor)), float(size_scale), alpha, float(data_scale), beta)
 
-    def best(self, starts: np.ndarray, counts: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    def best(self, starts: np.ndarray, counts: np.ndarray, centers: np.ndarray) -> np.ndarray:
         """The unknowns [5] of the lowest minimum from all starts [S, 5]."""
-        unknowns, values = self.minimise(starts, counts, centres)
+        unknowns, values = self.minimize(starts, counts, centers)
         return unknowns[int(np.argmin(values))]
 
-    def minimise(self, unknowns: np.ndarray, counts: np.ndarray, centres: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def minimize(self, unknowns: np.ndarray, counts: np.ndarray, centers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(unknowns [S, 5], objectives [S]) at the minimum below each row of `unknowns`.
 
         Args:
             unknowns: [S, 5], the starts.
             counts: [S, n], how often each point counts.
-            centres: [S, 5], of the priors.
+            centers: [S, 5], of the priors.
         """
-        damping, value = np.full(len(unknowns), 1e-2), self.objective(unknowns, counts, centres)
+        damping, value = np.full(len(unknowns), 1e-2), self.objective(unknowns, counts, centers)
         precision = HUBER * _NOISE / _DEVIATIONS**2
         for _ in range(_STEPS):
             errors, slopes = self._errors(unknowns)
             weights = counts * np.minimum(1.0, HUBER / np.maximum(np.abs(errors), 1e-300))
-            gradient = np.einsum("sn,snk->sk", weights * errors, slopes) + precision * (unknowns - centres)
+            gradient = np.einsum("sn,snk->sk", weights * errors, slopes) + precision * (unknowns - centers)
             curvature = np.einsum("sn,snk,snl->skl", weights, slopes, slopes) + np.diag(precision)
             diagonal = np.einsum("skk->sk", curvature)
             curvature = curvature + damping[:, None, None] * np.einsum("sk,kl->skl", diagonal, np.eye(5))
             there = unknowns - np.linalg.solve(curvature, gradient[..., None])[..., 0]
-            new = self.objective(there, counts, centres)
+            new = self.objective(there, counts, centers)
             better = new < value
             unknowns, value = np.where(better[:, None], there, unknowns), np.where(better, new, value)
             damping = np.clip(np.where(better, damping / 3, damping * 4), 1e-9, 1e9)
         return unknowns, value
 
-    def objective(self, unknowns: np.ndarray, counts: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    def objective(self, unknowns: np.ndarray, counts: np.ndarray, centers: np.ndarray) -> np.ndarray:
         """[S]. A prior counts as it does beside errors with a Laplace distribution of scale `_NOISE`."""
         errors = np.abs(self._errors(unknowns)[0])
         huber = np.where(errors <= HUBER, errors**2 / 2, HUBER * (errors - HUBER / 2))
-        priors = ((unknowns - centres) / _DEVIATIONS) ** 2 / 2
+        priors = ((unknowns - centers) / _DEVIATIONS) ** 2 / 2
         return (counts * huber).sum(axis=1) + HUBER * _NOISE * priors.sum(axis=1)
 
     def _errors(self, unknowns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -195,7 +195,7 @@ def _starts(points: Points) -> np.ndarray:
     )
 
 
-def as_points(points: Sequence[Point]) -> Points:
+def as_points(points: Sequence[MeasuredRun]) -> Points:
     """The runs as arrays for the fit."""
     size, tokens, unique, loss = (
         np.array([(one.size, one.tokens, one.unique, one.loss) for one in points]).reshape(-1, 4).T
@@ -203,7 +203,7 @@ def as_points(points: Sequence[Point]) -> Points:
     return Points(np.asarray(useful_size(size, tokens, unique)), np.asarray(effective_tokens(tokens, unique)), loss)
 
 
-def published_fit(points: Sequence[Point]) -> dict[str, Any]:
+def published_fit(points: Sequence[MeasuredRun]) -> dict[str, Any]:
     """`coefficients` and `resampled` of the law of these runs, with as many digits as the file keeps."""
     found = fit(as_points(points))
     law, *resampled = (

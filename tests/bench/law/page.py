@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.planning.law import FLOPS_PER_PARAMETER
-from pretrain.planning.published import Point, PublishedLaw
+from pretrain.planning.published import MeasuredRun, PublishedLaw
 from pretrain.reporting.charts import Series, line_chart
 from pretrain.reporting.pages import write_page
 from tests.bench.law.fitting import best_size
 from tests.bench.law.table import HEADINGS, RIGHT_ALIGNED
 
-_COLOURS = 8  # of the template
+_COLORS = 8  # of the template
 _CURVE = 60  # points of a curve: enough that none is drawn as a dot
 _FURTHER = 10.0  # the curves go on to this many times the largest budget
 
@@ -34,7 +34,7 @@ def write(law: PublishedLaw, rows: Sequence[Sequence[str]], summary: Sequence[st
         cells=rows,
         summary=summary,
         notes=[("Recipe of the runs", recipe), ("Origin", facts)],
-        colours=_COLOURS,
+        colors=_COLORS,
     )
 
 
@@ -43,13 +43,13 @@ def chart(law: PublishedLaw) -> str:
 
     FLOPs are those of the model, 6 N D. What Muon adds depends on the batch, so it would move dots off their lines.
     """
-    sizes: dict[str, list[Point]] = {}
+    sizes: dict[str, list[MeasuredRun]] = {}
     for point in sorted(law.points, key=lambda point: point.size):
         sizes.setdefault(point.shape, []).append(point)
     series = []
     for number, (shape, points) in enumerate(sizes.items()):
-        series.append(Series(shape, _curve(law, points), f"line-{number % _COLOURS}"))
-        series.append(Series(f"{shape}, measured", _dots(points), f"dots-{number % _COLOURS}"))
+        series.append(Series(shape, _curve(law, points), f"line-{number % _COLORS}"))
+        series.append(Series(f"{shape}, measured", _dots(points), f"dots-{number % _COLORS}"))
     series.append(Series("best size", _best(law), "best"))
     return line_chart(
         "Held-out text, bits per character, after FLOPs of the model",
@@ -60,11 +60,11 @@ def chart(law: PublishedLaw) -> str:
     )
 
 
-def _dots(points: Sequence[Point]) -> list[tuple[float, float]]:
+def _dots(points: Sequence[MeasuredRun]) -> list[tuple[float, float]]:
     return sorted((math.log10(_model_flops(point)), point.loss) for point in points)
 
 
-def _model_flops(point: Point) -> float:
+def _model_flops(point: MeasuredRun) -> float:
     return FLOPS_PER_PARAMETER * point.size * point.tokens
 
 
@@ -74,7 +74,7 @@ def _range(law: PublishedLaw, least: float = 0.0) -> np.ndarray:
     return np.linspace(math.log10(max(least, min(flops))), math.log10(_FURTHER * max(flops)), _CURVE)
 
 
-def _curve(law: PublishedLaw, points: Sequence[Point]) -> list[tuple[float, float]]:
+def _curve(law: PublishedLaw, points: Sequence[MeasuredRun]) -> list[tuple[float, float]]:
     first = min(points, key=_model_flops)
     size, unique = first.size, first.unique
     return [

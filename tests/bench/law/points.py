@@ -15,7 +15,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig
 from pretrain.planning.candidates import shape_name
 from pretrain.planning.law import FLOPS_PER_PARAMETER
-from pretrain.planning.published import Point
+from pretrain.planning.published import MeasuredRun
 from pretrain.planning.work import optimizer_flops, phase_work
 from tests.bench.speedrun import results
 from tests.bench.speedrun.results import Trial
@@ -31,7 +31,7 @@ class Run:
         config: of the run.
     """
 
-    point: Point
+    point: MeasuredRun
     trial: Trial
     config: PretrainConfig
 
@@ -120,7 +120,7 @@ def _run(one: Trial, choice: Choice) -> Run | str:
     flops = (one.flops - one.steps * optimizer_flops(config)) * (1 - _repeated_share(config))
     loss = one.scores.bits_per_character
     assert loss is not None
-    point = Point(
+    point = MeasuredRun(
         run=one.run,
         shape=shape_name(config.model),
         size=flops / FLOPS_PER_PARAMETER / one.tokens,

@@ -250,7 +250,7 @@ def _teacher(config: PretrainConfig) -> ModelConfig | None:
 
 
 def _curve(records: Sequence[dict[str, Any]], plan: Plan) -> tuple[tuple[float, float], ...]:
-    """(FLOPs, held-out masked-language-modelling loss) of the run's own evaluations.
+    """(FLOPs, held-out masked-language-modeling loss) of the run's own evaluations.
 
     Their steps need not be those of training records, so tokens are interpolated.
     """

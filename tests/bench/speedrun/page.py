@@ -15,7 +15,7 @@ from tests.bench.speedrun.ground import HELD_OUT, TRAIN
 from tests.bench.speedrun.results import HEADINGS, RIGHT_ALIGNED, Results, Trial, cells, short_commit
 from tests.bench.speedrun.scores import Scores
 
-_COLOURS = 8  # of the template
+_COLORS = 8  # of the template
 
 
 def write(results: Results, records: Sequence[Mapping[str, Any]], card: Mapping[str, Any], out: Path) -> Path:
@@ -42,7 +42,7 @@ def write(results: Results, records: Sequence[Mapping[str, Any]], card: Mapping[
         finetuning=_part_table(records, finetuning.PART),
         remarks=[(one.run, one.remarks) for one in trials if one.remarks],
         notes=[("Text", _text(card)), ("Machines", _machines(trials))],
-        colours=_COLOURS,
+        colors=_COLORS,
     )
 
 
@@ -83,7 +83,7 @@ def _during(trials: Sequence[Trial]) -> str:
 
 def _kind(number: int) -> str:
     """CSS class of a line."""
-    return f"line-{number % _COLOURS}"
+    return f"line-{number % _COLORS}"
 
 
 def _flops(value: float) -> str:

@@ -45,11 +45,11 @@ def short_commit(commit: str | None) -> str:
     return re.sub(r"([0-9a-f]{7})[0-9a-f]{33}", r"\1", commit) if commit else "unknown"
 
 
-class _Part(BaseModel):
+class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
-class Trial(_Part):
+class Trial(_Frozen):
     """One run of a trial.
 
     Attributes:
@@ -88,7 +88,7 @@ class Trial(_Part):
         return str(self.machine.get("started", ""))[:10]
 
 
-class Results(_Part):
+class Results(_Frozen):
     """All trials of a folder, on one text."""
 
     format: int = 1

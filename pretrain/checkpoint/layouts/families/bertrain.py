@@ -27,7 +27,7 @@ class OwnLayout(KeyMapping):
     def model_of(self, config: Mapping[str, Any]) -> ModelConfig:
         """The shape in a config.json.
 
-        What fine-tuning initialises again gets BERT's values, as that of a run does.
+        What fine-tuning initializes again gets BERT's values, as that of a run does.
 
         Raises:
             KeyError: there is none.

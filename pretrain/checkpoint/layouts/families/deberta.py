@@ -1,6 +1,6 @@
 """DeBERTa-v2 and -v3: transformers models/deberta_v2/modeling_deberta_v2.py and configuration_deberta_v2.py, 5.23.
 
-The masked-language-modelling head has two sets of names: `cls.predictions`, and `lm_predictions.lm_head`, which the
+The masked-language-modeling head has two sets of names: `cls.predictions`, and `lm_predictions.lm_head`, which the
 released files have and transformers reads where config.json says `legacy: false`. Both are read; the first is written,
 which can be untied as well.
 """

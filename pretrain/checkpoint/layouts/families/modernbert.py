@@ -2,7 +2,7 @@
 
 config.json is read as transformers 5 writes it (layer_types, rope_parameters) and as most released files have it
 (global_attn_every_n_layers, global_rope_theta, local_rope_theta); both are written. The prediction head is the first
-part of the masked-language-modelling head and of every task's head.
+part of the masked-language-modeling head and of every task's head.
 """
 
 from __future__ import annotations

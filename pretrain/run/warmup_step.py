@@ -10,13 +10,13 @@ import torch
 
 from pretrain.checkpoint import store
 from pretrain.common.errors import MachineError
-from pretrain.run.passes import Passes
+from pretrain.run.forward_backward import ForwardBackward
 from pretrain.run.progress import Progress, checkpoint_state, restore
 from pretrain.run.task import S, TrainingTask
 from pretrain.training.engine import LAUNCHED, Engine
 
 
-def rehearse(
+def warmup_step(
     engine: Engine,
     task: TrainingTask[S],
     progress: Progress,
@@ -37,15 +37,15 @@ def rehearse(
         state = checkpoint_state(engine, progress, extra_state)
         checkpoint = store.save(checkpoints, progress.step, engine.fragments(), state, engine.workers)
     engine.module.train()
-    step, passes = task.largest(), Passes(engine, task)
+    step, forward_backward = task.largest(), ForwardBackward(engine, task)
     weights = task.loss_weights(step)
     try:
         # A second micro-batch needs memory besides the first one's gradients; a resumed run has tested that before.
         lasts = (True,) if progress.step else (False, True)
         if engine.records_passes:  # other shapes will be launched while recordings keep their memory
             for _ in range(LAUNCHED + 1):
-                _take_step(engine, passes.run, step.micro_batches[0], weights, lasts)
-        _take_step(engine, passes.launch, step.micro_batches[0], weights, lasts)
+                _take_step(engine, forward_backward.run, step.micro_batches[0], weights, lasts)
+        _take_step(engine, forward_backward.launch, step.micro_batches[0], weights, lasts)
     except torch.OutOfMemoryError as error:
         raise MachineError(
             "engine.micro_batch_tokens: the largest micro-batch does not fit the device. Lower it, or use a higher "

@@ -1,4 +1,4 @@
-"""Forward and backward pass of a micro-batch, recorded or launched, for the loop and its rehearsal."""
+"""Forward and backward pass of a micro-batch, recorded or launched, for the loop and the warm-up step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Differentiable(Protocol):
     def totals(self, output: Any) -> Tensor: ...
 
 
-class Passes:
+class ForwardBackward:
     """The passes of a training's micro-batches."""
 
     def __init__(

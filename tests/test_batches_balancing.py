@@ -1,4 +1,4 @@
-"""Dealing in two levels, and counts that ranks exchange (invariants 1, 2 and 3)."""
+"""Balancing in two levels, and counts that ranks exchange (invariants 1, 2 and 3)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from corpora import make_corpus
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pretrain.batches import dealing
+from pretrain.batches import balancing
+from pretrain.batches.balancing import Assignment, balance
 from pretrain.batches.batch import StepBatch
-from pretrain.batches.dealing import Dealt, balance
 from pretrain.batches.exchange import Exchange
 from pretrain.batches.loader import BatchMaker, Loader
 from pretrain.checkpoint.pieces import packed
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.training.engine import WorkerGroup
+from pretrain.training.engine import RankGroup
 from tests.bench import scale
 from tests.distributed import run_workers
 from tests.test_batches_loader import contents, global_batches, run_config
@@ -47,11 +47,11 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of about 12 sequences."""
-    monkeypatch.setattr(dealing, "PART_SEQUENCES", 12)
+    monkeypatch.setattr(balancing, "PART_SEQUENCES", 12)
 
 
-def micro_batches(dealt: Dealt, ranks: int) -> list[np.ndarray]:
-    return [dealt.members(number) for number in range(ranks * dealt.rounds)]
+def micro_batches(assignment: Assignment, ranks: int) -> list[np.ndarray]:
+    return [assignment.members(number) for number in range(ranks * assignment.rounds)]
 
 
 def config(name: str, **more) -> PretrainConfig:
@@ -67,16 +67,16 @@ def test_dealing_is_complete_near_even_and_within_budget(data, world_size, longe
     lengths = np.array(data.draw(st.lists(st.integers(1, longest), min_size=world_size, max_size=150)), dtype=np.int64)
     budget = max(longest, lengths.max()) * slots
     assume(slots >= 2 or len(lengths) % world_size == 0)
-    dealt = micro_batches(balance(lengths, world_size, budget), world_size)
-    assert sorted(np.concatenate(dealt).tolist()) == list(range(len(lengths)))
-    loads = np.array([lengths[members].sum() for members in dealt])
+    assignment = micro_batches(balance(lengths, world_size, budget), world_size)
+    assert sorted(np.concatenate(assignment).tolist()) == list(range(len(lengths)))
+    loads = np.array([lengths[members].sum() for members in assignment])
     assert loads.min() > 0
     assert loads.max() <= budget
     # LPT: taking the last sequence off the fullest leaves it no fuller than the emptiest.
     assert loads.max() - loads.min() <= lengths.max()
-    smallest = lengths[dealt[int(loads.argmax())]].min()
+    smallest = lengths[assignment[int(loads.argmax())]].min()
     assert loads.max() - smallest <= loads.min()
-    assert all((np.diff(lengths[members]) >= 0).all() for members in dealt)
+    assert all((np.diff(lengths[members]) >= 0).all() for members in assignment)
 
 
 def test_dealing_takes_no_more_micro_batches_than_needed():
@@ -109,8 +109,8 @@ def test_dealing_many_at_once_is_dealing_one_by_one(count: int, ranks: int, shor
     random = np.random.default_rng(count + ranks)
     full = np.minimum(128, random.integers(60, 256, count))
     lengths = np.where(random.random(count) < short, random.integers(5, 129, count), full)
-    dealt = balance(lengths, ranks, 1 << 40)
-    assert [members.tolist() for members in micro_batches(dealt, ranks)] == one_by_one(lengths, ranks)
+    assignment = balance(lengths, ranks, 1 << 40)
+    assert [members.tolist() for members in micro_batches(assignment, ranks)] == one_by_one(lengths, ranks)
 
 
 # ---- parts
@@ -120,7 +120,7 @@ def test_dealing_many_at_once_is_dealing_one_by_one(count: int, ranks: int, shor
 @given(world_size=st.integers(1, 5000), each=st.integers(1, 200), rest=st.integers(0, 4999))
 def test_parts_hold_every_rank_and_every_sequence_once(world_size: int, each: int, rest: int) -> None:
     sequences = world_size * each + rest % world_size
-    made = dealing.parts(sequences, world_size)
+    made = balancing.parts(sequences, world_size)
     assert [part.first for part in made] == [0, *np.cumsum([part.sequences for part in made])[:-1]]
     assert [part.first_rank for part in made] == [0, *np.cumsum([part.ranks for part in made])[:-1]]
     assert sum(part.sequences for part in made) == sequences
@@ -128,12 +128,12 @@ def test_parts_hold_every_rank_and_every_sequence_once(world_size: int, each: in
     for part in made:
         assert part.ranks * sequences // world_size <= part.sequences <= -(-part.ranks * sequences // world_size)
         for rank in {part.first_rank, part.first_rank + part.ranks - 1}:
-            assert dealing.part_of(rank, sequences, world_size) == part
+            assert balancing.part_of(rank, sequences, world_size) == part
 
 
 @pytest.mark.parametrize(("sequences", "world_size"), [(64, 1), (12_000, 64), (65_536, 1)])
 def test_batches_of_small_jobs_are_one_part(sequences: int, world_size: int) -> None:
-    assert dealing.parts(sequences, world_size) == [dealing.Part(0, sequences, 0, world_size)]
+    assert balancing.parts(sequences, world_size) == [balancing.BatchPart(0, sequences, 0, world_size)]
 
 
 @settings(max_examples=100, deadline=None)
@@ -143,27 +143,27 @@ def test_no_micro_batch_is_empty_with_the_rounds_of_another_part(data, world_siz
     sequences = data.draw(sizes) if slots > 1 else world_size * data.draw(st.integers(1, 20))
     count = data.draw(st.integers(1, world_size))
     random = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
-    made = [dealing._part(number, count, sequences, world_size) for number in range(count)]
+    made = [balancing._part(number, count, sequences, world_size) for number in range(count)]
     # Parts may differ as much as they like: some have full sequences only, others many short ones.
     shortest = random.integers(1, longest + 1, count)
     lengths = [random.integers(low, longest + 1, part.sequences) for low, part in zip(shortest, made, strict=True)]
     rounds = max(balance(one, part.ranks, slots * longest).rounds for one, part in zip(lengths, made, strict=True))
     for one, part in zip(lengths, made, strict=True):
-        dealt = balance(one, part.ranks, slots * longest, rounds=rounds)
-        assert dealt.rounds == rounds
-        assert min(len(members) for members in micro_batches(dealt, part.ranks)) > 0
+        assignment = balance(one, part.ranks, slots * longest, rounds=rounds)
+        assert assignment.rounds == rounds
+        assert min(len(members) for members in micro_batches(assignment, part.ranks)) > 0
 
 
 def test_parts_of_the_usual_size_are_balanced_within_one_per_cent() -> None:
     """1,024 ranks with 64 sequences each: a tenth short, the others cut by the ends of their documents."""
     random = np.random.default_rng(0)
-    made = dealing.parts(65_536, 1024)
+    made = balancing.parts(65_536, 1024)
     loads = []
     for part in made:
         full = np.minimum(512, random.integers(60, 1500, part.sequences))
         lengths = np.where(random.random(part.sequences) < 0.1, random.integers(5, 513, part.sequences), full)
-        dealt = micro_batches(balance(lengths, part.ranks, 1 << 20), part.ranks)
-        loads += [int(lengths[members].sum()) for members in dealt]
+        assignment = micro_batches(balance(lengths, part.ranks, 1 << 20), part.ranks)
+        loads += [int(lengths[members].sum()) for members in assignment]
     assert len(loads) == 1024
     assert max(loads) / np.mean(loads) <= 1.01
 
@@ -178,7 +178,7 @@ def test_parts_change_no_sample_and_no_count(shards: TokenShards, name: str, wor
     settings = config(name, budget=budget)
     alone = BatchMaker(shards, config(name), 0, seed=0, rank=0, world_size=1)
     makers = [BatchMaker(shards, settings, 0, seed=0, rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert dealing.number_of_parts(48, world_size) > 1
+    assert balancing.number_of_parts(48, world_size) > 1
     for first in (0, 48, 10**6):
         expected, made = alone.make(first, 48), [maker.make(first, 48) for maker in makers]
         assert global_batches([[batch] for batch in made]) == global_batches([[expected]])
@@ -230,13 +230,13 @@ class Together:
 
 
 def uneven(shards: TokenShards, name: str, world_size: int) -> PretrainConfig:
-    """A config by which parts of the first step need different numbers of micro-batches: some are dealt again."""
+    """A config by which parts of the first step need different numbers of micro-batches: some are assigned again."""
     for budget in range(128, 520, 8):
         made = config(name, budget=budget)
         # Most sequences are short, so that parts differ.
         made = made.model_copy(update={"pairs": made.pairs.model_copy(update={"short_share": 0.9})})
         maker = BatchMaker(shards, made, 0, seed=0, rank=0, world_size=world_size)
-        if len({maker.deal(0, part)[1].rounds for part in dealing.parts(48, world_size)}) > 1:
+        if len({maker.assign(0, part)[1].rounds for part in balancing.parts(48, world_size)}) > 1:
             return made
     raise AssertionError("parts always need the same number")
 
@@ -280,7 +280,7 @@ def test_an_error_in_the_exchange_reaches_the_consumer(shards: TokenShards, smal
 
 
 def exchange_on_this_rank() -> tuple[list[int], int]:
-    group = WorkerGroup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
+    group = RankGroup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
     return group.sum_and_largest([10**15 + dist.get_rank(), 1], 5 - dist.get_rank())
 
 

@@ -54,8 +54,8 @@ def normal(std: float, *size: int) -> nn.Parameter:
     return nn.Parameter(weight.mul_(std))
 
 
-def begin_at_neighbours(shape: ModelConfig, embeddings: Any, layers: Iterable[Any]) -> None:
-    """Initialise heads of a model with `attention_init: neighbours`, in place.
+def begin_at_neighbors(shape: ModelConfig, embeddings: Any, layers: Iterable[Any]) -> None:
+    """Initialize heads of a model with `attention_init: neighbors`, in place.
 
     Args:
         shape: of the model.
@@ -77,12 +77,12 @@ def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor]
     Positions are cosines and sines of H/2 frequencies between 0 and pi, each with a phase, sampled from torch's
     generator. They are far apart from each other, and the next position is a rotation (Vaswani et al. 2017, section
     3.5). Without phases the first position, [CLS], would be ones and zeros, whose mean the LayerNorm subtracts.
-    Queries are initialised to the position itself, and keys to the position that a head attends from. The heads attend
+    Queries are initialized to the position itself, and keys to the position that a head attends from. The heads attend
     to the tokens 1 before, 1 after, 2 before, 2 after and so on.
 
     Args:
         position_PH: the position embeddings, fp32 [P, H].
-        qkv_weights: of each layer to initialise, the rows of queries, keys and values stacked: fp32 [3H, H]. The lower
+        qkv_weights: of each layer to initialize, the rows of queries, keys and values stacked: fp32 [3H, H]. The lower
             half of the encoder is enough; in the layers above, [CLS] must attend to the whole text.
         heads: attention heads, of an even width.
         std: deviation of the words' initial values.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class FreshState:
+class InitialWeights:
     """A reader for `Engine.load`: given weights, and moments of zero.
 
     DeepSpeed takes its master weights from a rounded copy of the model; these are exact.

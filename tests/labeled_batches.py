@@ -1,4 +1,4 @@
-"""Small batches of labelled windows made without a data set, packed and padded."""
+"""Small batches of labeled windows made without a data set, packed and padded."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from finetune.tasks.base import Head, Windows
-from finetune.training.model.batches import Batches, LabelledBatch
+from finetune.training.model.batches import Batches, LabeledBatch
 
 ROWS = 60
 LENGTHS = (1, 5, 18, 9)
 
 
-def make_batch(has_segments: bool, head: Head) -> LabelledBatch:
+def make_batch(has_segments: bool, head: Head) -> LabeledBatch:
     """One window of each of `LENGTHS`, of which the head sees the first token, or all; ids are below `ROWS`."""
     starts = np.concatenate([[0], np.cumsum(LENGTHS)])
     draw = np.random.default_rng(0)
@@ -32,7 +32,7 @@ def make_batch(has_segments: bool, head: Head) -> LabelledBatch:
     return batch
 
 
-def pad(batch: LabelledBatch) -> dict[str, Tensor]:
+def pad(batch: LabeledBatch) -> dict[str, Tensor]:
     """int64 [B, L] each; padding is filled with ids that would show."""
     longest = max(batch.lengths)
     real = torch.arange(longest) < torch.tensor(batch.lengths)[:, None]

@@ -1,7 +1,7 @@
-"""Dealing: which rank and which micro-batch gets which sequence of a global batch (invariants 2 and 3).
+"""Balancing: which rank and which micro-batch gets which sequence of a global batch (invariants 2 and 3).
 
 In two levels, so that the work of a rank does not grow with the number of ranks. First a batch is divided into parts of
-neighbouring samples for groups of neighbouring ranks, which depends on no length. Then the sequences of a part are
+neighboring samples for groups of neighboring ranks, which depends on no length. Then the sequences of a part are
 balanced across its ranks and micro-batches, which needs the lengths of this part alone. Samples are numbered in random
 order, so parts of thousands of sequences have nearly the same number of tokens. A batch of fewer is one part.
 """
@@ -15,14 +15,14 @@ import numpy as np
 
 # Parts of n sequences whose lengths deviate by s of their mean differ by about s / sqrt(n): by 0.3 % for s = 0.3.
 PART_SEQUENCES = 8192
-# With fewer micro-batches at a time, dealing one by one is faster.
+# With fewer micro-batches at a time, balancing one by one is faster.
 _FEWEST_AT_ONCE = 32
 _SHORT = 1 << 15  # numpy sorts 16-bit numbers in linear time
 
 
 @dataclass(frozen=True)
-class Part:
-    """Neighbouring samples of a global batch, and the neighbouring ranks that share them."""
+class BatchPart:
+    """Neighboring samples of a global batch, and the neighboring ranks that share them."""
 
     first: int  # sample, counted within the batch
     sequences: int
@@ -31,8 +31,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """The sequences of a part, dealt to its ranks' micro-batches. Rank r of R has the micro-batches r, r + R, ..."""
+class Assignment:
+    """The sequences of a part, assigned to its ranks' micro-batches. Rank r of R has the micro-batches r, r + R, ..."""
 
     descending: np.ndarray  # int64 [B], the sequences by length
     micro_batch: np.ndarray  # int64 [B], of each of them
@@ -43,13 +43,13 @@ class Dealt:
         return self.descending[np.flatnonzero(self.micro_batch == micro_batch)[::-1]]
 
 
-def parts(sequences: int, world_size: int) -> list[Part]:
+def parts(sequences: int, world_size: int) -> list[BatchPart]:
     """The parts of a batch of `sequences` >= `world_size`: of about `PART_SEQUENCES`, or one for each rank."""
     count = number_of_parts(sequences, world_size)
     return [_part(number, count, sequences, world_size) for number in range(count)]
 
 
-def part_of(rank: int, sequences: int, world_size: int) -> Part:
+def part_of(rank: int, sequences: int, world_size: int) -> BatchPart:
     """The part that `rank` shares, without looking at the others."""
     count = number_of_parts(sequences, world_size)
     return _part(((rank + 1) * count - 1) // world_size, count, sequences, world_size)
@@ -60,7 +60,7 @@ def number_of_parts(sequences: int, world_size: int) -> int:
     return max(1, min(world_size, round(sequences / PART_SEQUENCES)))
 
 
-def balance(lengths: np.ndarray, ranks: int, budget: int, *, rounds: int = 1) -> Dealt:
+def balance(lengths: np.ndarray, ranks: int, budget: int, *, rounds: int = 1) -> Assignment:
     """Distribute sequences over `ranks` * M micro-batches of at most `budget` tokens.
 
     M is as small as possible, but at least `rounds`. The longest sequence goes first, each to the micro-batch with the
@@ -75,24 +75,24 @@ def balance(lengths: np.ndarray, ranks: int, budget: int, *, rounds: int = 1) ->
     descending = np.argsort(-lengths.astype(np.int16 if longest < _SHORT else np.int64), kind="stable")
     ordered = lengths[descending]
     rounds = max(rounds, -(-int(ordered.sum()) // (ranks * budget)))
-    while (dealt := _longest_first(ordered, ranks * rounds, budget)) is None:
+    while (assignment := _longest_first(ordered, ranks * rounds, budget)) is None:
         rounds += 1
-    return Dealt(descending, dealt, rounds)
+    return Assignment(descending, assignment, rounds)
 
 
-def _part(number: int, count: int, sequences: int, world_size: int) -> Part:
+def _part(number: int, count: int, sequences: int, world_size: int) -> BatchPart:
     first_rank, end = number * world_size // count, (number + 1) * world_size // count
     first = first_rank * sequences // world_size
-    return Part(first, end * sequences // world_size - first, first_rank, end - first_rank)
+    return BatchPart(first, end * sequences // world_size - first, first_rank, end - first_rank)
 
 
 def _longest_first(descending: np.ndarray, count: int, budget: int) -> np.ndarray | None:
     """The bin, of `count`, that each of these lengths goes to, int64 [B]; None if one would exceed `budget`.
 
     Bins are in a queue by load, then number, both in one integer. As long as the bins at its head stay behind those
-    that follow when they get a sequence, sequences are dealt to all of them at once.
+    that follow when they get a sequence, sequences are assigned to all of them at once.
     """
-    dealt = np.empty(len(descending), np.int64)
+    assignment = np.empty(len(descending), np.int64)
     bins, done = np.arange(count), 0
     while done < len(descending):
         here = min(count, len(descending) - done)
@@ -100,18 +100,18 @@ def _longest_first(descending: np.ndarray, count: int, budget: int) -> np.ndarra
         early = np.minimum.accumulate(filled)[:-1] < bins[1:here]
         here = int(early.argmax()) + 1 if early.any() else here
         if here < min(_FEWEST_AT_ONCE, len(descending) - done):
-            return _one_by_one(descending, dealt, done, bins, budget)
+            return _one_by_one(descending, assignment, done, bins, budget)
         if (filled[:here] // count).max() > budget:
             return None
-        dealt[done : done + here] = bins[:here] % count
+        assignment[done : done + here] = bins[:here] % count
         bins[:here] = filled[:here]
         bins.sort()
         done += here
-    return dealt
+    return assignment
 
 
 def _one_by_one(
-    descending: np.ndarray, dealt: np.ndarray, done: int, bins: np.ndarray, budget: int
+    descending: np.ndarray, assignment: np.ndarray, done: int, bins: np.ndarray, budget: int
 ) -> np.ndarray | None:
     """As `_longest_first`, from sequence `done` on; `bins` ascending."""
     heap, count, chosen = bins.tolist(), len(bins), []
@@ -123,5 +123,5 @@ def _one_by_one(
             return None
         heapq.heapreplace(heap, filled)
         chosen.append(emptiest % count)
-    dealt[done:] = chosen
-    return dealt
+    assignment[done:] = chosen
+    return assignment
