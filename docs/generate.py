@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from pretrain.common import errors
 from pretrain.common.records import FORMER_NAMES
-from pretrain.common.settings import LocalPath, Location, Section, WritableLocation
+from pretrain.common.sections import LocalPath, Location, Section, WritableLocation
 from pretrain.tracking.events import EVALUATION_FIELDS, EVENT_FIELDS, EVENTS
 from pretrain.tracking.metrics import TRAINING_METRICS, Metric
 

@@ -51,7 +51,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def micro_batches(assignment: Assignment, ranks: int) -> list[np.ndarray]:
-    return [assignment.members(number) for number in range(ranks * assignment.rounds)]
+    return [assignment.members(number) for number in range(ranks * assignment.micro_batches)]
 
 
 def config(name: str, **more) -> PretrainConfig:
@@ -86,7 +86,7 @@ def test_dealing_takes_no_more_micro_batches_than_needed():
         (np.full(8, 100), 8, 100, 1),
         (np.full(5, 39), 2, 100, 2),  # 195 tokens, but three of 39 do not fit into 100
     ):
-        assert balance(lengths, ranks, budget).rounds == expected
+        assert balance(lengths, ranks, budget).micro_batches == expected
     even = np.random.default_rng(0).integers(20, 129, 4096)
     loads = np.array([even[members].sum() for members in micro_batches(balance(even, 8, 8192), 8)])
     assert loads.max() - loads.min() <= even.min()
@@ -138,7 +138,7 @@ def test_batches_of_small_jobs_are_one_part(sequences: int, world_size: int) -> 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), world_size=st.integers(2, 12), longest=st.integers(1, 64), slots=st.integers(1, 5))
-def test_no_micro_batch_is_empty_with_the_rounds_of_another_part(data, world_size, longest, slots) -> None:
+def test_no_micro_batch_is_empty_with_as_many_as_another_part(data, world_size, longest, slots) -> None:
     sizes = st.integers(world_size, 200)
     sequences = data.draw(sizes) if slots > 1 else world_size * data.draw(st.integers(1, 20))
     count = data.draw(st.integers(1, world_size))
@@ -147,10 +147,10 @@ def test_no_micro_batch_is_empty_with_the_rounds_of_another_part(data, world_siz
     # Parts may differ as much as they like: some have full sequences only, others many short ones.
     shortest = random.integers(1, longest + 1, count)
     lengths = [random.integers(low, longest + 1, part.sequences) for low, part in zip(shortest, made, strict=True)]
-    rounds = max(balance(one, part.ranks, slots * longest).rounds for one, part in zip(lengths, made, strict=True))
+    most = max(balance(one, part.ranks, slots * longest).micro_batches for one, part in zip(lengths, made, strict=True))
     for one, part in zip(lengths, made, strict=True):
-        assignment = balance(one, part.ranks, slots * longest, rounds=rounds)
-        assert assignment.rounds == rounds
+        assignment = balance(one, part.ranks, slots * longest, micro_batches=most)
+        assert assignment.micro_batches == most
         assert min(len(members) for members in micro_batches(assignment, part.ranks)) > 0
 
 
@@ -183,9 +183,9 @@ def test_parts_change_no_sample_and_no_count(shards: TokenShards, name: str, wor
         expected, made = alone.make(first, 48), [maker.make(first, 48) for maker in makers]
         assert global_batches([[batch] for batch in made]) == global_batches([[expected]])
         assert {counted(batch) for batch in made} == {counted(expected)}
-        rounds = len(made[0].micro_batches)
-        assert {len(batch.micro_batches) for batch in made} == {rounds}
-        shares = [maker.share(first, 48, rounds=rounds) for maker in makers]
+        most = len(made[0].micro_batches)
+        assert {len(batch.micro_batches) for batch in made} == {most}
+        shares = [maker.share(first, 48, micro_batches=most) for maker in makers]
         assert [everything(share) for share in shares] == [everything(batch) for batch in made]
         sums = np.array([astuple(share.counts) for share in shares]).sum(0)
         assert tuple(sums) == (expected.tokens, expected.masked, expected.labeled)
@@ -236,7 +236,7 @@ def uneven(shards: TokenShards, name: str, world_size: int) -> PretrainConfig:
         # Most sequences are short, so that parts differ.
         made = made.model_copy(update={"pairs": made.pairs.model_copy(update={"short_share": 0.9})})
         maker = BatchMaker(shards, made, 0, seed=0, rank=0, world_size=world_size)
-        if len({maker.assign(0, part)[1].rounds for part in balancing.parts(48, world_size)}) > 1:
+        if len({maker.assign(0, part)[1].micro_batches for part in balancing.parts(48, world_size)}) > 1:
             return made
     raise AssertionError("parts always need the same number")
 

@@ -513,7 +513,7 @@ LEFT_WITH_AN_EFFECT = {
     "engine.flash_attention": "fa3",
     "engine.fp8": "true",
     "optimizer.muon_momentum": "0.5",
-    "optimizer.normalized": "true",
+    "optimizer.normalised": "true",  # as 0.1 spelled it
     "checkpoint.background": "false",
     "guard.spike_share": "0.3",
     "tracking.straggler_factor": "2",

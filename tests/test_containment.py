@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.tasks.classification import Classification, ClassificationSettings
+from finetune.tasks.classification import Classification, ClassificationSettings, table_source
 from finetune.tasks.datasets.containment import LABELS, containment_pairs
 from pretrain.common.errors import InputError
 
@@ -89,8 +89,9 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
         containment_pairs(tmp_path / "note.txt", 100)
 
 
-def test_a_task_of_containment_holds_out_pairs_and_has_the_labels_of_entailment(text: Path) -> None:
-    settings = ClassificationSettings(containment=str(text), containment_pairs=300, dev_share=0.1)
+def test_a_task_of_containment_holds_out_pairs_and_has_the_labels_of_entailment(text: Path, monkeypatch) -> None:
+    monkeypatch.setattr(table_source, "_CONTAINMENT_PAIRS", 300)
+    settings = ClassificationSettings(containment=str(text), dev_share=0.1)
     task = Classification(settings)
     train, dev = task.read_train(), task.read_held_out()["dev"]
     assert len(train) + len(dev) == 300

@@ -203,8 +203,9 @@ def test_a_dry_run_shows_the_table_of_its_own_settings(tmp_path: Path) -> None:
 
 def test_a_model_that_was_trained_with_settings_that_left_is_read() -> None:
     now = make_config().model_dump(mode="json")
-    training = {**now["training"], "preset": "few-sample", "reinitialized_layers": 1, "reinitialize_pooler": True}
-    before = {**now, "training": training, "optimizer": {**now["optimizer"], "normalized": True}}
+    left = {"preset": "few-sample", "reinitialised_layers": 1, "reinitialise_pooler": True}  # as 0.1 spelled it
+    optimizer = {**now["optimizer"], "normalised": True}  # as 0.1 spelled it
+    before = {**now, "training": {**now["training"], **left}, "optimizer": optimizer}
     assert FinetuneConfig.model_validate(as_trained(before)) == FinetuneConfig.model_validate(now)
     with pytest.raises(ValueError, match=r"preset: few-sample left in 0\.2"):
         FinetuneConfig.model_validate(before)

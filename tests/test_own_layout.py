@@ -28,7 +28,7 @@ from pretrain.checkpoint.layouts import LAYOUTS, OWN, layout_of, task_head
 from pretrain.checkpoint.released import read_released, read_shape
 from pretrain.checkpoint.released_writer import write_released
 from pretrain.common.errors import InputError
-from pretrain.config import ElectraConfig, ModelConfig, PretrainConfig
+from pretrain.config import ElectraConfig, ModelConfig, PretrainConfig, load_config
 from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
 from pretrain.reporting.attention.weights import AttentionModel
@@ -113,6 +113,17 @@ def test_models_that_their_family_holds_stay_there() -> None:
     assert layout_of(make_shape(embedding=16), "electra") is LAYOUTS["electra"]
     assert layout_of(make_shape(embedding=16)) is OWN
     assert layout_of(make_shape(gated=True), "electra") is OWN
+
+
+def test_every_example_loads_in_transformers() -> None:
+    examples = list((Path(__file__).parents[1] / "configs" / "pretrain").glob("*.yaml"))
+    own = []
+    for path in examples:
+        config = load_config(path)
+        if layout_of(config.model, "electra" if config.electra.is_on else "") is OWN:
+            own.append(path.name)
+    assert examples
+    assert own == []
 
 
 @pytest.mark.parametrize("family", ["bert", "electra"])

@@ -13,7 +13,7 @@ from pydantic import Field, create_model
 from pretrain.common import settings as yaml_settings
 from pretrain.common.addresses import cache, local
 from pretrain.common.errors import InputError
-from pretrain.common.settings import Section
+from pretrain.common.sections import Section
 from pretrain.config import PretrainConfig, RunConfig
 
 IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST

@@ -21,7 +21,7 @@ from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
 from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import InputError
-from pretrain.common.settings import NO_SECRETS, LocalPath
+from pretrain.common.sections import NO_SECRETS, LocalPath
 from pretrain.common.wording import counted
 
 _FILES = "/etc/bertrain"  # where every container mounts the ConfigMap

@@ -11,7 +11,7 @@ from cluster.manifests.base import IMAGE, STORED_RUNS, ManifestJob, ManifestSett
 from cluster.manifests.text import as_yaml
 from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import InputError
-from pretrain.common.settings import LocalPath
+from pretrain.common.sections import LocalPath
 from pretrain.common.wording import counted
 
 _HOME, _USER = "/home/bertrain", 1000  # of the Containerfile

@@ -9,7 +9,7 @@ from pydantic import Field
 from cluster.manifests.base import STORED_RUNS, ManifestJob, ManifestSettings
 from cluster.manifests.text import as_comment, here_document
 from pretrain.common.addresses import RUNS_VARIABLE
-from pretrain.common.settings import SEVERAL_LINES, LocalPath
+from pretrain.common.sections import SEVERAL_LINES, LocalPath
 from pretrain.common.wording import counted
 
 _WORD = r"^[A-Za-z0-9_.,:@/+-]*$"

@@ -21,6 +21,7 @@ from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_ids
 from pretrain.checkpoint.start import digest
 from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.common.earlier import as_before
 from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory
 from pretrain.common.transfers import PendingCopy, arrivals, to_host
@@ -231,7 +232,7 @@ def fingerprint(folder: Path) -> str:
     heads = {f"head.{name}": tensor for name, tensor in released.head.items()}
     tensors = digest({**released.backbone, **heads, **released.pretraining})
     # Without defaults, so that a further setting of models changes no fingerprint.
-    shape = released.model.model_dump(mode="json", exclude_defaults=True)
+    shape = as_before({"model": released.model.model_dump(mode="json", exclude_defaults=True)})["model"]
     how = [released.family, shape, released.token_types, released.task_head("sequence")]
     return text_digest(tensors, tokenizer.to_str(), json.dumps(how, sort_keys=True))
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import numpy as np
 
 from finetune.tasks.datasets.text import TextEncoder
-from pretrain.common.settings import Section
+from pretrain.common.sections import Section
 
 Head = Literal["sequence", "tokens", "spans"]
 """sequence: dense, activation, out at the first token of each window. tokens, spans: out at every query position."""

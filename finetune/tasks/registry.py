@@ -9,7 +9,7 @@ from finetune.tasks.base import Task
 from finetune.tasks.classification import Classification
 from finetune.tasks.entities import Entities
 from finetune.tasks.questions import Questions
-from pretrain.common.settings import Section
+from pretrain.common.sections import Section
 
 TASKS: tuple[type[Task[Any]], ...] = (
     Classification,

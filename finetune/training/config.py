@@ -13,7 +13,7 @@ from pydantic import Field, create_model, model_validator
 from finetune.tasks import registry
 from pretrain.common import settings
 from pretrain.common.earlier import LEFT_PRESETS, LeftError
-from pretrain.common.settings import Location, Section
+from pretrain.common.sections import Location, Section
 from pretrain.config import (
     FREE_ON_RESUME,
     CheckpointConfig,

@@ -36,7 +36,7 @@ class Assignment:
 
     descending: np.ndarray  # int64 [B], the sequences by length
     micro_batch: np.ndarray  # int64 [B], of each of them
-    rounds: int  # micro-batches of each rank
+    micro_batches: int  # micro-batches of each rank
 
     def members(self, micro_batch: int) -> np.ndarray:
         """The sequences of a micro-batch in ascending length order, int64."""
@@ -60,24 +60,24 @@ def number_of_parts(sequences: int, world_size: int) -> int:
     return max(1, min(world_size, round(sequences / PART_SEQUENCES)))
 
 
-def balance(lengths: np.ndarray, ranks: int, budget: int, *, rounds: int = 1) -> Assignment:
+def balance(lengths: np.ndarray, ranks: int, budget: int, *, micro_batches: int = 1) -> Assignment:
     """Distribute sequences over `ranks` * M micro-batches of at most `budget` tokens.
 
-    M is as small as possible, but at least `rounds`. The longest sequence goes first, each to the micro-batch with the
-    fewest tokens (Graham's LPT rule), so that all have nearly the same number. If M is enough, any larger number is:
-    the emptiest of more micro-batches is never fuller.
+    M is as small as possible, but at least `micro_batches`. The longest sequence goes first, each to the micro-batch
+    with the fewest tokens (Graham's LPT rule), so that all have nearly the same number. If M is enough, any larger
+    number is: the emptiest of more micro-batches is never fuller.
 
     Args:
-        lengths: tokens of each sequence, int64 [B]; B >= `ranks` * `rounds`, no length above `budget`, and none above
-            half of it if B is not a multiple of `ranks`. Then no micro-batch is empty.
+        lengths: tokens of each sequence, int64 [B]; B >= `ranks` * `micro_batches`, no length above `budget`, and none
+            above half of it if B is not a multiple of `ranks`. Then no micro-batch is empty.
     """
     longest = int(lengths.max())
     descending = np.argsort(-lengths.astype(np.int16 if longest < _SHORT else np.int64), kind="stable")
     ordered = lengths[descending]
-    rounds = max(rounds, -(-int(ordered.sum()) // (ranks * budget)))
-    while (assignment := _longest_first(ordered, ranks * rounds, budget)) is None:
-        rounds += 1
-    return Assignment(descending, assignment, rounds)
+    micro_batches = max(micro_batches, -(-int(ordered.sum()) // (ranks * budget)))
+    while (assignment := _longest_first(ordered, ranks * micro_batches, budget)) is None:
+        micro_batches += 1
+    return Assignment(descending, assignment, micro_batches)
 
 
 def _part(number: int, count: int, sequences: int, world_size: int) -> BatchPart:

@@ -45,13 +45,13 @@ class Exchange:
         self._thread = threading.Thread(target=self._run, name="counts", daemon=True)
         self._thread.start()
 
-    def submit(self, counts: Counts, rounds: int, then: Callable[[Counts, int], T]) -> Future[T]:
+    def submit(self, counts: Counts, micro_batches: int, then: Callable[[Counts, int], T]) -> Future[T]:
         """What `then` makes, in the thread, of the counts of all ranks and their largest number of micro-batches."""
         future: Future[T] = Future()
 
         def work() -> None:
             try:
-                sums, largest = self._ranks.sum_and_largest(list(astuple(counts)), rounds)
+                sums, largest = self._ranks.sum_and_largest(list(astuple(counts)), micro_batches)
                 future.set_result(then(Counts(*sums), largest))
             except BaseException as error:  # raised by whoever waits, whatever its class
                 future.set_exception(error)

@@ -1,7 +1,7 @@
 """Batches: samples balanced across ranks and micro-batches, unpadded, made in the background (invariants 1-3).
 
 A rank plans the part of the global batch that it shares with other ranks, which needs offsets only. So they all know
-the lengths of the part and balance it in the same way without communication (`balancing`). Each rank then fetches and masks
+the lengths of the part and balance it in the same way without communication (`balancing`). Each rank fetches and masks
 the tokens of its own sequences. Losses are normalized by counts over all parts. A rank that planned the whole batch
 knows them; otherwise the ranks exchange their own.
 """
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from pretrain.batches import balancing
+from pretrain.batches.balancing import Assignment, BatchPart
 from pretrain.batches.batch import MicroBatch, StepBatch, pinned
 from pretrain.batches.exchange import Counts, Exchange
 from pretrain.batches.filler import rounding_of, with_filler
@@ -45,8 +46,7 @@ M = TypeVar("M", "StepBatch", "RankShare")
 class RankShare:
     """One rank's share of one optimizer step, before the ranks have exchanged their counts."""
 
-    micro_batches: tuple[MicroBatch, ...]
-    rounds: int  # micro-batches; other parts of the global batch may need more
+    micro_batches: tuple[MicroBatch, ...]  # other parts of the global batch may need more
     first_sample: int
     sequences: int  # over all ranks
 
@@ -166,12 +166,14 @@ class Loader:
         if not isinstance(made, RankShare):
             return made
         assert self._exchange is not None
-        return self._exchange.submit(made.counts, made.rounds, lambda counts, rounds: self._whole(made, counts, rounds))
+        own = len(made.micro_batches)
+        return self._exchange.submit(made.counts, own, lambda counts, most: self._whole(made, counts, most))
 
-    def _whole(self, share: RankShare, counts: Counts, rounds: int) -> StepBatch:
+    def _whole(self, share: RankShare, counts: Counts, micro_batches: int) -> StepBatch:
         """A share with the counts of all ranks, and as many micro-batches as the ranks that have most."""
-        if rounds > share.rounds:
-            share = self._placed(self._maker.share(share.first_sample, share.sequences, rounds=rounds))
+        if micro_batches > len(share.micro_batches):
+            longer = self._maker.share(share.first_sample, share.sequences, micro_batches=micro_batches)
+            share = self._placed(longer)
         return self._maker.whole(share, counts)
 
     def _produce(self, phase: PhaseConfig, start_step: int, skipped: int) -> None:
@@ -312,24 +314,24 @@ class BatchMaker:
         """
         own = balancing.part_of(self.rank, sequences, self.world_size)
         plans = [self.assign(first_sample, part) for part in balancing.parts(sequences, self.world_size)]
-        rounds = max(assignment.rounds for _, assignment in plans)
+        most = max(assignment.micro_batches for _, assignment in plans)
         plan, assignment = plans[balancing.parts(sequences, self.world_size).index(own)]
-        if assignment.rounds < rounds:
-            plan, assignment = self.assign(first_sample, own, rounds)
-        share = RankShare(self._own(own, plan, assignment), rounds, first_sample, sequences)
+        if assignment.micro_batches < most:
+            plan, assignment = self.assign(first_sample, own, most)
+        share = RankShare(self._own(own, plan, assignment), first_sample, sequences)
         if self.world_size == 1:
             return self.whole(share, share.counts)
         counts = [dataclasses.astuple(self._counts(plan)) for plan, _ in plans]
         return self.whole(share, Counts(*map(sum, zip(*counts, strict=True))))
 
-    def share(self, first_sample: int, sequences: int, *, rounds: int = 1) -> RankShare:
-        """This rank's share of the same batch, of at least `rounds` micro-batches, without the counts of other ranks.
+    def share(self, first_sample: int, sequences: int, *, micro_batches: int = 1) -> RankShare:
+        """This rank's share of the same batch, of at least so many micro-batches, without the counts of other ranks.
 
         With the largest number that any rank needs, the micro-batches are those of `make`.
         """
         part = balancing.part_of(self.rank, sequences, self.world_size)
-        plan, assignment = self.assign(first_sample, part, rounds)
-        return RankShare(self._own(part, plan, assignment), assignment.rounds, first_sample, sequences)
+        plan, assignment = self.assign(first_sample, part, micro_batches)
+        return RankShare(self._own(part, plan, assignment), first_sample, sequences)
 
     def whole(self, share: RankShare, counts: Counts) -> StepBatch:
         """A share with the counts of all ranks."""
@@ -343,18 +345,14 @@ class BatchMaker:
             first_sample=share.first_sample,
         )
 
-    def assign(
-        self, first_sample: int, part: balancing.BatchPart, rounds: int = 1
-    ) -> tuple[SamplePlan, balancing.Assignment]:
+    def assign(self, first_sample: int, part: BatchPart, micro_batches: int = 1) -> tuple[SamplePlan, Assignment]:
         """The sequences of a part of the batch that begins with `first_sample`, and who gets which."""
         first = first_sample + part.first
         plan = self.sampler.plan(np.arange(first, first + part.sequences))
-        return plan, balancing.balance(plan.lengths, part.ranks, self._budget, rounds=rounds)
+        return plan, balancing.balance(plan.lengths, part.ranks, self._budget, micro_batches=micro_batches)
 
-    def _own(
-        self, part: balancing.BatchPart, plan: SamplePlan, assignment: balancing.Assignment
-    ) -> tuple[MicroBatch, ...]:
-        own = range(self.rank - part.first_rank, part.ranks * assignment.rounds, part.ranks)
+    def _own(self, part: BatchPart, plan: SamplePlan, assignment: Assignment) -> tuple[MicroBatch, ...]:
+        own = range(self.rank - part.first_rank, part.ranks * assignment.micro_batches, part.ranks)
         return tuple(self._micro_batch(plan[assignment.members(number)]) for number in own)
 
     def _counts(self, plan: SamplePlan) -> Counts:

@@ -51,6 +51,12 @@ class Renamed(NamedTuple):
 RENAMED: dict[str, dict[str, Renamed]] = {
     "pairs": {"next_sentence": Renamed("objective", {True: "nsp", False: "none"})},
     "masking": {"whole_word": Renamed("scheme", {True: "whole_words", False: "tokens"})},
+    "model": {"attention_init": Renamed("attention_init", {"neighbours": "neighbors"})},
+    "optimizer": {"muon_rate": Renamed("muon_lr_scale")},
+    "adaptation": {"general": Renamed("replay_corpus")},
+    "distillation": {"initialise": Renamed("initialize")},
+    "sources": {"licence": Renamed("license")},  # and those of a corpus's manifest and card
+    "progress": {"passed_over": Renamed("skipped")},  # of a checkpoint
 }
 """Section -> old name -> new one. Both may be given, as in recorded configs: then the new one decides."""
 

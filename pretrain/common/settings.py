@@ -21,10 +21,7 @@ from pretrain.common.sections import (
     NO_SECRETS,
     SEVERAL_LINES,
     Keys,
-    LocalPath,
-    Location,
     Section,
-    WritableLocation,
     field_at,
     is_section,
     required_names,
@@ -32,21 +29,6 @@ from pretrain.common.sections import (
 )
 from pretrain.common.setting_errors import expected, shortened, shown, suggest
 from pretrain.common.yaml_text import Dumper, child, parse, read_text
-
-__all__ = [
-    "NO_SECRETS",
-    "SEVERAL_LINES",
-    "LocalPath",
-    "Location",
-    "Section",
-    "WritableLocation",
-    "differences",
-    "dump",
-    "given_values",
-    "load",
-    "names",
-    "read_values",
-]
 
 _MOST_LEVELS = 50  # keys in the name of an override
 _LONGEST_OVERRIDE = 200  # characters of an override in a message

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from pretrain.common.settings import LocalPath, Section
+from pretrain.common.sections import LocalPath, Section
 
 
 class AdaptationConfig(Section):
     """How a run continues from the checkpoint in `start_from`."""
+
+    EARLIER = "adaptation"
 
     freeze_embeddings: bool = Field(
         default=False,

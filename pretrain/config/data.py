@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from pretrain.common.addresses import local
 from pretrain.common.earlier import LeftError
 from pretrain.common.kinds import check_kind
-from pretrain.common.settings import LocalPath, Location, Section
+from pretrain.common.sections import LocalPath, Location, Section
 from pretrain.config.filters import FiltersConfig
 from pretrain.config.model import MAX_ROWS
 
@@ -21,6 +21,8 @@ MASKING_SCHEMES = "pretrain.batches.masking"
 
 class SourceConfig(Section):
     """One source of text. `kind` decides whether `path` or `dataset` is required."""
+
+    EARLIER = "sources"
 
     kind: str = Field(
         description="Text format: mediawiki, wikiextractor, books, sentences, jsonl, parquet, csv, huggingface or "

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pretrain.common.settings import Section
+from pretrain.common.sections import Section
 
 Precision = Literal["bf16", "fp16", "fp32"]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from pretrain.common.kinds import not_one_of
-from pretrain.common.settings import LocalPath, Section
+from pretrain.common.sections import LocalPath, Section
 
 RULE_SETS: dict[str, dict[str, float]] = {
     "gopher_quality": {

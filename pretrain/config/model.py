@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from pretrain.common.kinds import did_you_mean
-from pretrain.common.settings import Section
+from pretrain.common.sections import Section
 from pretrain.config.families import PARTS, SIZES, TITLES, Shape
 
 # The widths and lengths up to which the dropout seeds are distinct in int32 (model/kernels/hash_rng.py, ALONG).

@@ -7,12 +7,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pretrain.common.settings import Location, Section
+from pretrain.common.sections import Location, Section
 from pretrain.config.model import ModelConfig
 
 
 class DistillationConfig(Section):
     """Knowledge distillation (Sanh et al. 2019, "DistilBERT", arXiv:1910.01108, section 2)."""
+
+    EARLIER = "distillation"
 
     teacher: Location = Field(
         default="",

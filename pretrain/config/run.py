@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from pretrain.common import settings
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import InputError
-from pretrain.common.settings import Location, Section, WritableLocation
+from pretrain.common.sections import Location, Section, WritableLocation
 from pretrain.config.adaptation import AdaptationConfig
 from pretrain.config.data import CorpusConfig, MaskingConfig, PairsConfig
 from pretrain.config.engine import CheckpointConfig, EngineConfig, SpikeConfig
@@ -290,7 +290,7 @@ class PretrainConfig(RunConfig):
         return next(filter(None, (self.why_not_balanced(phase, sequences, workers) for workers in counts)), "")
 
     def why_not_balanced(self, phase: int, sequences: int, workers: int) -> str:
-        """Why a batch of `sequences` cannot be balanced across `workers` (`batches.balancing.balance`); "" if it can."""
+        """Why a batch of `sequences` cannot be balanced across `workers` (`balancing.balance`); "" if it can."""
         if sequences < workers:
             return f"is less than the number of workers ({workers}); every worker needs a sequence"
         length, budget = self.phases[phase].sequence_length, self.engine.micro_batch_tokens

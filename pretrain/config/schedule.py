@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pretrain.common.settings import Section
+from pretrain.common.sections import Section
 
 
 class OptimizerConfig(Section):

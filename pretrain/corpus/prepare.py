@@ -32,6 +32,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pretrain.common.addresses import is_remote
+from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest, write_json
 from pretrain.config import CorpusConfig, PretrainConfig, VocabularyConfig
@@ -261,10 +262,13 @@ class _Preparation:
             return False
         same_tokenizer = None if self._of_start is None else self._tokenizer
         manifest = accepted_manifest(self._folder, self._inputs, self._settings, same_tokenizer)
+        before = read_manifest(self._folder)
+        for one in (manifest, before):
+            one["sources"] = [as_now("sources", entry) for entry in one["sources"]]
         for number, entry in enumerate(manifest["sources"]):
             entry |= source_facts(self._corpus.sources[number])
         manifest["fingerprint"] = fingerprint(manifest)
-        if manifest != read_manifest(self._folder):
+        if manifest != before:
             put_manifest(self._folder, manifest)
         return True
 

@@ -69,8 +69,8 @@ def recommendation(config: PretrainConfig, budget_text: str, on: str | None = No
 def choose(plans: Sequence[Plan], found: PublishedLaw) -> list[PredictedPlan]:
     """The plans with their predictions, the recommended one first, then by loss.
 
-    It has the lowest loss of those that are not too far from the measured runs (`PredictedPlan.is_too_far`). If its text ends
-    before the budget, it is the smallest of those that are about as good: smaller ones cost less.
+    It has the lowest loss of those that are not too far from the measured runs (`PredictedPlan.is_too_far`). If its
+    text ends before the budget, it is the smallest of those that are about as good: smaller ones cost less.
     """
     likely, near = found.likely, _near(plans, found)
     losses = np.array([[_predicted(law, one) for one in plans] for law in likely])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.electra import GENERATOR_SUFFIX
+from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError
 from pretrain.common.records import is_training, read_records
 from pretrain.common.settings import dump, names
@@ -356,7 +357,7 @@ _SOURCE_COLUMNS = (
 
 def _card(card: dict[str, Any]) -> dict[str, Any]:
     """The corpus card in the layout of the page: totals, sources, length histograms, input errors."""
-    sources = card.get("sources", [])
+    sources = [as_now("sources", source) for source in card.get("sources", [])]
     facts = {**card.get("totals", {}), "language": card.get("language")}
     facts.update({f"vocabulary {key}": value for key, value in card.get("vocabulary", {}).items()})
     for one in card.get("readings", []):

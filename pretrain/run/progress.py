@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from pretrain.checkpoint import store
+from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError
 from pretrain.common.memory import return_freed_memory
 from pretrain.config import R
@@ -83,6 +84,7 @@ class Progress:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
         """The progress in a checkpoint's state.json."""
+        state = as_now("progress", state)
         values = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
         skipped = [(step, count) for step, count in state["skipped"]]
         return cls(**{**values, "skipped": skipped, "window": Window(**values["window"])})

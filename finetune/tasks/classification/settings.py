@@ -12,7 +12,7 @@ from finetune.tasks.datasets.files import is_encoding
 from finetune.tasks.datasets.glue import Name as GlueName
 from finetune.tasks.datasets.labels import Problem
 from finetune.tasks.datasets.table import Format
-from pretrain.common.settings import SEVERAL_LINES, LocalPath, Section
+from pretrain.common.sections import SEVERAL_LINES, LocalPath, Section
 from pretrain.common.wording import counted
 
 # Scores of each problem. The first one chooses the checkpoint unless the settings name another.

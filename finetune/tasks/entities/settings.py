@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from finetune.tasks.datasets.files import is_encoding
-from pretrain.common.settings import LocalPath, Section
+from pretrain.common.sections import LocalPath, Section
 
 _FORM = (
     ".jsonl, .json and .parquet hold records (tokens and tags, or text and entities); any other file but .csv, which "

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from pretrain.common.settings import LocalPath, Section
+from pretrain.common.sections import LocalPath, Section
 
 
 class QuestionsSettings(Section):

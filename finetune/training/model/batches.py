@@ -98,7 +98,7 @@ class Batches:
         members = permute(slots, self.examples, draw(self._order_key, epochs))
         keys = draw(self._dropout_key, numbers)
         assignment = balance(self._tokens_N[members], self.world_size, self.budget)
-        own = map(assignment.members, range(self.rank, self.world_size * assignment.rounds, self.world_size))
+        own = map(assignment.members, range(self.rank, self.world_size * assignment.micro_batches, self.world_size))
         weights = self._weights_of(self._windows_in(members)[0])
         return LabeledStep(
             tuple(self._batch(members[batch], keys[batch]) for batch in own),
