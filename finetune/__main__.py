@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.scores import options as scores_options
@@ -19,6 +18,7 @@ from pretrain.common.commands import (
     add_run_options,
     add_set,
     add_workers,
+    config_argument,
     exit_code,
     local_path,
     make_parser,
@@ -414,10 +414,10 @@ def _add_evaluate_pretrained(commands: Any) -> None:
 
 def _add_config(
     parser: argparse.ArgumentParser,
-    purpose: str = "YAML file of the task; see configs/finetune",
+    purpose: str = "YAML file of the task, or a name of `configs`",
     optional: bool = False,
 ) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG", nargs="?" if optional else None, help=purpose)
+    parser.add_argument("config", type=config_argument, metavar="CONFIG", nargs="?" if optional else None, help=purpose)
     parser.add_argument(
         "--from",
         dest="start_from",

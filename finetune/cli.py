@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 COMMANDS_FILE = Path(__file__).with_name("commands.txt")
 
 MEASURES = "pretrain.run.machine"  # what `doctor` measures with, on every node
-_PRETRAIN = ("prepare", "pretrain", "report", "dashboard", "attention")
+_PRETRAIN = ("configs", "prepare", "pretrain", "report", "dashboard", "attention")
 _FINETUNE = ("demo", "adapt", "finetune", "evaluate", "predict", "sweep", "glue", "evaluate-pretrained")
 _CLUSTER = ("doctor", "manifest", "submit", "status", "logs", "list", "stop", "delete", "up", "down")
 

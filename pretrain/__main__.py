@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.common.commands import exit_code, make_parser, run_command
+from pretrain.common.commands import add_command, exit_code, make_parser, run_command
+from pretrain.common.examples import listing, text_of
 from pretrain.reporting import command as reporting
 from pretrain.run import command as run
 
@@ -26,8 +27,26 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of every command, for the command line and the command reference."""
     return make_parser(
         "Pretrain BERT-style encoders, from raw text to a checkpoint that transformers loads.",
-        (run.add_to, lambda commands: reporting.add_to(commands, _find_job)),
+        (_add_configs, run.add_to, lambda commands: reporting.add_to(commands, _find_job)),
     )
+
+
+def _add_configs(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "configs",
+        _configs,
+        "list the example configs, or print one",
+        """
+  ./launch.sh configs
+  ./launch.sh configs mini > my.yaml      # a copy to edit
+  ./launch.sh pretrain mini --dry-run     # commands take the names as well""",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="config to print")
+
+
+def _configs(arguments: argparse.Namespace) -> None:
+    print(text_of(arguments.name) if arguments.name else listing(), end="" if arguments.name else "\n")
 
 
 def job_kinds() -> dict[str, Kind]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.jobs.client import Job
-from pretrain.common.commands import local_path, run_argument
+from pretrain.common.commands import config_argument, run_argument
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, RunConfig
 
@@ -86,7 +86,7 @@ def _workers(text: str) -> list[str]:
 def _parser(kinds: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="submit --", allow_abbrev=False)
     parser.add_argument("kind", choices=kinds)
-    parser.add_argument("config", type=local_path, metavar="CONFIG")
+    parser.add_argument("config", type=config_argument, metavar="CONFIG")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--from", dest="start_from", type=run_argument, metavar="DIR")
     return parser

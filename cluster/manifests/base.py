@@ -19,7 +19,6 @@ from pretrain.config import PretrainConfig, RunConfig
 IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST
 RUN_COMMANDS = _PRETRAIN, _FINETUNE = "pretrain pretrain", "finetune finetune"  # of python -m; they train
 STORED_RUNS = "stored-runs"  # in place.storage: BERTRAIN_RUNS of all nodes, below which runs at addresses train
-_LOCK = Path(__file__).resolve().parents[2] / "requirements.lock"
 
 
 class ManifestSettings(Section):
@@ -85,15 +84,6 @@ def load(path: Path | str, run_type: type[RunConfig], kind: type[S], overrides: 
     )
     config: Any = yaml_settings.load(path, config_type, overrides)
     return _job(path, config, config.place), config.place
-
-
-def locked_version(package: str) -> str:
-    """The version of a package in requirements.lock; images and clusters have to use the same."""
-    for line in _LOCK.read_text(encoding="utf-8").splitlines():
-        name, _, version = line.partition(";")[0].partition("==")
-        if name == package:
-            return version.strip()
-    raise KeyError(package)
 
 
 def _job(path: Path | str, config: RunConfig, settings: ManifestSettings) -> ManifestJob:

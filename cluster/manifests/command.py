@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.common.commands import add_command, local_path
+from pretrain.common.commands import add_command, config_argument, local_path
 from pretrain.common.files import atomic_open, disk_errors, expect_other
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ The settings below place. say where it runs; cluster/manifests/{kuberay,rayup,sl
     )
     parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))
     parser.add_argument(
-        "config", type=local_path, metavar="CONFIG", help="YAML file of a pretraining or fine-tuning run"
+        "config", type=config_argument, metavar="CONFIG", help="YAML file of a pretraining or fine-tuning run"
     )
     parser.add_argument("--out", type=local_path, metavar="FILE", help="file to write (default: standard output)")
     parser.add_argument(

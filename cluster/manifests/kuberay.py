@@ -10,12 +10,13 @@ import dataclasses
 import re
 import shlex
 from collections.abc import Mapping
+from importlib import metadata
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator
 
-from cluster.manifests.base import IMAGE, RUN_COMMANDS, STORED_RUNS, ManifestJob, ManifestSettings, locked_version
+from cluster.manifests.base import IMAGE, RUN_COMMANDS, STORED_RUNS, ManifestJob, ManifestSettings
 from cluster.manifests.text import as_yaml
 from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
@@ -238,7 +239,7 @@ def _ray_cluster(job: ManifestJob, settings: KubeRaySettings) -> dict[str, Any]:
 def _cluster_spec(job: ManifestJob, settings: KubeRaySettings) -> dict[str, Any]:
     redis = {"gcsFaultToleranceOptions": _redis(settings)} if settings.redis_address else {}
     return {
-        "rayVersion": locked_version("ray"),
+        "rayVersion": metadata.version("ray"),  # nodes must have the same
         "authOptions": {"mode": "token"},  # the operator makes the token, for these pods alone
         **redis,
         "headGroupSpec": {

@@ -16,6 +16,7 @@ from typing import Any
 
 from pretrain.common.addresses import check_address, is_remote
 from pretrain.common.errors import InputError, RunError, StoppedError, printable
+from pretrain.common.examples import config_path
 from pretrain.common.files import check_local, find_run
 
 LAUNCHER = "./launch.sh"
@@ -242,6 +243,11 @@ def local_text(text: str) -> str:
 def local_path(text: str) -> Path:
     """An argument that is a path of this machine; `InputError` if it is a remote address."""
     return Path(local_text(text))
+
+
+def config_argument(text: str) -> Path:
+    """An argument that is a config: a path of this machine, or the name of an example config."""
+    return config_path(local_path(text))
 
 
 def run_argument(text: str) -> Path | str:

@@ -18,6 +18,7 @@ from pretrain.common.commands import (
     add_run_options,
     add_set,
     add_workers,
+    config_argument,
     local_path,
     model_argument,
     next_step,
@@ -326,4 +327,6 @@ def _add_from(parser: argparse.ArgumentParser, purpose: str) -> None:
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=local_path, metavar="CONFIG", help="YAML file of the run; see configs/pretrain")
+    parser.add_argument(
+        "config", type=config_argument, metavar="CONFIG", help="YAML file of the run, or a name of `configs`"
+    )

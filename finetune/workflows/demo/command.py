@@ -20,6 +20,7 @@ from finetune.workflows.demo import stages as pretraining
 from finetune.workflows.demo.data import write_sets
 from finetune.workflows.demo.stages import RunCommand
 from pretrain.common.commands import as_stage
+from pretrain.common.examples import CONFIGS
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.common.run_files import SCORES
 from pretrain.reporting.report import FINETUNED
@@ -116,7 +117,7 @@ def _train(task: DemoTask, start: str, folder: Path, data: Path, run_command: Ru
         f"{task.section}.dev": str(data / f"{task.name}-dev.jsonl"),
     }
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    config = pretraining.CONFIGS / "finetune" / "demo" / f"{task.name}.yaml"
+    config = CONFIGS / "finetune" / "demo" / f"{task.name}.yaml"
     with as_stage():
         return run_command(["finetune", str(config), "--no-ray", *words, *(["--resume"] if resume else [])])
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pretrain.common.commands import add_local_workers, add_set, as_stage, local_path, program, usual_workers
 from pretrain.common.errors import InputError, StoppedError
+from pretrain.common.examples import CONFIGS
 from pretrain.common.files import MANIFEST, checkpoint_names
 from pretrain.common.run_files import ENVIRONMENT_FILE
 
@@ -25,7 +26,6 @@ EXAMPLES = """
   ./launch.sh demo --minutes 20 --fresh
   ./launch.sh demo --set phases.0.steps=500 --run-dir runs/short-demo"""
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 STAGES = 4
 
 RunCommand = Callable[[Sequence[str]], int]  # a command line: words -> exit code

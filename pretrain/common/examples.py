@@ -1,0 +1,54 @@
+"""The example configs: those of configs/, which an installed package has beside its packages."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import textwrap
+from pathlib import Path
+
+from pretrain.common.errors import InputError
+from pretrain.common.kinds import not_one_of
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+KINDS = ("pretrain", "finetune")  # of configs, and the commands that take them
+
+
+@functools.cache
+def examples() -> dict[str, Path]:
+    """Name -> file: `mini` is configs/pretrain/mini.yaml, `transfer/cola` configs/finetune/transfer/cola.yaml."""
+    return {
+        path.relative_to(CONFIGS / kind).with_suffix("").as_posix(): path
+        for kind in KINDS
+        for path in sorted((CONFIGS / kind).rglob("*.yaml"))
+    }
+
+
+def config_path(path: Path) -> Path:
+    """`path`, or the example config with that name if there is no such file."""
+    return path if path.suffix or path.exists() else examples().get(path.as_posix(), path)
+
+
+def listing() -> str:
+    """The names of the example configs, each with the first sentence of its comment."""
+    lines = []
+    for kind in KINDS:
+        lines += ["", f"{kind.capitalize()}:"]
+        for name, path in examples().items():
+            if path.is_relative_to(CONFIGS / kind):
+                lines.append(f"  {name:24}  {_purpose(path)}")
+    return "\n".join(lines[1:])
+
+
+def text_of(name: str) -> str:
+    """The text of the example config `name`. Raises `InputError` if there is none."""
+    if name not in examples():
+        raise InputError(f"configs: {not_one_of(name, tuple(examples()))}.")
+    return examples()[name].read_text(encoding="utf-8")
+
+
+def _purpose(path: Path) -> str:
+    lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    comment = re.sub(r" ?\([^)]*\)", "", " ".join(line.lstrip("# ") for line in lines))
+    return textwrap.shorten(re.split(r"[.:?](?= [A-Z`./]|$)", comment)[0], 90, placeholder=" ...")
