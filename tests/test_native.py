@@ -127,6 +127,28 @@ def test_code_that_a_compiler_refuses_is_done_without(
     assert not list((tmp_path / "cache" / "bertrain").iterdir())
 
 
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_a_table_is_stepped_as_by_torch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    table = torch.randn(10, 48)
+    expected, ours, weights = table.clone().requires_grad_(), table.clone(), table.to(dtype)
+    torchs = torch.optim.AdamW([expected], lr=1e-2, weight_decay=0.1, fused=True)
+    state = {"step": torch.zeros(()), "exp_avg": torch.zeros(480), "exp_avg_sq": torch.zeros(480)}
+    group, seen = torchs.param_groups[0], torch.full((10,), 2, dtype=torch.uint8)
+    for rows in ([1, 4], [4, 7], [9]):  # a row with moments moves without a gradient, too
+        gradient = torch.zeros(10, 48)
+        gradient[rows] = torch.randn(len(rows), 48)
+        seen[rows] = 1
+        expected.grad = gradient / 2.5
+        torchs.step()
+        native.step_table(group, state, 2.5, seen, gradient, ours, weights)
+        torch.testing.assert_close(ours, expected.detach(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(weights, ours.to(dtype))
+        # As after a restart, where moments say which rows had gradients.
+        assert seen.tolist().count(1) == int((state["exp_avg_sq"].view(10, 48) != 0).any(1).sum())
+        seen.fill_(2)
+
+
 def test_what_the_loops_lack_goes_to_torch() -> None:
     batch, options = make_batch((3, 40)), AttentionOptions(heads=3)
     layout = TokenLayout(batch.cu_seqlens, (3, 40), None, batch.token_keys)

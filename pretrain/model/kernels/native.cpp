@@ -230,14 +230,18 @@ static void attention_backward(const Sequences &all, const E *qkv, const float *
                 for (long i = 0; i < count; i++) {
                     float *x = scores + i * padded, *g = grads + i * padded, delta = 0, top = lse[(r + i) * N + n];
                     long token = all.tokens ? all.tokens[r + i] : r + i;
+#pragma omp simd reduction(+ : delta)
                     for (long d = 0; d < D; d++) delta += load(context[(r + i) * H + n * D + d]) * out[i * D + d];
                     Dropout dropout(hash_bits(uint32_t(all.keys[token]) + uint32_t(n) * HEADS), all.dropout);
-                    bool drops = all.dropout > 0;
+                    if (all.dropout > 0)
 #pragma omp simd
-                    for (long l = 0; l < length; l++) {
-                        float weight = exponential(x[l] - top), factor = drops ? dropout(l) : 1.0f;
-                        x[l] = weight * factor, g[l] = weight * (g[l] * factor - delta);
-                    }
+                        for (long l = 0; l < length; l++) {
+                            float weight = exponential(x[l] - top), factor = dropout(l);
+                            x[l] = weight * factor, g[l] = weight * (g[l] * factor - delta);
+                        }
+                    else
+#pragma omp simd
+                        for (long l = 0; l < length; l++) x[l] = exponential(x[l] - top), g[l] = x[l] * (g[l] - delta);
                 }
                 product(grads, padded, 1, keys, D, sums, D, count, D, length, false);
                 product(grads, 1, padded, q, D, grad_k, D, length, D, count, true);
@@ -341,7 +345,8 @@ static void norm_backward(long rows, long width, const E *x, const float *bias, 
 #pragma omp parallel
     {
         std::vector<float> buffer(2 * width);
-        float *normed = buffer.data(), *scaled = normed + width, *own = partial.own();
+        float *normed = buffer.data(), *scaled = normed + width;
+        float *of_bias = partial.own(), *of_gain = of_bias + width, *of_shift = of_gain + width;
 #pragma omp for schedule(static)
         for (long r = 0; r < rows; r++) {
             Dropout dropped(dropout > 0 ? uint32_t(keys[r]) ^ (use * USE) : 0, dropout);
@@ -349,28 +354,68 @@ static void norm_backward(long rows, long width, const E *x, const float *bias, 
             residual_sum(x + r * width, bias, residual + r * width, dropped, drops, width, normed);
             float mean = moments[2 * r], inverse = moments[2 * r + 1], first = 0, second = 0;
             const E *g = grad + r * width, *m = more ? more + r * width : nullptr;
-#pragma omp simd reduction(+ : first, second)
+#pragma omp simd
+            for (long j = 0; j < width; j++) scaled[j] = load(g[j]);
+            if (m)
+#pragma omp simd
+                for (long j = 0; j < width; j++) scaled[j] += load(m[j]);
+#pragma omp simd
             for (long j = 0; j < width; j++) {
-                float y = load(g[j]) + (m ? load(m[j]) : 0.0f);
                 normed[j] = (normed[j] - mean) * inverse;
-                own[width + j] += y * normed[j];
-                own[2 * width + j] += y;
-                scaled[j] = y * gain[j];
-                first += scaled[j];
-                second += scaled[j] * normed[j];
+                of_gain[j] += scaled[j] * normed[j];
+                of_shift[j] += scaled[j];
+                scaled[j] *= gain[j];
             }
+#pragma omp simd reduction(+ : first, second)
+            for (long j = 0; j < width; j++) first += scaled[j], second += scaled[j] * normed[j];
             first /= width, second /= width;
 #pragma omp simd
             for (long j = 0; j < width; j++) {
-                float to = inverse * (scaled[j] - first - normed[j] * second);
-                store(grad_residual[r * width + j], to);
-                to *= drops ? dropped(j) : 1.0f;
-                store(grad_x[r * width + j], to);
-                own[j] += to;
+                scaled[j] = inverse * (scaled[j] - first - normed[j] * second);
+                store(grad_residual[r * width + j], scaled[j]);
+            }
+            if (drops)
+#pragma omp simd
+                for (long j = 0; j < width; j++) scaled[j] *= dropped(j);
+#pragma omp simd
+            for (long j = 0; j < width; j++) {
+                of_bias[j] += scaled[j];
+                store(grad_x[r * width + j], scaled[j]);
             }
         }
     }
     partial.total(sums);
+}
+
+// torch's fused AdamW for a table [rows, width], and its weights in the model's type. A row without moments and gradient
+// only decays. seen [rows]: whether a row ever had a gradient; 2 if that is not known.
+template <class E>
+static void adamw(long rows, long width, uint8_t *seen, const float *grad, float *master, float *first, float *second,
+                  E *weights, double divisor, double rate, double beta1, double beta2, double eps, double decay, double step) {
+    float shrink = 1 - rate * decay, size = rate / (1 - std::pow(beta1, step)), root = std::sqrt(1 - std::pow(beta2, step));
+    float b1 = beta1, b2 = beta2, e = eps, scale = 1 / divisor;
+#pragma omp parallel for
+    for (long r = 0; r < rows; r++) {
+        float *w = master + r * width, *m = first + r * width, *v = second + r * width;
+        const float *g = grad + r * width;
+        E *to = weights + r * width;
+        if (seen[r] == 2) seen[r] = std::any_of(v, v + width, [](float x) { return x != 0; });
+        if (seen[r]) {
+#pragma omp simd
+            for (long j = 0; j < width; j++) {
+                float x = g[j] * scale;
+                m[j] += (x - m[j]) * (1 - b1);
+                v[j] = v[j] * b2 + x * x * (1 - b2);
+                w[j] = w[j] * shrink - size * m[j] / (std::sqrt(v[j]) / root + e);
+                store(to[j], w[j]);
+            }
+        } else if (shrink != 1)
+#pragma omp simd
+            for (long j = 0; j < width; j++) {
+                w[j] *= shrink;
+                store(to[j], w[j]);
+            }
+    }
 }
 
 #define KERNELS(NAME, E)                                                                                                 \
@@ -395,6 +440,11 @@ static void norm_backward(long rows, long width, const E *x, const float *bias, 
                               const E *grad, const E *more, E *grad_x, E *grad_residual, float *sums) {                  \
         norm_backward(rows, width, x, bias, residual, keys, use, dropout, gain, moments, grad, more, grad_x,             \
                       grad_residual, sums);                                                                              \
+    }                                                                                                                    \
+    void adamw_##NAME(long rows, long width, uint8_t *seen, const float *grad, float *master, float *first,             \
+                      float *second, E *weights, double divisor, double rate, double beta1, double beta2, double eps,   \
+                      double decay, double step) {                                                                       \
+        adamw(rows, width, seen, grad, master, first, second, weights, divisor, rate, beta1, beta2, eps, decay, step);   \
     }
 
 extern "C" {

@@ -105,6 +105,24 @@ def or_natively(function: Callable[..., Tensor], shape: ModelConfig, compile: bo
     return after_attention
 
 
+def step_table(group: dict[str, Any], state: dict[str, Any], divisor: float, *tensors: Tensor) -> None:
+    """A step of torch's fused AdamW for a table; a row that never had a gradient only decays.
+
+    Args:
+        group: of the optimizer: rate, betas, epsilon and decay.
+        state: of the table: moments fp32 [V * H] and count of steps.
+        divisor: of the gradient, for clipping.
+        tensors: uint8 [V], whether a row ever had a gradient, 2 if that is not known; fp32 gradient [V, H]; fp32 master
+            weights [V * H]; the model's weights [V * H], which become those.
+    """
+    seen, gradient, master, weights = tensors
+    state["step"] += 1
+    moments = state["exp_avg"], state["exp_avg_sq"]
+    numbers = group["lr"], *group["betas"], group["eps"], group["weight_decay"], state["step"].item()
+    held = seen, gradient, master, *moments, weights
+    _call("adamw", weights, *gradient.shape, *held, divisor, *map(float, numbers))
+
+
 class _Sequences(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("begins", "tokens", "query_begin", "keys")),

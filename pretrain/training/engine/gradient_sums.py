@@ -73,6 +73,19 @@ class GradientSums:
         """Whether gradients of embeddings may come as rows: they are summed in fp32 here."""
         return self._whole
 
+    def nonzero(self) -> list[Tensor]:
+        """`own_B`, of tables that got rows of gradients only these."""
+        return [
+            own if (table := self.table(n)) is None else table[0][table[1]].view(-1) for n, own in enumerate(self.own_B)
+        ]
+
+    def table(self, number: int) -> tuple[Tensor, Tensor] | None:
+        """Of a bucket that is one table, which got rows of gradients: (sums [V, H], numbers of these rows)."""
+        bucket = self._buckets[number]
+        if bucket.rows is None or bucket.shape is None:
+            return None
+        return bucket.own[: bucket.shape.numel()].view(bucket.shape), bucket.rows.unique()
+
     @property
     def is_empty(self) -> bool:
         """Whether no gradient of this step was added yet."""
@@ -161,6 +174,8 @@ class _Bucket:
         filled: ids of the parameters whose place has a gradient in it.
         missing: ids of the parameters without a gradient in this micro-batch, if the bucket is to be sent in it.
         is_sent: whether it has been sent in this micro-batch.
+        shape: of the only parameter, if there is one and no other worker.
+        rows: int64, of this parameter, the only rows whose sums may differ from zero; None if that is not known.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], weights: Tensor, whole: bool) -> None:
@@ -172,6 +187,9 @@ class _Bucket:
         self.filled: set[int] = set()
         self._weights, self._workers, self._kept = weights.detach(), dist.get_world_size(), whole
         self._sums: Tensor | None = None  # [entries], of a step in fp32, or of a micro-batch in the type of the weights
+        alone = whole and len(parameters) == 1 and self._workers == 1
+        self.shape = parameters[0].shape if alone else None
+        self.rows: Tensor | None = None
         self._used = False  # whether `own` holds the sums of an earlier step
         if whole:
             self._sums = torch.zeros_like(self._weights, dtype=torch.float32)
@@ -190,8 +208,13 @@ class _Bucket:
         self.filled.add(key)
         self.missing.discard(key)
         if gradient.is_sparse:
-            add_rows(view.view(parameter.shape), gradient, first)
-        elif first:
+            before = self.rows if self.shape is not None else None
+            add_rows(view.view(parameter.shape), gradient, first, before)
+            rows = gradient._indices()[0]
+            self.rows = rows if first else None if before is None else torch.cat([before, rows])
+            return
+        self.rows = None
+        if first:
             view.copy_(gradient.reshape(-1))
         else:
             _add_entries(view, gradient.reshape(-1))
@@ -235,9 +258,11 @@ def _add_entries(sums: Tensor, more: Tensor) -> None:
         piece.add_(new.float())
 
 
-def add_rows(sums: Tensor, gradient: Tensor, first: bool) -> None:
-    """Add an uncoalesced sparse [V, H] to fp32 `sums` [V, H]; `first` overwrites what they hold."""
-    if first:
+def add_rows(sums: Tensor, gradient: Tensor, first: bool, held: Tensor | None = None) -> None:
+    """Add an uncoalesced sparse [V, H] to fp32 `sums` [V, H]; `first` overwrites what they hold, in the rows `held`."""
+    if first and held is not None:
+        sums.index_fill_(0, held, 0)
+    elif first:
         sums.zero_()
     sums.index_add_(0, gradient._indices()[0], gradient._values().float())
 

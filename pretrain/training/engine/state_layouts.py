@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.config import EngineConfig
+from pretrain.model.kernels.native import runs_natively, step_table
 from pretrain.training.engine import deepspeed_patches
 from pretrain.training.engine.buckets import WeightGather
 from pretrain.training.engine.gradient_sums import GradientSums, global_norm
@@ -169,12 +170,17 @@ class StateLayout(ABC):
         if self._must_know() and not norm.isfinite():
             return False
         self._scale(gradients, norm)
-        for master, gradient in zip(masters, gradients, strict=True):
-            master.grad = gradient.view_as(master)
+        alone = self._step_tables(norm)
+        for number, (master, gradient) in enumerate(zip(masters, gradients, strict=True)):
+            master.grad = None if number in alone else gradient.view_as(master)
         self._parts.optimizer.step()
         for master in masters:
             master.grad = None
         return True
+
+    def _step_tables(self, norm: Tensor) -> set[int]:
+        """Step what does not need the optimizer, unless a gradient is not finite; the numbers of these masters."""
+        return set()
 
     def _must_know(self) -> bool:
         """Whether the host must know if gradients are finite, for which it waits for the device.
@@ -310,6 +316,8 @@ class Stage1Layout(OwnStepLayout):
     def __init__(self, parts: LayoutInputs) -> None:
         super().__init__(parts)
         self._group_of = {name: number for number, names in enumerate(parts.names) for name in names}
+        self._seen: dict[int, Tensor] = {}  # of tables, whether a row ever had a gradient, as in `step_table`
+        self._cast: set[int] = set()  # the weights that are those of the last step already
         buckets = []
         for names, master in zip(parts.names, self.flats(), strict=True):
             parameters = [parts.parameters[name] for name in names]
@@ -332,6 +340,7 @@ class Stage1Layout(OwnStepLayout):
 
     def refresh(self, reader: FragmentReader) -> None:
         """Gather the weights from the ranks that hold them, so that no rank reads more than its part."""
+        self._seen = {}
         self._spread_weights()
         self.wait_for_weights()
 
@@ -343,18 +352,41 @@ class Stage1Layout(OwnStepLayout):
 
     def _take_step(self) -> None:
         assert self.sums is not None
-        self._norm = global_norm(self.sums.own_B, self._parts.sum_over_workers)
+        self._norm = global_norm(self.sums.nonzero(), self._parts.sum_over_workers)
         if self._update(self.flats(), self.sums.own_B, self._norm):
             self._spread_weights()
+
+    def _step_tables(self, norm: Tensor) -> set[int]:
+        """Tables that got rows of gradients: most of their rows never had one, and AdamW only shrinks those."""
+        optimizer, alone = self._parts.optimizer, set[int]()
+        if self.sums is None or not isinstance(optimizer, torch.optim.AdamW):
+            return alone
+        for number, (weights, master) in enumerate(zip(self._weights, self.flats(), strict=True)):
+            table = self.sums.table(number)
+            if table is None or not runs_natively(weights):
+                continue
+            alone.add(number)
+            if norm.isfinite():
+                gradient, rows = table
+                seen = self._seen.setdefault(number, torch.full((len(gradient),), 2, dtype=torch.uint8))
+                seen[rows] = 1
+                divisor = float(optimizer.grad_scale)  # pyright: ignore[reportAttributeAccessIssue]
+                group, state = optimizer.param_groups[number], optimizer.state[master]
+                step_table(group, state, divisor, seen, gradient, master, weights)
+        self._cast = alone
+        return alone
 
     @torch.no_grad()
     def _spread_weights(self) -> None:
         """Cast this rank's master weights to those that the model computes with, and begin to gather all of these."""
         self.wait_for_weights()
-        for flat, master in zip(self._weights, self.flats(), strict=True):
+        for number, (flat, master) in enumerate(zip(self._weights, self.flats(), strict=True)):
+            if number in self._cast:  # by the step
+                continue
             flat.view(self._parts.world_size, -1)[self._parts.rank].copy_(master)
         assert self._gather is not None
         self._gather.start()
+        self._cast = set()
 
 
 class Stage2Layout(Stage1Layout):
