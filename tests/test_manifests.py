@@ -727,7 +727,7 @@ def test_slurm_queues_itself_again_after_a_warning_only(
     assert [line for line in calls if line.startswith("sc")] == called
 
 
-def test_slurm_does_not_call_a_cancelled_run_one_that_did_not_start(slurm_job: Any, tmp_path: Path) -> None:
+def test_slurm_does_not_call_a_canceled_run_one_that_did_not_start(slurm_job: Any, tmp_path: Path) -> None:
     """SLURM ends Ray together with the run, which leaves no exit code."""
     job = slurm_job("", ray="touch begun; until [[ -e calls-end ]]; do sleep 0.05; done; exit 143\n")
     until_it_has_begun(job, tmp_path)

@@ -158,9 +158,9 @@ elif [[ -z $ended ]]; then # `ray symmetric-run` exits with 0 if Ray did not sta
     ((code != 0)) || code=3
 fi
 rm -f "$run/ray-token"
-srun rm -rf "$RAY_TMPDIR" || rm -rf "$RAY_TMPDIR" # srun starts nothing in a job that is cancelled
+srun rm -rf "$RAY_TMPDIR" || rm -rf "$RAY_TMPDIR" # srun starts nothing in a job that is canceled
 
-# 75: stopped with everything saved. After a warning the job continues later. Stopped by hand, it is cancelled: an exit
+# 75: stopped with everything saved. After a warning the job continues later. Stopped by hand, it is canceled: an exit
 # code would make it FAILED, or start jobs that depend on its success.
 if [[ $code == 75 && -z $ended ]]; then
     trap '' TERM

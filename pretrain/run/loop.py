@@ -384,7 +384,7 @@ class _Fit(Generic[S]):
         return means
 
     def evaluate_average(self) -> None:
-        """Record how good the averaged weights of the last checkpoint are; the engine computes with them afterwards."""
+        """Record how good the averaged weights of the last checkpoint are; the engine computes with them afterward."""
         engine, step = self.engine, self.progress.step
         with engine.watch.allow(LONG_SECONDS), store.CheckpointReader(self.checkpoints / store.name_of(step)) as reader:
             engine.load(AveragedWeights(reader), engine.state())

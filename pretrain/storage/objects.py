@@ -114,7 +114,7 @@ class ObjectStore:
         self._retried(address, "written", lambda: _system(address).pipe_file(_name(address), content))
 
     def upload(self, path: Path, address: str) -> None:
-        """Store the file `path` at `address`, in parts if it is large. The size there is compared afterwards."""
+        """Store the file `path` at `address`, in parts if it is large. The size there is compared afterward."""
         size = path.stat().st_size
 
         def work() -> None:

@@ -45,7 +45,7 @@ def named_tags(record: Any, names: Sequence[str], keys: Sequence[str]) -> Any:
 
 
 def _of_label_studio(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The first annotation that was not cancelled; without any, the text alone."""
+    """The first annotation that was not canceled; without any, the text alone."""
     data = record["data"]
     text = data.get("text", next((value for value in data.values() if isinstance(value, str)), None))
     made = {"id": record.get("id"), "text": text}

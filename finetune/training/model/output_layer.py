@@ -1,6 +1,6 @@
 """First weights of a new output layer: the best linear model of the frozen encoder's features.
 
-From random weights the first steps move the encoder towards noise, and few labels do not bring it back (Kumar et al.
+From random weights the first steps move the encoder toward noise, and few labels do not bring it back (Kumar et al.
 2022, "Fine-Tuning Can Distort Pretrained Features", arXiv:2202.10054, section 4: linear probing, then fine-tuning).
 The fitted layer is also the frozen linear baseline of the run.
 

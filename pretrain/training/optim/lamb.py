@@ -25,7 +25,7 @@ class Lamb(TensorwiseOptimizer):
     `qkv_weight` counts as the three tensors it holds.
 
     Groups carry `names` and `layer_adaptation` as `parameter_groups` makes them. Parameters must be
-    contiguous fp32. `step` uses up the gradient: it holds the update afterwards, which saves a buffer.
+    contiguous fp32. `step` uses up the gradient: it holds the update afterward, which saves a buffer.
     """
 
     def __init__(

@@ -266,7 +266,7 @@ def _curve(records: Sequence[dict[str, Any]], plan: Plan) -> tuple[tuple[float, 
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Restore the handlers of the `stop_signals` afterwards, which a `Worker` in this process replaces for good."""
+    """Restore the handlers of the `stop_signals` afterward, which a `Worker` in this process replaces for good."""
     before = {number: signal.getsignal(number) for number in stop_signals()}
     try:
         yield
