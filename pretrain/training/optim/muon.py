@@ -24,7 +24,6 @@ from pretrain.training.optim.tensorwise import Segment, cut_segments, number_ten
 # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: the quintic with the steepest slope at zero.
 _QUINTIC, _STEPS = (3.4445, -4.7750, 2.0315), 5
 _RMS = 0.2  # of AdamW's updates, Liu et al. 2025 section 2.2
-# Li et al. 2025, NorMuon: decay rate of the rows' second moments, and what is added to their root.
 _NARROW = 256  # in bf16, one by one such matrices take 1.5 times as long, of 128 4 to 5 times (docs/benchmarks)
 
 
