@@ -151,7 +151,7 @@ def _timed_run(config: PretrainConfig, run: Path, steps: int) -> PretrainConfig:
     values: dict[str, Any] = config.model_dump()
     phase = {**values["phases"][0], **dict.fromkeys(_SCHEDULE, 0), "steps": steps, "ramp_from": 0}
     values.update(run_dir=str(run), phases=[phase], averaging={})
-    values["evaluation"].update(every_steps=steps, sequences=config.scheduling.workers, attention=False)
+    values["evaluation"].update(every_steps=steps, sequences=config.scheduling.workers)
     values["checkpoint"]["every_steps"] = steps
     values["tracking"].update(wandb="off", log_every_steps=1)
     return PretrainConfig.model_validate(values)
