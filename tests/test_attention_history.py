@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,19 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     root = tmp_path_factory.mktemp("runs")
     names = ("with", "without", "broken")
     given = {name: settings(corpus, root / name, engine__zero_stage=3) for name in names}
-    given["without"]["evaluation"]["attention"] = False
-    plan = [Start(given["with"]), Start(given["without"])]
+    plan = [Start(given["with"])]
     plan += [Start(given["broken"], stop_at=3), Start(given["broken"], resume=True)]
     for outcomes in run_workers(2, starts, plan):
-        assert [outcome.partition(":")[0] for outcome in outcomes] == ["", "", "StoppedError", ""]
+        assert [outcome.partition(":")[0] for outcome in outcomes] == ["", "StoppedError", ""]
+    assert run_workers(2, starts_without, [Start(given["without"])]) == [[""], [""]]
     return {name: root / name for name in names}
+
+
+def starts_without(given: Sequence[Start]) -> list[str]:
+    """`starts` of runs that record no history."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttentionHistory, "record", lambda *_: None)
+        return starts(given)
 
 
 def weights_of(run: Path) -> dict[str, bytes]:
@@ -70,8 +78,9 @@ def test_a_resumed_run_records_the_same(runs: dict[str, Path]) -> None:
 
 
 def test_it_does_not_depend_on_workers_or_stage(runs: dict[str, Path], corpus: Path, tmp_path: Path) -> None:
-    plain = settings(corpus, tmp_path / "plain", evaluation__attention=False)
-    assert run_workers(1, starts, [Start(settings(corpus, tmp_path / "one")), Start(plain)]) == [["", ""]]
+    plain = settings(corpus, tmp_path / "plain")
+    assert run_workers(1, starts, [Start(settings(corpus, tmp_path / "one"))]) == [[""]]
+    assert run_workers(1, starts_without, [Start(plain)]) == [[""]]
     assert weights_of(tmp_path / "one") == weights_of(tmp_path / "plain")
     one, three = read_history(tmp_path / "one"), read_history(runs["with"])
     assert one["picture"] == three["picture"]

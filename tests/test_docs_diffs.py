@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted((ROOT / "docs/extend").glob("*.md"))
+# The objective of add-an-objective.md is tests/toy_objective.py, which tests/test_objectives.py trains.
+PAGES = sorted(page for page in (ROOT / "docs/extend").glob("*.md") if page.stem != "add-an-objective")
 
 
 def diffs(text: str) -> list[str]:

@@ -111,7 +111,7 @@ def note_reads_of_evaluation(engine: Any, batch: Any) -> None:
     task: Any = object.__new__(Pretraining)
     task._device = engine.device
     task._objective = SimpleNamespace(
-        totals=lambda output: loss_of(output).detach()[None], counts=lambda _: torch.ones(1), metrics=lambda *_: {}
+        totals=lambda output: loss_of(output).detach()[None], counts=lambda _: torch.ones(1), means=lambda *_: {}
     )
     before, of_step, launches_of_step = len(host_reads), Counter(collectives), set(launches)
     with torch.no_grad(), Copies():
