@@ -35,7 +35,7 @@ def weight() -> dict[str, int]:
 
     product = _files(PRODUCT)
     return {
-        "product_lines": sum(map(_lines, product)),
+        "product_lines": sum(map(_lines, product)) + sum(map(_lines, _tracked("pretrain/*.cpp"))),
         "test_lines": sum(map(_lines, _files(("tests",)))),
         "settings": len(_settings()),
         "components": len(MAY_IMPORT),
