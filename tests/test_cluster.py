@@ -129,9 +129,10 @@ class Launched:
         script = (
             "import json, sys\n"
             "from cluster.workers.launch import run\n"
+            "from pretrain.common.worker import TrainingRequest\n"
             "from pretrain.common.errors import RunError\n"
             "try:\n"
-            "    run(sys.argv[1], {'resume': False}, name='test', run_dir='run', **json.loads(sys.argv[2]))\n"
+            "    run(sys.argv[1], TrainingRequest({}, False), name='test', run_dir='run', **json.loads(sys.argv[2]))\n"
             "except RunError as error:\n"
             "    print(type(error).__name__, error)\n"
             "    sys.exit(error.exit_code)\n"
