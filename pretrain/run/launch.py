@@ -30,6 +30,7 @@ from pretrain.config import R, RunConfig
 from pretrain.run import preflight
 from pretrain.storage.runs import StoredRun
 from pretrain.tracking import live
+from pretrain.tracking.logs import logging_restored
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ def _train(target: str, config: RunConfig, resume: bool, *, alone: bool, ray: bo
     training = TrainingRequest(config.model_dump(mode="json"), resume)
     if alone:
         module, function = target.split(":")
-        with signals_restored():
+        with signals_restored(), logging_restored():
             worker = Worker.from_environment()
             worker.flags = (_stop_flag(config.folder),)
             getattr(importlib.import_module(module), function)(training, worker)
