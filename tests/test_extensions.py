@@ -114,7 +114,7 @@ def test_modules_beside_the_config_are_found_after_installed_ones(place: Path, t
     (place / "configs/yaml.py").write_text("raise SystemExit('not me')")
     assert main(["pretrain", "configs/own.yaml", "--dry-run"]) == 0
     assert sys.modules["yaml"] is yaml
-    assert extensions.carried() == [str(place / "configs/beside.py"), str(place / "configs/mine")]
+    assert json.loads(os.environ[ASKED])["carried"] == [str(place / "configs/beside.py"), str(place / "configs/mine")]
     (place / "configs/mine/secret.txt").write_text("not a module")
     sent = Path(extensions.carrying({}, tmp_path / "aside")["working_dir"])
     assert {str(file.relative_to(sent)) for file in sent.rglob("*.*")} == set(MODULES)

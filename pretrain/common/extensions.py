@@ -30,10 +30,6 @@ ASKED = "BERTRAIN_MODULES"
 _OURS = ("pretrain", "finetune", "cluster")
 
 
-class MissingModuleError(InputError):
-    """A module that is not found."""
-
-
 class Contract(NamedTuple):
     """What a module of a kind has: `attribute`, a class that derives from `base` and has what is `needed`."""
 
@@ -47,14 +43,14 @@ class Contract(NamedTuple):
         if not (isinstance(found, type) and issubclass(found, self.base)):
             how = f"{self.attribute} = YourClass" if self.attribute.isupper() else f"class {self.attribute}({base})"
             raise InputError(
-                f"{name}: {place(module)} has no {self.attribute}, a class that derives from "
+                f"{name}: {_path(module)} has no {self.attribute}, a class that derives from "
                 f"{self.base.__module__}.{base}. Add `{how}`."
             )
         for member in (*sorted(getattr(found, "__abstractmethods__", ())), *self.needed):
             declared = getattr(self.base, member, None)
             if getattr(found, member, None) is declared:
                 wanted = f"{member}{inspect.signature(declared)}".replace("'", "") if callable(declared) else member
-                raise InputError(f"{name}: {self.attribute} of {place(module)} lacks {wanted}, which {base} asks for.")
+                raise InputError(f"{name}: {self.attribute} of {_path(module)} lacks {wanted}, which {base} asks for.")
 
 
 def is_own(name: str) -> bool:
@@ -85,7 +81,7 @@ def ask_for(names: Iterable[str], folder: Path | None = None) -> None:
         own(name)
     tops = {name.partition(".")[0] for name in (*asked["names"], *(set(sys.modules) - before))} - set(_OURS)
     places = [_path(sys.modules[top]) for top in sorted(tops) if top in sys.modules]
-    lying = [str(path) for path in places if path and str(path.parent) in asked["folders"]]
+    lying = [str(path) for path in places if str(path.parent) in asked["folders"]]
     os.environ[ASKED] = json.dumps({**asked, "carried": list(dict.fromkeys([*asked["carried"], *lying]))})
 
 
@@ -95,23 +91,16 @@ def own(name: str) -> Any:
     Raises `InputError`: nobody asked for it, it is not found, it raises, or it has no such attribute.
     """
     given, colon, attribute = name.partition(":")
-    module = sys.modules.get(given)
-    if module is None:
-        if given not in _asked()["names"]:
-            raise InputError(
-                f"{name}: a recorded config names this module, and imports nothing by itself. If you trust the module, "
-                f"add --import {given}, or import it in your program."
-            )
-        module = _imported(given)
+    if given not in sys.modules and given not in _asked()["names"]:
+        raise InputError(
+            f"{name}: a recorded config names this module, and imports nothing by itself. If you trust the module, "
+            f"add --import {given}, or import it in your program."
+        )
+    module = sys.modules.get(given) or _imported(given)
     if colon and not hasattr(module, attribute):
         nearest = did_you_mean(attribute, vars(module)) or f"Define {attribute} there."
-        raise InputError(f"{name}: {place(module)} has no {attribute}; {nearest}")
+        raise InputError(f"{name}: {_path(module)} has no {attribute}; {nearest}")
     return getattr(module, attribute) if colon else module
-
-
-def carried() -> list[str]:
-    """Files and folders of modules that other machines lack: those beside the config and in the current folder."""
-    return _asked()["carried"]
 
 
 def carrying(environment: dict[str, Any], aside: Path) -> dict[str, Any]:
@@ -121,36 +110,32 @@ def carrying(environment: dict[str, Any], aside: Path) -> dict[str, Any]:
     """
     if ASKED not in os.environ:
         return environment
-    for top in map(Path, carried()):
+    carried = _asked()["carried"]
+    for top in map(Path, carried):
         for file in [top] if top.is_file() else sorted(top.rglob("*.py")):
             copy = aside / file.relative_to(top.parent)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
-    folder = {"working_dir": str(aside)} if carried() else {}
+    folder = {"working_dir": str(aside)} if carried else {}
     return {**environment, **folder, "env_vars": {**environment.get("env_vars", {}), ASKED: os.environ[ASKED]}}
 
 
 def hashes() -> dict[str, str]:
     """SHA-256 of the file of each module that was asked for, and of those beside them that they import."""
-    tops = tuple(f"{Path(one).stem}." for one in carried())
+    tops = tuple(f"{Path(one).stem}." for one in _asked()["carried"])
     names = [name for name in sys.modules if name in _asked()["names"] or f"{name}.".startswith(tops)]
     files = {name: getattr(sys.modules[name], "__file__", None) for name in sorted(names)}
     return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file}
 
 
-def place(module: ModuleType) -> str:
-    """Where a module is, for messages."""
-    return str(getattr(module, "__file__", None) or _path(module) or module.__name__)
-
-
 def _asked() -> dict[str, list[str]]:
+    """The names; the folders in which they are looked for; what lies there, which other machines lack."""
     return {"names": [], "folders": [], "carried": [], **json.loads(os.environ.get(ASKED, "{}"))}
 
 
-def _path(module: ModuleType) -> Path | None:
+def _path(module: ModuleType) -> Path:
     """The folder of a package, or the file of a module."""
-    paths = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
-    return Path(paths[0]) if paths[0] else None
+    return Path([*getattr(module, "__path__", ()), getattr(module, "__file__", None) or module.__name__][0])
 
 
 def _imported(name: str) -> ModuleType:
@@ -163,7 +148,7 @@ def _imported(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if not error.name or not f"{name}.".startswith(f"{error.name}."):
             raise InputError(_why_raised(name, error)) from None
-        raise MissingModuleError(_why_missing(name, error.name, folders)) from None
+        raise InputError(_why_missing(name, error.name, folders)) from None
     except (Exception, SystemExit) as error:
         raise InputError(_why_raised(name, error)) from None
 

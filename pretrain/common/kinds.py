@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -63,7 +64,8 @@ def ask_for_kind(package: str, name: str, folder: Path | None = None) -> None:
     """
     try:
         extensions.ask_for([name], folder)
-    except extensions.MissingModuleError as error:
-        nearest = did_you_mean(name.rpartition(".")[2], kind_names(package))
+    except InputError as error:
+        found = name.partition(".")[0] in sys.modules
+        nearest = "" if found else did_you_mean(name.rpartition(".")[2], kind_names(package))
         raise InputError(f"{error}{nearest and f' Of the built-in kinds, {nearest}'}") from None
     load_kind(package, name)
