@@ -56,4 +56,4 @@ def train(
 
 def read_config(config: AnyConfig, overrides: Overrides = (), *, start_from: Any = None) -> FinetuneConfig:
     """The config, with overrides and the checkpoint to start from."""
-    return load_config(config, with_start(overrides, start_from))
+    return load_config(config, with_start(overrides, start_from), imports=True)

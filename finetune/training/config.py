@@ -300,9 +300,11 @@ class FinetuneConfig(_WithTask):
         return math.ceil(examples * self.evaluation.every_epochs / self.training.examples_per_step)
 
 
-def load_config(config: settings.AnyConfig, overrides: settings.Overrides = ()) -> FinetuneConfig:
+def load_config(
+    config: settings.AnyConfig, overrides: settings.Overrides = (), *, imports: bool = False
+) -> FinetuneConfig:
     """The fine-tuning that `config` describes, with overrides, as `settings.load` reads it."""
-    return settings.load(config, FinetuneConfig, overrides)
+    return settings.load(config, FinetuneConfig, overrides, imports=imports)
 
 
 def config_type(path: Path | str) -> type[RunConfig]:

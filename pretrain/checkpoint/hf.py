@@ -111,10 +111,11 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
     config = load_config(run_dir / "config.yaml")
+    objective, own = objective_of(config), ""
     corpus = corpus_of(run_dir, config.corpus)
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
     state = store.read_weights(path, averaged=averaged)
-    start, objective, own = _began_as(run_dir), objective_of(config), ""
+    start = _began_as(run_dir)
     average = store.read_state(path)["averaged"] if averaged else 0
     card = functools.partial(_model_card, config, run_dir, store.step_of(path), averaged=average)
     for part in objective.exported:

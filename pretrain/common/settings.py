@@ -6,7 +6,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -19,6 +19,7 @@ from pretrain.common.commands import run_argument
 from pretrain.common.earlier import LeftError, name_now, remark
 from pretrain.common.errors import InputError, is_control, printable
 from pretrain.common.examples import config_path
+from pretrain.common.kinds import ask_for_kind
 from pretrain.common.secret_names import secret_paths
 from pretrain.common.sections import (
     NO_SECRETS,
@@ -48,16 +49,35 @@ Overrides = Sequence[str] | Mapping[str, Any]
 """Overrides of a config: texts `key.path=value`, or values by key.path."""
 
 
-def load(config: AnyConfig, kind: type[S], overrides: Overrides = ()) -> S:
+def load(config: AnyConfig, kind: type[S], overrides: Overrides = (), *, imports: bool = False) -> S:
     """The settings of `config`, with overrides applied.
 
     Values are read as YAML 1.2 (1e-4 is a number, `off` is text) and never converted to another type. List items are
     addressed by index: `phases.0.steps=10`.
 
+    `imports` imports the modules of the user's own that it names (`pretrain.common.extensions`): for the config of a
+    run that is to start, never for one that was recorded.
+
     Raises:
         InputError: one line per problem, each with the line of the file or the override that causes it.
     """
-    return _Document(config, kind, overrides).validate()
+    source = _Document(config, kind, overrides)
+    settings = source.validate()
+    if imports:
+        import_named(settings, source.folder, lambda keys: f"{source.where(keys)}: ")
+    return settings
+
+
+def import_named(settings: Section, folder: Path | None = None, where: Callable[[Keys], str] = lambda _: "") -> None:
+    """Import the modules of the user's own that `settings` name, also from `folder`, and check them.
+
+    Raises `InputError` that begins with `where` a setting is, its name and its value.
+    """
+    for keys, package, name in settings.own_modules():
+        try:
+            ask_for_kind(package, name, folder)
+        except InputError as error:
+            raise InputError(f"{where(keys)}{'.'.join(map(str, keys))}: {error}") from None
 
 
 def given_values(config: AnyConfig, kind: type[Section], overrides: Overrides = ()) -> dict[str, Any]:
@@ -156,12 +176,13 @@ class _Document(Generic[S]):
     def __init__(self, config: AnyConfig, kind: type[S], overrides: Overrides = ()) -> None:
         self.kind = kind
         self.root: yaml.Node | None = None
+        self.folder: Path | None = None
         if isinstance(config, Path | str):
             path = config_path(Path(config))
-            self.origin, self.recorded = str(path), (path.parent / "metrics.jsonl").exists()
+            self.origin, self.folder = str(path), path.parent
             self.root, self.values = parse(read_text(path), self.origin)
         elif isinstance(config, Mapping | Section):
-            self.origin, self.recorded, self.values = "config", False, _plain(config)
+            self.origin, self.values = "config", _plain(config)
         else:
             raise InputError(f"config: is {shown(config)}; expected the path of a YAML file, or settings.")
         if not isinstance(self.values, dict):
@@ -213,7 +234,7 @@ class _Document(Generic[S]):
             self._check_kind(problems)
             problems.sort(key=lambda problem: self.line(problem["loc"]) or 0)
             raise InputError("\n".join(dict.fromkeys(map(self.explain, problems)))) from None
-        if not self.recorded:  # a run recorded the names of its version
+        if not (self.folder and (self.folder / "metrics.jsonl").exists()):  # a run recorded the names of its version
             self._remark_on_earlier_names(self.values)
         for path in _secrets(settings):
             where = self.where(path)

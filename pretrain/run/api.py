@@ -151,14 +151,14 @@ def read_config(
         from pretrain.checkpoint.start import start_overrides
 
         settings += start_overrides(config, settings, resume=resume)
-    return load_config(config, settings)
+    return load_config(config, settings, imports=True)
 
 
 def load_given(config: AnyConfig, overrides: Overrides) -> PretrainConfig:
     """The config of a run that is to start on another machine, which reads the checkpoint in its start_from."""
     from pretrain.config import load_config
 
-    return load_config(config, overrides)
+    return load_config(config, overrides, imports=True)
 
 
 def start_tokenizer_of(config: PretrainConfig) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import disk_errors
 from pretrain.common.records import Metric
+from pretrain.common.settings import import_named
 from pretrain.common.wording import counted
 from pretrain.common.worker import (
     STOP_FILE,
@@ -71,6 +72,7 @@ def start_run(kind: RunKind[R], config: R, *, resume: bool, ray: bool = False, n
     Raises:
         RunError: the run cannot start, diverged, or was stopped.
     """
+    import_named(config)
     alone = is_alone(config, no_ray)
     if is_follower():
         if not kind.is_finished(config):
