@@ -89,11 +89,6 @@ class TrainingConfig(Section):
         "width and the number of examples; the others are published recipes, for thousands of examples (devlin), few "
         "(stable), models below BERT-Base (small-bert) and RoBERTa (roberta).",
     )
-    output_layer: Literal["fitted", "random"] = Field(
-        default="fitted",
-        description="First weights of a new output layer: fitted to the features of the frozen encoder (linear "
-        "probing, then fine-tuning), or random.",
-    )
     examples_per_step: int = Field(
         default=0,
         ge=0,
@@ -112,10 +107,8 @@ class TrainingConfig(Section):
         default=0.1,
         ge=0,
         le=1,
-        description="Fraction of the steps over which the learning rate rises linearly to its peak.",
-    )
-    decay: Literal["linear", "constant"] = Field(
-        default="linear", description="Learning rate after the warm-up: falls linearly to 0, or stays constant."
+        description="Fraction of the steps over which the learning rate rises linearly to its peak. Then it falls "
+        "linearly to 0.",
     )
     layer_decay: float = Field(
         default=1.0,
@@ -324,7 +317,6 @@ class FinetuneConfig(_WithTask):
             steps=steps,
             peak_learning_rate=training.learning_rate,
             warmup_steps=round(training.warmup_share * steps),
-            decay=training.decay,
         )
 
     def evaluate_every_steps(self, examples: int) -> int:

@@ -43,6 +43,7 @@ from pretrain.common.run_files import STORED
 from pretrain.storage import folders
 from pretrain.storage.objects import RETRY_SECONDS, AccessError, ContentError, ObjectStore
 
+SAVE_RETRY_SECONDS = 60.0  # how long a save that fails is tried again, on a disk and at an address
 INDEX = "index.json"
 WRITER = "writer.json"
 _STATE, _MODEL = "state.json", "model"

@@ -109,11 +109,6 @@ class ClassificationSettings(Section):
         default="none",
         description="single_label: balanced weights each class by examples / (classes x its examples) in training.",
     )
-    overlap: int | None = Field(
-        default=None,
-        ge=0,
-        description="Tokens that adjacent windows of a long text share; empty for a quarter of a window's text tokens.",
-    )
     max_windows: int = Field(
         default=8,
         ge=1,

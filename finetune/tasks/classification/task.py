@@ -193,7 +193,7 @@ class Classification(Task[Example]):
     # ------------------------------------------------------------ windows
 
     def check(self, encoder: TextEncoder) -> None:
-        self._overlap(encoder.capacity(pair=self.takes_pairs))
+        _overlap(encoder.capacity(pair=self.takes_pairs))
 
     def windows(self, examples: Sequence[Example], encoder: TextEncoder, *, training: bool) -> Windows:
         example, framed = self._cut(examples, encoder, thin=training)
@@ -219,7 +219,7 @@ class Classification(Task[Example]):
     ) -> tuple[np.ndarray, FramedWindows]:
         """(example of each window, int64 [F]; the windows)"""
         capacity = encoder.capacity(pair=self.takes_pairs)
-        overlap = self._overlap(capacity)
+        overlap = _overlap(capacity)
         first = encoder.encode([example.text for example in examples])
         if not self.takes_pairs:
             cut = slide(np.diff(first.starts), capacity, overlap)
@@ -229,17 +229,6 @@ class Classification(Task[Example]):
         cut = cut_pairs(np.diff(first.starts), np.diff(second.starts), capacity, overlap)
         example, *spans = self._thin(cut, len(examples)) if thin else cut
         return example, frame(encoder, _slices(first, example, *spans[:2]), _slices(second, example, *spans[2:]))
-
-    def _overlap(self, capacity: int) -> int:
-        if capacity < 4:
-            raise InputError(f"max_length: windows hold {capacity} tokens of text; at least 4 are needed. Raise it.")
-        overlap = self.settings.overlap
-        if overlap is not None and overlap >= capacity // 2:
-            raise InputError(
-                f"classification.overlap: {overlap} must be less than half of the {capacity} tokens of text that a "
-                f"window holds. Set at most {capacity // 2 - 1}."
-            )
-        return capacity // 4 if overlap is None else overlap
 
     def _thin(self, cut: tuple[np.ndarray, ...], examples: int) -> tuple[np.ndarray, ...]:
         """At most `max_windows` windows of each example; `cut[0]` is the example of each window."""
@@ -263,3 +252,10 @@ class Classification(Task[Example]):
 
 def _slices(column: Column, text: np.ndarray, start: np.ndarray, length: np.ndarray) -> Slices:
     return column.ids, column.starts[text] + start, length
+
+
+def _overlap(capacity: int) -> int:
+    """Tokens that adjacent windows of a long text share."""
+    if capacity < 4:
+        raise InputError(f"max_length: windows hold {capacity} tokens of text; at least 4 are needed. Raise it.")
+    return capacity // 4

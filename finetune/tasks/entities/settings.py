@@ -19,6 +19,8 @@ _FORM = (
 class EntitiesSettings(Section):
     """Named entities from CoNLL columns or JSON lines."""
 
+    EARLIER = "entities"
+
     train: LocalPath = Field(default="", description=f"Training file. {_FORM}")
     dev: LocalPath = Field(default="", description="Labeled file that chooses the checkpoint; empty for none.")
     test: LocalPath = Field(
@@ -53,17 +55,6 @@ class EntitiesSettings(Section):
         "paper); a number is tokens on each side (FLERT: 64). In columns, documents end at -DOCSTART- or `# newdoc`; "
         "without these, the file is one document. In records, adjacent ones with the same `document` form one. Each "
         "sentence still has a window of its own, so this costs time.",
-    )
-    overlap: int = Field(
-        default=64,
-        ge=0,
-        description="Tokens of context on each side where a sentence longer than the window is cut; at most a "
-        "quarter of the window.",
-    )
-    decoding: Literal["viterbi", "argmax"] = Field(
-        default="viterbi",
-        description="viterbi: the most probable sequence of valid IOB2 tags. argmax: the most probable tag of each "
-        "word, as in the BERT paper; an I without a B before it begins an entity, as in conlleval.",
     )
     tune_outside: bool = Field(
         default=False,

@@ -26,6 +26,8 @@ from finetune.tasks.own_metric import metric_name, own_score
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
+_OVERLAP = 64  # tokens of context on each side where a sentence longer than the window is cut; a quarter at most
+
 
 class Entities(Task[Sentence]):
     """The task of finding named entities. An example is a `Sentence` with IOB2 tags.
@@ -151,7 +153,7 @@ class Entities(Task[Sentence]):
             self.outside_penalty = self._decoder().best_penalty(examples, windows, logits, tuned)
 
     def _decoder(self) -> decoding.Decoder:
-        return decoding.Decoder(self._source.types, self.settings.decoding == "viterbi", self.outside_penalty)
+        return decoding.Decoder(self._source.types, self.outside_penalty)
 
     def scorer_files(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Columns for conlleval; none for unlabeled texts, whose words are of our own cutting."""
@@ -206,7 +208,7 @@ class Entities(Task[Sentence]):
     def _cut(self, sentences: _AlignedSentences, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(example, first token, number of tokens), int64 [F] each."""
         first, end = sentences.column.starts[sentences.first], sentences.column.starts[sentences.end]
-        overlap = 2 * min(self.settings.overlap, capacity // 4)
+        overlap = 2 * min(_OVERLAP, capacity // 4)
         example, start, length = slide(end - first, capacity, overlap)
         start = start + first[example]
         # The last window of a long sentence is extended to the left until it is full.

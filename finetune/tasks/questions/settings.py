@@ -13,6 +13,8 @@ from pretrain.common.sections import LocalPath, Section
 class QuestionsSettings(Section):
     """Span questions: the answer is a span of the context (SQuAD v1.1), or there is none (v2.0)."""
 
+    EARLIER = "questions"
+
     train: LocalPath = Field(
         default="",
         description="Training questions: SQuAD's nested .json of v1.1 or v2.0, or flat records as .json, .jsonl, "
@@ -35,9 +37,6 @@ class QuestionsSettings(Section):
         default=64, ge=1, description="Longer questions are cut to this many tokens, with a warning in the log."
     )
     max_answer_tokens: int = Field(default=30, ge=1, description="Longest answer to predict, in tokens.")
-    n_best: int = Field(
-        default=20, ge=1, description="Best starts and ends to combine in each window, and answers to list."
-    )
     unanswerable: Literal["auto", True, False] = Field(
         default="auto",
         description="Whether the model may predict that there is no answer (SQuAD v2.0); auto: if the training set has "

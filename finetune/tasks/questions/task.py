@@ -149,7 +149,7 @@ class Questions(Task[Question]):
 
     def _decoder(self) -> AnswerDecoder:
         settings = self.settings
-        return AnswerDecoder(settings.n_best, settings.max_answer_tokens, self.unanswerable, self.threshold)
+        return AnswerDecoder(settings.max_answer_tokens, self.unanswerable, self.threshold)
 
     # ------------------------------------------------------------ windows
 
