@@ -186,8 +186,9 @@ class _Start(RunConfig):
         if self.task is None:
             return type(self)
         settings_type: Any = registry.own_task(self.task["kind"]).settings_type
-        section = create_model("Task", __base__=settings_type, kind=(str, ...))
-        return create_model(type(self).__name__, __base__=type(self), task=(section | None, None))
+        section: Any = create_model("Task", __base__=settings_type, kind=(str, ...))
+        narrowed: Any = {"task": (section | None, None)}
+        return create_model(type(self).__name__, __base__=type(self), **narrowed)
 
 
 def _section_field(task: type[registry.Task[Any]]) -> tuple[Any, Any]:

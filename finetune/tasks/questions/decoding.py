@@ -116,7 +116,7 @@ class AnswerDecoder:
         thresholds = squad_v2(golds, best, no_answer)
         return squad_v2(golds, answers) | {k: v for k, v in thresholds.items() if k.startswith("best_")}
 
-    def compared(self, examples: Sequence[Question], predictions: Predictions) -> tuple[list[list[str]], list[str]]:
+    def compared(self, examples: Sequence[Question], predictions: Predictions) -> tuple[list[Sequence[str]], list[str]]:
         """The right answers of each question that has a prediction, and the predicted one."""
         golds, answers = _golds(examples), self._answers(predictions)
         asked = [question for question in golds if question in answers]
