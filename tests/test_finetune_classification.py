@@ -651,7 +651,7 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
         ("{glue: rte, glue_dir: x, train: y}", "only one of glue, dataset, containment and train"),
         ("{glue: rte, glue_dir: x, dev: y}", "leave dev and test out"),
         ("{glue: rte, glue_dir: x, problem_type: regression}", "labels: glue has its own"),
-        ("{glue: rte, glue_dir: x, metric: f1}", "metric: 'f1' is not a score here; known: accuracy"),
+        ("{glue: rte, glue_dir: x, metric: f1}", "metric: 'f1' is not one of accuracy; choose one."),
         ("{train: x, dev: y, dev_share: 0.1}", "dev_share: there is a dev set"),
         ("{train: x, encoding: utf-88}", "encoding: 'utf-88' is unknown"),
         ("{train: x, encoding: rot13}", "encoding: 'rot13' is unknown"),
@@ -675,7 +675,7 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
             "{train: x, class_weights: balanced, problem_type: multi_label}",
             "class_weights: only single_label",
         ),
-        ("{train: x, metric: pearson}", "metric: 'pearson' is not a score here"),
+        ("{train: x, metric: pearson}", "metric: 'pearson' is not one of accuracy"),
         ("{train: x, pair_colum: y}", "did you mean pair_column?"),
     ],
 )

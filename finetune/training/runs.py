@@ -320,4 +320,5 @@ def course_lines(records: Sequence[Mapping[str, Any]], metric: str) -> list[str]
 def next_command(config: FinetuneConfig) -> str:
     """The command that predicts with a finished model."""
     given = " ".join(f"--{name} ..." for name in config.make_task().input_fields)
-    return f"Next: {program()} predict {shlex.quote(str(config.address or config.folder))} {given}"
+    own = f" --import {config.task['kind']}" if config.task else ""
+    return f"Next: {program()} predict {shlex.quote(str(config.address or config.folder))} {given}{own}"

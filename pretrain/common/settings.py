@@ -65,6 +65,9 @@ def load(config: AnyConfig, kind: type[S], overrides: Overrides = (), *, imports
     settings = source.validate()
     if imports:
         import_named(settings, source.folder, lambda keys: f"{source.where(keys)}: ")
+        if (narrowed := settings.narrowed()) is not kind:
+            source.kind = typing.cast(type[S], narrowed)
+            settings = kind.model_validate(source.validate().model_dump(mode="json"))
     return settings
 
 

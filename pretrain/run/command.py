@@ -60,7 +60,8 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         no_ray=arguments.no_ray,
     )
     if run.trained:
-        print(f"{run.place}: finished. Next: {program()} export {shlex.quote(str(run.place))} DIR")
+        own = f" --import {run.config.objective}" if run.config.objective else ""
+        print(f"{run.place}: finished. Next: {program()} export {shlex.quote(str(run.place))} DIR{own}")
 
 
 def _plan(arguments: argparse.Namespace) -> str:

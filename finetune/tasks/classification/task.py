@@ -17,6 +17,7 @@ from finetune.tasks.datasets import glue
 from finetune.tasks.datasets.labels import Problem
 from finetune.tasks.datasets.text import Column, FramedWindows, Slices, TextEncoder, frame
 from finetune.tasks.datasets.windows import cut_pairs, slide, spread
+from finetune.tasks.own_metric import metric_name, own_score
 from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,9 @@ class Classification(Task[Example]):
         self._glue = glue.TASKS[settings.glue] if settings.glue else None
         self.problem: Problem = "regression" if settings.glue == "stsb" else settings.problem_type
         self.objective: Objective = _OBJECTIVES[self.problem]
-        self.metric: str = settings.metric or (self._glue.metric if self._glue else SCORES[self.problem][0])
+        self.metric: str = metric_name(settings.metric) or (
+            self._glue.metric if self._glue else SCORES[self.problem][0]
+        )
         self.most_windows: int = settings.max_windows
         self.threshold = float(state["threshold"]) if state else settings.threshold or THRESHOLD
         self._source = ExampleSource(settings, self.problem, self.metric, state)
@@ -144,12 +147,14 @@ class Classification(Task[Example]):
     def tune(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> None:
         """multi_label: choose the threshold, one for all labels, with the best `metric` on these examples.
 
+        With a metric of the user's own, it is that with the best micro F1.
         Ties go to the one nearest to 0.5. A threshold in the settings stays.
         """
         if not self.tunes or not examples:
             return
         predictions = self.decode(examples, windows, logits)
-        self.threshold = self._outputs().best_threshold(self._true(examples), predictions, self.metric)
+        tuned = self.metric if self.metric in SCORES[self.problem] else SCORES[self.problem][0]
+        self.threshold = self._outputs().best_threshold(self._true(examples), predictions, tuned)
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """The official scores of a GLUE task, otherwise all of `problem`, over the examples with labels; {} without.
@@ -158,8 +163,10 @@ class Classification(Task[Example]):
         """
         if not self.is_labeled(examples):
             return {}
-        scores = self._outputs().scores(*self._labeled(examples, predictions))
-        return {name: scores[name] for name in self._glue.scores} if self._glue else scores
+        true, made = self._labeled(examples, predictions)
+        scores = self._outputs().scores(true, made)
+        scores = {name: scores[name] for name in self._glue.scores} if self._glue else scores
+        return scores | own_score(self.settings.metric, true, self._outputs().predicted(made))
 
     def details(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Precision, recall and F1 of each class; for single_label also the confusion counts [true][predicted]."""

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from finetune.tasks.datasets.files import is_encoding
+from finetune.tasks.own_metric import why_no_metric
 from pretrain.common.sections import LocalPath, Section
 
 _FORM = (
@@ -60,11 +61,19 @@ class EntitiesSettings(Section):
         description="Subtract from the logits of O what gives the best `metric` on the dev set, between -1 and 4 nats. "
         "It finds more entities where they are rare. The score on the dev set becomes a little too favorable.",
     )
-    metric: Literal["f1", "macro_f1", "strict_f1", "accuracy"] = Field(
+    metric: str = Field(
         default="f1",
         description="Score that chooses the checkpoint: f1 over entities (conlleval, seqeval), macro_f1 (its mean over "
-        "types), strict_f1 (seqeval's strict mode), or accuracy (fraction of correct tags).",
+        "types), strict_f1 (seqeval's strict mode), or accuracy (fraction of correct tags). "
+        "A function of your own is my_package.scores:name.",
     )
+
+    @field_validator("metric")
+    @classmethod
+    def _check_metric(cls, metric: str) -> str:
+        if problem := why_no_metric(metric, ("f1", "macro_f1", "strict_f1", "accuracy")):
+            raise ValueError(problem)
+        return metric
 
     @model_validator(mode="after")
     def _check_dev(self) -> EntitiesSettings:

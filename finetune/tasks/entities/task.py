@@ -22,6 +22,7 @@ from finetune.tasks.datasets.windows import slide
 from finetune.tasks.entities import decoding
 from finetune.tasks.entities.settings import EntitiesSettings
 from finetune.tasks.entities.source import SentenceSource
+from finetune.tasks.own_metric import metric_name, own_score
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 
@@ -51,7 +52,7 @@ class Entities(Task[Sentence]):
 
     def __init__(self, settings: EntitiesSettings, state: Mapping[str, Any] | None = None) -> None:
         self.settings = settings
-        self.metric: str = settings.metric
+        self.metric: str = metric_name(settings.metric)
         self.outside_penalty = float((state or {}).get("outside_penalty", 0.0))
         self._source = SentenceSource(settings, state)
 
@@ -146,9 +147,10 @@ class Entities(Task[Sentence]):
         return self.settings.tune_outside
 
     def tune(self, examples: Sequence[Sentence], windows: Windows, logits: np.ndarray) -> None:
-        """Choose the penalty of O with the best `metric` on these examples, if `tune_outside` is on."""
+        """Choose the penalty of O with the best `metric` on these examples, or f1, if `tune_outside` is on."""
         if self.tunes and examples:
-            self.outside_penalty = self._decoder().best_penalty(examples, windows, logits, self.metric)
+            tuned = "f1" if self.metric != self.settings.metric else self.metric
+            self.outside_penalty = self._decoder().best_penalty(examples, windows, logits, tuned)
 
     def _decoder(self) -> decoding.Decoder:
         return decoding.Decoder(self._source.types, self.outside_penalty)
@@ -161,7 +163,9 @@ class Entities(Task[Sentence]):
 
     def score(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """precision, recall, f1 (conlleval, seqeval's default mode), macro_f1, strict_* (IOB2), accuracy of tags."""
-        return decoding.score(self._source.types, examples, predictions)
+        scores = decoding.score(self._source.types, examples, predictions)
+        tags = [one.tags for one in examples], [one["tags"] for one in predictions]
+        return scores | own_score(self.settings.metric, *tags)
 
     def details(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """{"types": {type: {precision, recall, f1, support}}, "sentences", "words", "entities"}."""

@@ -116,6 +116,12 @@ class AnswerDecoder:
         thresholds = squad_v2(golds, best, no_answer)
         return squad_v2(golds, answers) | {k: v for k, v in thresholds.items() if k.startswith("best_")}
 
+    def compared(self, examples: Sequence[Question], predictions: Predictions) -> tuple[list[Sequence[str]], list[str]]:
+        """The right answers of each question that has a prediction, and the predicted one."""
+        golds, answers = _golds(examples), self._answers(predictions)
+        asked = [question for question in golds if question in answers]
+        return [golds[question] for question in asked], [answers[question] for question in asked]
+
     def details(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, Any]:
         """{"answerable" | "answer_words" | "windows": {group: {"exact", "f1", "total"}}, "threshold"}.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from finetune.tasks.own_metric import why_no_metric
 from pretrain.common.sections import LocalPath, Section
 
 
@@ -50,6 +51,15 @@ class QuestionsSettings(Section):
         default="stop",
         description="What to do with answers that are not at their answer_start: stop, or skip them.",
     )
-    metric: Literal["f1", "exact"] = Field(
-        default="f1", description="Score that chooses checkpoint and threshold; exact is v1.1's exact_match."
+    metric: str = Field(
+        default="f1",
+        description="Score that chooses checkpoint and threshold: f1, or exact, v1.1's exact_match. A function of your "
+        "own is my_package.scores:name.",
     )
+
+    @field_validator("metric")
+    @classmethod
+    def _check_metric(cls, metric: str) -> str:
+        if problem := why_no_metric(metric, ("f1", "exact")):
+            raise ValueError(problem)
+        return metric
