@@ -20,6 +20,7 @@ from pretrain.common.wording import counted
 from pretrain.common.worker import STOP_FILE, Flag, TrainingRequest, Worker, clear_stop, torchrun_place
 from pretrain.config import R, RunConfig
 from pretrain.run import preflight
+from pretrain.run.callbacks import check_options
 from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
 from pretrain.tracking import live
 
@@ -59,6 +60,7 @@ def start_run(
         RunError: the run cannot start, diverged, or was stopped.
     """
     import_named(config)
+    check_options(config.callbacks)
     alone = is_alone(config, no_ray)
     if is_follower():
         if not is_finished(config):
