@@ -96,6 +96,11 @@ class Callbacks:
                     message += f"; {advice}. logs/training-0.log has the traceback"
                     self._log({"event": "callback", "step": record["step"], "time": time.time(), "message": message})
 
+    def tell_all(self, hook: str, records: list[dict[str, Any]]) -> None:
+        """Tell of `records`, which are cleared: those of the checkpoints that were written in the background."""
+        while records:
+            self.tell(hook, records.pop(0))
+
 
 def _made(name: str, options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], Any]:
     """What is called with a hook and a record."""

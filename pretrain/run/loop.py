@@ -62,7 +62,7 @@ def fit(
         DivergedError: steps without a finite loss or gradient, or loss spikes, after as many rollbacks as are allowed.
         MachineError: a checkpoint could not be written; earlier ones are untouched.
     """
-    training = _Fit(engine, task, plan, progress, checkpoints, extra_state, recorder, callbacks or Callbacks())
+    training = _Fit(engine, task, plan, progress, checkpoints, extra_state, recorder, callbacks)
     try:
         if plan.evaluate_first:
             # A fine-tuning may return to its first weights, a continued pretraining may not.
@@ -74,8 +74,8 @@ def fit(
     finally:
         with training.saving(), engine.watch.awaiting(_STORAGE):
             training.saver.join()
+        training.callbacks.tell_all("checkpoint", training.saver.written)
     training.saver.wait()
-    training.tell_written()
     training.log_storage_trouble()
     if engine.averaged:
         training.evaluate_average()
@@ -143,9 +143,9 @@ class _Fit(Generic[S]):
         checkpoints: Path,
         extra_state: dict[str, Any],
         recorder: Recorder,
-        callbacks: Callbacks,
+        callbacks: Callbacks | None = None,
     ) -> None:
-        self.callbacks = callbacks
+        self.callbacks = callbacks or Callbacks()
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
         self.checkpoints, self.extra_state = checkpoints, extra_state
         self.recorder: Recorder = _PatientRecorder(recorder, engine)
@@ -203,7 +203,6 @@ class _Fit(Generic[S]):
         """End with `StoppedError` once the checkpoint of this step is written."""
         with self.saving():
             self.wait_for_save()
-        self.tell_written()
         step, why = self.progress.step, self.callbacks.stop_reason
         raise StoppedError(
             f"{why and f'{why}; '}stopped at step {step} of {self.plan.total_steps}; checkpoint {store.name_of(step)} "
@@ -342,18 +341,10 @@ class _Fit(Generic[S]):
 
     def tell_step(self, logged: dict[str, Any] | None) -> None:
         """Tell the callbacks of the last step, of what was `logged` after it, and of checkpoints since."""
-        progress = self.progress
         numbers = {"loss": self.loss, "lr": self.rate, "grad_norm": self.norm, "logged": logged}
-        counts = {"step": progress.step, "epoch": self.epoch, "samples": progress.samples, "tokens": progress.tokens}
-        self.callbacks.tell("step_end", {**counts, **numbers})
-        self.tell_written()
-
-    def tell_written(self) -> None:
-        """Tell the callbacks of checkpoints that were written in the background."""
-        while self.saver.written:
-            step = self.saver.written.pop(0)
-            path = str(self.checkpoints / store.name_of(step))
-            self.callbacks.tell("checkpoint", {"step": step, "path": path})
+        counts = {name: getattr(self.progress, name) for name in ("step", "samples", "tokens")}
+        self.callbacks.tell("step_end", {**counts, "epoch": self.epoch, **numbers})
+        self.callbacks.tell_all("checkpoint", self.saver.written)
 
     def log(self) -> dict[str, Any]:
         """Record the window, and start a new one; the record."""
@@ -379,8 +370,7 @@ class _Fit(Generic[S]):
             "memory_bytes": engine.usage().memory_bytes,
         }
         self.recorder.log(record)
-        progress.window = Window()
-        self.stopwatch.excluded = dict.fromkeys(self.stopwatch.excluded, 0.0)
+        progress.window, self.stopwatch.excluded = Window(), dict.fromkeys(self.stopwatch.excluded, 0.0)
         return record
 
     def evaluate(self, *, judge: bool = True) -> None:

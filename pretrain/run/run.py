@@ -15,6 +15,7 @@ from pretrain.checkpoint import store
 from pretrain.common.errors import DivergedError, RunError, StoppedError
 from pretrain.common.records import read_records
 from pretrain.common.worker import Worker
+from pretrain.config import RunConfig
 from pretrain.run.callbacks import Callbacks
 from pretrain.run.loop import LONG_SECONDS, fit
 from pretrain.run.plan import TrainingPlan
@@ -58,14 +59,9 @@ class Training(Generic[S]):
 def run(
     training: Training[S], engine: Engine, worker: Worker, *, resume: bool, events: Sequence[dict[str, Any]] = ()
 ) -> None:
-    """Train to the end of the plan.
+    """Train to the end of the plan, with `resume` from the newest checkpoint on.
 
-    Args:
-        training: what differs between kinds of training.
-        engine: the model under DeepSpeed.
-        worker: this process.
-        resume: go on from the newest checkpoint.
-        events: what happened before this start; recorded first.
+    `events` happened before this start, and are recorded first.
 
     Raises:
         RunError: an error of `pretrain.common.errors`; see `fit`, `warmup_step` and `Training.check`.
@@ -91,8 +87,7 @@ def run(
         job_type=training.job_type,
         enabled=worker.rank == 0,
     )
-    told = config.callbacks if worker.rank == 0 else ()
-    callbacks = Callbacks(told, tracker.log, lambda: engine.watch.awaiting("a callback"))
+    callbacks = _callbacks(config, engine, tracker)
     tracker.log_events([*events, *_resume_events(checkpoint)], progress.step)
     first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
@@ -122,6 +117,12 @@ def run(
             callbacks.tell("run_end", _end_record(progress.step, config.folder))
             task.close()
             _close(tracker, ended)
+
+
+def _callbacks(config: RunConfig, engine: Engine, tracker: Tracker) -> Callbacks:
+    """Those of the config, on rank 0 alone."""
+    told = config.callbacks if engine.rank == 0 else ()
+    return Callbacks(told, tracker.log, lambda: engine.watch.awaiting("a callback"))
 
 
 def _end_record(step: int, folder: Path) -> dict[str, Any]:
