@@ -38,11 +38,11 @@ def _prepare(arguments: argparse.Namespace) -> None:
     if not arguments.dry_run:
         print(api.prepare(arguments.config, overrides=given, start_from=start_from))
         return
-    from pretrain.corpus import prepare
+    from pretrain.corpus.description import describe
     from pretrain.planning import estimate
 
     config = api.read_config(arguments.config, given, start_from=start_from)
-    print(estimate.preparation_lines(prepare.describe(config, api.start_tokenizer_of(config).get("tokenizer"))))
+    print(estimate.preparation_lines(describe(config, api.start_tokenizer_of(config).get("tokenizer"))))
 
 
 def _pretrain(arguments: argparse.Namespace) -> None:
