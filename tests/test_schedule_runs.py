@@ -223,8 +223,7 @@ def test_a_checkpoint_without_an_average_is_refused(runs, tmp_path: Path) -> Non
 
 def test_a_run_without_averaging_keeps_none(corpus: Path, tmp_path: Path) -> None:
     values = settings(corpus, tmp_path / "run")
-    values["averaging"] = {}
-    assert PretrainConfig.model_validate(values).average_from is None
-    for share, first in ((1.0, 0), (0.01, 5), (0.5, 3)):
-        values["averaging"] = {"share": share}
-        assert PretrainConfig.model_validate(values).average_from == first
+    for share, first in ((0.0, 6), (1.0, 0), (0.01, 5), (0.5, 3)):
+        values["averaging"] = {"share": share}  # of all steps, as in earlier versions
+        config = PretrainConfig.model_validate(values)
+        assert [step for step in range(STEPS) if config.is_averaged(step)] == list(range(first, STEPS))

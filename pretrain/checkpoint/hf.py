@@ -113,6 +113,8 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
     config = load_config(run_dir / "config.yaml")
     corpus = corpus_of(run_dir, config.corpus)
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
+    phase, _ = config.phase_at(max(0, store.step_of(path) - 1))
+    config = config.model_copy(update={"model": config.model_in(phase)})
     state = store.read_weights(path, averaged=averaged)
     start, objective, own = _began_as(run_dir), objective_of(config), ""
     average = store.read_state(path)["averaged"] if averaged else 0

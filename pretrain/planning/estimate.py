@@ -207,7 +207,7 @@ def _frozen_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
 
 def _more_than_adamw(config: PretrainConfig, p: int) -> int:
     """Bytes of optimizer state besides AdamW's, over all workers; negative if there is less, as with Muon."""
-    averages = 4 * p if config.averaging.share else 0
+    averages = 4 * p if any(phase.averaged_share for phase in config.phases) else 0
     matrices = sum(total(cost.hidden_matrices(shape)) for shape in objective_of(config).shapes)
     return averages - (4 * matrices if config.optimizer.name == "muon" else 0)
 
@@ -465,9 +465,8 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
         lines.append(f"  Muon takes {flops:.3g} FLOP per step: {shares} of a step's useful ones (phase by phase)")
     if timescale := config.optimizer.decay_timescale:
         steps = f"{timescale * config.total_steps:,.0f}"
-        lines.append(
-            f"  weight decay is {config.weight_decay:.3g}: alone, it divides the matrices by e in {steps} steps"
-        )
+        last = config.weight_decay(len(config.phases) - 1)
+        lines.append(f"  weight decay is {last:.3g}: alone, it divides the matrices by e in {steps} steps")
     return "\n".join(lines)
 
 

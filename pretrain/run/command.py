@@ -94,11 +94,14 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         print(recommendation(config, arguments.budget, arguments.on, arguments.law))
         return
     if arguments.minutes is not None:
+        if config.fork_from:
+            raise InputError("--minutes: changes the length of phases that a fork has in common. Leave it out.")
         config = _fit(config, arguments)
     if arguments.dry_run:
         from pretrain.planning import estimate
         from pretrain.planning.text import measured_phases, reading_lines
         from pretrain.run import preflight
+        from pretrain.run.fork import find_fork
 
         state = preflight.run_state(config.folder, finished=preflight.is_finished(config))
         config = preflight.with_resolved_precision(config) if arguments.resume else config
@@ -112,19 +115,25 @@ def _pretrain(arguments: argparse.Namespace) -> None:
             readings=reading_lines(config),
             show_config=arguments.show_config,
         )
+        if config.fork_from and state == "new":
+            step, _ = find_fork(config)
+            state = f"new; forks from {config.fork_from}, so that {config.total_steps - step:,} steps are left"
         print(f"Run\n  {config.folder}: {state}\n\n{estimates}")
         return
     from pretrain.config import changed_for_resume
     from pretrain.objectives import objective_of
     from pretrain.run import launch, preflight
+    from pretrain.run.fork import begin_fork
 
+    forks = bool(config.fork_from) and (launch.is_follower() or begin_fork(config))
+    resume = arguments.resume or forks
     started = launch.start_run(
         "pretrain.run.train:main",
         config,
-        resume=arguments.resume,
+        resume=resume,
         ray=arguments.ray,
         no_ray=arguments.no_ray,
-        check=functools.partial(_check, resume=arguments.resume),
+        check=functools.partial(_check, resume=resume),
         is_finished=preflight.is_finished,
         changed=changed_for_resume,
         metrics=objective_of(config).metrics,
@@ -219,6 +228,8 @@ def _config(arguments: argparse.Namespace) -> PretrainConfig:
     resume, settings_given = getattr(arguments, "resume", False), overrides(arguments)
     if arguments.start_from is not None:
         settings_given.append(f"start_from={json.dumps(str(arguments.start_from))}")
+    if getattr(arguments, "fork", None) is not None:
+        settings_given.append(f"fork_from={json.dumps(arguments.fork)}")
     given = settings.given_values(arguments.config, PretrainConfig, settings_given)
     if resume and not arguments.dry_run:
         launch.download(given.get("run_dir"))
@@ -259,6 +270,7 @@ def _add_pretrain(commands: Any) -> None:
         """
   ./launch.sh pretrain configs/pretrain/bert-mini.yaml --workers 2
   ./launch.sh pretrain configs/pretrain/bert-mini.yaml --resume
+  ./launch.sh pretrain anneal.yaml --fork runs/bert-mini@8000
   ./launch.sh pretrain configs/pretrain/mini.yaml --minutes 60
   ./launch.sh pretrain configs/pretrain/mini.yaml --dry-run --budget 2h --on here
   ./launch.sh pretrain configs/pretrain/adapt.yaml --from bert-base-uncased/
@@ -269,6 +281,11 @@ def _add_pretrain(commands: Any) -> None:
     _add_config(parser)
     add_dry_run(parser, "print the run folder, parameters, memory, FLOPs and time, then exit")
     _add_from(parser, "checkpoint to continue from: folder or address of a released model, an export or a run")
+    parser.add_argument(
+        "--fork",
+        metavar="RUN@STEP",
+        help="begin with a checkpoint of another run, its moments and its place in the data",
+    )
     add_set(parser)
     add_workers(parser)
     add_run_options(parser)
@@ -319,7 +336,9 @@ Fine-tuned models are exported by the same command, also as ONNX:
     parser.add_argument("out", type=target_path, metavar="DIR", help="folder or address to write")
     parser.add_argument("--checkpoint", metavar="NAME", help="checkpoint of the run (default: the newest)")
     parser.add_argument(
-        "--averaged", action="store_true", help="write the mean of the last steps' weights (see averaging.share)"
+        "--averaged",
+        action="store_true",
+        help="write the mean of the last steps' weights (see phases.N.averaged_share)",
     )
 
 

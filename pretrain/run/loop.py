@@ -157,6 +157,7 @@ class _Fit(Generic[S]):
         self.rate, self.epoch, self.norm = 0.0, 0, 0.0  # of the last step
         self.validation: tuple[int, float] | None = None  # the last evaluation's step and what it minimizes
         self.save_due = False  # a save waits for a good step
+        self.saved_tokens = progress.tokens  # of the last checkpoint
 
     def train(self, stop_requested: Callable[[], bool]) -> TrainingFailure | None:
         """Train to the end of the plan, or to a failure that a rollback may fix.
@@ -263,7 +264,7 @@ class _Fit(Generic[S]):
         self.stalled_before = stalled
         # Before the step: behind its gathers, this sum would wait for all of them.
         shared = engine.workers.sum_over_workers(torch.cat([totals.double(), to_device(mine, totals.device)]))
-        result = engine.step(rate)
+        result = engine.step(rate, self.plan.weight_decay(number) if self.plan.weight_decay else None)
         numbers = torch.cat([shared, result.norm.to(shared).view(1)])
         return LaunchedStep(number, step, rate, task.validation_set(), to_host(numbers))
 
@@ -274,8 +275,8 @@ class _Fit(Generic[S]):
         if failed:
             self.saver.wait()  # raises on every rank
         applied = math.isfinite(norm)
-        if applied and self.plan.averages(launched.number):
-            engine.average()
+        if applied:
+            engine.average(self.plan.averages(launched.number))
         self.rate, self.epoch = launched.rate, step.epoch
         self._enter(launched.part)
         failure = self._count(step, norm if applied else math.inf, sums)
@@ -416,6 +417,7 @@ class _Fit(Generic[S]):
             **self.extra_state,
             "validation_loss": self.validation[1] if current and self.validation else None,
             "validation_set": self.task.validation_set(),
+            "kept": self._is_kept(),
         }
         with self.saving():
             self.wait_for_save()  # the one before it, where the storage is slow
@@ -423,6 +425,13 @@ class _Fit(Generic[S]):
             self.saver.save(self.progress.step, self.engine.fragments(), state)
         self.log_storage_trouble()
         self.stopwatch.leave_out("checkpoint", time.perf_counter() - began)
+
+    def _is_kept(self) -> bool:
+        """Whether the checkpoint of this step stays when later ones come; called once for each."""
+        settings, tokens = self.plan.config.checkpoint, self.progress.tokens
+        before, self.saved_tokens = self.saved_tokens, tokens
+        every = settings.keep_every_tokens
+        return self.progress.step in settings.keep_at or (every > 0 and tokens // every > before // every)
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Wraps saves and waits for them: the waits between their retries add up to twice `retry_seconds`."""
@@ -477,6 +486,7 @@ class _Fit(Generic[S]):
         restored.skipped = [*progress.skipped, *self.task.skip(first, count)]
         for name in Progress.__dataclass_fields__:
             setattr(progress, name, getattr(restored, name))
+        self.saved_tokens = progress.tokens
         self.recorder.rewind(first)
         self.recorder.log(event)
 

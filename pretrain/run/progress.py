@@ -112,20 +112,22 @@ def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def check_settings(state: dict[str, Any], checkpoint: Path, config: R, changed: Callable[[R, R], list[str]]) -> None:
+def check_settings(
+    state: dict[str, Any], checkpoint: Path, config: R, changed: Callable[[R, R, int], list[str]]
+) -> None:
     """Raise `InputError` if `config` has other settings than the run had when it wrote the checkpoint with this state.
 
     The run folder's config.yaml is compared before the start, but it may be missing.
 
     Args:
-        changed: names the settings that differ between two configs and must not when a run resumes.
+        changed: as of `preflight.check_run_folder`.
     """
     try:
         before = type(config).model_validate(state.get("config"))
     except ValidationError:  # of a version with other settings
         logger.warning("%s: its settings cannot be compared; this version does not know all of them", checkpoint)
     else:
-        preflight.check_unchanged(checkpoint, before, config, changed)
+        preflight.check_unchanged(checkpoint, before, config, state["step"], changed)
 
 
 class AveragedWeights:

@@ -13,6 +13,7 @@ from typing import Any, Generic
 from pretrain.checkpoint import store
 from pretrain.common.errors import DivergedError, RunError, StoppedError
 from pretrain.common.records import read_records
+from pretrain.common.run_files import read_fork
 from pretrain.common.worker import Worker
 from pretrain.run.loop import LONG_SECONDS, fit
 from pretrain.run.plan import TrainingPlan
@@ -80,16 +81,18 @@ def run(
     else:
         with engine.watch.allow(LONG_SECONDS):
             training.begin()
+    fork = read_fork(config.folder)
+    forks = bool(state and fork) and state.get("run_id") == fork["run_id"]  # its first start
     tracker = Tracker(
         config,
         config.folder,
-        run_id=state.get("run_id"),
-        step=progress.step,
+        run_id=None if forks else state.get("run_id"),
+        step=progress.step if state else None,
         card=training.card,
         job_type=training.job_type,
         enabled=worker.rank == 0,
     )
-    tracker.log_events([*events, *_resume_events(checkpoint)], progress.step)
+    tracker.log_events([*events, *(_fork_events(fork) if forks else _resume_events(checkpoint))], progress.step)
     first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
     ended: RunError | None = None
@@ -162,6 +165,11 @@ def _resume_events(checkpoint: Path | None) -> list[dict[str, Any]]:
     if damaged := store.damaged_after(checkpoint):
         message += f"; set aside: {', '.join(damaged)} (see logs/training-0.log)"
     return [{"event": "resume", "time": time.time(), "message": message}]
+
+
+def _fork_events(fork: dict[str, Any]) -> list[dict[str, Any]]:
+    message = f"forked from {fork['name']} ({fork['run']}) at step {fork['step']}"
+    return [{"event": "fork", "time": time.time(), "message": message}]
 
 
 def _was_evaluated(folder: Path, engine: Engine) -> bool:

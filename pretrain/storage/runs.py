@@ -203,6 +203,11 @@ class StoredRun:
                 self._download_files()
                 begun.unlink(missing_ok=True)
 
+    def download_checkpoint(self, name: str) -> None:
+        """Fetch one stored checkpoint, and the run's files."""
+        self._fetch(name)
+        self._download_files()
+
     def download_all(self) -> None:
         """Fetch all stored checkpoints."""
         for name in self.names():

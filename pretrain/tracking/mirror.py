@@ -120,15 +120,16 @@ def wandb_arguments(
     config: RunConfig, run_dir: Path, run_id: str, card: dict[str, Any], job_type: str
 ) -> dict[str, Any]:
     """The arguments of `wandb.init` for a run."""
+    fork = read_fork(run_dir)
     return {
         "project": config.tracking.project,
         "id": run_id,
         "name": run_id,
-        "group": config.tracking.group or config.name,
+        "group": config.tracking.group or fork.get("group") or config.name,
         "job_type": job_type,
         "tags": list(config.tracking.tags),
         "dir": str(run_dir),
-        "config": {**config.model_dump(mode="json"), **card},
+        "config": {**config.model_dump(mode="json"), **card, **({"fork": fork} if fork else {})},
     }
 
 
