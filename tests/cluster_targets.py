@@ -7,28 +7,27 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from pretrain.common.errors import InputError, StoppedError
-from pretrain.common.worker import Worker
+from pretrain.common.worker import TrainingRequest, Worker
 from pretrain.run.session import process_group
 
 
-def count_start(payload: dict[str, Any], worker: Worker) -> int:
+def count_start(request: TrainingRequest, worker: Worker) -> int:
     """Leave a trace of this start and return how many there were before."""
     trace = Path(f"starts-{worker.rank}")
     before = trace.read_text().splitlines() if trace.exists() else []
-    trace.write_text("\n".join([*before, f"resume={payload['resume']}"]))
+    trace.write_text("\n".join([*before, f"resume={request.resume}"]))
     return len(before)
 
 
-def killed_then_mistaken(payload: dict[str, Any], worker: Worker) -> None:
+def killed_then_mistaken(request: TrainingRequest, worker: Worker) -> None:
     """Worker 1 is killed on the first start; on the second it finds a mistake of the user's."""
-    before = count_start(payload, worker)
+    before = count_start(request, worker)
     print(f"rank {worker.rank} of {worker.world_size}, {worker.threads} threads")
     os.system("echo a child writes here too")
     process = psutil.Process()
@@ -48,36 +47,36 @@ def killed_then_mistaken(payload: dict[str, Any], worker: Worker) -> None:
         dist.barrier()
 
 
-def killed_alone(payload: dict[str, Any], worker: Worker) -> None:
+def killed_alone(request: TrainingRequest, worker: Worker) -> None:
     """Killed on the first start; on the second it finds a mistake of the user's."""
-    if count_start(payload, worker) == 0:
+    if count_start(request, worker) == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     ray = "ray" if "ray" in sys.modules else "no ray"
     Path("seen").write_text(f"{ray}, {worker.threads} threads")
     raise InputError("corpus/: not there. Prepare it first.")
 
 
-def fails(payload: dict[str, Any], worker: Worker) -> None:
+def fails(request: TrainingRequest, worker: Worker) -> None:
     """A bug, every time."""
-    count_start(payload, worker)
+    count_start(request, worker)
     raise ZeroDivisionError("a bug\nin two lines")
 
 
-def until_stopped(payload: dict[str, Any], worker: Worker) -> None:
+def until_stopped(request: TrainingRequest, worker: Worker) -> None:
     """Run until a stop is asked for."""
-    count_start(payload, worker)
+    count_start(request, worker)
     for _ in range(600):
         if any(flag.is_set() for flag in worker.flags):  # training tells the ranks that do not look
             raise StoppedError("stopped at step 7. --resume continues.")
         time.sleep(0.1)
 
 
-def deaf(payload: dict[str, Any], worker: Worker) -> None:
+def deaf(request: TrainingRequest, worker: Worker) -> None:
     """Never listen."""
-    count_start(payload, worker)
+    count_start(request, worker)
     time.sleep(600)
 
 
-def fine(payload: dict[str, Any], worker: Worker) -> None:
+def fine(request: TrainingRequest, worker: Worker) -> None:
     """Come to an end."""
-    count_start(payload, worker)
+    count_start(request, worker)

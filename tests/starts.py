@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pretrain.common.errors import RunError
-from pretrain.common.worker import Worker
+from pretrain.common.worker import TrainingRequest, Worker
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Start:
     stop_at: int = 0  # the step, from this start on, in which a stop is asked for
 
 
-def make_starts(main: Callable[[dict[str, Any], Worker], None], given: Sequence[Start]) -> list[str]:
+def make_starts(main: Callable[[TrainingRequest, Worker], None], given: Sequence[Start]) -> list[str]:
     """Make the starts one after another on this worker; the kind and text of the error of each, or ''."""
     outcomes = []
     rank, size = dist.get_rank(), dist.get_world_size()
     for start in given:
         try:
             main(
-                {"config": start.config, "resume": start.resume},
+                TrainingRequest(start.config, start.resume),
                 _StopsAt(rank, size, rank, size, step=start.stop_at),
             )
             outcomes.append("")

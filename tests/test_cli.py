@@ -66,7 +66,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     from cluster.workers import launch
 
-    stand_in("pretrain.run.train", main=lambda payload, worker: seen.append(("train", (payload, worker))))
+    stand_in("pretrain.run.train", main=lambda request, worker: seen.append(("train", (request, worker))))
     monkeypatch.setattr(live, "follow", follow)
     monkeypatch.setattr(records, "note_end", lambda *given: seen.append(("end", given)))
     monkeypatch.setattr(launch, "run", lambda *given, **named: seen.append(("run", (given, named))))
@@ -90,10 +90,10 @@ def test_pretrain_records_the_run_and_starts_the_workers(config_file: Path, call
     assert cli("pretrain", config_file, "--set", "seed=5") == 0
     (follow, run) = calls
     assert follow == ("follow", (Path("runs/trial"), 3))
-    (target, payload), named = run[1]
+    (target, request), named = run[1]
     assert target == "pretrain.run.train:main"
-    assert (payload["config"]["seed"], payload["resume"]) == (5, False)
-    json.dumps(payload)  # it travels as JSON
+    assert (request.config["seed"], request.resume) == (5, False)
+    json.dumps(request.config)  # it travels as JSON
     assert (named["name"], named["run_dir"], named["workers"]) == ("trial", Path("runs/trial"), 1)
     assert load_config("runs/trial/config.yaml") == load_config(config_file, ["seed=5"])
     environment = json.loads(Path("runs/trial/environment.json").read_text())
@@ -109,9 +109,9 @@ def test_workers_overrides_the_file_and_set(config_file: Path, calls: Calls):
 def test_without_ray_it_trains_in_this_process(config_file: Path, calls: Calls):
     assert cli("pretrain", config_file, "--no-ray") == 0
     assert [name for name, _ in calls] == ["follow", "train"]
-    payload, worker = calls[1][1]
+    request, worker = calls[1][1]
     assert isinstance(worker, Worker)
-    assert (worker.rank, worker.world_size, payload["resume"]) == (0, 1, False)
+    assert (worker.rank, worker.world_size, request.resume) == (0, 1, False)
 
 
 PLACE = {
@@ -199,7 +199,7 @@ def test_resume_continues_with_other_workers(config_file: Path, calls: Calls):
     cli("pretrain", config_file)
     add_checkpoint(Path("runs/trial"))
     assert cli("pretrain", config_file, "--resume", "--set", "engine.zero_stage=2") == 0
-    assert calls[-1][1][0][1]["resume"] is True
+    assert calls[-1][1][0][1].resume is True
     assert load_config("runs/trial/config.yaml").engine.zero_stage == 2
 
 

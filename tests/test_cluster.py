@@ -37,7 +37,7 @@ from cluster.workers.request import Attempt, Launch, LaunchRequest
 from cluster.workers.supervisor import _AttemptCrashed, _cause
 from cluster.workers.target import RankAssignment, run_worker
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
-from pretrain.common.worker import Flag
+from pretrain.common.worker import Flag, TrainingRequest
 from tests.distributed import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +70,7 @@ def _processes_in(folder: Path) -> set[int]:
 
 
 def _run(target: str, folder: Path, **options: Any) -> None:
-    run(f"cluster_targets:{target}", {"resume": False}, name="test", run_dir=folder / "run", **options)
+    run(f"cluster_targets:{target}", TrainingRequest({}, False), name="test", run_dir=folder / "run", **options)
 
 
 def _starts(folder: Path, rank: int = 0) -> list[str]:
@@ -129,9 +129,10 @@ class Launched:
         script = (
             "import json, sys\n"
             "from cluster.workers.launch import run\n"
+            "from pretrain.common.worker import TrainingRequest\n"
             "from pretrain.common.errors import RunError\n"
             "try:\n"
-            "    run(sys.argv[1], {'resume': False}, name='test', run_dir='run', **json.loads(sys.argv[2]))\n"
+            "    run(sys.argv[1], TrainingRequest({}, False), name='test', run_dir='run', **json.loads(sys.argv[2]))\n"
             "except RunError as error:\n"
             "    print(type(error).__name__, error)\n"
             "    sys.exit(error.exit_code)\n"
@@ -385,7 +386,7 @@ def test_a_worker_that_cannot_write_its_log_is_a_mistake(tmp_path: Path) -> None
     """The other machines do not share the run folder."""
     (tmp_path / "file").touch()
     launch = replace(_request(tmp_path, 0).launch, run_dir=tmp_path / "file" / "run")
-    attempt = Attempt(replace(_request(tmp_path, 0), launch=launch), 0, 1, {}, frozenset())
+    attempt = Attempt(replace(_request(tmp_path, 0), launch=launch), 0, 1, TrainingRequest({}, False), frozenset())
     with pytest.raises(WorkerError, match=r"InputError: .*worker-0\.log: cannot write here .* is the machine "):
         run_worker(attempt, RankAssignment(0, 1, 0, 1, "127.0.0.1", "127.0.0.1", 1))
 
@@ -403,7 +404,7 @@ def test_code_that_does_not_load_is_no_dead_process(monkeypatch: pytest.MonkeyPa
     group.locations = [WorkerLocation("a", "10.0.0.1", 1, ())]
     group._actors = [SimpleNamespace(run=SimpleNamespace(remote=lambda *_: "reference"))]
     with pytest.raises(WorkersFailedError) as caught:
-        group.run(Attempt(_request(tmp_path, 0), 0, 1, {}, frozenset()))
+        group.run(Attempt(_request(tmp_path, 0), 0, 1, TrainingRequest({}, False), frozenset()))
     cause = _cause(caught.value.failures)
     assert isinstance(cause, _AttemptCrashed)
     assert cause.reason == "ImportError: no module named cluster"
@@ -531,7 +532,7 @@ def _request(folder: Path, max_failures: int) -> LaunchRequest:
         address="",
         max_failures=max_failures,
         use_gpu=False,
-        payload={"resume": False},
+        training=TrainingRequest({}, False),
         workers=2,
         min_workers=0,
         cpus_per_worker=1,
@@ -552,7 +553,7 @@ def test_retries_count_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     request = _request(tmp_path, 2)
 
     def run(attempt: Attempt) -> None:
-        seen.append((attempt.number, attempt.payload["resume"]))
+        seen.append((attempt.number, attempt.training.resume))
         raise _AttemptCrashed(3, "killed")
 
     with pytest.raises(MachineError, match=r"worker-3\.log: worker 3: killed, and all max_failures=2"):
@@ -588,7 +589,7 @@ def test_workers_and_launcher_have_one_folder_for_runs(tmp_path: Path, monkeypat
     """A worker on a cluster has the environment of the cluster, which may name another folder or none."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BERTRAIN_RUNS", "/mine")
-    attempt = Attempt(_request(tmp_path, 1), 0, 1, {}, frozenset())
+    attempt = Attempt(_request(tmp_path, 1), 0, 1, TrainingRequest({}, False), frozenset())
     for name in ("BERTRAIN_RUNS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "of the cluster")
     seen: list[str] = []

@@ -15,6 +15,7 @@ from cluster.workers.launch import end_session
 from cluster.workers.trials.launch import run_trials
 from cluster.workers.trials.request import TrialEvent, TrialRequest
 from pretrain.common.errors import DivergedError, InputError, MachineError
+from pretrain.common.worker import TrainingRequest
 from tests.distributed import free_port
 
 TRIALS = (
@@ -38,7 +39,7 @@ def run_all(trials: tuple[dict[str, Any], ...], **options: Any) -> list[TrialEve
     events: list[TrialEvent] = []
     run_trials(
         "trial_targets:trial",
-        [TrialRequest(Path("run") / trial["name"], trial) for trial in trials],
+        [TrialRequest(Path("run") / trial["name"], TrainingRequest(trial, True)) for trial in trials],
         name="test",
         run_dir=Path("run"),
         poll=events.extend,

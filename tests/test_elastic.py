@@ -29,7 +29,7 @@ from cluster.workers.request import Attempt, Launch, LaunchRequest
 from cluster.workers.supervisor import _AttemptCrashed
 from pretrain.common.errors import MachineError, StoppedError
 from pretrain.common.files import MANIFEST
-from pretrain.common.worker import HANG_FILE
+from pretrain.common.worker import HANG_FILE, TrainingRequest
 from pretrain.tracking.live import _Progress
 
 
@@ -82,7 +82,7 @@ def make_request(folder: Path, **changes: Any) -> LaunchRequest:
         max_failures=3,
         use_gpu=None,
         in_ray=True,
-        payload={"resume": False},
+        training=TrainingRequest({}, False),
         workers=4,
         min_workers=0,
         cpus_per_worker=1,
@@ -258,7 +258,7 @@ def test_a_preemption_is_not_a_failure(
 
     def run(attempt: Attempt) -> None:
         if attempt.number:
-            assert "lost the node 10.0.0." in attempt.payload["events"][0]["message"]
+            assert "lost the node 10.0.0." in attempt.training.events[0]["message"]
         if attempt.number < 10:
             nodes[0] = node(nodes[0].id, draining=True)
             if attempt.number % 2:
@@ -278,7 +278,7 @@ def test_a_node_that_is_lost_while_workers_start_is_no_failure(
         if attempt.number < 5:
             nodes[0] = node(str(attempt.number + 1))
             raise WorkersNotStartedError("a worker died while it was started")
-        message = attempt.payload["events"][0]["message"]
+        message = attempt.training.events[0]["message"]
         assert message == "lost the node 4 (a worker died while it was started)"
 
     train(monkeypatch, request, nodes, run, started=False)
@@ -390,7 +390,7 @@ def test_a_node_with_two_crashes_is_left_out_and_named(
 
     train(monkeypatch, replace(request_, workers=2), [node("a"), node("b")], run)
     assert [sorted(attempt.avoid) for attempt in attempts] == [[], [], ["b"]]
-    restart, left_out = attempts[-1].payload["events"]
+    restart, left_out = attempts[-1].training.events
     assert (restart["event"], left_out["event"]) == ("restart", "left_out")
     assert left_out["message"].startswith("node 10.0.0.b: workers crashed on it twice within a day")
 

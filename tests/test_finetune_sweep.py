@@ -605,8 +605,8 @@ def test_runs_are_followed_on_the_terminal(
     handed: list[Any] = []
 
     def fake(target: str, tasks: Sequence[Any], *, poll: Any, **options: Any) -> None:
-        handed.append((target, [task.payload["config"]["seed"] for task in tasks], options["parallel"]))
-        assert all(task.payload["resume"] for task in tasks)
+        handed.append((target, [task.training.config["seed"] for task in tasks], options["parallel"]))
+        assert all(task.training.resume for task in tasks)
         poll([TrialEvent(0, "started")])
         (members[0].config.folder / "metrics.jsonl").write_text('{"step": 2, "loss": 0.5}\n{"split": "valid')
         poll([])
@@ -636,7 +636,7 @@ def test_runs_are_followed_on_the_terminal(
     again: list[int] = []
     monkeypatch.setattr(
         "cluster.workers.trials.launch.run_trials",
-        lambda target, tasks, **options: again.extend(task.payload["config"]["seed"] for task in tasks),
+        lambda target, tasks, **options: again.extend(task.training.config["seed"] for task in tasks),
     )
     ran = trials.run_all(config, members)
     assert again == [3]

@@ -24,7 +24,7 @@ from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.filler import COARSE, with_filler
 from pretrain.checkpoint.start import read_frozen
 from pretrain.common.settings import dump
-from pretrain.common.worker import Worker
+from pretrain.common.worker import TrainingRequest, Worker
 from pretrain.config import ModelConfig, OptimizerConfig, PretrainConfig
 from pretrain.model.heads import PretrainingModel
 from pretrain.objectives.masked import MaskedTokens
@@ -434,7 +434,7 @@ def stopped_run(path: str) -> int:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         config = load_config(Path(path)).model_dump(mode="json")
-        train.main({"config": config, "resume": False}, _StopsAt(rank, size, 0, 1, step=5))
+        train.main(TrainingRequest(config, resume=False), _StopsAt(rank, size, 0, 1, step=5))
     except StoppedError:
         return 75
     return 0

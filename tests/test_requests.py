@@ -12,6 +12,7 @@ import pytest
 
 from cluster.workers.request import Attempt, DriverRequest, Launch, LaunchRequest
 from cluster.workers.trials.request import TrialRequest, TrialsRequest
+from pretrain.common.worker import TrainingRequest
 
 LAUNCH = Launch(
     "a1b2",
@@ -34,7 +35,7 @@ REQUESTS = (
     LaunchRequest(
         in_ray=True,
         **COMMON,
-        payload={"config": {"seed": 1, "phases": [{"steps": 2}]}, "resume": False},
+        training=TrainingRequest({"seed": 1, "phases": [{"steps": 2}]}, False, ({"event": "restart"},)),
         workers=4,
         min_workers=2,
         cpus_per_worker=0,
@@ -42,7 +43,7 @@ REQUESTS = (
     ),
     TrialsRequest(
         **COMMON,
-        trials=(TrialRequest(Path("/runs/x/a"), {"number": 1}), TrialRequest(Path("/runs/x/b"), {"number": 2})),
+        trials=tuple(TrialRequest(Path("/runs/x", name), TrainingRequest({"seed": 1}, True)) for name in "ab"),
         parallel=0,
         cpus_per_trial=2,
     ),
@@ -68,13 +69,15 @@ def test_a_request_with_other_fields_is_refused(request_: DriverRequest, within:
             type(request_).from_json(json.dumps(data))
 
 
-def test_a_payload_that_json_cannot_represent_is_refused() -> None:
-    request = dataclasses.replace(REQUESTS[0], payload={"folder": Path("/runs")})
+def test_a_config_that_json_cannot_represent_is_refused() -> None:
+    request = dataclasses.replace(REQUESTS[0], training=TrainingRequest({"folder": Path("/runs")}, False))
     with pytest.raises(TypeError, match="not JSON serializable"):
         request.to_json()
 
 
-@pytest.mark.parametrize("value", [LAUNCH, *REQUESTS, Attempt(REQUESTS[0], 0, 4, {}, frozenset())])
+@pytest.mark.parametrize(
+    "value", [LAUNCH, *REQUESTS, Attempt(REQUESTS[0], 0, 4, TrainingRequest({}, False), frozenset())]
+)
 def test_requests_do_not_change(value: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(value, dataclasses.fields(value)[0].name, None)

@@ -6,21 +6,21 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 from pretrain.common.errors import DivergedError
-from pretrain.common.worker import Worker
+from pretrain.common.worker import TrainingRequest, Worker
 
 
-def trial(payload: dict[str, Any], worker: Worker) -> None:
-    """Do as `payload["do"]` says: meet the others, be killed at first, diverge, or have a bug."""
-    do, trace = payload["do"], Path(f"starts-{payload['name']}")
+def trial(request: TrainingRequest, worker: Worker) -> None:
+    """Do as "do" of the config says: meet the others, be killed at first, diverge, or have a bug."""
+    config = request.config
+    do, trace = config["do"], Path(f"starts-{config['name']}")
     before = trace.read_text().count("\n") if trace.exists() else 0
     with trace.open("a") as file:
         file.write(f"{worker.threads} {os.getpid()}\n")
     if do == "meet":
         deadline = time.monotonic() + 120
-        while not Path(f"starts-{payload['other']}").exists():
+        while not Path(f"starts-{config['other']}").exists():
             assert time.monotonic() < deadline, "nobody else came"
             time.sleep(0.05)
     elif do == "die once" and before == 0:

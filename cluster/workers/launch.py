@@ -32,7 +32,7 @@ from cluster.workers.request import DriverRequest, Launch, LaunchRequest
 from pretrain.common.commands import program
 from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.common.files import append_open, disk_errors
-from pretrain.common.worker import Flag, clear_stop, stop_signals
+from pretrain.common.worker import Flag, TrainingRequest, clear_stop, stop_signals
 
 LOGS = "logs"
 RAY_LOG = "ray.log"
@@ -49,7 +49,7 @@ _PROJECT = Path(__file__).resolve().parents[2]
 
 def run(
     target: str,
-    payload: dict[str, Any],
+    training: TrainingRequest,
     *,
     name: str,
     run_dir: Path | str,
@@ -61,19 +61,19 @@ def run(
     min_workers: int = 0,
     wait_for_nodes_seconds: float = 0.0,
 ) -> None:
-    """Call `target` ("package.module:function") with (payload, Worker) in `workers` processes until they finish.
+    """Call `target` ("package.module:function") with (`training`, Worker) in `workers` processes until they finish.
 
     Workers run in this process's working directory, so relative paths have the same meaning there. Their output goes to
     `run_dir`/logs/worker-<rank>.log and Ray's to `run_dir`/logs/ray.log.
 
     A `RunError` raised in a worker is raised here, same class and message, and never retried. Any other exit of a
-    worker restarts all of them with payload["resume"] = True, at most `max_failures` times without a new checkpoint;
+    worker restarts all of them with `training.resume`, at most `max_failures` times without a new checkpoint;
     then a `MachineError` names the worker's log and its last line. SIGTERM, SIGINT or SIGHUP to this process creates
     `run_dir`/stop and waits for the workers to finish; a second SIGINT ends everything at once. Call from the main
     thread: elsewhere Python allows no signal handlers, and signals keep their old meaning.
 
     Args:
-        payload: must survive JSON.
+        training: must survive JSON.
         workers: how many processes, at most.
         cpus_per_worker: 0 divides the cores among the workers.
         address: "host:port" of a Ray cluster, which must see the same files. Empty starts a Ray of our own on this
@@ -95,7 +95,7 @@ def run(
             address=address,
             max_failures=max_failures,
             use_gpu=None,
-            payload=payload,
+            training=training,
             workers=workers,
             min_workers=min_workers,
             cpus_per_worker=cpus_per_worker,

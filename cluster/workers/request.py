@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pretrain.common.addresses import runs
 from pretrain.common.errors import StoppedError
-from pretrain.common.worker import STOP_FILE, Flag
+from pretrain.common.worker import STOP_FILE, Flag, TrainingRequest
 
 RESTART_FILE = "restart"  # in the run folder: the workers save a checkpoint and finish, and are started again
 
@@ -62,7 +62,7 @@ class DriverRequest:
 
     Attributes:
         launch: the call of the launcher.
-        target: "package.module:function", called with (payload, Worker).
+        target: "package.module:function", called with (TrainingRequest, Worker).
         name: of the run.
         address: "host:port" of a Ray cluster; empty starts a Ray of our own.
         max_failures: how many crashes are followed by another attempt.
@@ -82,7 +82,7 @@ class DriverRequest:
         raise NotImplementedError
 
     def to_json(self) -> str:
-        """All fields. Raises `TypeError` if a payload cannot be represented in JSON."""
+        """All fields. Raises `TypeError` if a config cannot be represented in JSON."""
         return json.dumps(_encode(self))
 
     @classmethod
@@ -96,7 +96,7 @@ class LaunchRequest(DriverRequest):
     """One run of `workers` processes that work together; the same for all its attempts.
 
     Attributes:
-        payload: the target's argument in the first attempt; it survives JSON.
+        training: the target's argument in the first attempt; it survives JSON.
         workers: how many processes, at most.
         min_workers: the smallest number with which the run starts; 0 means `workers`.
         cpus_per_worker: 0 until the nodes are known, if the user left it open.
@@ -104,7 +104,7 @@ class LaunchRequest(DriverRequest):
         wait_for_nodes_seconds: how long the run waits for a cluster that is too small.
     """
 
-    payload: dict[str, Any]
+    training: TrainingRequest
     workers: int
     min_workers: int
     cpus_per_worker: int
@@ -130,14 +130,14 @@ class Attempt:
         request: what all attempts have in common.
         number: from 0.
         workers: how many are started this time.
-        payload: the target's argument this time, with `resume` and `events`.
+        training: the target's argument this time, with `resume` and `events`.
         avoid: ids of the nodes on which no worker is placed.
     """
 
     request: LaunchRequest
     number: int
     workers: int
-    payload: dict[str, Any]
+    training: TrainingRequest
     avoid: frozenset[str]
 
     def restart_flag(self) -> Flag:

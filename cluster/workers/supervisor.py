@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,9 @@ class _Supervisor:
             self._events.append(new_event("left_out", message))
         self._reported.update(avoid)
         workers = self._choose_size(avoid)
-        payload = {**self._request.payload, "events": self._events}
-        if number:
-            payload["resume"] = True
-        return Attempt(self._request, number, workers, payload, frozenset(avoid))
+        first = self._request.training
+        training = replace(first, resume=first.resume or number > 0, events=tuple(self._events))
+        return Attempt(self._request, number, workers, training, frozenset(avoid))
 
     def _avoidable_nodes(self) -> dict[str, str]:
         """The bad nodes, by id with their addresses, if the run fits on the others; else none."""

@@ -66,7 +66,7 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
                     "StoppedError", f"{launch.run_dir}: stopped before the first step. --resume continues."
                 )
             change_folder(launch.working_dir)
-            resolve(request.target)(attempt.payload, worker)
+            resolve(request.target)(attempt.training, worker)
         except (StoppedError, DivergedError) as error:
             return as_data(error)
         except RunError as error:

@@ -21,6 +21,7 @@ from finetune.training.saved import MODEL
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.common.run_files import FAILED, SCORES
+from pretrain.common.worker import TrainingRequest
 from pretrain.config import Precision, with_precision
 from pretrain.model.precision import choose_here
 from pretrain.run import preflight
@@ -254,8 +255,8 @@ def _run(
 def _request(trial: Trial) -> TrialRequest:
     from cluster.workers.trials.request import TrialRequest
 
-    payload = {"config": trial.config.model_dump(mode="json"), "resume": True, "test_sets": trial.test_sets}
-    return TrialRequest(trial.config.folder, payload)
+    training = TrainingRequest(trial.config.model_dump(mode="json"), resume=True, test_sets=trial.test_sets)
+    return TrialRequest(trial.config.folder, training)
 
 
 def _end(trial: Trial, error: RunError | None) -> Outcome:

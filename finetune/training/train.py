@@ -31,7 +31,7 @@ from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.start import digest
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
-from pretrain.common.worker import Worker
+from pretrain.common.worker import TrainingRequest, Worker
 from pretrain.config import ModelConfig
 from pretrain.model.cost import encoder_flops
 from pretrain.model.parameters import layer_of
@@ -48,14 +48,13 @@ from pretrain.training.optim import learning_rate, make_optimizer, parameter_gro
 LAUNCHING = (TaskModel.__module__, f"{__name__}.loss", f"{__name__}.totals")  # only launch kernels on a GPU
 
 
-def main(payload: dict[str, Any], worker: Worker) -> None:
-    """Train `payload["config"]` (a dumped FinetuneConfig), from the newest checkpoint with `payload["resume"]`.
+def main(request: TrainingRequest, worker: Worker) -> None:
+    """Train `request.config` (of a FinetuneConfig), from the newest checkpoint with `request.resume`.
 
-    Test sets are predicted at the end unless `payload["test_sets"]` is present and false.
     Leaves the best model, its scores and predictions in the run folder, or raises one of `pretrain.common.errors`.
     """
-    config = FinetuneConfig.model_validate(payload["config"])
-    with started(config, worker, resume=payload["resume"], launching=LAUNCHING) as (config, device, watchdog):
+    config = FinetuneConfig.model_validate(request.config)
+    with started(config, worker, resume=request.resume, launching=LAUNCHING) as (config, device, watchdog):
         task = config.make_task()
         examples = task.read_train()
         released = read_released(fetched_model(config.start_from))
@@ -75,7 +74,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         )
         job = Finetuning(config, task, examples, encoder, released.model, engine, device)
         config = job.config
-        if fitted and not (payload["resume"] and _has_checkpoint(config, engine)):
+        if fitted and not (request.resume and _has_checkpoint(config, engine)):
             weights |= job.fitted_output_layer(released, weights)
         engine.load(InitialWeights(weights))
         del weights
@@ -89,10 +88,10 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             identity={"data": job.digest, "held_out": held_out},
             check=lambda state, checkpoint: _check_state(state, checkpoint, config, job),
             finish=lambda tracker: _finish(
-                config, job, released, engine, tracker.log_artifact, test_sets=payload.get("test_sets", True)
+                config, job, released, engine, tracker.log_artifact, test_sets=request.test_sets
             ),
         )
-        run(training, engine, worker, resume=payload["resume"], events=payload.get("events", ()))
+        run(training, engine, worker, resume=request.resume, events=request.events)
         engine.close()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from pretrain.common.errors import InputError
 
@@ -123,6 +124,23 @@ def torchrun_place(environment: Mapping[str, str] | None = None) -> tuple[int, i
                 f"{one} is {rank!r} and {all_of_them} {size!r} in the environment: no rank of so many. {advice}"
             )
     return int(values["RANK"]), int(values["WORLD_SIZE"])
+
+
+@dataclass(frozen=True)
+class TrainingRequest:
+    """What every worker of a run is asked to train; it travels as JSON.
+
+    Attributes:
+        config: the run's settings, as `model_dump(mode="json")`.
+        resume: go on from the newest checkpoint, if there is one.
+        events: what happened before this start; the run records it first.
+        test_sets: whether a fine-tuning predicts its test sets at the end.
+    """
+
+    config: dict[str, Any]
+    resume: bool
+    events: tuple[dict[str, Any], ...] = ()
+    test_sets: bool = True
 
 
 @dataclass

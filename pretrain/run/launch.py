@@ -16,7 +16,7 @@ from pretrain.common.errors import DivergedError, InputError, MachineError, RunE
 from pretrain.common.files import disk_errors
 from pretrain.common.records import NO_METRICS, Metric
 from pretrain.common.wording import counted
-from pretrain.common.worker import STOP_FILE, Flag, Worker, clear_stop, torchrun_place
+from pretrain.common.worker import STOP_FILE, Flag, TrainingRequest, Worker, clear_stop, torchrun_place
 from pretrain.config import R, RunConfig
 from pretrain.run import preflight
 from pretrain.storage.runs import StoredRun
@@ -189,19 +189,19 @@ def _train_and_follow(
 
 
 def _train(target: str, config: RunConfig, resume: bool, *, alone: bool, ray: bool = False) -> None:
-    payload = {"config": config.model_dump(mode="json"), "resume": resume}
+    training = TrainingRequest(config.model_dump(mode="json"), resume)
     if alone:
         worker = Worker.from_environment()
         worker.flags = (_stop_flag(config.folder),)
         module, function = target.split(":")
-        getattr(importlib.import_module(module), function)(payload, worker)
+        getattr(importlib.import_module(module), function)(training, worker)
         return
     from cluster.workers.launch import run
 
     scheduling = config.scheduling
     run(
         target,
-        payload,
+        training,
         name=config.name,
         run_dir=config.folder,
         workers=scheduling.workers,

@@ -25,7 +25,7 @@ from pretrain.checkpoint import hf
 from pretrain.checkpoint.start import read_frozen
 from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
-from pretrain.common.worker import Worker
+from pretrain.common.worker import TrainingRequest, Worker
 from pretrain.config import PretrainConfig, changed_for_resume
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.stored import fetch_corpus
@@ -51,13 +51,13 @@ _FETCH_SECONDS = 86400.0  # the most that fetching a corpus to this machine may 
 logger = logging.getLogger(__name__)
 
 
-def main(payload: dict[str, Any], worker: Worker) -> None:
-    """Train `payload["config"]` (a dumped PretrainConfig), from the newest checkpoint with `payload["resume"]`.
+def main(request: TrainingRequest, worker: Worker) -> None:
+    """Train `request.config` (of a PretrainConfig), from the newest checkpoint with `request.resume`.
 
     Returns when all steps are done; otherwise raises one of `pretrain.common.errors`.
     """
-    config = PretrainConfig.model_validate(payload["config"])
-    with started(config, worker, resume=payload["resume"], launching=LAUNCHING) as (config, device, watchdog):
+    config = PretrainConfig.model_validate(request.config)
+    with started(config, worker, resume=request.resume, launching=LAUNCHING) as (config, device, watchdog):
         with watchdog.allow(_FETCH_SECONDS) if is_remote(config.corpus.dir) else contextlib.nullcontext():
             fetch_corpus(config.corpus)
         corpora = Corpora.open(config)
@@ -97,7 +97,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             finish=lambda tracker: _export(config, tracker),
             begin=begin,
         )
-        run(training, engine, worker, resume=payload["resume"], events=payload.get("events", ()))
+        run(training, engine, worker, resume=request.resume, events=request.events)
         engine.close()
 
 

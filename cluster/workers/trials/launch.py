@@ -30,10 +30,10 @@ def run_trials(
     address: str = "",
     max_failures: int = 0,
 ) -> None:
-    """Call `target` ("package.module:function") with (payload, Worker) for every trial, in their order.
+    """Call `target` ("package.module:function") with (TrainingRequest, Worker) for every trial, in their order.
 
     Each trial is a process with one GPU if there are any. A trial that crashes is started again at most `max_failures`
-    times, with the same payload; any other error ends it, and the other trials continue. A signal creates
+    times, with the same request; any other error ends it, and the other trials continue. A signal creates
     `run_dir`/stop, at which the running trials finish (`Worker.stop_requested`) and no other starts; see
     `cluster.workers.launch.run`, also for `address`.
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from cluster.workers.request import DriverRequest
 from pretrain.common.errors import RunError
+from pretrain.common.worker import TrainingRequest
 
 EVENTS = "events.jsonl"  # in the launch's private folder: the driver appends a line for each `TrialEvent`
 
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """One call of the target with its `payload`, which must survive JSON; logs go to `run_dir`/logs/worker-0.log."""
+    """One call of the target with `training`, which must survive JSON; logs go to `run_dir`/logs/worker-0.log."""
 
     run_dir: Path
-    payload: dict[str, Any]
+    training: TrainingRequest
 
 
 @dataclass(frozen=True)

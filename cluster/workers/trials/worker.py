@@ -29,7 +29,7 @@ def run_trial(config: dict[str, int], request: TrialsRequest) -> dict[str, str]:
             if worker.stop_requested():
                 raise StoppedError(f"{trial.run_dir}: stopped before the first step.")
             change_folder(request.launch.working_dir)
-            resolve(request.target)(trial.payload, worker)
+            resolve(request.target)(trial.training, worker)
         except RunError as error:
             return as_data(error)
     return SUCCESS
