@@ -205,7 +205,7 @@ def test_muon_keeps_one_moment_of_matrices_and_averages_need_a_copy():
         return estimate.memory_bytes(config, stage, 8, "cuda")["optimizer"]
 
     muon = {"optimizer": PretrainOptimizerConfig(name="muon")}
-    averaging = {"phases": (PHASE.model_copy(update={"averaged_share": 0.1}),)}
+    averaging = {"phases": (make_config().phases[0].model_copy(update={"averaged_share": 0.1}),)}
     assert optimizer(0, **muon) == 12 * parameters - 4 * matrices
     assert optimizer(1, **muon) == pytest.approx((12 * parameters - 4 * matrices) / 8, abs=8)
     assert optimizer(0, **averaging) == 16 * parameters

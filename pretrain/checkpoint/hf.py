@@ -26,7 +26,7 @@ from pretrain.checkpoint.weight_files import WEIGHTS, read_json, save_weights, w
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.common.records import read_records
-from pretrain.common.run_files import START_FILE
+from pretrain.common.run_files import START_FILE, read_fork
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig, load_config
 from pretrain.corpus.vocabulary import read_vocabulary
@@ -114,9 +114,9 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
     corpus = corpus_of(run_dir, config.corpus)
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
     phase, _ = config.phase_at(max(0, store.step_of(path) - 1))
-    config = config.model_copy(update={"model": config.model_in(phase)})
+    exported = config.model_copy(update={"model": config.model_in(phase)})
     state = store.read_weights(path, averaged=averaged)
-    start, objective, own = _began_as(run_dir), objective_of(config), ""
+    start, objective, own = _began_as(run_dir), objective_of(exported), ""
     average = store.read_state(path)["averaged"] if averaged else 0
     card = functools.partial(_model_card, config, run_dir, store.step_of(path), averaged=average)
     for part in objective.exported:
@@ -230,6 +230,8 @@ def _model_card(
     corpus_card = corpus / "card.md"
     return templates.get_template("model_card.md.j2").render(
         config=config,
+        decays=" and ".join(dict.fromkeys(f"{config.weight_decay(n):.4g}" for n in range(len(config.phases)))),
+        fork=read_fork(run_dir),
         model=part.shape,
         part=part,
         mask_token="[MASK]" if mask is None else read_tokenizer(corpus).id_to_token(mask),

@@ -338,7 +338,7 @@ def best_intact(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:
-    """Remove all but the `keep_last` newest checkpoints, those `kept`, the `best` and the one just `saved`; and leftovers.
+    """Remove leftovers, and all checkpoints but the `keep_last` newest, those `kept`, the `best` and the one just `saved`.
 
     Raises `MachineError`, and removes nothing, if the best one is not known because a state cannot be read.
     """
@@ -384,7 +384,7 @@ def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tenso
     """
     if averaged and not read_state(checkpoint).get("averaged"):
         raise InputError(
-            f"{checkpoint}: has no averaged weights. Give a checkpoint of the last steps of a phase with averaged_share."
+            f"{checkpoint}: has no averaged weights. Give a checkpoint of the end of a phase with averaged_share."
         )
     kind = "average" if averaged else "weight"
     shapes = _manifest(checkpoint)["shapes"]

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from pretrain.common import settings
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import InputError
-from pretrain.common.sections import Location, check_location, Section, WritableLocation
+from pretrain.common.sections import Location, Section, WritableLocation, check_location
 from pretrain.config.adaptation import AdaptationConfig
 from pretrain.config.data import CorpusConfig, MaskingConfig, PairsConfig
 from pretrain.config.engine import CheckpointConfig, EngineConfig, SpikeConfig

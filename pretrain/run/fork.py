@@ -83,7 +83,7 @@ def _check(config: PretrainConfig, step: int, checkpoint: Path) -> None:
     if others := changed_for_resume(before, config, step):
         raise InputError(
             f"fork_from: {config.fork_from}: other settings before step {step}: {', '.join(others)}. Set them to the "
-            f"old values, and end the phase at step {step} where something is to change: what follows is yours to choose."
+            f"old values; where something is to change, end the phase at step {step} and add another."
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pretrain.common.errors import InputError
+from pretrain.common.run_files import read_fork
 from pretrain.config import RunConfig
 from pretrain.tracking.rows import MESSAGE, MetricRows
 
