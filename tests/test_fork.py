@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from corpora import make_corpus
 from safetensors.torch import load_file
 
 from pretrain.checkpoint import hf, store
+from pretrain.checkpoint.released import read_released
 from pretrain.common.errors import InputError
 from pretrain.common.run_files import FORK_FILE, read_fork
 from pretrain.config import PretrainConfig
@@ -112,10 +114,8 @@ def test_a_fork_ends_a_phase_and_goes_on_otherwise(parent: Path, corpus: Path, t
     assert [one["samples"] for one in ours] == [8, 16, 24, 32, 38, 44, 50]
     again = fork(parent, corpus, tmp_path / "again", phases=[{**phases[0], "steps": FORKED}, {**phases[1], **own}])
     assert weights(again, 7) == weights(run, 7)
-    # As the command line does before the workers start.
-    shutil.copyfile(run / "config.yaml", tmp_path / "unused") if (run / "config.yaml").exists() else None
     values = {**settings(corpus, run), "phases": [{**phases[0], "steps": FORKED}, {**phases[1], **own}]}
-    (run / "config.yaml").write_text(json.dumps(values))
+    (run / "config.yaml").write_text(json.dumps(values))  # as the command line does
     bases = {}
     for step in (FORKED, 7):
         hf.export_run(run, tmp_path / f"out-{step}", store.name_of(step))
@@ -123,6 +123,27 @@ def test_a_fork_ends_a_phase_and_goes_on_otherwise(parent: Path, corpus: Path, t
         bases[step] = written["model"]["rotary_base"] if "model" in written else written["rope_theta"]
     assert bases == {FORKED: 100.0, 7: 1000.0}
     assert store.read_state(run / "checkpoints" / store.name_of(7))["averaged"] == 3
+
+
+def test_the_mean_of_forks_is_exported(parent: Path, corpus: Path, tmp_path: Path) -> None:
+    phases = settings(corpus, tmp_path)["phases"]
+    runs = []
+    for name, rate in (("a", 1e-3), ("b", 5e-4), ("c", 2e-3)):
+        changes = {"phases": [{**phases[0], "steps": FORKED}, {**phases[1], "peak_learning_rate": rate}], "name": name}
+        runs.append(fork(parent, corpus, tmp_path / name, workers=1, **changes))
+        values = {**settings(corpus, runs[-1]), **changes}
+        (runs[-1] / "config.yaml").write_text(json.dumps(values))  # as the command line does
+    hf.export_run(runs[0], tmp_path / "mean", others=runs[1:])
+    card = (tmp_path / "mean/README.md").read_text()
+    assert "the mean of this run's and those of b, c. Its first 4 steps are those of trial." in card
+    written = read_released(tmp_path / "mean").backbone["embeddings.word"]
+    each = [store.read_weights(run / "checkpoints" / store.name_of(7))["embeddings.word"] for run in runs]
+    torch.testing.assert_close(written, torch.stack(each).mean(0))
+    assert not torch.equal(written, each[0])
+    with pytest.raises(InputError, match="has another shape than .* so their weights have no mean"):
+        other = pretraining(corpus, tmp_path / "other", [(32, 8, 1)], model__layers=1)
+        assert run_workers(1, starts, [Start(other)]) == [[""]]
+        hf.export_run(runs[0], tmp_path / "none", others=[tmp_path / "other"])
 
 
 @pytest.mark.parametrize("name", ["rotary_base", "weight_decay"])

@@ -53,7 +53,7 @@ class ModelConfig(Section):
     max_positions: int = Field(
         default=512,
         ge=8,
-        le=MAX_WIDTH,
+        le=4 * MAX_WIDTH,
         description="Longest sequence in tokens; the number of learned position embeddings.",
     )
     embedding: int = Field(

@@ -209,7 +209,13 @@ def _export(arguments: argparse.Namespace) -> None:
     address = shown(arguments.run)
     if arguments.checkpoint and is_remote(address):
         StoredRun(address, arguments.run).download_all()
-    own = hf.export_run(arguments.run, local(arguments.out), arguments.checkpoint, averaged=arguments.averaged)
+    own = hf.export_run(
+        arguments.run,
+        local(arguments.out),
+        arguments.checkpoint,
+        averaged=arguments.averaged,
+        others=arguments.average,
+    )
     if is_remote(arguments.out):
         for part in objective_of(load_config(arguments.run / "config.yaml")).exported:
             store_target(f"{arguments.out}{part.suffix}")
@@ -335,6 +341,14 @@ Fine-tuned models are exported by the same command, also as ONNX:
     parser.add_argument("run", type=run_path, metavar="RUN", help="run folder, name of a run in runs/, or address")
     parser.add_argument("out", type=target_path, metavar="DIR", help="folder or address to write")
     parser.add_argument("--checkpoint", metavar="NAME", help="checkpoint of the run (default: the newest)")
+    parser.add_argument(
+        "--average",
+        type=run_path,
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="write the mean of this run's weights and those of these, such as forks of one run",
+    )
     parser.add_argument(
         "--averaged",
         action="store_true",
