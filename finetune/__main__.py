@@ -217,7 +217,7 @@ def _evaluate_pretrained(arguments: argparse.Namespace) -> None:
 def _config(arguments: argparse.Namespace) -> FinetuneConfig:
     from finetune.training.config import load_config
 
-    return load_config(arguments.config, _overrides(arguments))
+    return load_config(arguments.config, _overrides(arguments), imports=True)
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:

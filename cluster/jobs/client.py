@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from cluster.workers.processes import JOB_ENTRYPOINT
 from pretrain.common.addresses import RUNS_VARIABLE, is_remote, local_run, runs
 from pretrain.common.commands import program
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.common.extensions import carrying
 from pretrain.common.worker import WAITING_FILE
 
 if TYPE_CHECKING:
@@ -150,14 +152,15 @@ class Jobs:
     def start(self, name: str, module: str, metadata: dict[str, str]) -> None:
         """Run `python -m MODULE` on the cluster as a job of this name; `InputError` if there is one already."""
         deadline = time.monotonic() + _AGENT_SECONDS
-        with self._answers():
+        with self._answers(), tempfile.TemporaryDirectory(prefix="bertrain-") as aside:
+            environment = carrying(self._runtime_env, Path(aside))
             while True:
                 try:
                     self._client.submit_job(
                         submission_id=name,
                         entrypoint=f"python -m {module}",
                         metadata=metadata,
-                        runtime_env=self._runtime_env,
+                        runtime_env=environment,
                     )
                     return
                 except RuntimeError as error:

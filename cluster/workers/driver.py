@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from cluster.workers.request import DriverRequest, Launch, LaunchRequest, R
 from cluster.workers.supervisor import supervise
 from pretrain.common.commands import program
 from pretrain.common.errors import MachineError, RunError, StoppedError
+from pretrain.common.extensions import carrying
 from pretrain.common.files import write_json
 
 logger = logging.getLogger(__name__)
@@ -196,8 +198,9 @@ def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
     try:
         with _limit(_ANSWER_SECONDS, lambda: on_timeout(MachineError(no_ray))):
             GcsClient(address=address)
-        with _limit(_JOIN_SECONDS, lambda: on_timeout(MachineError(too_slow))):
-            ray.init(address=address, log_to_driver=False, runtime_env=_runtime_env())
+        limit = _limit(_JOIN_SECONDS, lambda: on_timeout(MachineError(too_slow)))
+        with limit, tempfile.TemporaryDirectory(prefix="bertrain-") as aside:
+            ray.init(address=address, log_to_driver=False, runtime_env=_runtime_env(Path(aside)))
     except AuthenticationError:
         raise token_refused(address) from None
     except Exception as error:
@@ -205,10 +208,12 @@ def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
         raise MachineError(f"Ray at {address} did not accept this driver ({one_line(error)}). {advice}") from None
 
 
-def _runtime_env() -> dict[str, Any]:
-    """Where the workers find this project. In a job the cluster's own environment names it, as it did for the job;
-    workers without a special environment start sooner."""
-    return {} if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
+def _runtime_env(aside: Path) -> dict[str, Any]:
+    """Where the workers find this project, and the user's own modules. In a job the cluster's own environment names the
+    project, as it did for the job, which has the modules; workers without a special environment start sooner."""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+        return {}
+    return carrying({"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}, aside)
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ def run_sweep(
 
     Raises as `run_seeds` does, and `InputError` without a held-out set, which chooses the best settings.
     """
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, imports=True)
     pairs = sweep_trials(config, path, overrides, expand(grid), seeds)
     points, members = [point for point, _ in pairs], [trial for _, trial in pairs]
     plans = _plans(members)

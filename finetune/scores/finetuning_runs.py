@@ -166,7 +166,7 @@ def read_configs(
             raise InputError(f"--finetune: {path}: another config is called {path.stem}, too. Rename one.")
         start = f"start_from={json.dumps(str(folder))}"
         overrides = [*settings.overrides, *(point.overrides if point else []), start]
-        configs[path.stem] = load_config(path, [*overrides, *_placed(path, overrides, settings.data)])
+        configs[path.stem] = load_config(path, [*overrides, *_placed(path, overrides, settings.data)], imports=True)
     return configs
 
 

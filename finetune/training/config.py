@@ -297,9 +297,9 @@ class FinetuneConfig(_WithTask):
         return math.ceil(examples * self.evaluation.every_epochs / self.training.examples_per_step)
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> FinetuneConfig:
-    """The fine-tuning described by the YAML file `path` with `key.path=value` overrides."""
-    return settings.load(path, FinetuneConfig, overrides)
+def load_config(path: Path | str, overrides: Sequence[str] = (), *, imports: bool = False) -> FinetuneConfig:
+    """The fine-tuning in the YAML file `path` with `key.path=value` overrides, as `settings.load` reads it."""
+    return settings.load(path, FinetuneConfig, overrides, imports=imports)
 
 
 def config_type(path: Path | str) -> type[RunConfig]:

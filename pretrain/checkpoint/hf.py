@@ -114,6 +114,7 @@ def export_run(
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
     config = load_config(run_dir / "config.yaml")
+    objective_of(config)  # whose module may be missing
     corpus = corpus_of(run_dir, config.corpus)
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
     phase, _ = config.phase_at(max(0, store.step_of(path) - 1))
@@ -154,8 +155,8 @@ def _check_alike(first: Path, other: Path) -> None:
     for what, key in (("vocabulary", "tokenizer"), ("shape", "shapes")):
         if ours.get(key) != theirs.get(key):
             raise InputError(
-                f"{other}: has another {what} than {first}, so their weights have no mean. Give runs of one model, such "
-                "as forks of one run."
+                f"{other}: has another {what} than {first}, so their weights have no mean. Give runs of one model: "
+                "forks of one run."
             )
 
 

@@ -26,6 +26,11 @@ EXIT_CODES = (
 )
 
 
+# The commands that read what a run recorded, which imports no module of the user's own by itself.
+_READ_RUNS = ("prepare", "pretrain", "export", "report", "dashboard", "attention")
+_READ_RUNS += ("finetune", "sweep", "glue", "evaluate", "predict", "evaluate-pretrained")
+
+
 def program() -> str:
     """The name that the user types before a command: `bertrain` for the console command, otherwise ./launch.sh.
 
@@ -140,6 +145,10 @@ def make_parser(description: str, adders: Sequence[Callable[[Any], None]]) -> ar
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     """Parse `argv` and run its command; returns its exit code."""
     arguments = parser.parse_args(argv)
+    if names := getattr(arguments, "imports", None):
+        from pretrain.common.extensions import ask_for
+
+        ask_for(names)
     return arguments.command(arguments) or 0
 
 
@@ -170,6 +179,14 @@ def add_command(
         allow_abbrev=False,
     )
     parser.set_defaults(command=function)
+    if name in _READ_RUNS:
+        parser.add_argument(
+            "--import",
+            dest="imports",
+            action="append",
+            metavar="MODULE",
+            help="import a module of your own that the config of a run or model names; may be repeated",
+        )
     return parser
 
 

@@ -1,17 +1,23 @@
 """Kinds that are one module of a package each, such as kinds of sources: adding a kind is adding a file.
 
 A kind has the name of its module. The names come from the package's folder, so a config is checked without importing
-any kind. A module is imported when its kind is used.
+any kind. A module is imported when its kind is used. A name with a dot is a module of the user's own
+(`pretrain.common.extensions`). What a module of a kind must have is the package's `KIND`.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
+
+from pretrain.common import extensions
+from pretrain.common.errors import InputError
+from pretrain.common.wording import did_you_mean
 
 
 def kind_names(package: str) -> list[str]:
@@ -22,9 +28,10 @@ def kind_names(package: str) -> list[str]:
 
 
 def check_kind(package: str, name: str) -> None:
-    """Raise `ValueError` with the nearest name if `package` has no module `name`."""
-    names = kind_names(package)
-    if name not in names:
+    """Raise `ValueError` with the nearest name if `package` has no module `name`, and it cannot be one's own."""
+    if extensions.is_own(name):
+        extensions.check_name(name)
+    elif name not in (names := kind_names(package)):
         raise ValueError(not_one_of(name, names))
 
 
@@ -34,13 +41,31 @@ def not_one_of(name: str, names: Iterable[str]) -> str:
     return f"{name!r} is not one of {', '.join(known)}; {did_you_mean(name, known) or 'choose one.'}"
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The question "did you mean X?" with the nearest of `names`; "" if none is similar."""
-    nearest = difflib.get_close_matches(name, list(names), n=1)
-    return f"did you mean {nearest[0]}?" if nearest else ""
-
-
 def load_kind(package: str, name: str) -> ModuleType:
-    """The module of the kind `name`; `ValueError` as `check_kind`."""
-    check_kind(package, name)
-    return importlib.import_module(f"{package}.{name}")
+    """The module of the kind `name`; `ValueError` as `check_kind`.
+
+    Raises `InputError` if a module of the user's own cannot be imported, or lacks what the kind must have.
+    """
+    if extensions.is_own(name):
+        module = extensions.own(name)
+    else:
+        check_kind(package, name)
+        module = importlib.import_module(f"{package}.{name}")
+    contract = getattr(importlib.import_module(package), "KIND", None)
+    if contract is not None:
+        contract.check(module, name)
+    return module
+
+
+def ask_for_kind(package: str, name: str, folder: Path | None = None) -> None:
+    """Import a module of the user's own, and check it as `load_kind` does.
+
+    Raises `InputError`, which names a similar built-in kind of a module that is not found.
+    """
+    try:
+        extensions.ask_for([name], folder)
+    except InputError as error:
+        found = name.partition(".")[0] in sys.modules
+        nearest = "" if found else did_you_mean(name.rpartition(".")[2], kind_names(package))
+        raise InputError(f"{error}{nearest and f' Of the built-in kinds, {nearest}'}") from None
+    load_kind(package, name)

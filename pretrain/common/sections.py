@@ -31,6 +31,10 @@ class Section(BaseModel):
     def _read_earlier_names(cls, values: Any) -> Any:
         return as_now(cls.EARLIER, values) if cls.EARLIER and isinstance(values, dict) else values
 
+    def own_modules(self) -> Iterator[tuple[Keys, str, str]]:
+        """(setting, package of the kind, name) of each module of the user's own (`pretrain.common.extensions`)."""
+        yield from ()
+
 
 def _check_path(text: str) -> str:
     check_local(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from pretrain.common.earlier import LeftError, name_now, remark
 from pretrain.common.errors import InputError, is_control, printable
+from pretrain.common.kinds import ask_for_kind
 from pretrain.common.secret_names import secret_paths
 from pretrain.common.sections import (
     NO_SECRETS,
@@ -38,11 +39,14 @@ _remarked: set[tuple[str, str]] = set()  # a command reads a config several time
 S = TypeVar("S", bound=Section)
 
 
-def load(path: Path | str, kind: type[S], overrides: Sequence[str] = ()) -> S:
+def load(path: Path | str, kind: type[S], overrides: Sequence[str] = (), *, imports: bool = False) -> S:
     """The settings in the YAML file `path`, with `key.path=value` overrides applied.
 
     Values are read as YAML 1.2 (1e-4 is a number, `off` is text) and never converted to another type. List items are
     addressed by index: `phases.0.steps=10`.
+
+    `imports` imports the modules of the user's own that it names (`pretrain.common.extensions`): for the config of a
+    run that is to start, never for one that was recorded.
 
     Raises:
         InputError: one line per problem, each with the line of the file or the override that causes it.
@@ -50,7 +54,22 @@ def load(path: Path | str, kind: type[S], overrides: Sequence[str] = ()) -> S:
     source = _Document(Path(path), kind)
     for override in overrides:
         source.override(override)
-    return source.validate()
+    settings = source.validate()
+    if imports:
+        import_named(settings, Path(path).parent, lambda keys: f"{source.where(keys)}: ")
+    return settings
+
+
+def import_named(settings: Section, folder: Path | None = None, where: Callable[[Keys], str] = lambda _: "") -> None:
+    """Import the modules of the user's own that `settings` name, also from `folder`, and check them.
+
+    Raises `InputError` that begins with `where` a setting is, its name and its value.
+    """
+    for keys, package, name in settings.own_modules():
+        try:
+            ask_for_kind(package, name, folder)
+        except InputError as error:
+            raise InputError(f"{where(keys)}{'.'.join(map(str, keys))}: {error}") from None
 
 
 def given_values(path: Path | str, kind: type[Section], overrides: Sequence[str] = ()) -> dict[str, Any]:

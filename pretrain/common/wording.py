@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -9,6 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 def counted(number: int, noun: str, plural: str = "") -> str:
     """A number and its noun: "1 column", "2,000 columns". `plural` is for nouns that take more than an s."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The question "did you mean X?" with the nearest of `names`; "" if none is similar."""
+    nearest = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean {nearest[0]}?" if nearest else ""
 
 
 def aligned(rows: Sequence[Sequence[str]], right_aligned: Iterable[int]) -> list[str]:

@@ -26,7 +26,7 @@ class SourceConfig(Section):
 
     kind: str = Field(
         description="Text format: mediawiki, wikiextractor, books, sentences, jsonl, parquet, csv, huggingface or "
-        "docstrings."
+        "docstrings, or a module of your own such as my_package.markdown."
     )
     name: str = Field(default="", description="Name on the corpus card. Empty uses the kind and the file name.")
     path: Location = Field(
@@ -193,7 +193,8 @@ class MaskingConfig(Section):
     )
     scheme: str = Field(
         default="tokens",
-        description="How tokens are chosen: tokens, one by one, or whole_words, all tokens of a word together.",
+        description="How tokens are chosen: tokens, one by one; whole_words, all tokens of a word together; or a "
+        "module of your own such as my_package.window.",
     )
 
     @field_validator("scheme")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -12,9 +12,10 @@ from pydantic import Field, field_validator, model_validator
 from pretrain.common import settings
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import InputError
-from pretrain.common.sections import Location, Section, WritableLocation, check_location
+from pretrain.common.extensions import check_name, is_own
+from pretrain.common.sections import Keys, Location, Section, WritableLocation, check_location
 from pretrain.config.adaptation import AdaptationConfig
-from pretrain.config.data import CorpusConfig, MaskingConfig, PairsConfig
+from pretrain.config.data import MASKING_SCHEMES, SOURCES, CorpusConfig, MaskingConfig, PairsConfig
 from pretrain.config.engine import CheckpointConfig, EngineConfig, SpikeConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.objectives import DistillationConfig, ElectraConfig
@@ -25,6 +26,7 @@ from pretrain.config.schedule import (
     PretrainOptimizerConfig,
 )
 
+OBJECTIVES = "pretrain.objectives"  # the package
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 R = TypeVar("R", bound="RunConfig")
@@ -192,6 +194,24 @@ class PretrainConfig(RunConfig):
     electra: ElectraConfig = Field(
         default=ElectraConfig(), description="Detection of tokens that a generator has replaced."
     )
+    objective: str = Field(
+        default="",
+        description="What is minimized, as a module of your own such as my_package.places. Empty is masked language "
+        "modeling, or what distillation.teacher or electra.generator_width chooses.",
+    )
+
+    @field_validator("objective")
+    @classmethod
+    def _check_objective(cls, objective: str) -> str:
+        if objective:
+            check_name(objective)
+        return objective
+
+    def own_modules(self) -> Iterator[tuple[Keys, str, str]]:
+        kinds = [(("corpus", "sources", n, "kind"), SOURCES, one.kind) for n, one in enumerate(self.corpus.sources)]
+        kinds += [(("masking", "scheme"), MASKING_SCHEMES, self.masking.scheme)]
+        kinds += [(("objective",), OBJECTIVES, self.objective)]
+        yield from (kind for kind in kinds if is_own(kind[2]))
 
     @field_validator("fork_from")
     @classmethod
@@ -258,6 +278,9 @@ class PretrainConfig(RunConfig):
     @model_validator(mode="after")
     def _check_shapes(self) -> PretrainConfig:
         second = "electra" if self.electra.is_on else "distillation" if self.distillation.teacher else ""
+        if self.objective and second:
+            raise ValueError(f"objective ({self.objective}) and {second} both choose what is minimized. Remove one")
+        second = second or (self.objective and f"objective ({self.objective})")
         if self.engine.static_shapes and second:
             setting = "cuda_graphs" if self.engine.cuda_graphs else "static_shapes"
             raise ValueError(
@@ -368,6 +391,6 @@ def _refuse_changes(section: str, settings: Section, needed: str) -> None:
             raise ValueError(f"{section}.{name} ({value}) needs {needed}")
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> PretrainConfig:
+def load_config(path: Path | str, overrides: Sequence[str] = (), *, imports: bool = False) -> PretrainConfig:
     """The run described by the YAML file `path` with `key.path=value` overrides, as `settings.load` reads it."""
-    return settings.load(path, PretrainConfig, overrides)
+    return settings.load(path, PretrainConfig, overrides, imports=imports)

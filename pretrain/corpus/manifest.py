@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pretrain.common.errors import InputError
+from pretrain.common.extensions import hashes, is_own
 from pretrain.common.files import MANIFEST, read_manifest, sha256_file
 from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus.card import CARD_FILES
@@ -111,6 +112,8 @@ def fingerprint_settings(
     for number, (source, its_inputs) in enumerate(zip(corpus.sources, inputs, strict=True)):
         for key in ("kind", "subset", "split", "revision", "text_column"):
             settings[f"corpus.sources.{number}.{key}"] = getattr(source, key)
+        if is_own(source.kind):
+            settings[f"corpus.sources.{number}.module"] = hashes().get(source.kind)
         if source.held_out:  # corpora from before there was this setting stay as they are
             settings[f"corpus.sources.{number}.held_out"] = True
         settings[f"corpus.sources.{number}.path"] = _files_state(its_inputs)

@@ -35,6 +35,7 @@ from pretrain.common.addresses import is_remote
 from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest, write_json
+from pretrain.common.settings import import_named
 from pretrain.config import CorpusConfig, PretrainConfig, VocabularyConfig
 from pretrain.corpus import card, sources, stages
 from pretrain.corpus.byte_level import is_byte_level, is_released
@@ -105,6 +106,7 @@ def prepare(
         MachineError: disk full, a process killed.
         StoppedError: Ctrl-C or SIGTERM.
     """
+    import_named(config)
     folder = config.corpus.folder
     with kept_at_address(config.corpus):
         if config.corpus.sources:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 
+from pretrain.common.extensions import Contract
+from pretrain.common.kinds import load_kind
 from pretrain.common.records import Metric
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.objectives.masked import MaskedTokens
@@ -21,16 +23,26 @@ REGISTRY: dict[str, Callable[[PretrainConfig], object]] = {
 }
 """Module -> whether a config chooses it. A module is imported when it is needed, since its model needs torch."""
 
+KIND = Contract("OBJECTIVE", Objective)
+_own: dict[str, type[Objective]] = {}  # those of other packages that were used, for the metrics of pages
+
 
 def objective_of(config: PretrainConfig, vocabulary: int = 0, frozen: ModelConfig | None = None) -> Objective:
-    """The objective that a config chooses, else masked tokens; arguments as its attributes."""
+    """The objective that a config chooses, else masked tokens; arguments as its attributes.
+
+    Raises `InputError` if it is a module of the user's own that is missing or nobody asked for.
+    """
+    if config.objective:
+        _own[config.objective] = load_kind(__name__, config.objective).OBJECTIVE
+        return _own[config.objective](config, vocabulary, frozen)
     chosen = next((_load(module) for module, is_chosen in REGISTRY.items() if is_chosen(config)), MaskedTokens)
     return chosen(config, vocabulary, frozen)
 
 
 def objective_metrics() -> Mapping[str, Metric]:
     """The metrics of all objectives, by name."""
-    return {name: metric for one in (MaskedTokens, *map(_load, REGISTRY)) for name, metric in one.metrics.items()}
+    classes = (MaskedTokens, *map(_load, REGISTRY), *_own.values())
+    return {name: metric for one in classes for name, metric in one.metrics.items()}
 
 
 def _load(module: str) -> type[Objective]:

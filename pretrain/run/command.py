@@ -42,7 +42,7 @@ def load(path: Path, overrides: Sequence[str]) -> PretrainConfig:
     """The config of a run that is to start on another machine."""
     from pretrain.config import load_config
 
-    return load_config(path, overrides)
+    return load_config(path, overrides, imports=True)
 
 
 # ---------------------------------------------------------------- what the commands do
@@ -243,7 +243,7 @@ def _config(arguments: argparse.Namespace) -> PretrainConfig:
         from pretrain.checkpoint.start import start_overrides
 
         settings_given += start_overrides(arguments.config, settings_given, resume=resume)
-    return load_config(arguments.config, settings_given)
+    return load_config(arguments.config, settings_given, imports=True)
 
 
 # ---------------------------------------------------------------- their parsers

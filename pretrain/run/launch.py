@@ -15,6 +15,7 @@ from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import disk_errors
 from pretrain.common.records import NO_METRICS, Metric
+from pretrain.common.settings import import_named
 from pretrain.common.wording import counted
 from pretrain.common.worker import STOP_FILE, Flag, TrainingRequest, Worker, clear_stop, torchrun_place
 from pretrain.config import R, RunConfig
@@ -57,6 +58,7 @@ def start_run(
     Raises:
         RunError: the run cannot start, diverged, or was stopped.
     """
+    import_named(config)
     alone = is_alone(config, no_ray)
     if is_follower():
         if not is_finished(config):

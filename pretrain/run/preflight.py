@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.errors import InputError
+from pretrain.common.extensions import hashes
 from pretrain.common.files import (
     MANIFEST,
     atomic_open,
@@ -168,9 +169,14 @@ def record_config(config: RunConfig) -> None:
 
 
 def record_run(config: RunConfig, command: Sequence[str]) -> None:
-    """Write the resolved config and the environment into the run folder."""
+    """Write the resolved config and the environment into the run folder; warn of modules that are not as before."""
     record_config(config)
-    write_json(config.folder / ENVIRONMENT_FILE, environment(command))
+    path, now = config.folder / ENVIRONMENT_FILE, hashes()
+    known = checkpoint_names(config.folder) and path.is_file()
+    before = json.loads(path.read_text(encoding="utf-8")).get("modules", {}) if known else {}
+    if changed := [name for name, digest in now.items() if before.get(name, digest) != digest]:
+        print(f"warning: {', '.join(changed)}: changed since the run was last started.", file=sys.stderr)
+    write_json(path, {**environment(command), **({"modules": now} if now else {})})
 
 
 def environment(command: Sequence[str]) -> dict[str, Any]:

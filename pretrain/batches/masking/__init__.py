@@ -17,6 +17,7 @@ from pretrain.batches.order import draw
 from pretrain.batches.plan import Rows
 from pretrain.batches.scheme import MaskingScheme, MaskingVocabulary
 from pretrain.common.errors import InputError
+from pretrain.common.extensions import Contract
 from pretrain.common.kinds import load_kind
 from pretrain.config import MaskingConfig
 from pretrain.corpus.byte_words import is_byte_vocabulary, word_edges
@@ -24,6 +25,7 @@ from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.special_tokens import special_added_ids
 from pretrain.corpus.vocabulary import read_vocabulary
 
+KIND = Contract("Scheme", MaskingScheme, ("choose",))
 _TOKENS = 1 << 32  # a counter distinct from those of pairs.py and scheme.py
 _UNUSED = re.compile(r"\[unused\d+\]|<\|reserved_special_token_\d+\|>")  # BERT's and Llama's
 

@@ -1,6 +1,6 @@
 """The kinds of sources: every module of this package is one, with a class `Reader` that finds, cuts and reads.
 
-A config names a kind by its module. docs/extend/add-a-source.md shows how to add one.
+A config names a kind by its module, also by one of another package. docs/extend/add-a-source.md shows how to add one.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pretrain.common.addresses import is_remote
+from pretrain.common.extensions import Contract
 from pretrain.common.kinds import load_kind
 from pretrain.config import SourceConfig
 from pretrain.corpus.inputs import Input, Piece, Problems, SourceReader, Span, nothing_found
 from pretrain.storage import folders
+
+KIND = Contract("Reader", SourceReader, ("read",))
 
 
 def reader(config: SourceConfig) -> SourceReader:
