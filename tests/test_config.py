@@ -434,7 +434,7 @@ def test_a_resumed_run_keeps_what_it_computes(write):
 
 
 def test_phases_that_have_begun_are_kept_and_later_ones_are_free(write):
-    later = ("phases.1.sequence_length=64", "phases.1.steps=99", "phases.1.global_sequences=8")
+    later = ("phases.1.sequence_length=64", "phases.1.steps=99", "phases.1.global_sequences=16")
     assert resumed(write, *later, done=10) == []
     assert [name.split(" ")[0] for name in resumed(write, *later, done=11)] == [
         "phases.1.sequence_length",

@@ -142,7 +142,7 @@ def test_the_mean_of_forks_is_exported(parent: Path, corpus: Path, tmp_path: Pat
     assert not torch.equal(written, each[0])
     other = pretraining(corpus, tmp_path / "other", [(32, 8, 1)], model__layers=1)
     assert run_workers(1, starts, [Start(other)]) == [[""]]
-    with pytest.raises(InputError, match="has another shape than .*, so their weights have no mean"):
+    with pytest.raises(InputError, match=r"has another shape than .*, so their weights have no mean"):
         hf.export_run(runs[0], tmp_path / "none", others=[tmp_path / "other"])
 
 
@@ -187,7 +187,7 @@ def test_a_fork_has_a_group_and_a_past(parent: Path, corpus: Path, tmp_path: Pat
 def test_a_fork_that_cannot_be_is_refused(
     parent: Path, corpus: Path, tmp_path: Path, at: int, changes: dict[str, Any], message: str
 ) -> None:
-    values = settings(corpus, tmp_path / "run") | {"fork_from": f"{parent}@{at}"}
+    values: dict[str, Any] = settings(corpus, tmp_path / "run") | {"fork_from": f"{parent}@{at}"}
     for name, change in changes.items():
         if name == "phases":
             values[name] = [before | after for before, after in zip(values[name], change, strict=True)]

@@ -117,7 +117,7 @@ def export_run(
     objective_of(config)  # whose module may be missing
     corpus = corpus_of(run_dir, config.corpus)
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
-    phase, _ = config.phase_at(max(0, store.step_of(path) - 1))
+    phase, _ = config.phase_at(max(1, min(store.step_of(path), config.total_steps)) - 1)
     exported = config.model_copy(update={"model": config.model_in(phase)})
     state = store.read_weights(path, averaged=averaged)
     for number, other in enumerate(others, 2):

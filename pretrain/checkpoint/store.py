@@ -338,7 +338,7 @@ def best_intact(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:
-    """Remove leftovers, and all checkpoints but the `keep_last` newest, those `kept`, the `best` and the just `saved` one.
+    """Remove leftovers and all checkpoints but the `keep_last` newest, those `kept`, the `best` and the `saved` one.
 
     Raises `MachineError`, and removes nothing, if the best one is not known because a state cannot be read.
     """

@@ -93,8 +93,8 @@ def as_now(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def _with_own_settings(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a pretraining, where each phase has its part of what spread over the whole run."""
     masking, averaging, phases = (values.get(name) for name in ("masking", "averaging", "phases"))
-    final = masking.get("final_probability", 0) if isinstance(masking, Mapping) else 0
-    share = averaging.get("share", 0) if isinstance(averaging, Mapping) else 0
+    masking, averaging = (one if isinstance(one, Mapping) else {} for one in (masking, averaging))
+    final, share = masking.get("final_probability", 0), averaging.get("share", 0)
     try:
         own = [dict(phase) for phase in phases or ()]
         total = sum(phase["steps"] for phase in own)
@@ -112,7 +112,7 @@ def _with_own_settings(values: dict[str, Any]) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return values  # not valid; the check of the settings says where
     now = {name: value for name, value in values.items() if name != "averaging"}
-    if isinstance(masking, Mapping):
+    if masking:
         now["masking"] = {name: value for name, value in masking.items() if name != "final_probability"}
     return {**now, "phases": tuple(own)} if final or share else now
 

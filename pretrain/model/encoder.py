@@ -85,6 +85,7 @@ class Encoder(nn.Module):
         """Rotate by other frequencies from now on; arguments as of `ModelConfig.with_rotary_bases`."""
         self.shape = self.shape.with_rotary_bases(base, local)
         for number, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
             layer.rotary_base = self.shape.rotary_base_of(number)
 
     def encode(self, batch: UnpaddedBatch, rows_R: Tensor | None = None) -> Tensor:

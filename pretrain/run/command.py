@@ -208,7 +208,8 @@ def _export(arguments: argparse.Namespace) -> None:
 
     address = shown(arguments.run)
     if arguments.checkpoint and is_remote(address):
-        StoredRun(address, arguments.run).download_all()
+        stored = StoredRun(address, arguments.run)
+        stored.download_checkpoints(stored.names())
     own = hf.export_run(
         arguments.run,
         local(arguments.out),

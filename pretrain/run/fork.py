@@ -70,7 +70,7 @@ def find_fork(config: PretrainConfig) -> tuple[int, Path]:
             "what the run is to do after it."
         )
     if stored:
-        stored.download_checkpoint(name)
+        stored.download_checkpoints([name])
     return step, folder / "checkpoints" / name
 
 

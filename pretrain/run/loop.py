@@ -264,7 +264,7 @@ class _Fit(Generic[S]):
         self.stalled_before = stalled
         # Before the step: behind its gathers, this sum would wait for all of them.
         shared = engine.workers.sum_over_workers(torch.cat([totals.double(), to_device(mine, totals.device)]))
-        result = engine.step(rate, self.plan.weight_decay(number) if self.plan.weight_decay else None)
+        result = engine.step(rate, self.plan.weight_decay(number))
         numbers = torch.cat([shared, result.norm.to(shared).view(1)])
         return LaunchedStep(number, step, rate, task.validation_set(), to_host(numbers))
 

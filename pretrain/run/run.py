@@ -81,18 +81,17 @@ def run(
     else:
         with engine.watch.allow(LONG_SECONDS):
             training.begin()
-    fork = read_fork(config.folder)
-    forks = bool(state and fork) and state.get("run_id") == fork["run_id"]  # its first start
+    fork = _began_as_fork(config.folder, state)
     tracker = Tracker(
         config,
         config.folder,
-        run_id=None if forks else state.get("run_id"),
+        run_id=None if fork else state.get("run_id"),
         step=progress.step if state else None,
         card=training.card,
         job_type=training.job_type,
         enabled=worker.rank == 0,
     )
-    tracker.log_events([*events, *(_fork_events(fork) if forks else _resume_events(checkpoint))], progress.step)
+    tracker.log_events([*events, *(_fork_events(fork) or _resume_events(checkpoint))], progress.step)
     first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
     ended: RunError | None = None
@@ -167,7 +166,15 @@ def _resume_events(checkpoint: Path | None) -> list[dict[str, Any]]:
     return [{"event": "resume", "time": time.time(), "message": message}]
 
 
+def _began_as_fork(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """What the run forked from, if it begins with the checkpoint of this state, which is the other's; else {}."""
+    fork = read_fork(folder)
+    return fork if fork and state and state.get("run_id") == fork["run_id"] else {}
+
+
 def _fork_events(fork: dict[str, Any]) -> list[dict[str, Any]]:
+    if not fork:
+        return []
     message = f"forked from {fork['name']} ({fork['run']}) at step {fork['step']}"
     return [{"event": "fork", "time": time.time(), "message": message}]
 

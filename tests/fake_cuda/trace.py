@@ -168,7 +168,10 @@ def fit_of(engine: Any) -> Any:
 
     fit: Any = object.__new__(_Fit)
     fit.engine, fit.stragglers, fit.stalled_before = engine, RankTimes(engine), 0.0
-    fit.plan, fit.saver = SimpleNamespace(learning_rate=lambda _: 1e-3), SimpleNamespace(failed=False)
+    fit.plan, fit.saver = (
+        SimpleNamespace(learning_rate=lambda _: 1e-3, weight_decay=lambda _: None),
+        SimpleNamespace(failed=False),
+    )
     task: Any = SimpleNamespace(
         loss_weights=lambda _: (0.01,),
         loss=lambda output, weights: loss_of(output) * weights[0],
