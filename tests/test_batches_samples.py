@@ -225,13 +225,6 @@ def test_lengths_kinds_of_cuts_and_positions_do_not_tell_the_label(objective, le
     assert fitted.score(features[half:], labels[half:]) < 0.505
 
 
-def test_labels_have_their_share():
-    shards = numbered([random_documents(100, 3)])
-    for share in (0.0, 0.2, 1.0):
-        label = sampler(shards, 64, random_next_share=share).plan(np.arange(5000)).label
-        assert label[label >= 0].mean() == pytest.approx(share, abs=0.04)
-
-
 def test_second_segments_begin_anywhere_in_a_document():
     """In BERT's pairs too, the first sentences of a document are read as B."""
     shards = numbered([[[10] * 40] * 60])

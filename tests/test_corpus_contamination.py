@@ -132,22 +132,21 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("drop", [True, False])
-def test_the_card_reports_the_sets(drop: bool, sources: Path, tmp_path: Path) -> None:
+def test_the_card_reports_the_sets(sources: Path, tmp_path: Path) -> None:
     sets = [{"path": str(sources / "quiz.txt"), "name": "quiz"}]
 
-    prepare(filtered(sources, tmp_path / "out", {"contamination": {"sets": sets, "drop": drop}}), quiet=True)
+    prepare(filtered(sources, tmp_path / "out", {"contamination": {"sets": sets}}), quiet=True)
     (entry,) = card(tmp_path / "out")["filters"]
     assert (entry["filter"], entry["rule"], entry["dropped"], entry["by_source"]) == (
         "contamination",
         "quiz",
-        drop,
+        True,
         [1, 2],
     )
     assert entry["examples"][1]["found"] == SHORT[:-1]
     assert card(tmp_path / "out")["evaluation_sets"] == [{"name": "quiz", "texts": 3, "found": 2}]
     totals = card(tmp_path / "out")["totals"]
-    assert (totals["documents"], totals["too_short"]) == (32 if drop else 35, 0)
+    assert (totals["documents"], totals["too_short"]) == (32, 0)
     assert "| quiz | 3 | 2 | 66.67 % |" in (tmp_path / "out" / "card.md").read_text()
 
 

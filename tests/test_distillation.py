@@ -14,7 +14,7 @@ from corpora import make_corpus
 from pretrain.checkpoint import store
 from pretrain.checkpoint.start import read_frozen
 from pretrain.common.errors import InputError
-from pretrain.config import DistillationConfig, ModelConfig, PretrainConfig, load_config
+from pretrain.config import ModelConfig, PretrainConfig, load_config
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.kernels import fused_cross_entropy
 from pretrain.objectives import objective_of
@@ -38,8 +38,7 @@ def test_the_losses_are_those_of_the_plain_formulas(monkeypatch: pytest.MonkeyPa
     torch.manual_seed(0)
     shape = ModelConfig(size="custom", layers=2, hidden=16, heads=2, hidden_dropout=0.0)
     teacher = PretrainingModel(shape.model_copy(update={"layers": 3}), 50, False)
-    settings = DistillationConfig(teacher="x", temperature=3.0, soft_weight=0.7, mlm_weight=0.3, cosine_weight=0.5)
-    model = DistillingModel(shape, 50, True, teacher=teacher, settings=settings)
+    model = DistillingModel(shape, 50, True, teacher=teacher)
     for one in (teacher, model):
         torch.nn.init.normal_(one.heads.mlm_bias)
     batch = make_batch([5, 9, 7], vocabulary_size=50)
@@ -48,7 +47,7 @@ def test_the_losses_are_those_of_the_plain_formulas(monkeypatch: pytest.MonkeyPa
     hidden, theirs = model.encode(batch), teacher.encode(batch).detach()
     scores, given = model.masked_logits(batch), teacher.masked_logits(batch).detach()
     mlm = F.cross_entropy(scores, batch.masked_labels, reduction="sum")
-    soft = F.kl_div((scores / 3).log_softmax(-1), (given / 3).softmax(-1), reduction="sum") * 9
+    soft = F.kl_div((scores / 2).log_softmax(-1), (given / 2).softmax(-1), reduction="sum") * 4
     ones = torch.ones(len(hidden))
     cosine = torch.nn.CosineEmbeddingLoss(reduction="sum")(hidden, theirs, ones)
     pairs = F.cross_entropy(next_sentence_logits(model, batch), batch.nsp_labels, reduction="sum")
@@ -59,28 +58,25 @@ def test_the_losses_are_those_of_the_plain_formulas(monkeypatch: pytest.MonkeyPa
     assert output.mlm_correct == (scores.argmax(-1) == batch.masked_labels).sum()
 
     parameters = dict(model.named_parameters())
-    total = output.predictions + output.nsp_loss + 0.5 * output.cosine_loss
+    total = output.predictions + output.nsp_loss + output.cosine_loss
     got = torch.autograd.grad(total, list(parameters.values()), retain_graph=True)
-    want = torch.autograd.grad(0.7 * soft + 0.3 * mlm + pairs + 0.5 * cosine, list(parameters.values()))
+    want = torch.autograd.grad(5 * soft + 2 * mlm + pairs + cosine, list(parameters.values()))
     for name, one, other in zip(parameters, got, want, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4, msg=name)
     assert not any(name.startswith("teacher") for name in model.state_dict())
 
 
-def test_without_a_cosine_loss_the_predictions_stay() -> None:
-    """Then the last layer computes the masked tokens only."""
+def test_without_a_cosine_loss_the_last_layer_computes_the_masked_tokens_only() -> None:
+    """As with a teacher of another width."""
     torch.manual_seed(0)
     shape = ModelConfig(size="custom", layers=2, hidden=16, heads=2, hidden_dropout=0.0)
-    teacher = PretrainingModel(shape, 50, False)
-    with_it, without = (
-        DistillingModel(shape, 50, False, teacher=teacher, settings=DistillationConfig(cosine_weight=weight))
-        for weight in (1.0, 0.0)
-    )
-    without.load_state_dict(with_it.state_dict())
-    batch = make_batch([5, 9, 7], vocabulary_size=50)
-    one, other = with_it(batch), without(batch)
-    torch.testing.assert_close(one.predictions, other.predictions)
-    assert other.cosine_loss == 0 != one.cosine_loss
+    wide = PretrainingModel(shape.model_copy(update={"hidden": 32, "intermediate": 64}), 50, False)
+    model, batch = DistillingModel(shape, 50, False, teacher=wide), make_batch([5, 9, 7], vocabulary_size=50)
+    output = model(batch)
+    assert output.cosine_loss == 0
+    scores, given = model.masked_logits(batch), wide.masked_logits(batch)
+    soft = F.kl_div((scores / 2).log_softmax(-1), (given / 2).softmax(-1), reduction="sum") * 4
+    torch.testing.assert_close(output.soft_loss, soft)
 
 
 def test_layers_are_spread_as_distilbert_spreads_them() -> None:
@@ -252,8 +248,7 @@ def test_a_run_keeps_to_its_teacher(runs, place: Place) -> None:
     ("changes", "message"),
     [
         ({"distillation__teacher": "foreign"}, "prepared with another tokenizer than distillation.teacher has"),
-        ({"model__hidden": 16}, "has a hidden width of 32, and the student of 16"),
-        ({"model__hidden": 16, "distillation__cosine_weight": 0}, "model.hidden: 16, but the teacher"),
+        ({"model__hidden": 16}, "model.hidden: 16, but the teacher"),
         ({"model__activation": "relu"}, "model.activation: 'relu', but the teacher"),
         ({"distillation__layers": [0, 4]}, "has 4 layers, numbered from 0"),
         ({"model__layers": 5}, "has 4 layers, numbered from 0"),
@@ -270,7 +265,7 @@ def test_teachers_that_do_not_fit(place: Place, changes: dict[str, Any], message
 
 
 def test_a_student_of_random_weights_may_have_another_shape(place: Place) -> None:
-    changes = {"model__hidden": 16, "distillation__cosine_weight": 0, "distillation__initialize": False}
+    changes = {"model__hidden": 16, "distillation__initialize": False}
     objective_of(place.config(**changes)).check(read_frozen)
     assert run_workers(1, starts, [Start(place.settings("narrow", **changes))]) == [[""]]
     assert "cosine_loss" not in records(place.root / "narrow")[0]
@@ -279,12 +274,11 @@ def test_a_student_of_random_weights_may_have_another_shape(place: Place) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"distillation__teacher": "", "distillation__temperature": 3}, "needs distillation.teacher"),
+        ({"distillation__teacher": "", "distillation__initialize": False}, "needs distillation.teacher"),
         ({"start_from": "x"}, "both give the first weights"),
         ({"distillation__layers": [0]}, "has 1 numbers for the 2 layers"),
         ({"distillation__layers": [3, 0]}, "in ascending order"),
         ({"distillation__layers": [0, 1], "distillation__initialize": False}, "has no effect with initialize"),
-        (dict.fromkeys([f"distillation__{name}_weight" for name in ("soft", "mlm", "cosine")], 0), "are all 0"),
     ],
 )
 def test_settings_that_contradict(place: Place, changes: dict[str, Any], message: str) -> None:

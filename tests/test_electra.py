@@ -54,17 +54,17 @@ def test_samples_follow_the_softmax_and_depend_on_their_key_alone() -> None:
     torch.manual_seed(0)
     word, bias, hidden = torch.randn(7, 5), torch.randn(7), torch.randn(1, 5)
     keys = torch.randint(-(2**31), 2**31 - 1, (40_000,)).int()
-    samples = sample_tokens(hidden.expand(len(keys), -1), word, bias, keys, 2.0)
-    shares = ((hidden @ word.T + bias) / 2).softmax(-1)[0]
+    samples = sample_tokens(hidden.expand(len(keys), -1), word, bias, keys)
+    shares = (hidden @ word.T + bias).softmax(-1)[0]
     assert (samples.bincount(minlength=7) / len(keys)).tolist() == pytest.approx(shares.tolist(), abs=0.01)
-    again = sample_tokens(hidden.expand(3, -1), word, bias, keys[[5, 100, 7]], 2.0)
+    again = sample_tokens(hidden.expand(3, -1), word, bias, keys[[5, 100, 7]])
     assert again.tolist() == samples[[5, 100, 7]].tolist()
-    assert sample_tokens(hidden[:0], word, bias, keys[:0], 1.0).shape == (0,)
+    assert sample_tokens(hidden[:0], word, bias, keys[:0]).shape == (0,)
 
 
 def test_a_step_of_many_scores_is_sampled_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    arguments = torch.randn(20, 5), torch.randn(7, 5), None, torch.arange(20).int(), 1.0
+    arguments = torch.randn(20, 5), torch.randn(7, 5), None, torch.arange(20).int()
     whole = sample_tokens(*arguments)
     monkeypatch.setattr(replaced_tokens, "_SCORES_AT_ONCE", 7 * 3)
     assert torch.equal(sample_tokens(*arguments), whole)
@@ -110,7 +110,7 @@ def test_losses_are_those_of_transformers_classes(embeddings: str, corpus: Path,
     with torch.no_grad():
         hidden = model.generator.encode(batch, batch.masked_rows)
         weights = model.generator.heads.transform(hidden), model.generator.embeddings.word
-        sampled = sample_tokens(*weights, model.generator.heads.mlm_bias, batch.token_keys[batch.masked_rows], 1.0)
+        sampled = sample_tokens(*weights, model.generator.heads.mlm_bias, batch.token_keys[batch.masked_rows])
         batch.masked_labels[0] = sampled[0]  # counts as original
         output = model(batch)
         scores = generator(padded(batch.input_ids, batch), **given).logits[mask.bool()][batch.masked_rows]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +18,12 @@ from corpora import make_corpus
 from starts import pretraining
 
 from finetune.cli import main
+from finetune.tasks.classification import Classification, ClassificationSettings
+from finetune.tasks.entities import Entities, EntitiesSettings
+from finetune.tasks.questions import Questions, QuestionsSettings
+from finetune.training.config import FinetuneConfig
 from pretrain.common import extensions
+from pretrain.common.errors import InputError
 from pretrain.common.extensions import ASKED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,8 +40,15 @@ MODULES = {
     "mine/broken.py": "def f():\n    return {}['x']\n\nf()\n",
     "mine/unclosed.py": "\ndef (\n",
     "mine/needs.py": "import a_package_that_is_nowhere\n",
+    "mine/scores.py": "def equal(true, made):\n    return sum(a == b for a, b in zip(true, made))\n\nnone = 1\n",
     "beside.py": "",
 }
+LENGTHS = """
+from finetune.tasks.classification import Classification, ClassificationSettings
+class Lengths(Classification):
+    summary, settings_type = "Counts words", ClassificationSettings
+TASK = Lengths
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +147,67 @@ def test_a_recorded_config_imports_what_is_asked_for(
     assert ("theirs/checkpoints" in found) == allowed == ("mine.places" in sys.modules)
     assert ("mine.places: a recorded config names this module" in found) != allowed
     assert ("add --import mine.places" in found) != allowed
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("task.kind=mine.scores", "task.kind: mine.scores: {0}/mine/scores.py has no TASK, a class that derives from "),
+        (
+            "task.kind=lengths",
+            "task: kind: 'lengths' is no dotted name of your own such as my_package.module. ",
+        ),
+        ("task.tran=x", "task.tran is not a known setting; did you mean train?"),
+        ("task.max_windows=many", "task.max_windows is 'many'; expected a whole number"),
+        ("task.metric=macrof1", "task: metric: 'macrof1' is not one of accuracy, macro_f1"),
+    ],
+)
+def test_a_task_of_ones_own_is_checked_by_its_settings(
+    place: Path, capsys: pytest.CaptureFixture[str], setting: str, message: str
+) -> None:
+    (place / "mine/lengths.py").write_text(LENGTHS)
+    (place / "train.csv").write_text("text,label\n" + "a film,good\nan end,bad\n" * 4)
+    values = {"name": "own", "task": {"kind": "mine.lengths", "train": "train.csv"}}
+    (place / "own.yaml").write_text(yaml.safe_dump(values))
+    assert main(["finetune", "own.yaml", "--from", "bert", "--dry-run", "--set", setting]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message.format(place) in line
+
+
+def test_a_model_with_a_task_of_a_stranger_imports_nothing(place: Path) -> None:
+    (place / "mine/lengths.py").write_text(LENGTHS)
+    config = FinetuneConfig.model_validate({"name": "theirs", "task": {"kind": "mine.lengths", "train": "train.csv"}})
+    with pytest.raises(InputError, match=r"^mine.lengths: a recorded .* add --import mine.lengths, or import it"):
+        config.make_task()
+    assert "mine" not in sys.modules
+    extensions.ask_for(["mine.lengths"])
+    assert type(config.make_task()).__name__ == "Lengths"
+
+
+@pytest.mark.parametrize(("name", "message"), [("equals", "did you mean equal"), ("none", "equal(true, predicted)")])
+def test_a_score_is_a_function(place: Path, capsys: pytest.CaptureFixture[str], name: str, message: str) -> None:
+    (place / "own.yaml").write_text(yaml.safe_dump({"name": "own", "entities": {"train": "x", "metric": "f1"}}))
+    setting = f"entities.metric=mine.scores:{name}"
+    assert main(["finetune", "own.yaml", "--from", "bert", "--dry-run", "--set", setting]) == 2
+    assert message.replace("equal(", f"{name}(") in capsys.readouterr().err
+
+
+def test_scores_of_ones_own_get_what_is_true_and_what_is_predicted(place: Path) -> None:
+    extensions.ask_for(["mine.scores:equal"])
+    metric = "mine.scores:equal"
+    (place / "train.conll").write_text("the O\nfilm B-WORK\n\nit O\n")
+    entities = Entities(EntitiesSettings(train="train.conll", metric=metric))
+    made: list[dict[str, Any]] = [{"tags": ["O", "O"]}, {"tags": ["O"]}]
+    assert entities.score(entities.read_train(), made)[entities.metric] == 1
+    (place / "train.csv").write_text("text,label\na film,good\nan end,bad\n")
+    classes = Classification(ClassificationSettings(train="train.csv", metric=metric))
+    assert classes.score(classes.read_train(), [{"label": "good"}, {"label": "bad"}])[classes.metric] == 2
+    asked = {"id": "1", "question": "Who?", "context": "It was Ann.", "answers": {"text": ["Ann"], "answer_start": [7]}}
+    (place / "train.jsonl").write_text(json.dumps(asked) + "\n")
+    questions = Questions(QuestionsSettings(train="train.jsonl", metric=metric))
+    made = [{"id": "1", "best_non_empty": "Ann", "no_answer_score": 0.0}]
+    assert questions.metric == "equal"
+    assert questions.score(questions.read_train(), made)["equal"] == 0  # a list of right answers beside one
 
 
 @pytest.mark.slow

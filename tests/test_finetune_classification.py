@@ -651,7 +651,7 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
         ("{glue: rte, glue_dir: x, train: y}", "only one of glue, dataset, containment and train"),
         ("{glue: rte, glue_dir: x, dev: y}", "leave dev and test out"),
         ("{glue: rte, glue_dir: x, problem_type: regression}", "labels: glue has its own"),
-        ("{glue: rte, glue_dir: x, metric: f1}", "metric: 'f1' is not a score here; known: accuracy"),
+        ("{glue: rte, glue_dir: x, metric: f1}", "metric: 'f1' is not one of accuracy; choose one."),
         ("{train: x, dev: y, dev_share: 0.1}", "dev_share: there is a dev set"),
         ("{train: x, encoding: utf-88}", "encoding: 'utf-88' is unknown"),
         ("{train: x, encoding: rot13}", "encoding: 'rot13' is unknown"),
@@ -675,7 +675,7 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
             "{train: x, class_weights: balanced, problem_type: multi_label}",
             "class_weights: only single_label",
         ),
-        ("{train: x, metric: pearson}", "metric: 'pearson' is not a score here"),
+        ("{train: x, metric: pearson}", "metric: 'pearson' is not one of accuracy"),
         ("{train: x, pair_colum: y}", "did you mean pair_column?"),
     ],
 )
@@ -836,15 +836,17 @@ def test_a_text_of_a_megabyte_works_and_training_reports_skipped_windows(tokeniz
     assert len(text) > 1_000_000
     examples = [Example("word11", None, "a", ""), Example(text, None, "b", "")]
     encoder = TextEncoder(tokenizer, 128)
-    every = two_classes(overlap=0).windows(examples, encoder, training=False)
+    every = two_classes().windows(examples, encoder, training=False)
     assert not caplog.records
-    tokens = [token for n in range(1, len(every)) for token in shown(every, n, 0)]
+    # Of 126 tokens, a quarter is the next window's too.
+    tokens = [token for n in range(1, len(every) - 1) for token in shown(every, n, 0)[: 126 - 31]]
+    tokens += shown(every, len(every) - 1, 0)
     assert tokens == tokenizer.encode(text, add_special_tokens=False).ids
-    trained = two_classes(overlap=0, max_windows=5).windows(examples, encoder, training=True)
+    trained = two_classes(max_windows=5).windows(examples, encoder, training=True)
     assert trained.examples.tolist() == [0, 1, 1, 1, 1, 1]
     places = [next(n for n in range(1, len(every)) if shown(every, n, 0) == shown(trained, k, 0)) for k in range(1, 6)]
     last = len(every) - 1
-    assert places == np.linspace(1, last, 5).round().astype(int).tolist()
+    assert places == (1 + np.linspace(0, last - 1, 5).round().astype(int)).tolist()
     assert f"1 of 2 texts are longer than 5 windows (max_windows): training sees 5 of their {last}" in caplog.text
 
 
@@ -857,10 +859,8 @@ def test_training_may_see_one_window_alone(tokenizer: Tokenizer) -> None:
     ]
 
 
-def test_an_overlap_of_half_a_window_is_refused(tokenizer: Tokenizer) -> None:
+def test_windows_without_room_for_an_overlap_are_refused(tokenizer: Tokenizer) -> None:
     examples = [Example("word11", None, "a", "")]
-    with pytest.raises(InputError, match=r"classification\.overlap: 7 must be less than half of the 14 tokens"):
-        two_classes(overlap=7).windows(examples, TextEncoder(tokenizer, 16), training=False)
     with pytest.raises(InputError, match="max_length: windows hold 3 tokens"):
         two_classes().windows(examples, TextEncoder(tokenizer, 5), training=False)
 

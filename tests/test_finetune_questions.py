@@ -21,7 +21,7 @@ from finetune.tasks.base import Task, Windows
 from finetune.tasks.datasets.squad import Answer, Question, read
 from finetune.tasks.datasets.text import TextEncoder
 from finetune.tasks.questions import Questions, QuestionsSettings
-from finetune.tasks.questions.decoding import _has_most_context
+from finetune.tasks.questions.decoding import N_BEST, _has_most_context
 from pretrain.common.errors import InputError
 from pretrain.common.settings import load
 
@@ -640,7 +640,7 @@ def answers_of(
 
 
 def twin(one: Questions, question: Question, example: int, windows: Windows, logits: np.ndarray) -> dict[str, Any]:
-    n, longest = one.settings.n_best, one.settings.max_answer_tokens
+    n, longest = N_BEST, one.settings.max_answer_tokens
     cls = windows.starts[:-1][windows.examples == example]
     null = min(float(logits[row, 0]) + float(logits[row, 1]) for row in cls)
     # Where no start goes with an end: of all the starts and ends there are.
@@ -698,16 +698,15 @@ def test_each_token_belongs_to_the_window_with_most_context(tokenizer, lengths, 
 @given(
     st.lists(st.text("ab .", min_size=1, max_size=90).filter(str.strip), min_size=1, max_size=4),
     st.integers(0, 2**32),
-    st.integers(2, 6),
     st.integers(1, 9),
     st.integers(0, 18),
     st.booleans(),
     st.sampled_from([3, 1000]),
 )
 @settings(max_examples=80, deadline=None)
-def test_decoding_equals_twin(encoder, contexts, seed, n_best, longest, stride, unanswerable, levels):
+def test_decoding_equals_twin(encoder, contexts, seed, longest, stride, unanswerable, levels):
     questions = [ask(context, id=str(number)) for number, context in enumerate(contexts)]
-    one = task(n_best=n_best, max_answer_tokens=longest, stride=stride, unanswerable=unanswerable, threshold=0.5)
+    one = task(max_answer_tokens=longest, stride=stride, unanswerable=unanswerable, threshold=0.5)
     windows = one.windows(questions, encoder, training=False)
     random = np.random.default_rng(seed)
     logits = (random.integers(0, levels, (len(windows.queries), 2)) * (4 / levels)).astype(np.float32)  # with ties
@@ -763,16 +762,6 @@ def test_contexts_without_a_token(encoder, context, unanswerable):
         assert (found[0]["answer"], found[0]["best_non_empty"], found[0]["score"]) == ("", "", 1.0)
         json.dumps(found, allow_nan=False)
     assert found[0]["nbest"] == [{"text": "", "start": 0, "end": 0, "probability": 1.0}]
-
-
-def test_one_best_still_knows_the_best_answer(encoder):
-    one = task(unanswerable=True, n_best=1, threshold=100.0)
-    windows = one.windows([ask("ab")], encoder, training=False)
-    logits = np.zeros((len(windows.queries), 2), np.float32)
-    logits[0] = 5
-    (found,) = one.decode([ask("ab")], windows, logits)
-    assert found["answer"] == found["best_non_empty"] == "a"
-    assert [entry["text"] for entry in found["nbest"]] == ["", "a"]
 
 
 def test_no_questions(encoder):

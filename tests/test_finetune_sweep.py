@@ -186,8 +186,6 @@ def test_sweep_keeps_the_best_and_reports_divergence(work: Path) -> None:
         "--grid-set",
         "training.examples_per_step=8,16",
         "--set",
-        "engine.max_bad_steps=1",
-        "--set",
         "training.warmup_share=0",
     )
     first = finetune(work, "sweep", "tiny.yaml", *grid)

@@ -685,7 +685,7 @@ def test_a_start_that_fails_before_a_checkpoint_gives_the_run_back(proxy: Faulty
 
 def start_of(folder: Path) -> Any:
     """The config of a start of `RUN` that trains in `folder`."""
-    return SimpleNamespace(address=RUN, folder=folder, checkpoint=SimpleNamespace(retry_seconds=0.0))
+    return SimpleNamespace(address=RUN, folder=folder)
 
 
 def test_a_start_whose_largest_batch_does_not_fit_leaves_the_run_to_the_one_that_trains(

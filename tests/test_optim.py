@@ -357,7 +357,7 @@ def transformers_rates(phase: PhaseConfig) -> list[float]:
         schedule = get_linear_schedule_with_warmup(optimizer, phase.warmup_steps, steps)
     else:
         schedule = get_polynomial_decay_schedule_with_warmup(
-            optimizer, phase.warmup_steps, steps, phase.final_learning_rate, phase.decay_power
+            optimizer, phase.warmup_steps, steps, phase.final_learning_rate, power=0.5
         )
     rates = []
     for _ in range(steps):
@@ -371,13 +371,12 @@ def test_schedule_equals_transformers_and_restarts_per_phase():
     shape: dict[str, Any] = {"sequence_length": 8, "global_sequences": 1}
     phases = [
         PhaseConfig(**shape, steps=20, peak_learning_rate=1e-3, warmup_steps=7, decay="linear"),
-        PhaseConfig(**shape, steps=30, peak_learning_rate=4e-3, warmup_steps=3, decay="polynomial", decay_power=0.5),
+        PhaseConfig(**shape, steps=30, peak_learning_rate=4e-3, warmup_steps=3, decay="polynomial"),
         PhaseConfig(
             **shape,
             steps=9,
             peak_learning_rate=2e-3,
             decay="polynomial",
-            decay_power=2.0,
             final_learning_rate=1e-5,
         ),
     ]

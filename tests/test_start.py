@@ -134,7 +134,6 @@ ONE_STEP = [{"sequence_length": 32, "global_sequences": 8, "steps": 1, "peak_lea
 def runs(place: Place) -> dict[str, Path]:
     """Run folders by name, all trained on one worker in one process: to start one costs more than to train."""
     general = {"adaptation__replay_corpus": str(place.replay_corpus), "adaptation__replay_share": 0.5}
-    frozen = {"adaptation__freeze_embeddings": True, "adaptation__freeze_layers": 1, **WORDS_ADDED}
     once = {"phases": ONE_STEP, "optimizer__weight_decay": 0.0, **WORDS_ADDED}
     paths = {
         "through": place.changed("through"),
@@ -144,8 +143,6 @@ def runs(place: Place) -> dict[str, Path]:
         "full": place.changed("full", place.extended, **once),
         "slow": place.changed("slow", place.extended, adaptation__layer_decay=0.5, **once),
     }
-    for stage in (0, 2):
-        paths[f"frozen{stage}"] = place.changed(f"frozen{stage}", place.extended, engine__zero_stage=stage, **frozen)
     for stage in (1, 3):
         slow = {"engine__zero_stage": stage, "adaptation__layer_decay": 0.5}
         paths[f"one{stage}"] = place.changed(f"one{stage}", **slow)
@@ -238,19 +235,7 @@ def test_a_transform_that_a_layout_shares_with_task_heads_is_not_left_out() -> N
     assert "head.dense.weight: 1 tensor left out: this run has no such head" in table
 
 
-# ---- frozen and slow parts
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_frozen_parts_stay_and_added_rows_learn(runs: dict[str, Path], stage: int) -> None:
-    before, after = (weights(runs[f"frozen{stage}"], step) for step in (0, 4))
-    old = len(before["embeddings.word"]) - 3
-    assert torch.equal(before["embeddings.word"][:old], after["embeddings.word"][:old])
-    assert (before["embeddings.word"][old:] != after["embeddings.word"][old:]).all()
-    for name in before:
-        frozen = name.startswith(("embeddings.", "layers.0."))
-        if name != "embeddings.word":
-            assert torch.equal(before[name], after[name]) == frozen, name
+# ---- slow parts
 
 
 def test_old_rows_move_by_their_share_of_the_rate(runs: dict[str, Path]) -> None:
@@ -468,7 +453,6 @@ def test_a_checkpoint_with_narrow_embeddings_can_be_continued(place: Place, tmp_
         ("corpus.vocabulary.path=vocab.txt", "corpus.vocabulary.path: vocab.txt, but start_from"),
         ("corpus.vocabulary.lowercase=false", "but the tokenizer of start_from .* is uncased"),
         ("corpus.vocabulary.strip_accents=false", "but the tokenizer of start_from .* has true"),
-        ("adaptation.freeze_layers=3", r"adaptation.freeze_layers \(3\) exceeds the 2 layers"),
         ("phases.0.sequence_length=128", "exceeds model.max_positions"),
         ("start_from=nowhere", "nowhere: no such folder"),
     ],

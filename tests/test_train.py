@@ -189,7 +189,6 @@ def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> N
         corpus,
         tmp_path / "wild",
         phases=[{**phase, "peak_learning_rate": 1e30, "steps": 40}],
-        engine__max_bad_steps=3,
         checkpoint__every_steps=1,
     )
     given = [
@@ -210,7 +209,7 @@ def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> N
     assert "step-00000001: the run was started with other settings: seed (0 -> 9). Resume with" in other_seed
     assert "phases.0.global_sequences: 1000000, but" in small
     assert small.startswith("InputError")
-    assert diverged.startswith("DivergedError: 3 steps in a row")
+    assert diverged.startswith("DivergedError: 5 steps in a row")
     steps = [record["step"] for record in records(tmp_path / "wild")]
     assert steps == sorted(set(steps)), "every step is logged once"
     good = diverged.partition("last good checkpoint is ")[2].partition(". ")[0]

@@ -66,7 +66,7 @@ def test_every_product_of_the_loss_has_aligned_rows(name: str) -> None:
 def test_a_generators_samples_have_them_too() -> None:
     hidden, word, bias, labels = inputs("meta", torch.bfloat16)
     with Products() as products:
-        sample_tokens(hidden, word, bias, labels.int(), 1.0)
+        sample_tokens(hidden, word, bias, labels.int())
     assert all(max(matrix.stride()) * matrix.itemsize % 16 == 0 for matrix in products.matrices)
     assert len(products.matrices) == 3
 

@@ -41,9 +41,7 @@ def model_of(config: PretrainConfig) -> torch.nn.Module:
     if not config.distillation.teacher:
         return PretrainingModel(config.model, VOCABULARY, config.pairs.has_classifier, activation_checkpointing=again)
     teacher = PretrainingModel(TEACHER, VOCABULARY, False)
-    return DistillingModel(
-        config.model, VOCABULARY, config.pairs.has_classifier, teacher=teacher, settings=config.distillation
-    )
+    return DistillingModel(config.model, VOCABULARY, config.pairs.has_classifier, teacher=teacher)
 
 
 def counted(config: PretrainConfig, batch: MicroBatch, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -83,8 +81,8 @@ CASES: dict[str, dict[str, Any]] = {
         "electra": {"generator_width": 0.5},
         "pairs": {"objective": "none"},
     },
-    "distillation": {"distillation": {"teacher": "x", "cosine_weight": 0}, "pairs": {"objective": "none"}},
-    "distillation of pairs": {"distillation": {"teacher": "x", "cosine_weight": 0}},
+    "distillation": {"distillation": {"teacher": "x"}, "pairs": {"objective": "none"}},
+    "distillation of pairs": {"distillation": {"teacher": "x"}},
 }
 
 
@@ -133,7 +131,7 @@ def test_recomputation_and_a_teacher_are_counted() -> None:
     again = make_config(engine={"activation_checkpointing": True})
     assert objective_of(again, VOCABULARY).executed_flops(lengths, masked) > 1.2 * plain
     assert objective_of(again, VOCABULARY).model_flops(lengths, masked) < plain
-    distilled = make_config(distillation={"teacher": "x", "cosine_weight": 0})
+    distilled = make_config(distillation={"teacher": "x"})
     alone, taught = (
         objective_of(distilled, VOCABULARY, one).executed_flops(lengths, masked) for one in (None, TEACHER)
     )

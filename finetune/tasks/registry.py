@@ -1,4 +1,4 @@
-"""The one list of task kinds. The config gets a section for each; a new kind is one package and one line here."""
+"""The one list of task kinds. The config gets a section for each; `task.kind` names one of another package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from finetune.tasks.base import Task
 from finetune.tasks.classification import Classification
 from finetune.tasks.entities import Entities
 from finetune.tasks.questions import Questions
+from pretrain.common.extensions import Contract
+from pretrain.common.kinds import load_kind
 from pretrain.common.sections import Section
+
+KIND = Contract("TASK", Task, ("settings_type", "summary"))
 
 TASKS: tuple[type[Task[Any]], ...] = (
     Classification,
@@ -22,3 +26,8 @@ def make_task(settings: Section, state: Mapping[str, Any] | None = None) -> Task
     """The task that these settings describe; `state` is what a trained model kept of it."""
     kind = next(task for task in TASKS if isinstance(settings, task.settings_type))
     return kind(settings, state)
+
+
+def own_task(kind: str) -> type[Task[Any]]:
+    """The task in the user's own module `kind`; raises `InputError` as `load_kind`."""
+    return load_kind(__name__, kind).TASK

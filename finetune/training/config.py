@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
-from finetune.tasks import registry
+from finetune.tasks import own_metric, registry
 from pretrain.common import settings
 from pretrain.common.earlier import LEFT_PRESETS, LeftError
-from pretrain.common.sections import Location, Section
+from pretrain.common.extensions import check_name
+from pretrain.common.sections import Keys, Location, Section
 from pretrain.config import (
     FREE_ON_RESUME,
     CheckpointConfig,
@@ -26,7 +27,7 @@ from pretrain.config import (
     keep_precision,
 )
 
-TASKS = tuple(task.kind for task in registry.TASKS)
+TASKS = (*(task.kind for task in registry.TASKS), "task")
 """The sections that name a task. A config has exactly one of them."""
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -88,11 +89,6 @@ class TrainingConfig(Section):
         "width and the number of examples; the others are published recipes, for thousands of examples (devlin), few "
         "(stable), models below BERT-Base (small-bert) and RoBERTa (roberta).",
     )
-    output_layer: Literal["fitted", "random"] = Field(
-        default="fitted",
-        description="First weights of a new output layer: fitted to the features of the frozen encoder (linear "
-        "probing, then fine-tuning), or random.",
-    )
     examples_per_step: int = Field(
         default=0,
         ge=0,
@@ -111,10 +107,8 @@ class TrainingConfig(Section):
         default=0.1,
         ge=0,
         le=1,
-        description="Fraction of the steps over which the learning rate rises linearly to its peak.",
-    )
-    decay: Literal["linear", "constant"] = Field(
-        default="linear", description="Learning rate after the warm-up: falls linearly to 0, or stays constant."
+        description="Fraction of the steps over which the learning rate rises linearly to its peak. Then it falls "
+        "linearly to 0.",
     )
     layer_decay: float = Field(
         default=1.0,
@@ -165,6 +159,36 @@ class _Start(RunConfig):
         ge=8,
         description="Tokens of a window, special tokens included. Longer texts are cut into several windows.",
     )
+    task: dict[str, Any] | None = Field(
+        default=None,
+        description="A task of your own: kind is its module, such as my_package.lengths; the rest are its settings.",
+    )
+
+    @field_validator("task")
+    @classmethod
+    def _check_kind(cls, task: Any) -> Any:
+        if isinstance(task, dict):  # and not a section of `narrowed`
+            try:
+                check_name(str(task.get("kind", "")))
+            except ValueError as error:
+                known = ", ".join(one.kind for one in registry.TASKS)
+                raise ValueError(f"kind: {error}. The built-in tasks are the sections {known}") from None
+        return task
+
+    def own_modules(self) -> Iterator[tuple[Keys, str, str]]:
+        if self.task is not None:
+            yield ("task", "kind"), registry.__name__, str(self.task["kind"])
+        for section in (one.kind for one in registry.TASKS):
+            if ":" in (metric := getattr(getattr(self, section), "metric", "")):
+                yield (section, "metric"), own_metric.__name__, metric
+
+    def narrowed(self) -> type[Section]:
+        if self.task is None:
+            return type(self)
+        settings_type: Any = registry.own_task(self.task["kind"]).settings_type
+        section: Any = create_model("Task", __base__=settings_type, kind=(str, ...))
+        narrowed: Any = {"task": (section | None, None)}
+        return create_model(type(self).__name__, __base__=type(self), **narrowed)
 
 
 def _section_field(task: type[registry.Task[Any]]) -> tuple[Any, Any]:
@@ -238,11 +262,16 @@ class FinetuneConfig(_WithTask):
     @property
     def task_settings(self) -> Section:
         """The task's section."""
-        return getattr(self, self.task_name)
+        if self.task is None:
+            return getattr(self, self.task_name)
+        given = {name: value for name, value in self.task.items() if name != "kind"}
+        return registry.own_task(self.task["kind"]).settings_type.model_validate(given)
 
     def make_task(self, state: Mapping[str, Any] | None = None) -> registry.Task[Any]:
         """The task that the config describes; `state` is what a trained model kept of it."""
-        return registry.make_task(self.task_settings, state)
+        settings = self.task_settings
+        kind = registry.own_task(self.task["kind"]) if self.task else None
+        return kind(settings, state) if kind else registry.make_task(settings, state)
 
     def repeated_sets(self) -> list[tuple[str, str]]:
         """(set, earlier set) for each of dev and test with the same file, or split of a data set, as an earlier one."""
@@ -289,7 +318,6 @@ class FinetuneConfig(_WithTask):
             steps=steps,
             peak_learning_rate=training.learning_rate,
             warmup_steps=round(training.warmup_share * steps),
-            decay=training.decay,
         )
 
     def evaluate_every_steps(self, examples: int) -> int:

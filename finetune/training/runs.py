@@ -326,4 +326,5 @@ def next_command(config: FinetuneConfig) -> str:
 
 def _prediction(config: FinetuneConfig) -> str:
     given = " ".join(f"--{name} ..." for name in config.make_task().input_fields)
-    return f"predict {shlex.quote(str(config.address or config.folder))} {given}"
+    own = f" --import {config.task['kind']}" if config.task else ""
+    return f"predict {shlex.quote(str(config.address or config.folder))} {given}{own}"

@@ -20,6 +20,7 @@ from pretrain.batches.text import ShardText
 
 # Counters of the independent random numbers of one sample.
 _LABEL = 0
+_LABELED_1 = 0.5  # share of the labeled samples (Devlin et al. 2019, appendix A.2)
 _SPLIT, _TIE, _INSIDE = 16, 32, 48  # followed by one for each round
 _SENTENCE_ROUNDS = 2  # a sample without a partner draws another sentence for B
 _INSIDE_ROUNDS = 3
@@ -66,7 +67,7 @@ def random_splits(text: ShardText, spans: PairSpans, number: int = 0) -> np.ndar
     return inside
 
 
-def exchanged(text: ShardText, spans: PairSpans, random_next_share: float) -> Segments:
+def exchanged(text: ShardText, spans: PairSpans) -> Segments:
     """Exchange the Bs of some couples of samples of different documents of a cell; label 1 is an exchanged B.
 
     A couple's Bs are alike: they have equal lengths, both begin with a sentence or both inside one, and both end with a
@@ -78,12 +79,12 @@ def exchanged(text: ShardText, spans: PairSpans, random_next_share: float) -> Se
         _couple_at_sentences(text, spans, split, partner, number)
     _couple_inside(text, spans, split, partner)
     samples = np.arange(len(partner))
-    coin = uniform(draw(spans.key[np.minimum(samples, partner)], _LABEL)) < random_next_share
+    coin = uniform(draw(spans.key[np.minimum(samples, partner)], _LABEL)) < _LABELED_1
     has_partner = partner >= 0
     return Segments(split, np.where(has_partner & coin, partner, samples), np.where(has_partner, coin, IGNORED))
 
 
-def swapped(text: ShardText, spans: PairSpans, share: float) -> Segments:
+def swapped(text: ShardText, spans: PairSpans) -> Segments:
     """Swap the segments of some samples (Lan et al. 2020, section 3.1); label 1 is a swapped one.
 
     All places of a span where it is cut are ends of sentences, or none of them is. Other samples have no label.
@@ -93,7 +94,7 @@ def swapped(text: ShardText, spans: PairSpans, share: float) -> Segments:
     split[rows] = spans.begin[rows] + 1 + below(draw(spans.key[rows], _INSIDE), (spans.end - spans.begin)[rows] - 1)
     inside = _is_inside(text, spans, np.arange(len(split)), spans.end - split)
     has_label = (spans.at_begin == spans.at_end) & (spans.at_begin != inside)
-    coin = uniform(draw(spans.key, _LABEL)) < share
+    coin = uniform(draw(spans.key, _LABEL)) < _LABELED_1
     return Segments(split, np.arange(len(split)), np.where(has_label, coin, IGNORED))
 
 

@@ -182,7 +182,7 @@ class SourceSamples:
         first = self._text.offset(spans.shard, np.minimum(spans.first, spans.last))
         spans = replace(spans, at_begin=first == spans.begin, first=spans.first + (first == spans.begin))
         is_order = self._pairs.objective == "sop"
-        made = (swapped if is_order else exchanged)(self._text, spans, self._pairs.random_next_share)
+        made = (swapped if is_order else exchanged)(self._text, spans)
         a = spans.shard, spans.begin, made.split - spans.begin
         b = spans.shard[made.b_of], made.split[made.b_of], (spans.end - made.split)[made.b_of]
         if is_order:

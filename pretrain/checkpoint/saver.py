@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pretrain.checkpoint import store
 from pretrain.common.errors import MachineError, RunError
-from pretrain.storage.runs import StoredRun
+from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Saver:
         group: store.SavingGroup,
         *,
         keep_last: int,
-        retry_seconds: float,
+        retry_seconds: float = SAVE_RETRY_SECONDS,
         stored: StoredRun | None = None,
     ) -> None:
         self._folder, self._group, self._keep_last = folder, group, keep_last

@@ -29,8 +29,31 @@ LEFT_AFTER: dict[str, dict[str, dict[str, Any]]] = {
         "classification": {"train_examples_seed": 0, "containment_pairs": 60_000},
         "training": {"reinitialised_layers": 0, "reinitialise_pooler": False},
     },
+    "2ccec66": {
+        "adaptation": {"freeze_embeddings": False, "freeze_layers": 0},
+        "checkpoint": {"retry_seconds": 60.0},
+        "classification": {"overlap": None},
+        "contamination": {"drop": True},
+        "distillation": {"temperature": 2.0, "soft_weight": 5.0, "mlm_weight": 2.0, "cosine_weight": 1.0},
+        "electra": {"mlm_weight": 1.0, "temperature": 1.0},
+        "engine": {"max_bad_steps": 5},
+        "entities": {"decoding": "viterbi", "overlap": 64},
+        "guard": {"max_rollbacks": 3},
+        "pairs": {"random_next_share": 0.5},
+        "phases": {"decay_power": 0.5},
+        "quality": {"skip": []},
+        "questions": {"n_best": 20},
+        "training": {"decay": "linear", "output_layer": "fitted"},
+    },
 }
 """The last commit that had the settings -> section -> name -> the value without effect, which is still read."""
+
+INSTEAD = {
+    "freeze_embeddings": "set adaptation.layer_decay below 1 for lower rates of lower layers, or remove the line",
+    "freeze_layers": "set adaptation.layer_decay below 1 for lower rates of lower layers, or remove the line",
+    "skip": "name the rules in rules without it, or set a threshold that all texts keep",
+}
+"""Setting that left -> what to do, where more can be said than to remove the line."""
 
 LEFT_PRESETS = ("few-sample",)  # of `training.preset`, after acc156f
 
@@ -72,7 +95,8 @@ class LeftError(ValueError):
     """A setting that left, with an effect, by its name within its section."""
 
     def __init__(self, name: str, last_commit: str = "02149e8") -> None:
-        super().__init__(f"{name} left in {_LEFT_IN}; the last commit that had it is {last_commit}; remove the line")
+        advice = INSTEAD.get(name, "remove the line")
+        super().__init__(f"{name} left in {_LEFT_IN}; the last commit that had it is {last_commit}; {advice}")
 
 
 def as_now(section: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,8 +54,8 @@ class Contract(NamedTuple):
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is that of a module of the user's own, which has a dot."""
-    return "." in name
+    """Whether a name is that of a module of the user's own, or of something in one: it has a dot or a colon."""
+    return "." in name or ":" in name
 
 
 def check_name(name: str, *, attribute: bool = False) -> None:

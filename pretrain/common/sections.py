@@ -35,6 +35,10 @@ class Section(BaseModel):
         """(setting, package of the kind, name) of each module of the user's own (`pretrain.common.extensions`)."""
         yield from ()
 
+    def narrowed(self) -> type[Section]:
+        """The class of settings like these, with the sections of modules of the user's own, which are imported."""
+        return type(self)
+
 
 def _check_path(text: str) -> str:
     check_local(text)

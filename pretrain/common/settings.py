@@ -57,6 +57,9 @@ def load(path: Path | str, kind: type[S], overrides: Sequence[str] = (), *, impo
     settings = source.validate()
     if imports:
         import_named(settings, Path(path).parent, lambda keys: f"{source.where(keys)}: ")
+        if (narrowed := settings.narrowed()) is not kind:
+            source.kind = typing.cast(type[S], narrowed)
+            settings = kind.model_validate(source.validate().model_dump(mode="json"))
     return settings
 
 

@@ -12,11 +12,6 @@ class AdaptationConfig(Section):
 
     EARLIER = "adaptation"
 
-    freeze_embeddings: bool = Field(
-        default=False,
-        description="Keep the embeddings of start_from as they are. Rows of added words are trained.",
-    )
-    freeze_layers: int = Field(default=0, ge=0, description="Number of lowest layers that stay as they are.")
     layer_decay: float = Field(
         default=1.0,
         gt=0,

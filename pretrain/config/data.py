@@ -225,8 +225,9 @@ class PairsConfig(Section):
     objective: Literal["none", "nsp", "sop"] = Field(
         default="nsp",
         description="What is predicted of a pair: nsp, whether the second segment follows the first or comes from "
-        "another document (next-sentence prediction); sop, sentence-order prediction of ALBERT, whether the two "
-        "neighboring segments are swapped; none, nothing: sequences have one segment.",
+        "another document (next-sentence prediction), as in half of the pairs; sop, sentence-order prediction of "
+        "ALBERT, whether the two neighboring segments are swapped, as in half; none, nothing: sequences have one "
+        "segment.",
     )
     input_format: Literal["", "segment_pairs", "doc_sentences", "full_sentences"] = Field(
         default="",
@@ -234,13 +235,6 @@ class PairsConfig(Section):
         "doc_sentences, neighboring sentences of one document; full_sentences, the same, but it goes on with the next "
         "documents until it is full, with a [SEP] between documents. Empty means segment_pairs for nsp and sop, else "
         "doc_sentences.",
-    )
-    random_next_share: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="Share of the pairs whose second segment comes from another document (nsp), or of the swapped "
-        "pairs (sop).",
     )
     short_share: float = Field(
         default=0.1, ge=0, le=1, description="Share of the sequences with a random length below the maximum."

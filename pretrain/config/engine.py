@@ -70,12 +70,6 @@ class EngineConfig(Section):
         "flash attention. Turns static_shapes on, and rounds more: some 2 % of the tokens and 4 % of the masked rows "
         "are then filler. On a CPU, passes are not recorded.",
     )
-    max_bad_steps: int = Field(
-        default=5,
-        ge=1,
-        description="Consecutive steps with NaN or infinite gradients after which the run rolls back to its newest "
-        "checkpoint.",
-    )
     deepspeed: dict[str, Any] = Field(
         default_factory=dict,
         description="Further DeepSpeed settings, passed through unchanged. In ZeRO stages 1 and 2 gradients are summed "
@@ -148,15 +142,13 @@ class CheckpointConfig(Section):
     keep_every_tokens: int = Field(
         default=0, ge=0, description="Keep the first checkpoint after each so many tokens. 0 keeps none for that."
     )
-    retry_seconds: float = Field(
-        default=60.0,
-        ge=0,
-        description="Seconds to retry a save when the storage fails. A full disk is retried once. 0 disables retries.",
-    )
 
 
 class SpikeConfig(Section):
-    """Loss spikes: a run rolls back to its last checkpoint and skips the data that caused the spike."""
+    """Loss spikes: a run rolls back to its last checkpoint and skips the data that caused the spike.
+
+    After three rollbacks without a checkpoint past the step that failed, it stops as diverged (exit code 4).
+    """
 
     EARLIER = "guard"
 
@@ -165,10 +157,4 @@ class SpikeConfig(Section):
         ge=0,
         description="A loss is a spike if it exceeds the median of the last 64 steps by this many standard deviations. "
         "It must also exceed the median by 20 %. 0 disables the detection.",
-    )
-    max_rollbacks: int = Field(
-        default=3,
-        ge=0,
-        description="Rollbacks before the run stops as diverged (exit code 4), without a checkpoint past the step that "
-        "failed in between.",
     )

@@ -48,6 +48,8 @@ class QualityConfig(Section):
     Words are separated by spaces, lines are paragraphs; both without the empty ones.
     """
 
+    EARLIER = "quality"
+
     enabled: bool = Field(default=False, description="Drop the documents that break one of the rules.")
     rules: tuple[str, ...] = Field(
         default=("gopher_quality", "gopher_repetition", "fineweb", "characters"),
@@ -55,13 +57,10 @@ class QualityConfig(Section):
         "2021, appendix A1.1), gopher_repetition (the same, table A1), fineweb (Penedo et al. 2024, section 3.6), c4 "
         "(Raffel et al. 2020, section 2.2), characters.",
     )
-    skip: tuple[str, ...] = Field(
-        default=(), description="Rules, or sets of them, to leave out of rules: max_words keeps whole books."
-    )
     thresholds: Mapping[str, Annotated[float, Field(ge=0)]] = Field(
         default={},
-        description="Rule -> threshold in place of the published one, such as {max_words: 5000}. A rule that begins "
-        "with min_ needs at least that, one with max_ at most. Published: "
+        description="Rule -> threshold in place of the published one, such as {max_words: 1000000000}, which keeps "
+        "whole books. A rule that begins with min_ needs at least that, one with max_ at most. Published: "
         + ", ".join(f"{rule} {threshold:g}" for rule, threshold in _PUBLISHED.items())
         + ".",
     )
@@ -90,7 +89,7 @@ class QualityConfig(Section):
                 raise ValueError(f"{rule}: {threshold:g} is above 1, and is a share")
         return given
 
-    @field_validator("rules", "skip")
+    @field_validator("rules")
     @classmethod
     def _check_rules(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
@@ -101,8 +100,8 @@ class QualityConfig(Section):
     @property
     def chosen_rules(self) -> tuple[str, ...]:
         """The names of the rules that apply, in the order of `RULE_SETS`."""
-        chosen, skipped = _rules_of(self.rules), _rules_of(self.skip)
-        return tuple(rule for rule in _PUBLISHED if rule in chosen and rule not in skipped)
+        chosen = {rule for name in self.rules for rule in RULE_SETS.get(name, (name,))}
+        return tuple(rule for rule in _PUBLISHED if rule in chosen)
 
     def threshold(self, rule: str) -> float:
         """What a document's figure is compared with."""
@@ -116,10 +115,6 @@ class QualityConfig(Section):
             if self.threshold(low) > self.threshold(high):
                 raise ValueError(f"{low} ({self.threshold(low):g}) is above {high} ({self.threshold(high):g})")
         return self
-
-
-def _rules_of(names: tuple[str, ...]) -> set[str]:
-    return {rule for name in names for rule in RULE_SETS.get(name, (name,))}
 
 
 class NearDuplicatesConfig(Section):
@@ -169,7 +164,6 @@ class ContaminationConfig(Section):
     EARLIER = "contamination"
 
     sets: tuple[EvaluationSetConfig, ...] = Field(default=(), description="Evaluation sets. Without any, it is off.")
-    drop: bool = Field(default=True, description="Drop the documents. false only counts them.")
 
 
 class FiltersConfig(Section):

@@ -27,33 +27,16 @@ class DistillationConfig(Section):
     initialize: bool = Field(
         default=True,
         description="Begin with the teacher's embeddings, heads and some of its layers. false begins with random "
-        "weights; the teacher may then have another shape.",
+        "weights; the teacher may then have another shape. With another hidden width, the cosine loss is left out.",
     )
     layers: tuple[int, ...] = Field(
         default=(),
         description="The teacher's layer, counted from 0, that each layer of the student begins with. Empty spreads "
         "them evenly from the first to the last: 0, 2, 4, 7, 9, 11 for 6 of 12, as DistilBERT.",
     )
-    temperature: float = Field(
-        default=2.0, gt=0, description="Temperature by which both models' scores are divided for the soft targets."
-    )
-    soft_weight: float = Field(
-        default=5.0,
-        ge=0,
-        description="Weight of the divergence from the teacher's predictions at the masked tokens.",
-    )
-    mlm_weight: float = Field(default=2.0, ge=0, description="Weight of the masked language modeling loss.")
-    cosine_weight: float = Field(
-        default=1.0,
-        ge=0,
-        description="Weight of the cosine distance between the last hidden states of both models. It needs equal "
-        "widths; 0 leaves it out.",
-    )
 
     @model_validator(mode="after")
     def _check_together(self) -> DistillationConfig:
-        if not self.soft_weight + self.mlm_weight + self.cosine_weight:
-            raise ValueError("soft_weight, mlm_weight and cosine_weight are all 0: nothing would be learned")
         if self.layers and not self.initialize:
             raise ValueError(f"layers ({list(self.layers)}) has no effect with initialize: false. Remove one of them")
         if self.layers and (self.layers[0] < 0 or any(later <= layer for layer, later in pairwise(self.layers))):
@@ -63,6 +46,8 @@ class DistillationConfig(Section):
 
 class ElectraConfig(Section):
     """Replaced-token detection (Clark et al. 2020, "ELECTRA", arXiv:2003.10555, section 2)."""
+
+    EARLIER = "electra"
 
     generator_width: float = Field(
         default=0.0,
@@ -78,10 +63,6 @@ class ElectraConfig(Section):
         description="Layers of the generator as a share of the model's. DeBERTa-v3 has 0.5, at full width.",
     )
     rtd_weight: float = Field(default=50.0, ge=0, description="Weight of the discriminator's loss. DeBERTa-v3 has 10.")
-    mlm_weight: float = Field(default=1.0, ge=0, description="Weight of the generator's loss.")
-    temperature: float = Field(
-        default=1.0, gt=0, description="Temperature by which the generator's scores are divided to sample from them."
-    )
     embeddings: Literal["shared", "disentangled"] = Field(
         default="shared",
         description="shared uses one set of tables for both models. disentangled adds trained differences to the "

@@ -29,7 +29,6 @@ FREE_ON_RESUME = (
     # Filler is no sample.
     "engine.static_shapes",
     "engine.cuda_graphs",
-    "engine.max_bad_steps",
 )
 """Settings that a resumed run of any kind may change: none affects which samples are used or how they are weighted."""
 
@@ -45,7 +44,6 @@ _FREE_ON_RESUME = (
     "phases.*.peak_learning_rate",
     "phases.*.warmup_steps",
     "phases.*.decay",
-    "phases.*.decay_power",
     "phases.*.decay_steps",
     "phases.*.final_learning_rate",
     "optimizer.muon_lr_scale",

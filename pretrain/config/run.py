@@ -227,11 +227,6 @@ class PretrainConfig(RunConfig):
     def _check_start(self) -> PretrainConfig:
         """Refuse settings that have an effect only with a checkpoint to continue from."""
         if self.start_from:
-            if self.adaptation.freeze_layers > self.model.layers:
-                raise ValueError(
-                    f"adaptation.freeze_layers ({self.adaptation.freeze_layers}) exceeds the {self.model.layers} "
-                    "layers of the checkpoint"
-                )
             return self
         _refuse_changes("adaptation", self.adaptation, "start_from: the checkpoint to continue from")
         if added := self.corpus.vocabulary.added_words:

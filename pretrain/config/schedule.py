@@ -95,17 +95,14 @@ class PhaseConfig(Section):
     )
     decay: Literal["linear", "polynomial", "1-sqrt", "constant"] = Field(
         default="linear",
-        description="Decay of the learning rate after the warm-up. 1-sqrt is that of ModernBERT's last phase (Hägele "
-        "et al. 2024).",
+        description="Decay of the learning rate after the warm-up. polynomial is that of NVIDIA's LAMB recipe, with "
+        "the power 0.5; 1-sqrt that of ModernBERT's last phase (Hägele et al. 2024).",
     )
     decay_steps: int = Field(
         default=0,
         ge=0,
         description="Number of steps at the end of the phase in which the learning rate decays; before them it stays "
         "at the peak (warm-up, stable, decay). 0 decays from the end of the warm-up on.",
-    )
-    decay_power: float = Field(
-        default=0.5, gt=0, description="Exponent of the polynomial decay. NVIDIA's LAMB recipe uses 0.5."
     )
     final_learning_rate: float = Field(
         default=0.0, ge=0, description="Learning rate at the end of the phase; unused if decay is constant."

@@ -36,6 +36,8 @@ _FREE = (
     "attention_init",
     "scaled_output_init",
 )
+# DistilBERT's (transformers, research project distillation, README.md).
+TEMPERATURE, SOFT_WEIGHT, MLM_WEIGHT, COSINE_WEIGHT = 2.0, 5.0, 2.0, 1.0
 # 0 in these fields stands for another field's value.
 _DEFAULTS = {"embedding": "hidden", "kv_heads": "heads"}
 
@@ -71,12 +73,12 @@ class Distillation(MaskedTokens):
         return self.config.distillation
 
     def check(self, read: ReadFrozen) -> None:
-        teacher = self._read(read)
+        teacher = read(self.config, self.setting)
         if self.settings.initialize:
             student_weights(self.config, teacher, student_shapes(self.config, teacher))
 
     def build(self, read: ReadFrozen) -> None:
-        teacher = self._read(read)
+        teacher = read(self.config, self.setting)
         self.frozen = teacher.model
         self.identity = {"teacher": {"folder": teacher.folder, "fingerprint": teacher.fingerprint}}
         self.model = DistillingModel(
@@ -84,21 +86,16 @@ class Distillation(MaskedTokens):
             self.vocabulary,
             self.config.pairs.has_classifier,
             teacher=_built(teacher, compile=self.how["compile"]),
-            settings=self.settings,
             **self.how,
         )
         if self.settings.initialize:
             own = self.model.state_dict()
             self._first = {**own, **student_weights(self.config, teacher, {name: own[name].shape for name in own})}
 
-    def _read(self, read: ReadFrozen) -> FrozenModel:
-        teacher, width = read(self.config, self.setting), self.config.model.hidden
-        if self.settings.cosine_weight and teacher.model.hidden != width:
-            raise InputError(
-                f"distillation.teacher: {teacher.folder} has a hidden width of {teacher.model.hidden}, and the student "
-                f"of {width} (model.hidden). Set distillation.cosine_weight: 0, or the same width."
-            )
-        return teacher
+    @property
+    def _compares_states(self) -> bool:
+        """Whether there is a cosine loss: for equal widths, those of a teacher that cannot be read yet included."""
+        return self.frozen is None or self.frozen.hidden == self.config.model.hidden
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         self.model.teacher.to(device=device, dtype=dtype)
@@ -109,7 +106,7 @@ class Distillation(MaskedTokens):
 
     def loss_weights(self, step: StepBatch) -> tuple[float, ...]:
         # Invariant 3: global counts. Both losses of the predictions are means over the masked tokens.
-        return 1 / max(step.masked, 1), 1 / max(step.labeled, 1), self.settings.cosine_weight / step.tokens
+        return 1 / max(step.masked, 1), 1 / max(step.labeled, 1), COSINE_WEIGHT / step.tokens
 
     def loss(self, output: DistillationLosses, weights: Sequence[float] | Tensor) -> Tensor:
         return output.predictions * weights[0] + output.nsp_loss * weights[1] + output.cosine_loss * weights[2]
@@ -125,11 +122,10 @@ class Distillation(MaskedTokens):
         masked, labeled, tokens = (max(one, 1) for one in counts)
         means = super().means([mlm_loss, nsp_loss, mlm_correct, nsp_correct], [masked, labeled])
         means["distil_loss"] = soft_loss / masked
-        settings = self.settings
-        if settings.cosine_weight:
+        if self._compares_states:
             means["cosine_loss"] = cosine_loss / tokens
-        loss = settings.soft_weight * soft_loss / masked + settings.mlm_weight * mlm_loss / masked
-        return {**means, "loss": loss + (settings.cosine_weight * cosine_loss / tokens + nsp_loss / labeled)}
+        loss = SOFT_WEIGHT * soft_loss / masked + MLM_WEIGHT * mlm_loss / masked
+        return {**means, "loss": loss + (COSINE_WEIGHT * cosine_loss / tokens + nsp_loss / labeled)}
 
     def useful_flops(self, lengths: Sequence[float], masked: float) -> float:
         return super().useful_flops(lengths, masked) + self._teacher_flops(lengths, masked)
@@ -142,11 +138,11 @@ class Distillation(MaskedTokens):
         teacher = self.frozen
         if teacher is None:
             return 0.0
-        rows = sum(lengths) if self.settings.cosine_weight else masked
+        rows = sum(lengths) if self._compares_states else masked
         return (cost.encoder_flops(teacher, lengths, rows) + cost.head_flops(teacher, self.vocabulary, masked)) / 3
 
     def last_rows(self, tokens: float, sequences: float, masked: float) -> list[float]:
-        every_row = self.settings.cosine_weight > 0 or self.config.pairs.has_classifier
+        every_row = self._compares_states or self.config.pairs.has_classifier
         return [tokens if every_row else masked]
 
 
@@ -162,7 +158,7 @@ class DistillationLosses(NamedTuple):
     Only `predictions`, `nsp_loss` and `cosine_loss` are differentiable.
     """
 
-    predictions: Tensor  # soft_weight * soft_loss + mlm_weight * mlm_loss
+    predictions: Tensor  # SOFT_WEIGHT * soft_loss + MLM_WEIGHT * mlm_loss
     mlm_loss: Tensor  # cross-entropy with the masked tokens, in nats
     nsp_loss: Tensor
     mlm_correct: Tensor
@@ -177,12 +173,10 @@ class DistillingModel(PretrainingModel):
     Args:
         arguments, how: as its base class, of the student.
         teacher: a model over the same vocabulary. It is not trained, and runs without dropout.
-        settings: weights of the losses.
     """
 
-    def __init__(self, *arguments: Any, teacher: PretrainingModel, settings: DistillationConfig, **how: bool) -> None:
+    def __init__(self, *arguments: Any, teacher: PretrainingModel, **how: bool) -> None:
         super().__init__(*arguments, **how)
-        self.settings = settings
         # In a tuple, torch does not find it: DeepSpeed would partition it, and `parameters` list it.
         self._teachers = (teacher.eval().requires_grad_(False),)
 
@@ -192,7 +186,7 @@ class DistillingModel(PretrainingModel):
 
     def forward(self, batch: PretrainingBatch) -> DistillationLosses:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Losses and correct predictions of one micro-batch. The cosine loss reads all tokens, the others some."""
-        rows_K, whole = batch.masked_rows, self.settings.cosine_weight > 0
+        rows_K, whole = batch.masked_rows, self.teacher.shape.hidden == self.shape.hidden
         whole_too = whole or self.heads.next_sentence
         hidden = self.encode(batch) if whole_too else self.encode(batch, rows_K)
         with torch.no_grad():
@@ -213,14 +207,14 @@ class DistillingModel(PretrainingModel):
 
     @torch.no_grad()
     def _soft_targets(self, hidden_KH: Tensor) -> SoftTargets:
-        teacher, settings = self.teacher, self.settings
+        teacher = self.teacher
         return SoftTargets(
             teacher.heads.transform(hidden_KH, teacher.fused),
             teacher._decoder(),
             teacher.heads.decoder_bias,
-            settings.temperature,
-            settings.soft_weight,
-            settings.mlm_weight,
+            TEMPERATURE,
+            SOFT_WEIGHT,
+            MLM_WEIGHT,
         )
 
     def _pairs(self, hidden_TH: Tensor, batch: PretrainingBatch) -> tuple[Tensor, Tensor]:

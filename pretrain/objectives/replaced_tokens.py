@@ -65,8 +65,8 @@ class ReplacedTokens(Objective):
     @property
     def terms(self) -> tuple[Term, ...]:
         # The generator's loss is a mean over the masked tokens, the discriminator's over all.
-        mlm, rtd = self.settings.mlm_weight, self.settings.rtd_weight
-        return Term("mlm", "masked", mlm, shown="mlm"), Term("rtd", "tokens", rtd, shown="rtd")
+        rtd = self.settings.rtd_weight
+        return Term("mlm", "masked", 1.0, shown="mlm"), Term("rtd", "tokens", rtd, shown="rtd")
 
     def parameters(self) -> list[tuple[str, int, str]]:
         model, generator = self.shapes
@@ -172,7 +172,7 @@ class ElectraModel(Encoder):
         transformed_KE = generator.heads.transform(hidden_KH, generator.fused)
         decoder_VE, bias_V = generator._decoder(), generator.heads.decoder_bias
         mlm_loss, mlm_correct = vocabulary_losses(transformed_KE, decoder_VE, bias_V, labels_K, generator.fused)
-        sampled_K = sample_tokens(transformed_KE, decoder_VE, bias_V, keys_T[rows_K], self.settings.temperature)
+        sampled_K = sample_tokens(transformed_KE, decoder_VE, bias_V, keys_T[rows_K])
         logits_T = self.scores(Tokens.of(batch, batch.input_ids.index_copy(0, rows_K, sampled_K), keys_T))
         # A sample that is the original token counts as original.
         replaced_T = torch.zeros_like(logits_T).index_copy_(0, rows_K, (sampled_K != labels_K).float())
@@ -242,16 +242,13 @@ def share_embeddings(owner: Embeddings, other: Embeddings) -> None:
 
 
 @torch.no_grad()
-def sample_tokens(
-    hidden_KE: Tensor, word_VE: Tensor, bias_V: Tensor | None, keys_K: Tensor, temperature: float
-) -> Tensor:
+def sample_tokens(hidden_KE: Tensor, word_VE: Tensor, bias_V: Tensor | None, keys_K: Tensor) -> Tensor:
     """Tokens drawn from the softmax of the scores: a function of the scores and the keys alone (invariant 1).
 
     Args:
         hidden_KE: what the decoder reads.
         word_VE, bias_V: the decoder.
         keys_K: int32, one random number for each token is a hash of its key.
-        temperature: by which the scores are divided.
 
     Returns:
         int64 [K].
@@ -265,7 +262,7 @@ def sample_tokens(
         if bias_V is not None:
             scores_CV = scores_CV + bias_V.float()
         # The inverse of the distribution function, which needs one random number where Gumbel's noise needs V.
-        sums_CV = (scores_CV / temperature).softmax(-1).cumsum(-1, dtype=torch.float64)
+        sums_CV = scores_CV.softmax(-1).cumsum(-1, dtype=torch.float64)
         found_C1 = torch.searchsorted(sums_CV, uniform_C[:, None] * sums_CV[:, -1:], right=True)
         samples.append(found_C1[:, 0].clamp_(max=len(word_VE) - 1))
     return torch.cat(samples)

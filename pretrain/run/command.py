@@ -140,7 +140,8 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     )
     if started is not None:
         place = config.address or config.folder
-        print(f"{place}: finished.{next_step(f'export {shlex.quote(str(place))} DIR')}")
+        own = f" --import {config.objective}" if config.objective else ""
+        print(f"{place}: finished.{next_step(f'export {shlex.quote(str(place))} DIR{own}')}")
 
 
 def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:

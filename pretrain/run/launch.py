@@ -20,7 +20,7 @@ from pretrain.common.wording import counted
 from pretrain.common.worker import STOP_FILE, Flag, TrainingRequest, Worker, clear_stop, torchrun_place
 from pretrain.config import R, RunConfig
 from pretrain.run import preflight
-from pretrain.storage.runs import StoredRun
+from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
 from pretrain.tracking import live
 
 
@@ -129,7 +129,7 @@ def _stored(config: RunConfig, resume: bool) -> Iterator[None]:
     if not config.address:
         yield
         return
-    run = StoredRun(config.address, config.folder, config.checkpoint.retry_seconds)
+    run = StoredRun(config.address, config.folder, SAVE_RETRY_SECONDS)
     if not resume and (run.names() or run.has_model()):
         found = f"checkpoints (newest {run.names()[-1]})" if run.names() else "a finished model"
         raise InputError(

@@ -30,12 +30,15 @@ from pretrain.run.session import newest_checkpoint, stored_run
 from pretrain.run.spikes import REMEMBERED, LossScaleSearch, is_spike
 from pretrain.run.stragglers import RankTimes
 from pretrain.run.task import Recorder, S, TrainingTask
+from pretrain.storage.runs import SAVE_RETRY_SECONDS
 from pretrain.training.engine import Engine
 
 logger = logging.getLogger(__name__)
 
 LONG_SECONDS = 1800.0  # the most that an evaluation, a save without retries or a rollback may take
 _STORAGE = "the run folder's storage"
+_MAX_BAD_STEPS = 5  # in a row, with a loss or gradient that is not finite, before the run rolls back
+_MAX_ROLLBACKS = 3  # without a checkpoint past the step that failed, before the run stops as diverged
 
 
 def fit(
@@ -141,12 +144,10 @@ class _Fit(Generic[S]):
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
         self.checkpoints, self.extra_state = checkpoints, extra_state
         self.recorder: Recorder = _PatientRecorder(recorder, engine)
-        saving = plan.config.checkpoint
         self.saver = Saver(
             checkpoints,
             engine.workers.aside(),
-            keep_last=saving.keep_last,
-            retry_seconds=saving.retry_seconds,
+            keep_last=plan.config.checkpoint.keep_last,
             stored=stored_run(plan.config),
         )
         self.stopwatch = Stopwatch()
@@ -317,7 +318,7 @@ class _Fit(Generic[S]):
         progress = self.progress
         progress.bad_in_a_row += 1
         logger.warning("step %d: loss or gradient is not finite; skipped", progress.step + 1)
-        if progress.bad_in_a_row < self.plan.config.engine.max_bad_steps:
+        if progress.bad_in_a_row < _MAX_BAD_STEPS:
             return None
         return self._bad_steps(progress.step + 1)
 
@@ -434,8 +435,8 @@ class _Fit(Generic[S]):
         return self.progress.step in settings.keep_at or (every > 0 and tokens // every > before // every)
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Wraps saves and waits for them: the waits between their retries add up to twice `retry_seconds`."""
-        return self.engine.watch.allow(LONG_SECONDS + 2 * self.plan.config.checkpoint.retry_seconds)
+        """Wraps saves and waits for them: the waits between their retries add up to twice `SAVE_RETRY_SECONDS`."""
+        return self.engine.watch.allow(LONG_SECONDS + 2 * SAVE_RETRY_SECONDS)
 
     def wait_for_save(self) -> None:
         """Wait until the save in progress ends. Raises its error, on every rank."""
@@ -462,7 +463,7 @@ class _Fit(Generic[S]):
             checkpoint = newest_checkpoint(self.checkpoints, self.engine.workers)
         if checkpoint is not None and store.step_of(checkpoint) >= progress.failed_step:
             progress.rollbacks = 0
-        if checkpoint is None or progress.rollbacks >= self.plan.config.guard.max_rollbacks:
+        if checkpoint is None or progress.rollbacks >= _MAX_ROLLBACKS:
             raise DivergedError(
                 f"{failure.reason}, after {progress.rollbacks} rollbacks. The last good checkpoint is "
                 f"{checkpoint.name if checkpoint else 'none'}. Lower the learning rate{failure.remedy}. A pretraining "

@@ -25,7 +25,7 @@ from pretrain.config import R, RunConfig, SchedulingConfig, with_precision
 from pretrain.config.objectives import READ_BY_OBJECTIVES
 from pretrain.model import precision
 from pretrain.run import preflight
-from pretrain.storage.runs import StoredRun
+from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
 from pretrain.tracking import starting
 from pretrain.tracking.logs import quiet_logging
 from pretrain.training.engine import Engine, end_process_group, first_object, gather_objects
@@ -285,7 +285,7 @@ def _check_shared(config: RunConfig, worker: Worker) -> None:
 
 def stored_run(config: RunConfig) -> StoredRun | None:
     """The run at its address; None for a run that is kept in its folder only."""
-    return StoredRun(config.address, config.folder, config.checkpoint.retry_seconds) if config.address else None
+    return StoredRun(config.address, config.folder, SAVE_RETRY_SECONDS) if config.address else None
 
 
 def newest_checkpoint(checkpoints: Path, group: store.SavingGroup) -> Path | None:

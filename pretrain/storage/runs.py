@@ -43,6 +43,7 @@ from pretrain.common.run_files import METRICS, STORED
 from pretrain.storage import folders
 from pretrain.storage.objects import RETRY_SECONDS, AccessError, ContentError, ObjectStore
 
+SAVE_RETRY_SECONDS = 60.0  # how long a save that fails is tried again, on a disk and at an address
 INDEX, WRITER = "index.json", "writer.json"
 _STATE, _MODEL = "state.json", "model"
 _UNTRAINED = "step-00000000"  # the checkpoint with which a new run tries its largest batch

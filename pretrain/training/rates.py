@@ -1,7 +1,4 @@
-"""Learning rates of the parts of a model that continues from a checkpoint, as shares of the run's rate.
-
-A share of 0 freezes a part: its gradients are computed, but change nothing.
-"""
+"""Learning rates of the parts of a model that continues from a checkpoint, as shares of the run's rate."""
 
 from __future__ import annotations
 
@@ -21,14 +18,9 @@ def lr_scales(names: Iterable[str], settings: config.AdaptationConfig, layers: i
     """The share of the learning rate that each parameter has.
 
     Heads have the full rate, and every layer below `layer_decay` times the rate of the one above it (Howard and Ruder
-    2018, discriminative fine-tuning). Frozen parts have 0.
+    2018, discriminative fine-tuning).
     """
-    shares = {}
-    for name in names:
-        depth = layer_of(name, layers)
-        frozen = settings.freeze_embeddings if depth == 0 else depth <= min(settings.freeze_layers, layers)
-        shares[name] = 0.0 if frozen else settings.layer_decay ** (layers + 1 - depth)
-    return shares
+    return {name: settings.layer_decay ** (layers + 1 - layer_of(name, layers)) for name in names}
 
 
 def scaled_groups(

@@ -255,7 +255,7 @@ def _arguments(config: FinetuneConfig, steps: int) -> Any:
         learning_rate=settings.learning_rate,
         max_steps=steps,
         warmup_steps=round(settings.warmup_share * steps),
-        lr_scheduler_type={"constant": "constant_with_warmup"}.get(settings.decay, settings.decay),
+        lr_scheduler_type="linear",
         weight_decay=config.optimizer.weight_decay,
         adam_beta1=config.optimizer.beta1,
         adam_beta2=config.optimizer.beta2,

@@ -68,12 +68,12 @@ class Outputs:
 
     def scores(self, true: np.ndarray, predictions: Predictions) -> dict[str, float]:
         """All scores of the problem. Sets of labels are made from the probabilities with the current threshold."""
+        predicted = self.predicted(predictions)
         if self.problem == "regression":
-            return {name: score(true, _values(predictions)) for name, score in metrics.VALUE_SCORES.items()}
+            return {name: score(true, predicted) for name, score in metrics.VALUE_SCORES.items()}
         if self.problem == "multi_label":
-            predicted_NC = self._probabilities(predictions) >= self.threshold
-            return {name: score(true, predicted_NC) for name, score in metrics.LABEL_SCORES.items()}
-        matrix = self._confusion(true, predictions)
+            return {name: score(true, predicted) for name, score in metrics.LABEL_SCORES.items()}
+        matrix = metrics.confusion(true, predicted, len(self.names))
         scores = {name: score(matrix) for name, score in metrics.CLASS_SCORES.items()}
         if len(self.names) == 2:
             scores["f1"] = float(metrics.class_counts(matrix).f1[self.names.index(self.positive)])
@@ -91,7 +91,7 @@ class Outputs:
         if self.problem == "multi_label":
             counts = metrics.label_counts(true, self._probabilities(predictions) >= self.threshold)
             return {"threshold": float(self.threshold), "by_type": self._by_type(counts)}
-        matrix = self._confusion(true, predictions)
+        matrix = metrics.confusion(true, self.predicted(predictions), len(self.names))
         return {
             "confusion": {"labels": list(self.names), "counts": matrix.tolist()},
             "by_type": self._by_type(metrics.class_counts(matrix)),
@@ -120,11 +120,14 @@ class Outputs:
         rows = [[one["scores"][name] for name in self.names] for one in predictions]
         return np.array(rows, np.float64).reshape(len(rows), len(self.names))
 
-    def _confusion(self, true: np.ndarray, predictions: Predictions) -> np.ndarray:
-        """int64 [C, C]"""
+    def predicted(self, predictions: Predictions) -> np.ndarray:
+        """The predictions as an array like that of true labels."""
+        if self.problem == "regression":
+            return _values(predictions)
+        if self.problem == "multi_label":
+            return self._probabilities(predictions) >= self.threshold
         numbers = {name: number for number, name in enumerate(self.names)}
-        predicted = np.array([numbers[prediction["label"]] for prediction in predictions], np.int64)
-        return metrics.confusion(true, predicted, len(numbers))
+        return np.array([numbers[prediction["label"]] for prediction in predictions], np.int64)
 
     def _by_type(self, counts: metrics.ClassCounts) -> dict[str, dict[str, float]]:
         columns = (

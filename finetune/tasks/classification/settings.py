@@ -12,6 +12,7 @@ from finetune.tasks.datasets.files import is_encoding
 from finetune.tasks.datasets.glue import Name as GlueName
 from finetune.tasks.datasets.labels import Problem
 from finetune.tasks.datasets.table import Format
+from finetune.tasks.own_metric import why_no_metric
 from pretrain.common.sections import SEVERAL_LINES, LocalPath, Section
 from pretrain.common.wording import counted
 
@@ -108,11 +109,6 @@ class ClassificationSettings(Section):
         default="none",
         description="single_label: balanced weights each class by examples / (classes x its examples) in training.",
     )
-    overlap: int | None = Field(
-        default=None,
-        ge=0,
-        description="Tokens that adjacent windows of a long text share; empty for a quarter of a window's text tokens.",
-    )
     max_windows: int = Field(
         default=8,
         ge=1,
@@ -129,7 +125,8 @@ class ClassificationSettings(Section):
     )
     metric: str = Field(
         default="",
-        description="Score that chooses the checkpoint. Empty: accuracy, micro_f1, pearson_and_spearman, or GLUE's.",
+        description="Score that chooses the checkpoint. Empty: accuracy, micro_f1, pearson_and_spearman, or GLUE's. A "
+        "function of your own is my_package.scores:name.",
     )
 
     @property
@@ -189,7 +186,6 @@ class ClassificationSettings(Section):
             raise ValueError("labels: regression has none")
         if self.class_weights != "none" and kind != "single_label":
             raise ValueError("class_weights: only single_label has classes to weigh")
-        known = SCORES[kind] if not self.glue else glue.TASKS[self.glue].scores
-        if self.metric and self.metric not in known:
-            raise ValueError(f"metric: {self.metric!r} is not a score here; known: {', '.join(known)}")
+        if problem := why_no_metric(self.metric, SCORES[kind] if not self.glue else glue.TASKS[self.glue].scores):
+            raise ValueError(f"metric: {problem}")
         return self

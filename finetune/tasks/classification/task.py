@@ -17,6 +17,7 @@ from finetune.tasks.datasets import glue
 from finetune.tasks.datasets.labels import Problem
 from finetune.tasks.datasets.text import Column, FramedWindows, Slices, TextEncoder, frame
 from finetune.tasks.datasets.windows import cut_pairs, slide, spread
+from finetune.tasks.own_metric import metric_name, own_score
 from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,9 @@ class Classification(Task[Example]):
         self._glue = glue.TASKS[settings.glue] if settings.glue else None
         self.problem: Problem = "regression" if settings.glue == "stsb" else settings.problem_type
         self.objective: Objective = _OBJECTIVES[self.problem]
-        self.metric: str = settings.metric or (self._glue.metric if self._glue else SCORES[self.problem][0])
+        self.metric: str = metric_name(settings.metric) or (
+            self._glue.metric if self._glue else SCORES[self.problem][0]
+        )
         self.most_windows: int = settings.max_windows
         self.threshold = float(state["threshold"]) if state else settings.threshold or THRESHOLD
         self._source = ExampleSource(settings, self.problem, self.metric, state)
@@ -144,12 +147,14 @@ class Classification(Task[Example]):
     def tune(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> None:
         """multi_label: choose the threshold, one for all labels, with the best `metric` on these examples.
 
+        With a metric of the user's own, it is that with the best micro F1.
         Ties go to the one nearest to 0.5. A threshold in the settings stays.
         """
         if not self.tunes or not examples:
             return
         predictions = self.decode(examples, windows, logits)
-        self.threshold = self._outputs().best_threshold(self._true(examples), predictions, self.metric)
+        tuned = self.metric if self.metric in SCORES[self.problem] else SCORES[self.problem][0]
+        self.threshold = self._outputs().best_threshold(self._true(examples), predictions, tuned)
 
     def score(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """The official scores of a GLUE task, otherwise all of `problem`, over the examples with labels; {} without.
@@ -158,8 +163,10 @@ class Classification(Task[Example]):
         """
         if not self.is_labeled(examples):
             return {}
-        scores = self._outputs().scores(*self._labeled(examples, predictions))
-        return {name: scores[name] for name in self._glue.scores} if self._glue else scores
+        true, made = self._labeled(examples, predictions)
+        scores = self._outputs().scores(true, made)
+        scores = {name: scores[name] for name in self._glue.scores} if self._glue else scores
+        return scores | own_score(self.settings.metric, true, self._outputs().predicted(made))
 
     def details(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Precision, recall and F1 of each class; for single_label also the confusion counts [true][predicted]."""
@@ -186,7 +193,7 @@ class Classification(Task[Example]):
     # ------------------------------------------------------------ windows
 
     def check(self, encoder: TextEncoder) -> None:
-        self._overlap(encoder.capacity(pair=self.takes_pairs))
+        _overlap(encoder.capacity(pair=self.takes_pairs))
 
     def windows(self, examples: Sequence[Example], encoder: TextEncoder, *, training: bool) -> Windows:
         example, framed = self._cut(examples, encoder, thin=training)
@@ -212,7 +219,7 @@ class Classification(Task[Example]):
     ) -> tuple[np.ndarray, FramedWindows]:
         """(example of each window, int64 [F]; the windows)"""
         capacity = encoder.capacity(pair=self.takes_pairs)
-        overlap = self._overlap(capacity)
+        overlap = _overlap(capacity)
         first = encoder.encode([example.text for example in examples])
         if not self.takes_pairs:
             cut = slide(np.diff(first.starts), capacity, overlap)
@@ -222,17 +229,6 @@ class Classification(Task[Example]):
         cut = cut_pairs(np.diff(first.starts), np.diff(second.starts), capacity, overlap)
         example, *spans = self._thin(cut, len(examples)) if thin else cut
         return example, frame(encoder, _slices(first, example, *spans[:2]), _slices(second, example, *spans[2:]))
-
-    def _overlap(self, capacity: int) -> int:
-        if capacity < 4:
-            raise InputError(f"max_length: windows hold {capacity} tokens of text; at least 4 are needed. Raise it.")
-        overlap = self.settings.overlap
-        if overlap is not None and overlap >= capacity // 2:
-            raise InputError(
-                f"classification.overlap: {overlap} must be less than half of the {capacity} tokens of text that a "
-                f"window holds. Set at most {capacity // 2 - 1}."
-            )
-        return capacity // 4 if overlap is None else overlap
 
     def _thin(self, cut: tuple[np.ndarray, ...], examples: int) -> tuple[np.ndarray, ...]:
         """At most `max_windows` windows of each example; `cut[0]` is the example of each window."""
@@ -256,3 +252,10 @@ class Classification(Task[Example]):
 
 def _slices(column: Column, text: np.ndarray, start: np.ndarray, length: np.ndarray) -> Slices:
     return column.ids, column.starts[text] + start, length
+
+
+def _overlap(capacity: int) -> int:
+    """Tokens that adjacent windows of a long text share."""
+    if capacity < 4:
+        raise InputError(f"max_length: windows hold {capacity} tokens of text; at least 4 are needed. Raise it.")
+    return capacity // 4

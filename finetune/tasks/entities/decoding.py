@@ -31,12 +31,10 @@ class Decoder:
 
     Attributes:
         types: of entities, in the order of the outputs.
-        viterbi: the most probable sequence of valid IOB2 tags; otherwise the most probable tag of each word.
         outside_penalty: nats that are subtracted from the logits of O first.
     """
 
     types: tuple[str, ...]
-    viterbi: bool
     outside_penalty: float = 0.0
 
     def predictions(self, examples: Sequence[Sentence], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
@@ -76,7 +74,7 @@ class Decoder:
         penalized = log_probabilities.copy()
         has_token = np.isfinite(log_probabilities).all(-1)
         penalized[:, 0] -= self.outside_penalty * has_token
-        return best_sequences(penalized, starts) if self.viterbi else penalized.argmax(-1)
+        return best_sequences(penalized, starts)
 
 
 def best_sequences(log_probabilities: np.ndarray, starts: np.ndarray) -> np.ndarray:

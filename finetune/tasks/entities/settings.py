@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from finetune.tasks.datasets.files import is_encoding
+from finetune.tasks.own_metric import why_no_metric
 from pretrain.common.sections import LocalPath, Section
 
 _FORM = (
@@ -17,6 +18,8 @@ _FORM = (
 
 class EntitiesSettings(Section):
     """Named entities from CoNLL columns or JSON lines."""
+
+    EARLIER = "entities"
 
     train: LocalPath = Field(default="", description=f"Training file. {_FORM}")
     dev: LocalPath = Field(default="", description="Labeled file that chooses the checkpoint; empty for none.")
@@ -53,27 +56,24 @@ class EntitiesSettings(Section):
         "without these, the file is one document. In records, adjacent ones with the same `document` form one. Each "
         "sentence still has a window of its own, so this costs time.",
     )
-    overlap: int = Field(
-        default=64,
-        ge=0,
-        description="Tokens of context on each side where a sentence longer than the window is cut; at most a "
-        "quarter of the window.",
-    )
-    decoding: Literal["viterbi", "argmax"] = Field(
-        default="viterbi",
-        description="viterbi: the most probable sequence of valid IOB2 tags. argmax: the most probable tag of each "
-        "word, as in the BERT paper; an I without a B before it begins an entity, as in conlleval.",
-    )
     tune_outside: bool = Field(
         default=False,
         description="Subtract from the logits of O what gives the best `metric` on the dev set, between -1 and 4 nats. "
         "It finds more entities where they are rare. The score on the dev set becomes a little too favorable.",
     )
-    metric: Literal["f1", "macro_f1", "strict_f1", "accuracy"] = Field(
+    metric: str = Field(
         default="f1",
         description="Score that chooses the checkpoint: f1 over entities (conlleval, seqeval), macro_f1 (its mean over "
-        "types), strict_f1 (seqeval's strict mode), or accuracy (fraction of correct tags).",
+        "types), strict_f1 (seqeval's strict mode), or accuracy (fraction of correct tags). "
+        "A function of your own is my_package.scores:name.",
     )
+
+    @field_validator("metric")
+    @classmethod
+    def _check_metric(cls, metric: str) -> str:
+        if problem := why_no_metric(metric, ("f1", "macro_f1", "strict_f1", "accuracy")):
+            raise ValueError(problem)
+        return metric
 
     @model_validator(mode="after")
     def _check_dev(self) -> EntitiesSettings:

@@ -22,8 +22,11 @@ from finetune.tasks.datasets.windows import slide
 from finetune.tasks.entities import decoding
 from finetune.tasks.entities.settings import EntitiesSettings
 from finetune.tasks.entities.source import SentenceSource
+from finetune.tasks.own_metric import metric_name, own_score
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
+
+_OVERLAP = 64  # tokens of context on each side where a sentence longer than the window is cut; a quarter at most
 
 
 class Entities(Task[Sentence]):
@@ -49,7 +52,7 @@ class Entities(Task[Sentence]):
 
     def __init__(self, settings: EntitiesSettings, state: Mapping[str, Any] | None = None) -> None:
         self.settings = settings
-        self.metric: str = settings.metric
+        self.metric: str = metric_name(settings.metric)
         self.outside_penalty = float((state or {}).get("outside_penalty", 0.0))
         self._source = SentenceSource(settings, state)
 
@@ -144,12 +147,13 @@ class Entities(Task[Sentence]):
         return self.settings.tune_outside
 
     def tune(self, examples: Sequence[Sentence], windows: Windows, logits: np.ndarray) -> None:
-        """Choose the penalty of O with the best `metric` on these examples, if `tune_outside` is on."""
+        """Choose the penalty of O with the best `metric` on these examples, or f1, if `tune_outside` is on."""
         if self.tunes and examples:
-            self.outside_penalty = self._decoder().best_penalty(examples, windows, logits, self.metric)
+            tuned = "f1" if self.metric != self.settings.metric else self.metric
+            self.outside_penalty = self._decoder().best_penalty(examples, windows, logits, tuned)
 
     def _decoder(self) -> decoding.Decoder:
-        return decoding.Decoder(self._source.types, self.settings.decoding == "viterbi", self.outside_penalty)
+        return decoding.Decoder(self._source.types, self.outside_penalty)
 
     def scorer_files(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Columns for conlleval; none for unlabeled texts, whose words are of our own cutting."""
@@ -159,7 +163,9 @@ class Entities(Task[Sentence]):
 
     def score(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """precision, recall, f1 (conlleval, seqeval's default mode), macro_f1, strict_* (IOB2), accuracy of tags."""
-        return decoding.score(self._source.types, examples, predictions)
+        scores = decoding.score(self._source.types, examples, predictions)
+        tags = [one.tags for one in examples], [one["tags"] for one in predictions]
+        return scores | own_score(self.settings.metric, *tags)
 
     def details(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """{"types": {type: {precision, recall, f1, support}}, "sentences", "words", "entities"}."""
@@ -202,7 +208,7 @@ class Entities(Task[Sentence]):
     def _cut(self, sentences: _AlignedSentences, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(example, first token, number of tokens), int64 [F] each."""
         first, end = sentences.column.starts[sentences.first], sentences.column.starts[sentences.end]
-        overlap = 2 * min(self.settings.overlap, capacity // 4)
+        overlap = 2 * min(_OVERLAP, capacity // 4)
         example, start, length = slide(end - first, capacity, overlap)
         start = start + first[example]
         # The last window of a long sentence is extended to the left until it is full.

@@ -18,6 +18,7 @@ from finetune.tasks.datasets.squad import Question
 from finetune.tasks.questions.metrics import Golds, best_threshold, score_v1, score_v2, squad_v1, squad_v2
 from pretrain.common.errors import InputError
 
+N_BEST = 20  # starts and ends to combine in each window, and answers to list (run_squad.py)
 _CELLS = 1 << 22  # largest table that decoding makes: 32 MiB of float64
 # Groups of answers by their number of words: the upper bound of each, and its name.
 _WORDS = {0: "0", 1: "1", 2: "2", 4: "3 to 4", 8: "5 to 8", 16: "9 to 16", math.inf: "17 and more"}
@@ -29,21 +30,20 @@ Predictions = Sequence[Mapping[str, Any]]
 class AnswerDecoder:
     """How answers are chosen among the logits, and scored."""
 
-    n_best: int  # starts and ends to combine in each window, and answers to list
     max_answer_tokens: int
     unanswerable: bool  # whether a question may have no answer (SQuAD v2.0)
     threshold: float  # no answer if its score exceeds the best answer's by more
 
     def predictions(self, examples: Sequence[Question], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
         """One prediction per question, as `Questions.decode` describes it, from logits float32 [R, 2]."""
-        spans = _spans(windows, logits, self.n_best, self.max_answer_tokens)
+        spans = _spans(windows, logits, self.max_answer_tokens)
         texts = _Texts(examples, windows, spans)
         first_F = np.searchsorted(windows.examples, np.arange(len(examples)))
         cls = logits[windows.starts[:-1]].astype(np.float64).sum(1)
         null_N = np.minimum.reduceat(cls, first_F) if len(examples) else cls
         counts = np.bincount(windows.examples, minlength=len(examples))
         return [
-            self._prediction(question, texts.best(number, self.n_best), float(null), int(count))
+            self._prediction(question, texts.best(number, N_BEST), float(null), int(count))
             for number, (question, null, count) in enumerate(zip(examples, null_N, counts, strict=True))
         ]
 
@@ -55,8 +55,7 @@ class AnswerDecoder:
         if self.unanswerable or not entries:
             before = sum(entry.score >= null for entry in entries)
             entries = [*entries[:before], nothing, *entries[before:]]
-            n = max(self.n_best, 2)  # no answer, and the best one at least
-            entries = entries[:n] if before < n else [*entries[:n], nothing]
+            entries = entries[:N_BEST] if before < N_BEST else [*entries[:N_BEST], nothing]
         probabilities = _softmax([entry.score for entry in entries])
         answer = nothing if not best.text or self._is_nothing(no_answer) else best
         return {
@@ -117,6 +116,12 @@ class AnswerDecoder:
         thresholds = squad_v2(golds, best, no_answer)
         return squad_v2(golds, answers) | {k: v for k, v in thresholds.items() if k.startswith("best_")}
 
+    def compared(self, examples: Sequence[Question], predictions: Predictions) -> tuple[list[Sequence[str]], list[str]]:
+        """The right answers of each question that has a prediction, and the predicted one."""
+        golds, answers = _golds(examples), self._answers(predictions)
+        asked = [question for question in golds if question in answers]
+        return [golds[question] for question in asked], [answers[question] for question in asked]
+
     def details(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, Any]:
         """{"answerable" | "answer_words" | "windows": {group: {"exact", "f1", "total"}}, "threshold"}.
 
@@ -163,8 +168,8 @@ class _Spans:
     scores: np.ndarray  # float64 [S], start logit plus end logit
 
 
-def _spans(windows: Windows, logits: np.ndarray, n_best: int, max_tokens: int) -> _Spans:
-    """Answers of at most `max_tokens` tokens, combined from the `n_best` starts and ends of each window.
+def _spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans:
+    """Answers of at most `max_tokens` tokens, combined from the `N_BEST` starts and ends of each window.
 
     If these give an example no answer, all its starts and ends are combined.
     """
@@ -172,7 +177,7 @@ def _spans(windows: Windows, logits: np.ndarray, n_best: int, max_tokens: int) -
     starting_T = _has_most_context(windows.examples, windows.extra["context_token"], length_F)
     widest = max(1, int(length_F.max(initial=0)))
     parts = [(np.zeros(0, np.int64),) * 3 + (np.zeros(0),)]
-    parts += _combined(windows, logits, np.arange(len(windows)), starting_T, min(n_best, widest), max_tokens)
+    parts += _combined(windows, logits, np.arange(len(windows)), starting_T, min(N_BEST, widest), max_tokens)
     answered = np.concatenate([part[0] for part in parts])
     silent = np.flatnonzero((length_F > 0) & ~np.isin(windows.examples, answered))
     parts += _combined(windows, logits, silent, starting_T, widest, max_tokens)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from finetune.tasks.own_metric import why_no_metric
 from pretrain.common.sections import LocalPath, Section
 
 
 class QuestionsSettings(Section):
     """Span questions: the answer is a span of the context (SQuAD v1.1), or there is none (v2.0)."""
+
+    EARLIER = "questions"
 
     train: LocalPath = Field(
         default="",
@@ -34,9 +37,6 @@ class QuestionsSettings(Section):
         default=64, ge=1, description="Longer questions are cut to this many tokens, with a warning in the log."
     )
     max_answer_tokens: int = Field(default=30, ge=1, description="Longest answer to predict, in tokens.")
-    n_best: int = Field(
-        default=20, ge=1, description="Best starts and ends to combine in each window, and answers to list."
-    )
     unanswerable: Literal["auto", True, False] = Field(
         default="auto",
         description="Whether the model may predict that there is no answer (SQuAD v2.0); auto: if the training set has "
@@ -51,6 +51,15 @@ class QuestionsSettings(Section):
         default="stop",
         description="What to do with answers that are not at their answer_start: stop, or skip them.",
     )
-    metric: Literal["f1", "exact"] = Field(
-        default="f1", description="Score that chooses checkpoint and threshold; exact is v1.1's exact_match."
+    metric: str = Field(
+        default="f1",
+        description="Score that chooses checkpoint and threshold: f1, or exact, v1.1's exact_match. A function of your "
+        "own is my_package.scores:name.",
     )
+
+    @field_validator("metric")
+    @classmethod
+    def _check_metric(cls, metric: str) -> str:
+        if problem := why_no_metric(metric, ("f1", "exact")):
+            raise ValueError(problem)
+        return metric

@@ -14,6 +14,7 @@ from finetune.tasks.datasets.arrays import distinct
 from finetune.tasks.datasets.squad import Question
 from finetune.tasks.datasets.text import Column, FramedWindows, TextEncoder, frame
 from finetune.tasks.datasets.windows import slide
+from finetune.tasks.own_metric import metric_name, own_score
 from finetune.tasks.questions.decoding import AnswerDecoder
 from finetune.tasks.questions.settings import QuestionsSettings
 from finetune.tasks.questions.source import QuestionSource
@@ -52,7 +53,7 @@ class Questions(Task[Question]):
         # The official scripts of v1.1 and v2.0 name the same score differently.
         if self.settings.metric == "exact" and self._source.unanswerable is False:
             return "exact_match"
-        return self.settings.metric
+        return metric_name(self.settings.metric)
 
     @property
     def unanswerable(self) -> bool:
@@ -136,7 +137,8 @@ class Questions(Task[Question]):
         Raises:
             InputError: no example has a prediction.
         """
-        return self._decoder().score(examples, predictions)
+        scores = self._decoder().score(examples, predictions)
+        return scores | own_score(self.settings.metric, *self._decoder().compared(examples, predictions))
 
     def details(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """{"answerable" | "answer_words" | "windows": {group: {"exact", "f1", "total"}}, "threshold"}.
@@ -147,7 +149,7 @@ class Questions(Task[Question]):
 
     def _decoder(self) -> AnswerDecoder:
         settings = self.settings
-        return AnswerDecoder(settings.n_best, settings.max_answer_tokens, self.unanswerable, self.threshold)
+        return AnswerDecoder(settings.max_answer_tokens, self.unanswerable, self.threshold)
 
     # ------------------------------------------------------------ windows
 

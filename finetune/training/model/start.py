@@ -64,7 +64,7 @@ def fits_output_layer(config: FinetuneConfig, task: Task[Any], released: Release
     The features of random weights have nothing to fit.
     """
     new = "head.out_weight" not in initial_state(config, task, released)
-    return config.training.output_layer == "fitted" and not config.random_weights and new
+    return not config.random_weights and new
 
 
 def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> str:

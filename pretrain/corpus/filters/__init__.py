@@ -68,9 +68,8 @@ def filter_settings(config: FiltersConfig) -> dict[str, Any]:
         settings["language.keep"] = sorted(config.language.keep)
         settings["language.sample_characters"] = SAMPLE_CHARACTERS
     if config.contamination.sets:
-        values = config.contamination.model_dump(exclude={"sets"})
+        values = {"drop": True, "ngram": NGRAM, "shortest": SHORTEST}
         settings |= {f"contamination.{key}": value for key, value in values.items()}
-        settings |= {"contamination.ngram": NGRAM, "contamination.shortest": SHORTEST}
         for number, files in enumerate(evaluation_files(config.contamination)):
             columns = config.contamination.sets[number].columns
             settings[f"contamination.sets.{number}"] = [[sha256_file(file) for file in files], list(columns)]
@@ -110,9 +109,9 @@ class Filters:
             broken = verdicts.broken >= 0
             for number in np.flatnonzero(stays & broken).tolist():
                 rule, found = verdicts.rules[int(verdicts.broken[number])], verdicts.found[number]
-                report.add(name, rule, texts[number], found, is_dropped=verdicts.drops)
+                report.add(name, rule, texts[number], found)
             report.seen.update(verdicts.seen.tolist())
-            stays &= ~(broken & verdicts.drops)
+            stays &= ~broken
         made = sketches(texts, columns).select(stays) if self._near_duplicates.enabled else None
         return [texts[number] for number in np.flatnonzero(stays).tolist()], made
 

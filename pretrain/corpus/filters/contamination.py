@@ -20,7 +20,6 @@ class Contamination:
     """Finds n-grams of evaluation sets; the table of them is read when the first document is."""
 
     def __init__(self, config: ContaminationConfig, table: Path) -> None:
-        self._drops = config.drop
         self._names = set_names(config)
         self._path = table
         self._table: _Table | None = None
@@ -41,7 +40,7 @@ class Contamination:
             broken[documents[order]] = sets[order]
             places[documents[order]] = np.stack([begins[order], begins[order] + n - 1], 1)
         found = [_words(columns, *places[number]) if broken[number] >= 0 else "" for number in range(len(texts))]
-        return Verdicts(self._names, broken, found, drops=self._drops, seen=np.unique(np.concatenate(seen)))
+        return Verdicts(self._names, broken, found, seen=np.unique(np.concatenate(seen)))
 
 
 class _Table:

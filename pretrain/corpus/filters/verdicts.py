@@ -16,13 +16,12 @@ class Verdicts:
     """What a filter says of D documents.
 
     broken int64 [D]: index into `rules`, -1 where none is broken; found [D]: what broke it, for people. Documents that
-    break a rule are dropped if `drops`, else counted only. seen int64: texts of evaluation sets that were found.
+    break a rule are dropped. seen int64: texts of evaluation sets that were found.
     """
 
     rules: Sequence[str]
     broken: np.ndarray
     found: Sequence[object]
-    drops: bool = True
     seen: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
 

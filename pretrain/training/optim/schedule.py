@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pretrain import config
 
+_POWER = 0.5  # of a polynomial decay (NVIDIA's LAMB recipe, DeepLearningExamples, run_pretraining.py)
+
 
 def learning_rate(phases: Sequence[config.PhaseConfig], step: int) -> float:
     """The rate of the 0-based optimizer `step`; each phase restarts the schedule.
@@ -39,5 +41,5 @@ def _phase_rate(phase: config.PhaseConfig, step: int) -> float:
     if phase.decay == "1-sqrt":
         share = 1.0 - math.sqrt(1.0 - remaining)
     else:
-        share = remaining ** (phase.decay_power if phase.decay == "polynomial" else 1.0)
+        share = remaining ** (_POWER if phase.decay == "polynomial" else 1.0)
     return phase.final_learning_rate + (phase.peak_learning_rate - phase.final_learning_rate) * share
