@@ -70,8 +70,7 @@ def run(
         RunError: an error of `pretrain.common.errors`; see `fit`, `warmup_step` and `Training.check`.
     """
     task, plan, config = training.task, training.plan, training.plan.config
-    checkpoints = config.folder / "checkpoints"
-    progress, state = Progress(), {}
+    checkpoints, progress, state = config.folder / "checkpoints", Progress(), {}
     checkpoint = newest_checkpoint(checkpoints, engine.workers) if resume else None
     if checkpoint is not None:
         state = read_state(engine, checkpoint)

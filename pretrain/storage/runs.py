@@ -45,9 +45,8 @@ from pretrain.storage.objects import RETRY_SECONDS, AccessError, ContentError, O
 
 SAVE_RETRY_SECONDS = 60.0  # how long a save that fails is tried again, on a disk and at an address
 INDEX, WRITER = "index.json", "writer.json"
-_STATE, _MODEL = "state.json", "model"
+_STATE, _MODEL, _LOCK = "state.json", "model", ".fetch.lock"
 _UNTRAINED = "step-00000000"  # the checkpoint with which a new run tries its largest batch
-_LOCK = ".fetch.lock"
 _FETCHED = ".fetched.json"  # names of the files of a released model that were fetched
 _FETCHING = ".fetching"  # a file that is there until the run's small files have been fetched behind a checkpoint
 
