@@ -1,4 +1,7 @@
-"""Fine-tuning of BERT-family checkpoints to classification, named entities and span questions."""
+"""Fine-tuning of BERT-family checkpoints to classification, named entities and span questions.
+
+`train` is what the command `finetune` calls. Importing the package loads nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from finetune.artifacts.predictor import Predictor
+    from finetune.training.api import FinetunedRun, train
+
+__all__ = ["load", "train"]
 
 
-def load(folder: Path | str, **options: Any) -> Predictor:
+def load(folder: FinetunedRun | Path | str, **options: Any) -> Predictor:
     """A fine-tuned model ready to be called: `finetune.load("runs/my-task")(["a text", "another"])`.
 
-    `options` are those of `finetune.artifacts.predictor.Predictor`.
+    `folder` is a run folder, its model, an export, or what `train` returned; `options` are those of
+    `finetune.artifacts.predictor.Predictor`.
     """
     from finetune.artifacts.predictor import Predictor
 
-    return Predictor(folder, **options)
+    return Predictor(folder if isinstance(folder, Path | str) else folder.folder, **options)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "train":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from finetune.training.api import train
+
+    return train

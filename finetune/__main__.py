@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -74,35 +73,37 @@ def _dispatch(argv: list[str]) -> int:
 # ---------------------------------------------------------------- what the commands do
 
 
-def _demo(arguments: argparse.Namespace) -> int:
-    from finetune.workflows.demo import command as demo
-    from pretrain.__main__ import main as pretrain
+def _demo(arguments: argparse.Namespace) -> None:
+    from finetune.workflows.demo import command
 
-    return demo.run(arguments, pretrain, main)
+    command.run(arguments)
 
 
-def _adapt(arguments: argparse.Namespace) -> int:
+def _adapt(arguments: argparse.Namespace) -> None:
     from finetune.workflows.adaptation import command
-    from pretrain.__main__ import main as pretrain
 
-    return command.run(arguments, pretrain, main)
+    command.run(arguments)
 
 
 def _finetune(arguments: argparse.Namespace) -> None:
-    config = _config(arguments)
-    if arguments.seeds is not None:
-        _finetune_seeds(config, arguments)
-        return
-    if arguments.parallel:
-        raise InputError("--parallel: limits how many runs train at once, so it needs --seeds N.")
-    if arguments.dry_run:
-        _dry_run(config, arguments)
-        return
-    from finetune.training import runs
+    from finetune.training import api, runs
 
-    trained = runs.start(config, resume=arguments.resume, ray=arguments.ray, no_ray=arguments.no_ray)
-    if trained is not None:
-        print(runs.summary(trained))
+    if arguments.parallel and arguments.seeds is None:
+        raise InputError("--parallel: limits how many runs train at once, so it needs --seeds N.")
+    if arguments.dry_run or arguments.seeds is not None:
+        config = api.read_config(arguments.config, overrides(arguments), start_from=arguments.start_from)
+        (_dry_run if arguments.seeds is None else _finetune_seeds)(config, arguments)
+        return
+    run = api.train(
+        arguments.config,
+        overrides=overrides(arguments),
+        start_from=arguments.start_from,
+        resume=arguments.resume,
+        ray=arguments.ray,
+        no_ray=arguments.no_ray,
+    )
+    if run.trained:
+        print(f"{run} {runs.next_command(run.config)}")
 
 
 def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
@@ -138,11 +139,12 @@ def _finetune_seeds(config: FinetuneConfig, arguments: argparse.Namespace) -> No
 def _sweep(arguments: argparse.Namespace) -> None:
     from finetune.experiments.grid import parse_grid
     from finetune.experiments.sweep import run_sweep
+    from pretrain.common.settings import with_start
 
     name = arguments.grid or ("" if arguments.grid_set else "devlin")
     run_sweep(
         arguments.config,
-        _overrides(arguments),
+        with_start(overrides(arguments), arguments.start_from),
         parse_grid(name, arguments.grid_set),
         seeds=arguments.seeds or 1,
         parallel=arguments.parallel,
@@ -154,10 +156,11 @@ def _sweep(arguments: argparse.Namespace) -> None:
 
 def _glue(arguments: argparse.Namespace) -> None:
     from finetune.experiments.glue_runs import run_glue
+    from pretrain.common.settings import with_start
 
     run_glue(
         arguments.config,
-        _overrides(arguments),
+        with_start(overrides(arguments), arguments.start_from),
         folder=arguments.glue_dir or "",
         tasks=[name for name in (arguments.tasks or "").split(",") if name],
         seeds=arguments.seeds or 1,
@@ -212,18 +215,6 @@ def _evaluate_pretrained(arguments: argparse.Namespace) -> None:
     from finetune.scores import command
 
     command.run(arguments)
-
-
-def _config(arguments: argparse.Namespace) -> FinetuneConfig:
-    from finetune.training.config import load_config
-
-    return load_config(arguments.config, _overrides(arguments), imports=True)
-
-
-def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """--set, and the options that stand for a setting."""
-    start = arguments.start_from
-    return [*overrides(arguments), *([] if start is None else [f"start_from={json.dumps(str(start))}"])]
 
 
 # ---------------------------------------------------------------- their parsers

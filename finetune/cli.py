@@ -126,10 +126,10 @@ def cluster_parser() -> argparse.ArgumentParser:
 def job_kinds() -> Mapping[str, Kind]:
     """What `submit` runs, by name."""
     from cluster.jobs.submission import Kind
-    from finetune.training.config import load_config
+    from finetune.training.api import read_config
     from pretrain.__main__ import job_kinds
 
-    return {**job_kinds(), "finetune": Kind(load_config, "finetune.__main__")}
+    return {**job_kinds(), "finetune": Kind(read_config, "finetune.training.api:train")}
 
 
 if __name__ == "__main__":

@@ -1,1 +1,32 @@
-"""Pretraining of encoder-only language models, from raw text to a released-format checkpoint."""
+"""Pretraining of encoder-only language models, from raw text to a released-format checkpoint.
+
+`prepare`, `train` and `export` are what the commands of these names call. Importing the package loads nothing heavy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+
+if TYPE_CHECKING:
+    from pretrain.run.api import export, prepare, train
+
+__all__ = [
+    "DivergedError",
+    "InputError",
+    "MachineError",
+    "RunError",
+    "StoppedError",
+    "export",
+    "prepare",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pretrain.run import api
+
+    return getattr(api, name)

@@ -53,8 +53,8 @@ def job_kinds() -> dict[str, Kind]:
     """What a cluster's job can run of these commands, by name."""
     from cluster.jobs.submission import Kind
 
-    module = "pretrain.__main__"
-    return {"pretrain": Kind(run.load, module), "prepare": Kind(run.load, module, trains=False)}
+    load, module = run.api.load_given, run.api.__name__
+    return {"pretrain": Kind(load, f"{module}:train"), "prepare": Kind(load, f"{module}:prepare", trains=False)}
 
 
 def _find_job(*given: Any, **options: Any) -> Path | None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,17 @@ import pytest
 from finetune.__main__ import build_parser
 from finetune.training.config import load_config as load_finetuning
 from finetune.workflows.adaptation import settings
-from finetune.workflows.adaptation.command import _check, _finetuning, _folder, _Stages, run
+from finetune.workflows.adaptation.command import _check, _folder, _settings, _Stages, run
 from finetune.workflows.adaptation.texts import held_out_share, sources_of
-from pretrain.__main__ import main as pretrain_main
 from pretrain.batches.loader import BatchMaker
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import write_manifest
 from pretrain.common.run_files import COMPARED
 from pretrain.config import ModelConfig, load_config
 from pretrain.planning import pace
 from pretrain.planning.text import PhaseText
 from pretrain.reporting.gains import gain_lines, gains
+from pretrain.run import api
 from pretrain.run.continuation import Corpora
 from tests.test_start import JARGON, make_pretrained, write_text
 from tests.tiny_checkpoints import WORDS, write_reviews
@@ -78,19 +77,23 @@ def assert_loads(folder: Path, size: int) -> None:
     assert AutoModelForMaskedLM.from_pretrained(folder).config.vocab_size == size
 
 
-def test_a_refused_stage_can_be_corrected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_stage_can_be_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_pretrained(tmp_path / "start")
     write_text(tmp_path / "text", WORDS)
     words = [str(tmp_path / "text"), "--from", str(tmp_path / "start"), "--out", str(tmp_path / "out")]
-    commands: list[Any] = []
+    added: list[int] = []
 
-    def refuse(command: Any) -> int:
-        commands.append(load_config(command[1]).corpus.vocabulary.added_words)
-        return 2
+    def refuse(config: Path) -> None:
+        added.append(load_config(config).corpus.vocabulary.added_words)
+        raise InputError("refused")
 
+    monkeypatch.setattr(api, "prepare", refuse)
     for more in (["--new-words", "3"], []):
-        assert run(options(*words, *more), refuse, refuse) == 2
-    assert commands == [3, 0]
+        with pytest.raises(InputError, match="refused"):
+            run(options(*words, *more))
+    assert added == [3, 0]
     assert "same command again" not in capsys.readouterr().out
 
 
@@ -105,36 +108,41 @@ def test_steps_are_timed_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.M
         timed.append(minutes)
         return pace.scale(config, 40)
 
-    def stop(command: Any) -> int:
-        if command[0] == "prepare":
-            return pretrain_main(command)
+    def stop(*_: Any, **__: Any) -> None:
         write_manifest(out / "run/checkpoints/step-00000001", {})
-        return 75
+        raise StoppedError("stopped")
 
     monkeypatch.setattr(pace, "fit", fit)
+    monkeypatch.setattr(api, "train", stop)
     for _ in range(2):
-        assert run(arguments, stop, stop) == 75
+        with pytest.raises(StoppedError, match="Run the same command again to continue"):
+            run(arguments)
         assert load_config(out / "adapt.yaml").phases[0].steps == 40
     assert timed == [7]
 
 
-def test_each_seed_is_fine_tuned_from_both_checkpoints_and_compared(tmp_path: Path) -> None:
+def test_each_seed_is_fine_tuned_from_both_checkpoints_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["x", "--from", "start", "--out", str(tmp_path), "--finetune", "task.yaml", "--seeds", "2"]
     arguments, path = options(*words), tmp_path / "run.yaml"
     path.write_text(json.dumps(settings.run_values(arguments, {"dir": "corpus"}, ModelConfig(size="mini"), 1)))
     config, started = load_config(path), []
     config.folder.mkdir()
-    for command in _Stages(arguments)._finetunings(config):
-        given = {key: json.loads(value) for key, _, value in (word.partition("=") for word in command) if value}
-        started.append((command[:2], given["start_from"], given["seed"]))
-        folder = Path(given["run_dir"])
+
+    def finetune(path: str, *, overrides: dict[str, Any], **_: Any) -> None:
+        started.append((path, overrides["start_from"], overrides["seed"]))
+        folder = overrides["run_dir"]
         write_manifest(folder / "model", {})
         (folder / "scores.json").write_text(json.dumps(scored(len(started))))
-    starts, words = ("start", str(tmp_path / "model")), ["finetune", "task.yaml"]
-    assert started == [(words, start, seed) for seed in (0, 1) for start in starts]
+
+    monkeypatch.setattr("finetune.training.api.train", finetune)
+    for _ in range(2):  # all are finished the second time
+        _Stages(arguments).finetune(config)
+    starts = ("start", str(tmp_path / "model"))
+    assert started == [("task.yaml", start, seed) for seed in (0, 1) for start in starts]
     compared = json.loads((config.folder / COMPARED).read_text())
     assert compared == [{"title": "task", "metric": "f1", "set": "b", "before": [1, 3], "after": [2, 4]}]
-    assert list(_Stages(arguments)._finetunings(config)) == [], "all are finished"
 
 
 def scored(value: float) -> dict[str, Any]:
@@ -148,8 +156,7 @@ def test_any_path_may_hold_a_fine_tuning(tmp_path: Path, name: str) -> None:
     path = write_finetuning(tmp_path / f"{name}.yaml")
     arguments = options("x", "--from", str(tmp_path / "a #b"), "--out", str(tmp_path / "c: d"))
     folder = _folder(arguments.out, str(path), "before", 0)
-    command = _finetuning(str(path), folder, str(arguments.start_from), 3)
-    config = load_finetuning(path, [value for word, value in pairwise(command) if word == "--set"])
+    config = load_finetuning(path, _settings(folder, str(arguments.start_from), 3))
     assert (config.folder, config.start_from, config.seed) == (folder, str(arguments.start_from), 3)
     assert config.folder.name == f"{name}-before-0"
 
@@ -169,16 +176,17 @@ def test_a_fine_tuning_without_a_score_is_refused_before_all_else(tmp_path: Path
         _check(arguments)
 
 
-def test_a_table_without_texts_says_which_setting_names_them(tmp_path: Path) -> None:
+def test_a_table_without_texts_says_which_setting_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_pretrained(tmp_path / "start")
     (tmp_path / "my.csv").write_text("sentence,label\ngood,a\nbad,b\n")
     words = [str(tmp_path / "my.csv"), "--from", str(tmp_path / "start"), "--out", str(tmp_path / "out")]
     with pytest.raises(
         InputError, match=r"^--set corpus\.sources\.0\.text_column: .*my\.csv has no column 'text'; it has sen"
     ):
-        run(options(*words), lambda _: 1, lambda _: 1)
-    chosen = ["--set", "corpus.sources.0.text_column=sentence"]
-    assert run(options(*words, *chosen), lambda _: 1, lambda _: 1) == 1  # the first stage began
+        run(options(*words))
+    monkeypatch.delattr(api, "prepare")
+    with pytest.raises(AttributeError, match="prepare"):  # the first stage began
+        run(options(*words, "--set", "corpus.sources.0.text_column=sentence"))
 
 
 @pytest.mark.parametrize("words", [["corpus.jsonl"], ["x", "--finetune", "adapt.yaml"]])
@@ -318,36 +326,36 @@ def test_a_short_text_has_smaller_batches(
     monkeypatch.setattr(settings, "usual_workers", lambda: 8)
     started: list[Any] = []
 
-    def stop(command: Any) -> int:
-        if command[0] == "prepare":
-            return pretrain_main(command)
-        started.append(command)
-        config = load_config(command[1])
+    def stop(path: Path, **given: Any) -> None:
+        started.append(given)
+        config = load_config(path)
         shards, workers = Corpora.open(config).training, config.scheduling.workers
         BatchMaker(shards, config, 0, seed=0, rank=0, world_size=workers).check_batch()
         write_manifest(tmp_path / "out/run/checkpoints/step-00000001", {})
-        return 75
+        raise StoppedError("stopped")
 
+    monkeypatch.setattr(api, "train", stop)
     for _ in range(2):
-        assert run(options("text.jsonl", "--from", "start", "--out", "out", *words), stop, stop) == 75
+        with pytest.raises(StoppedError):
+            run(options("text.jsonl", "--from", "start", "--out", "out", *words))
     config = load_config(tmp_path / "out/adapt.yaml")
     assert (config.phases[0].global_sequences, config.scheduling.workers) == (sequences, workers)
-    assert [("--no-ray" in command, "--resume" in command) for command in started] == [(alone, False), (alone, True)]
+    assert started == [{"no_ray": alone, "resume": False}, {"no_ray": alone, "resume": True}]
 
 
-def test_a_batch_that_training_refused_can_be_corrected(tmp_path: Path) -> None:
+def test_a_batch_that_training_refused_can_be_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_pretrained(tmp_path / "start")
     write_text(tmp_path / "text", WORDS, documents=3)
     words = [str(tmp_path / "text"), "--from", str(tmp_path / "start"), "--out", str(tmp_path / "out")]
 
-    def refuse(command: Any) -> int:
-        if command[0] == "prepare":
-            return pretrain_main(command)
-        load_config(command[1]).folder.mkdir(exist_ok=True)
-        return 2
+    def refuse(path: Path, **_: Any) -> None:
+        load_config(path).folder.mkdir(exist_ok=True)
+        raise InputError("refused")
 
+    monkeypatch.setattr(api, "train", refuse)
     for sequences in (99, 2):
-        assert run(options(*words, "--set", f"phases.0.global_sequences={sequences}"), refuse, refuse) == 2
+        with pytest.raises(InputError, match="refused"):
+            run(options(*words, "--set", f"phases.0.global_sequences={sequences}"))
         assert load_config(tmp_path / "out/adapt.yaml").phases[0].global_sequences == sequences
 
 
@@ -408,10 +416,7 @@ def test_gains_compare_the_first_evaluation_with_the_last(tmp_path: Path) -> Non
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_written(tmp_path: Path, words: list[str], message: str) -> None:
-    def never(argv: Any) -> int:
-        raise AssertionError(argv)
-
     arguments = options("text.txt", "--from", "nowhere", "--out", str(tmp_path / "out"), *words)
     with pytest.raises(InputError, match=message):
-        run(arguments, never, never)
+        run(arguments)
     assert not (tmp_path / "out").exists()

@@ -1,18 +1,21 @@
-"""The demo's fine-tunings: which commands run, what the report gets, and what an earlier demo spares."""
+"""The demo's fine-tunings: which functions are called, what the report gets, and what an earlier demo spares."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from finetune.__main__ import build_parser, main
 from finetune.workflows.demo import command as demo
+from pretrain.common.errors import DivergedError, RunError, StoppedError
+from pretrain.common.examples import examples
+from pretrain.common.settings import as_overrides
 from pretrain.common.yaml_text import parse
 from pretrain.reporting import report
 from pretrain.reporting.report import FINETUNED
@@ -33,19 +36,27 @@ PREDICTED = {
 }
 
 
-class Commands:
-    """Stands in for both command lines: keeps what it is called with, and leaves what a fine-tuning leaves."""
+class Calls(list[tuple[str, dict[str, Any]]]):
+    """Stands in for the functions of both packages: keeps (function, settings), leaves what a fine-tuning leaves."""
 
-    def __init__(self, fails_at: str = "", code: int = 4) -> None:
-        self.seen: list[list[str]] = []
-        self.fails_at, self.code = fails_at, code
+    def __init__(self, fails_at: str = "", error: RunError | None = None) -> None:
+        super().__init__()
+        self.fails_at, self.error = fails_at, error or DivergedError("it diverged")
 
-    def __call__(self, argv: Sequence[str]) -> int:
-        self.seen.append(list(argv))
-        settings = settings_of(argv)
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Calls:
+        for name in ("prepare", "train", "export"):
+            monkeypatch.setattr(f"pretrain.run.api.{name}", functools.partial(self.keep, name))
+        monkeypatch.setattr("finetune.training.api.train", functools.partial(self.keep, "finetune"))
+        return self
+
+    def keep(self, function: str, config: Any, *_: Any, overrides: Any = (), **options: Any) -> Any:
+        given = (text.partition("=") for text in as_overrides(overrides))
+        settings = {key: parse(value, "--set")[1] for key, _, value in given}
+        self.append((function, {**settings, **options}))
         if settings.get("name") == self.fails_at:
-            return self.code
-        if argv[0] == "finetune":
+            raise self.error
+        if function == "finetune":
+            assert examples()[config].is_file()
             folder, task = Path(settings["run_dir"]), settings["name"].split("-")[1]
             score = 0.5 if settings["random_weights"] else 0.75
             for file, content in {
@@ -55,18 +66,21 @@ class Commands:
             }.items():
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 (folder / file).write_text(json.dumps(content) + "\n")
-        return 0
+        return SimpleNamespace(trained=True)
+
+    def of(self, function: str) -> list[dict[str, Any]]:
+        """The settings with which a function was called, each time."""
+        return [given for name, given in self if name == function]
 
     @property
     def names(self) -> list[str]:
         """The runs that were fine-tuned."""
-        return [settings_of(argv)["name"] for argv in self.seen if argv[0] == "finetune"]
+        return [given["name"] for given in self.of("finetune")]
 
 
-def settings_of(argv: Sequence[str]) -> dict[str, Any]:
-    """The settings that --set gives, as a config reads them."""
-    given = (value.partition("=") for word, value in pairwise(argv) if word == "--set")
-    return {key: parse(value, "--set")[1] for key, _, value in given}
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls().install(monkeypatch)
 
 
 @pytest.fixture
@@ -87,17 +101,14 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Names
 
 
 def test_each_task_is_trained_from_pretrained_and_from_random_weights(
-    arguments: argparse.Namespace, capsys: pytest.CaptureFixture[str]
+    arguments: argparse.Namespace, calls: Calls, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pretrain, finetune = Commands(), Commands()
-    assert demo.run(arguments, pretrain, finetune) == 0
-    assert [argv[0] for argv in pretrain.seen] == ["prepare", "pretrain", "export"]
+    demo.run(arguments)
+    assert [function for function, _ in calls[:3]] == ["prepare", "train", "export"]
     expected = [f"demo-{name}-{start}" for name in ROWS for start in ("pretrained", "random")]
-    assert finetune.names == expected
-    for argv in finetune.seen:
-        assert Path(argv[1]).is_file()
-        assert settings_of(argv)["start_from"] == "runs/demo/export"
-    assert settings_of(finetune.seen[2])["entities.train"] == "runs/demo/labeled/names-train.jsonl"
+    assert calls.names == expected
+    assert {given["start_from"] for given in calls.of("finetune")} == {"runs/demo/export"}
+    assert calls.of("finetune")[2]["entities.train"] == "runs/demo/labeled/names-train.jsonl"
     out = capsys.readouterr().out
     assert "[1/8] tokenizing" in out
     assert "[7/8] What does the function return? (3 examples, 1 held out)" in out
@@ -121,64 +132,67 @@ def test_each_task_is_trained_from_pretrained_and_from_random_weights(
 
 
 def test_a_quick_demo_is_one_task_on_a_small_text(
-    arguments: argparse.Namespace, capsys: pytest.CaptureFixture[str]
+    arguments: argparse.Namespace, calls: Calls, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = build_parser().parse_args(["demo", "--quick"])
-    pretrain, finetune = Commands(), Commands()
-    assert demo.run(arguments, pretrain, finetune) == 0
-    given = settings_of(pretrain.seen[1])
+    demo.run(build_parser().parse_args(["demo", "--quick"]))
+    (given,) = calls.of("train")
     assert (given["run_dir"], given["corpus.dir"]) == ("runs/demo-quick", "data/demo-quick")
     assert (given["scheduling.workers"], given["engine.compile"]) == (1, False)
     assert Path(given["corpus.sources.0.path"], "argparse.py").is_file()
-    assert "--minutes" not in pretrain.seen[1]
-    assert finetune.names == ["demo-packages-pretrained", "demo-packages-random"]
+    assert given["minutes"] is None
+    assert calls.names == ["demo-packages-pretrained", "demo-packages-random"]
     out = capsys.readouterr().out
     assert "packages, from random weights (2 of 2)" in out
     assert "[6/6] report\nthe summary" in out
 
 
-def test_a_demo_may_be_in_any_folder(arguments: argparse.Namespace, tmp_path: Path) -> None:
+def test_a_demo_may_be_in_any_folder(arguments: argparse.Namespace, calls: Calls, tmp_path: Path) -> None:
     """YAML would see a comment in one and a key in the other."""
     arguments.run_dir, arguments.data_dir = tmp_path / "a #b", tmp_path / "c: d"
-    pretrain, finetune = Commands(), Commands()
-    assert demo.run(arguments, pretrain, finetune) == 0
-    given = settings_of(pretrain.seen[1])
+    demo.run(arguments)
+    (given,) = calls.of("train")
     assert (given["run_dir"], given["corpus.dir"]) == (str(tmp_path / "a #b"), str(tmp_path / "c: d"))
     assert (tmp_path / "a #b/finetuned/returns-random/model/manifest.json").is_file()
-    assert settings_of(finetune.seen[0])["start_from"] == str(tmp_path / "a #b/export")
+    assert calls.of("finetune")[0]["start_from"] == str(tmp_path / "a #b/export")
 
 
 def test_a_failed_demo_continues_with_the_unfinished_models(
-    arguments: argparse.Namespace, capsys: pytest.CaptureFixture[str]
+    arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo.run(arguments, Commands(), Commands(fails_at="demo-names-random")) == 4
+    Calls(fails_at="demo-names-random").install(monkeypatch)
+    with pytest.raises(DivergedError):
+        demo.run(arguments)
     results = json.loads((Path("runs/demo") / FINETUNED).read_text())
     assert [one["scores"] for one in results] == [{"pretrained": 0.75, "random": 0.5}, {"pretrained": 0.75}, {}]
     assert [len(one["examples"]) for one in results] == [1, 1, 0]
     capsys.readouterr()
-    again = Commands()
-    assert demo.run(arguments, Commands(), again) == 0
+    again = Calls().install(monkeypatch)
+    demo.run(arguments)
     assert again.names == ["demo-names-random", "demo-returns-pretrained", "demo-returns-random"]
     out = capsys.readouterr().out
     assert "names, from pretrained weights (3 of 6)\n      finished by an earlier demo\n" in out
 
 
-def test_a_stopped_fine_tuning_is_resumed(arguments: argparse.Namespace, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.run(arguments, Commands(), Commands(fails_at="demo-names-random", code=75)) == 75
-    assert "Run the same command again to continue it" in capsys.readouterr().out
+def test_a_stopped_fine_tuning_is_resumed(arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    Calls("demo-names-random", StoppedError(f"at step 165.{StoppedError.CONTINUE}")).install(monkeypatch)
+    with pytest.raises(StoppedError, match=r"^at step 165\. Run the same command again to continue\.$"):
+        demo.run(arguments)
     manifest = Path("runs/demo/finetuned/names-random/checkpoints/step-00000165/manifest.json")
     manifest.parent.mkdir(parents=True)
     manifest.write_text("{}")
-    again = Commands()
-    assert demo.run(arguments, Commands(), again) == 0
+    again = Calls().install(monkeypatch)
+    demo.run(arguments)
     assert manifest.is_file()
-    assert ["--resume" in argv for argv in again.seen] == [True, False, False]
+    assert [given["resume"] for given in again.of("finetune")] == [True, False, False]
 
 
-def test_nothing_is_fine_tuned_if_pretraining_fails(arguments: argparse.Namespace) -> None:
-    finetune = Commands()
-    assert demo.run(arguments, Commands(fails_at="demo"), finetune) == 4
-    assert finetune.seen == []
+def test_nothing_is_fine_tuned_if_pretraining_fails(
+    arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = Calls(fails_at="demo").install(monkeypatch)
+    with pytest.raises(DivergedError):
+        demo.run(arguments)
+    assert [function for function, _ in calls] == ["prepare"]
 
 
 def test_a_remote_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,6 @@ from finetune.training.config import PRESETS, FinetuneConfig, TrainingConfig
 from finetune.training.train import layered_groups
 from pretrain.checkpoint import store
 from pretrain.checkpoint.released import read_released
-from pretrain.common.commands import as_stage
 from pretrain.common.errors import InputError
 from pretrain.common.files import verify_manifest
 from pretrain.common.settings import dump
@@ -402,13 +401,6 @@ def test_what_to_do_next_names_what_the_model_asks(root: Path) -> None:
     asked = {**settings(root, "whole"), "questions": {"train": "train.json"}}
     del asked["classification"]
     assert runs.next_command(FinetuneConfig.model_validate(asked)).endswith("--question ... --context ...")
-
-
-def test_a_stage_of_a_larger_command_gives_no_advice(root: Path) -> None:
-    reviews = FinetuneConfig.model_validate(settings(root, "whole"))
-    assert runs.summary(reviews).endswith(f"whole/model: finished. {runs.next_command(reviews)}")
-    with as_stage():
-        assert runs.summary(reviews).endswith("whole/model: finished.")
 
 
 def test_a_finished_run_is_not_resumed_with_other_settings(root: Path, tmp_path: Path) -> None:

@@ -61,13 +61,14 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.reporting finetune.training finetune.experiments"
     ),
     "finetune.workflows": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.planning "
-        "pretrain.reporting finetune.training"
+        "pretrain.common pretrain.config pretrain.corpus pretrain.planning pretrain.run pretrain.reporting "
+        "finetune.training"
     ),
     "finetune": (
         "pretrain.common pretrain.run cluster.jobs cluster.manifests cluster.doctor pretrain finetune.training "
         "finetune.artifacts finetune.experiments finetune.scores finetune.workflows"
     ),
+    "cluster": "cluster.jobs finetune",
 }
 
 # Libraries that one place owns: what another place needs of them goes through it.

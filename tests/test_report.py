@@ -27,6 +27,7 @@ from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
 from pretrain.reporting import charts, fill_mask, report
 from pretrain.reporting.fill_mask import MaskedSentence, fill, held_out_sentences, readable
+from tests.test_finetune_demo import Calls
 
 WORDS = [f"{a}{b}{c}" for a in "bdfglm" for b in "aeiou" for c in "nrst"]
 VOCABULARY = [*SPECIALS, ".", ",", "<b>", "##ing", "##s", *WORDS, "[unused0]", "[unused1]"]
@@ -465,63 +466,49 @@ class TestBarChart:
 
 class TestDemo:
     @pytest.fixture
-    def commands(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
-        """The commands that the demo runs, replaced by stubs, in an empty folder."""
+    def calls(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
+        """What the demo calls, replaced by stand-ins, in an empty folder."""
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(report, "write_report", lambda run, out: out)
         monkeypatch.setattr(report, "summary", lambda run: "the summary")
-        return []
+        return Calls().install(monkeypatch)
 
-    def run(self, commands: list[list[str]], *words: str) -> int:
-        arguments = self.parsed(*words)
-        code = demo.run_stages(arguments, lambda argv: commands.append(list(argv)) or 0)
-        return demo.finish(arguments, 0.0, code)
-
-    def parsed(self, *words: str) -> argparse.Namespace:
+    def run(self, *words: str) -> None:
         parser = argparse.ArgumentParser()
         demo.add_options(parser)
         arguments = parser.parse_args(words)
         demo.fill_in(arguments)
-        return arguments
+        demo.run_stages(arguments)
+        demo.finish(arguments, 0.0)
 
-    def test_runs_the_stages_in_order(self, commands: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-        assert self.run(commands, "--workers", "1", "--set", "phases.0.steps=5") == 0
-        assert [command[0] for command in commands] == ["prepare", "pretrain", "export"]
-        assert 'run_dir="runs/demo"' in commands[0]
-        assert 'corpus.dir="data/demo"' in commands[1]
-        assert "scheduling.workers=1" in commands[1]
-        assert "phases.0.steps=5" in commands[1]
-        assert "--resume" not in commands[1]
-        assert commands[2] == ["export", "runs/demo", "runs/demo/export"]
+    def test_runs_the_stages_in_order(self, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+        self.run("--workers", "1", "--set", "phases.0.steps=5")
+        assert [function for function, _ in calls] == ["prepare", "train", "export"]
+        assert calls[0][1]["run_dir"] == "runs/demo"
+        given = calls[1][1]
+        assert (given["corpus.dir"], given["scheduling.workers"], given["phases.0.steps"]) == ("data/demo", 1, 5)
+        assert (given["resume"], given["minutes"]) == (False, None)
         out = capsys.readouterr().out
-        assert "[1/4] tokenizing text into shards: ./launch.sh prepare " in out
+        assert "[1/4] tokenizing text into shards\n" in out
         assert "the summary" in out
         assert "runs/demo/report.html" in out
 
-    def test_continues_an_earlier_run_by_default(self, commands: list[list[str]]) -> None:
+    def test_continues_an_earlier_run_by_default(self, calls: Calls) -> None:
         checkpoint = Path("runs/demo/checkpoints/step-00000200")
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").write_text("{}")
-        self.run(commands)
-        assert "--resume" in commands[1]
+        self.run()
+        assert calls[1][1]["resume"]
         Path("runs/demo/config.yaml").write_text("")  # perhaps the user's own
         with pytest.raises(InputError, match="not a run folder"):
-            self.run(commands, "--fresh")
+            self.run("--fresh")
         Path("runs/demo/environment.json").write_text("")
-        self.run(commands, "--fresh")
-        assert "--resume" not in commands[4]
+        self.run("--fresh")
+        assert not calls[4][1]["resume"]
         assert not checkpoint.exists()
 
-    def test_keeps_an_earlier_corpus(self, commands: list[list[str]]) -> None:
+    def test_keeps_an_earlier_corpus(self, calls: Calls) -> None:
         Path("data/demo").mkdir(parents=True)
         Path("data/demo/manifest.json").write_text("{}")
-        self.run(commands)
-        assert [command[0] for command in commands] == ["pretrain", "export"]
-
-    def test_stops_at_the_first_stage_that_fails(self, commands: list[list[str]]) -> None:
-        assert demo.run_stages(self.parsed(), lambda argv: 75 if argv[0] == "pretrain" else 0) == 75
-
-    def test_needs_the_configs_of_a_clone(self, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(demo, "_CONFIG", Path("nowhere/tiny.yaml"))
-        with pytest.raises(InputError, match=r"nowhere/tiny.yaml: not found\. The demo needs a clone"):
-            self.run(commands)
+        self.run()
+        assert [function for function, _ in calls] == ["train", "export"]

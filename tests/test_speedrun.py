@@ -21,12 +21,14 @@ from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.held_out import HeldOutScore
 from finetune.scores.record import Record
 from pretrain.batches.loader import BatchMaker
-from pretrain.common.errors import InputError, MachineError, StoppedError
+from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.config import PretrainConfig
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
 from pretrain.objectives import objective_of
 from pretrain.planning import work
+from pretrain.run import api
+from pretrain.run.api import train
 from tests.bench.speedrun import command, ground, page, results, scores, trial
 from tests.bench.speedrun.budget import SequenceCost, measured_costs, plan_budget
 from tests.bench.speedrun.options import make_parser
@@ -572,17 +574,17 @@ def test_the_page_shows_phenomena_and_fine_tunings_of_the_trials(tmp_path: Path)
 
 
 class Trained:
-    """Stands for the command line of pretraining: trains with the real one, in this process."""
+    """Stands for `pretrain.train`: trains with the real one, in this process."""
 
     def __init__(self) -> None:
-        self.calls: list[list[str]] = []
-        self.codes: dict[int, int] = {}  # number of the call -> exit code in place of a training
+        self.calls: list[Path] = []
+        self.errors: dict[int, RunError] = {}  # number of the call -> what it raises in place of a training
 
-    def __call__(self, words: Any) -> int:
-        from pretrain.__main__ import main
-
-        self.calls.append(list(words))
-        return self.codes.get(len(self.calls)) or main(words)
+    def __call__(self, config: Path, **options: Any) -> Any:
+        self.calls.append(config)
+        if error := self.errors.get(len(self.calls)):
+            raise error
+        return train(config, **options)
 
 
 def test_a_trial_trains_scores_and_continues(
@@ -591,12 +593,13 @@ def test_a_trial_trains_scores_and_continues(
     """Two budgets of which one is stopped, then the same command; then another config in the same folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ground.draw_text, "__defaults__", (LIMITS, ground.NOVELS))
-    data, config, pretrain = write_text(tmp_path / "data"), config_file(tmp_path), Trained()
+    data, config, trained = write_text(tmp_path / "data"), config_file(tmp_path), Trained()
+    monkeypatch.setattr(api, "train", trained)
     words = [str(config), "--data", str(data), "--out", "out", "--workers", "1", "--log", "log.md"]
     words += ["--budget", "1.5e8", "--budget", "1e8", "--budget", "1e14"]
-    pretrain.codes[2] = 75
+    trained.errors[2] = StoppedError("it stopped")
     handler = signal.getsignal(signal.SIGTERM)
-    assert command.main(words, pretrain) == 75
+    assert command.main(words) == 75
     assert signal.getsignal(signal.SIGTERM) == handler, "the scores can be interrupted after a training"
     printed = capsys.readouterr().out
     assert "Run the same command again" in printed
@@ -605,10 +608,10 @@ def test_a_trial_trains_scores_and_continues(
     assert (tmp_path / "out" / "speedrun.html").is_file()
     assert (tmp_path / "log.md").read_text().count("tiny s0") == 1
     elsewhere = [str(tmp_path / "out") if word == "out" else word for word in words]
-    assert command.main(elsewhere, pretrain) == 0, "the same folder by another path"
+    assert command.main(elsewhere) == 0, "the same folder by another path"
     printed = capsys.readouterr().out
     assert "already finished" in printed
-    assert [Path(call[1]).stem for call in pretrain.calls] == ["tiny-1e8-s0", "tiny-1.5e8-s0"] * 2
+    assert [call.stem for call in trained.calls] == ["tiny-1e8-s0", "tiny-1.5e8-s0"] * 2
     small, large, refused = results.read(tmp_path / "out" / "speedrun.json").trials
     for one, budget in ((small, 1e8), (large, 1.5e8)):
         assert one.flops == pytest.approx(budget, rel=0.01)
@@ -629,15 +632,15 @@ def test_a_trial_trains_scores_and_continues(
 
     other = [*words[:-6], "--budget", "1e8", "--set"]
     with pytest.raises(InputError, match=r"begun with other settings: .*name=second"):
-        command.main([*other, "masking.probability=0.3"], pretrain)
+        command.main([*other, "masking.probability=0.3"])
     # A budget that cannot be spent with other settings leaves the row of the run that it could be spent with.
     with pytest.raises(InputError, match=r"begun with other settings: .*phases.*name=second"):
-        command.main([*other, "phases.0.global_sequences=400"], pretrain)
+        command.main([*other, "phases.0.global_sequences=400"])
     assert small in results.read(tmp_path / "out" / "speedrun.json").trials
     # Only what was stopped is to be continued, and a divergence is told.
-    for code, name in ((3, "failed"), (4, "diverged")):
-        pretrain.codes[len(pretrain.calls) + 1] = code
-        assert command.main([*other, f"name={name}"], pretrain) == code
+    for error, name in ((MachineError("x"), "failed"), (DivergedError("x"), "diverged")):
+        trained.errors[len(trained.calls) + 1] = error
+        assert command.main([*other, f"name={name}"]) == error.exit_code
         assert "Run the same command again" not in capsys.readouterr().out
     remarks = {one.trial: one.remarks for one in results.read(tmp_path / "out" / "speedrun.json").trials}
     assert remarks["diverged"] == "the training diverged"
@@ -645,7 +648,7 @@ def test_a_trial_trains_scores_and_continues(
 
     # A failed fine-tuning leaves its run in the table, and larger budgets train.
     monkeypatch.setattr(command, "measure", lambda *_: (Scores(bits_per_character=2.0), MachineError("1 run failed")))
-    assert command.main([*other, "name=tiny", "--budget", "1.5e8"], pretrain) == MachineError.exit_code
+    assert command.main([*other, "name=tiny", "--budget", "1.5e8"]) == MachineError.exit_code
     remarks = {one.run: one.remarks for one in results.read(tmp_path / "out" / "speedrun.json").trials}
     assert remarks["tiny-1e8-s0"] == remarks["tiny-1.5e8-s0"] == "fine-tunings: 1 run failed"
 
@@ -671,5 +674,5 @@ def test_options_without_effect_and_impossible_budgets_are_refused(tmp_path: Pat
         (["--log", str(tmp_path / "log.md")], "neither WikiExtractor's output nor a .txt file"),  # --data, read later
     ):
         with pytest.raises(InputError, match=message):
-            command.main([*words, *more], lambda _: 0)
+            command.main([*words, *more])
     assert not (tmp_path / "log.md").exists()

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -31,7 +30,7 @@ from ray.job_submission import JobStatus
 from cluster.jobs import client, entrypoint
 from cluster.jobs.client import Job
 from cluster.jobs.command import _follow
-from cluster.jobs.submission import read_job
+from cluster.jobs.submission import make_job, read_words
 from cluster.workers import local
 from cluster.workers.address import check_dashboard
 from cluster.workers.launch import check_address
@@ -56,7 +55,9 @@ def config(tmp_path: Path) -> Path:
 
 
 def read(config: Path, *more: str, workers: str | None = None) -> Job:
-    return read_job(["pretrain", str(config), *more], job_kinds(), folder=Path("/shared"), workers=workers)
+    command, path, overrides, start_from = read_words(["pretrain", str(config), *more], job_kinds())
+    given: Any = {"overrides": overrides, "start_from": start_from, "workers": workers}
+    return make_job(command, path, job_kinds(), folder="/shared", **given)
 
 
 def test_a_checkpoint_on_the_cluster_decides_model_and_vocabulary(config: Path) -> None:
@@ -108,32 +109,28 @@ def test_a_job_trains_where_the_cluster_says_or_its_client(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BERTRAIN_RUNS", mine)
-    job = read_job(["pretrain", str(config)], job_kinds(), folder=tmp_path, workers=None)
+    job = make_job("pretrain", config, job_kinds(), folder=tmp_path)
     metadata = {**client._metadata(job), "job_submission_id": "trial"}
     monkeypatch.setenv("BERTRAIN_RUNS", of_cluster)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr(entrypoint, "wait_in_queue", lambda _: None)
-    monkeypatch.setattr(entrypoint.importlib, "import_module", lambda _: SimpleNamespace(main=lambda _: 0))
-    assert entrypoint._run(metadata) == 0
+    monkeypatch.setattr("pretrain.run.api.train", lambda config, resume: None)
+    entrypoint._run(metadata)
     assert os.environ["BERTRAIN_RUNS"] == expected
 
 
-def test_a_job_leaves_no_file_when_it_is_killed(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = read_job(["prepare", str(config), "--set", "seed=5"], job_kinds(), folder=tmp_path, workers=None)
-    seen: list[Any] = []
-
-    def command(arguments: list[str]) -> int:
-        seen.extend([load_config(arguments[1]), list(Path(tempfile.gettempdir()).glob("bertrain-job-*"))])
-        return 0
-
+def test_a_job_calls_what_the_command_line_calls(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its config in memory: a job that is killed leaves no file behind."""
+    job = make_job("prepare", config, job_kinds(), overrides={"seed": 5}, folder=tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(entrypoint.importlib, "import_module", lambda _: SimpleNamespace(main=command))
-    assert entrypoint._run({**client._metadata(job), "job_submission_id": "trial"}) == 0
-    assert seen[0].seed == 5
-    assert seen[0].scheduling.address == "127.0.0.1:1"
-    assert seen[1] == []
+    monkeypatch.setattr("pretrain.run.api.prepare", load_config)
+    entrypoint._run({**client._metadata(job), "job_submission_id": "trial"})
+    printed = capsys.readouterr().out
+    assert "seed=5" in printed
+    assert "address='127.0.0.1:1'" in printed
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, (1, 1)), ("3", (3, 3)), ("2-4", (2, 4)), ("2-2", (2, 2))])

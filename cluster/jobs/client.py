@@ -59,7 +59,8 @@ class Job:
 
     Attributes:
         kind: pretrain, finetune or prepare.
-        module: the command line that runs it.
+        target: "package.module:function", called on the cluster with the config.
+        resumes: whether the function takes `resume`.
         name: the run's id.
         config: the resolved settings, as plain data for JSON.
         run_dir: the run folder, or the address of a run that is stored; the cluster decides where that one trains.
@@ -69,7 +70,8 @@ class Job:
     """
 
     kind: str
-    module: str
+    target: str
+    resumes: bool
     name: str
     config: dict[str, Any]
     run_dir: str
@@ -409,7 +411,8 @@ def _metadata(job: Job) -> dict[str, str]:
     return {
         **({"runs": str(runs())} if os.environ.get(RUNS_VARIABLE) else {}),
         "bertrain": job.kind,
-        "module": job.module,
+        "target": job.target,
+        **({"resumes": "yes"} if job.resumes else {}),
         "config": json.dumps(job.config, separators=(",", ":")),
         "folder": str(job.folder),
         "run_dir": job.run_dir if is_remote(job.run_dir) else str(job.folder / job.run_dir),

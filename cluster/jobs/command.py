@@ -6,7 +6,6 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.common.commands import add_address, add_command, local_path, positive_int, program
@@ -52,21 +51,25 @@ def _down(arguments: argparse.Namespace) -> None:
 
 
 def _submit(kinds: Callable[[], Mapping[str, Kind]], arguments: argparse.Namespace) -> int:
-    from cluster.jobs.submission import read_job
+    from cluster.jobs.submission import read_words, submit
 
-    job = read_job(arguments.run, kinds(), folder=arguments.dir or Path.cwd(), workers=arguments.workers)
-    cluster = _jobs(arguments)
-    if cluster.is_open():
-        print(
-            f"warning: {cluster.shown}: this cluster accepts jobs without a token, so anyone who can connect to it can "
-            "run code there. Restart its Ray with RAY_AUTH_MODE=token; see SECURITY.md.",
-            file=sys.stderr,
-        )
-    cluster.submit(job, wait_for_nodes=arguments.wait_for_nodes)
-    if not arguments.follow:
-        print(f"{job.name}: submitted to {cluster.shown}. Follow it with {program()} logs -f {job.name}")
-        return 0
-    return _follow(cluster, job.name)
+    command, config, overrides, start_from = read_words(arguments.run, kinds())
+    job = submit(
+        command,
+        config,
+        kinds(),
+        overrides=overrides,
+        start_from=start_from,
+        workers=arguments.workers,
+        folder=arguments.dir,
+        address=arguments.address,
+        wait_for_nodes=arguments.wait_for_nodes,
+        plain_http=arguments.allow_plain_http,
+    )
+    if arguments.follow:
+        return _follow(job.jobs, job.name)
+    print(f"{job} Follow it with {program()} logs -f {job.name}")
+    return 0
 
 
 def _status(arguments: argparse.Namespace) -> None:

@@ -247,8 +247,7 @@ def _run(
                 max_failures=config.scheduling.max_failures,
             )
         except StoppedError as error:
-            message = str(error).removesuffix(StoppedError.CONTINUE)
-            stopped = StoppedError(f"{' '.join(message.split())} Run the same command to continue.")
+            stopped = error.again()
     return TrialRuns(outcomes, stopped)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.experiments.outcomes import Outcome
 from pretrain.common.records import is_training, parse_record
 from pretrain.common.run_files import METRICS
-from pretrain.common.wording import clock
+from pretrain.common.wording import clock, make_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,9 +46,7 @@ class TrialsView:
         stop_file: Path,
         console: Console | None = None,
     ) -> None:
-        from rich.console import Console as RichConsole
-
-        self._console = console or RichConsole(highlight=False, markup=False, soft_wrap=True)
+        self._console = console or make_console(highlight=False, markup=False, soft_wrap=True)
         self._trials, self._stop_file = trials, stop_file
         self._running: dict[int, float] = {}  # number -> clock at its start
         self._left = list(pending)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -204,6 +204,9 @@ _WithTask = create_model("_WithTask", __base__=_Start, **_SECTIONS)
 class FinetuneConfig(_WithTask):
     """The complete config of a fine-tuning."""
 
+    PURPOSE = "fine-tuning"
+    ALSO_NEEDED = f" and a task: {', '.join(TASKS)}"
+
     training: TrainingConfig = Field(
         default=TrainingConfig(), description="Length of the training, batch size and learning rate."
     )
@@ -325,9 +328,11 @@ class FinetuneConfig(_WithTask):
         return math.ceil(examples * self.evaluation.every_epochs / self.training.examples_per_step)
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = (), *, imports: bool = False) -> FinetuneConfig:
-    """The fine-tuning in the YAML file `path` with `key.path=value` overrides, as `settings.load` reads it."""
-    return settings.load(path, FinetuneConfig, overrides, imports=imports)
+def load_config(
+    config: settings.AnyConfig, overrides: settings.Overrides = (), *, imports: bool = False
+) -> FinetuneConfig:
+    """The fine-tuning that `config` describes, with overrides, as `settings.load` reads it."""
+    return settings.load(config, FinetuneConfig, overrides, imports=imports)
 
 
 def config_type(path: Path | str) -> type[RunConfig]:

@@ -15,10 +15,10 @@ from finetune.training.card import repeated_remark
 from finetune.training.config import FinetuneConfig, changed_for_resume, load_config
 from finetune.training.model.start import is_short, start_table
 from finetune.training.saved import MODEL, load_saved, read_details, result_lines
-from pretrain.common.commands import next_step, program
+from pretrain.common.commands import program
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
-from pretrain.common.records import read_records
+from pretrain.common.records import NO_METRICS, read_records
 from pretrain.common.run_files import CONFIG_FILE
 from pretrain.common.wording import counted
 from pretrain.config import ModelConfig
@@ -52,7 +52,7 @@ class FinetunePlan:
         return config.filled(self.model.hidden, self.units).total_steps(self.units)
 
 
-def start(config: FinetuneConfig, *, resume: bool, ray: bool = False, no_ray: bool = False) -> FinetuneConfig | None:
+def start(config: FinetuneConfig, *, resume: bool, ray: bool = False, no_ray: bool = False) -> bool:
     """Check, record and train the run, as `pretrain.run.launch.start_run` does."""
 
     def check(config: FinetuneConfig, alone: bool) -> int | None:
@@ -64,16 +64,14 @@ def start(config: FinetuneConfig, *, resume: bool, ray: bool = False, no_ray: bo
 
     if resume:
         launch.download(config.run_dir)
-    return launch.start_run(
+    kind = launch.RunKind(
         "finetune.training.train:main",
-        config,
-        resume=resume,
-        ray=ray,
-        no_ray=no_ray,
         check=check,
         is_finished=lambda config: is_finished(config, resume=True),
         changed=changed_for_resume,
+        metrics=NO_METRICS,
     )
+    return launch.start_run(kind, config, resume=resume, ray=ray, no_ray=no_ray)
 
 
 # ---------------------------------------------------------------- checked before the start
@@ -277,7 +275,7 @@ def describe_checkpoint(config: FinetuneConfig, plan: FinetunePlan) -> str:
 
 
 def summary(config: FinetuneConfig) -> str:
-    """The scores, where the model is, and what to do next."""
+    """The scores, and where the model is."""
     saved, details = load_saved(config.folder), read_details(config.folder)
     task = config.make_task(saved.state)
     lines = [
@@ -286,7 +284,7 @@ def summary(config: FinetuneConfig) -> str:
         for line in result_lines(task, name, scores, details.get(name, {}))
     ]
     lines += course_lines(read_records(config.folder), task.metric)
-    lines.append(f"{config.folder / MODEL}: finished.{next_step(_prediction(config))}")
+    lines.append(f"{config.folder / MODEL}: finished.")
     return "\n".join(lines)
 
 
@@ -321,10 +319,6 @@ def course_lines(records: Sequence[Mapping[str, Any]], metric: str) -> list[str]
 
 def next_command(config: FinetuneConfig) -> str:
     """The command that predicts with a finished model."""
-    return f"Next: {program()} {_prediction(config)}"
-
-
-def _prediction(config: FinetuneConfig) -> str:
     given = " ".join(f"--{name} ..." for name in config.make_task().input_fields)
     own = f" --import {config.task['kind']}" if config.task else ""
-    return f"predict {shlex.quote(str(config.address or config.folder))} {given}{own}"
+    return f"Next: {program()} predict {shlex.quote(str(config.address or config.folder))} {given}{own}"

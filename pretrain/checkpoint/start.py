@@ -26,7 +26,7 @@ from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
-from pretrain.common.settings import given_values, load
+from pretrain.common.settings import AnyConfig, Overrides, given_values, load
 from pretrain.config import ModelConfig, PretrainConfig, began_from, run_folder
 from pretrain.config.families import SIZES, Shape
 from pretrain.corpus.extension import old_pieces
@@ -55,15 +55,15 @@ _SHARED = {
 # ---- settings
 
 
-def start_overrides(path: Path, overrides: Sequence[str], *, resume: bool = False) -> list[str]:
-    """Further overrides of the run's config `path`, for what the checkpoint in its `start_from` decides.
+def start_overrides(config: AnyConfig, overrides: Overrides, *, resume: bool = False) -> list[str]:
+    """Further overrides of a run's `config`, for what the checkpoint in its `start_from` decides.
 
     A run that resumes takes them from its own folder, so the checkpoint is not needed any more.
 
     Raises:
         InputError: the checkpoint cannot be read, or the config sets something that contradicts it.
     """
-    given = given_values(path, PretrainConfig, overrides)
+    given = given_values(config, PretrainConfig, overrides)
     earlier = _earlier(given) if resume else None
     if earlier is not None:
         return _of_earlier_start(earlier, given)

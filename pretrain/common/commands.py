@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pretrain.common.addresses import check_address, is_remote
-from pretrain.common.errors import InputError, RunError, StoppedError, printable
+from pretrain.common.errors import InputError, RunError, printable
 from pretrain.common.examples import config_path
 from pretrain.common.files import check_local, find_run
 
@@ -38,24 +36,6 @@ def program() -> str:
     """
     called = Path(sys.argv[0]).name if sys.argv else ""
     return os.environ.get("BERTRAIN_PROGRAM") or ("bertrain" if called == "bertrain" else LAUNCHER)
-
-
-_is_stage: ContextVar[bool] = ContextVar("is_stage", default=False)
-
-
-@contextlib.contextmanager
-def as_stage() -> Iterator[None]:
-    """Within it, the commands are stages of a larger one, which says itself how to go on: no advice is printed."""
-    token = _is_stage.set(True)
-    try:
-        yield
-    finally:
-        _is_stage.reset(token)
-
-
-def next_step(command: str) -> str:
-    """What a finished command tells the user to type next, without the program's name; "" for a stage."""
-    return "" if _is_stage.get() else f" Next: {program()} {command}"
 
 
 def exit_code(run: Callable[[], int | None]) -> int:
@@ -92,8 +72,7 @@ def _exit_code(run: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except RunError as error:
-        message = str(error).removesuffix(StoppedError.CONTINUE) if _is_stage.get() else str(error)
-        for line in message.split("\n"):
+        for line in str(error).split("\n"):
             print(f"error: {printable(line)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -267,14 +246,10 @@ def config_argument(text: str) -> Path:
     return config_path(local_path(text))
 
 
-def run_argument(text: str) -> Path | str:
-    """An argument that is a run folder or model, as a path, the name of a run (`find_run`), or an address."""
+def run_argument(given: Any) -> Path | str:
+    """An argument that is a run folder or model, as a path, the name of a run (`find_run`), an address, or a result."""
+    text = str(getattr(given, "place", given))
     return checked_address(text) if is_remote(text) else find_run(local_path(text))
-
-
-def model_argument(text: str) -> Path | str:
-    """An argument for `start_from`: a path, or an address, which each machine fetches."""
-    return checked_address(text) if is_remote(text) else local_path(text)
 
 
 def checked_address(text: str, *, written: bool = False) -> str:

@@ -45,5 +45,9 @@ class StoppedError(RunError):
     """Stopped on request after saving a checkpoint; `--resume` continues."""
 
     exit_code = 75
-    # The end of a message; a command whose stage stopped gives its own advice instead.
-    CONTINUE = " Continue with --resume."
+    CONTINUE = " Continue with --resume."  # the end of a message
+
+    def again(self) -> "StoppedError":
+        """The error of a command that resumes what it began by itself."""
+        message = " ".join(str(self).removesuffix(self.CONTINUE).split())
+        return StoppedError(f"{message} Run the same command again to continue.")

@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 from pretrain.common.errors import InputError
-from pretrain.common.kinds import not_one_of
+from pretrain.common.kinds import did_you_mean, not_one_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 KINDS = ("pretrain", "finetune")  # of configs, and the commands that take them
@@ -26,8 +26,12 @@ def examples() -> dict[str, Path]:
 
 
 def config_path(path: Path) -> Path:
-    """`path`, or the example config with that name if there is no such file."""
-    return path if path.suffix or path.exists() else examples().get(path.as_posix(), path)
+    """`path`, or the example config with that name if there is no such file; `InputError` for a similar name."""
+    if path.suffix or path.exists():
+        return path
+    if (name := path.as_posix()) not in examples() and (nearest := did_you_mean(name, examples())):
+        raise InputError(f"{path}: no such file; {nearest} `configs` lists the example configs.")
+    return examples().get(name, path)
 
 
 def listing() -> str:

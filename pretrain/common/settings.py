@@ -1,7 +1,8 @@
-"""YAML files read into frozen pydantic models: line numbers in errors, nearest names, overrides by dotted key."""
+"""YAML files and dictionaries read into frozen pydantic models: where in errors, nearest names, overrides by key."""
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 import typing
@@ -14,8 +15,10 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from pretrain.common.commands import run_argument
 from pretrain.common.earlier import LeftError, name_now, remark
 from pretrain.common.errors import InputError, is_control, printable
+from pretrain.common.examples import config_path
 from pretrain.common.kinds import ask_for_kind
 from pretrain.common.secret_names import secret_paths
 from pretrain.common.sections import (
@@ -32,15 +35,22 @@ from pretrain.common.setting_errors import expected, shortened, shown, suggest
 from pretrain.common.yaml_text import Dumper, child, parse, read_text
 
 _MOST_LEVELS = 50  # keys in the name of an override
+_OTHER_KIND = 3  # unknown sections: the config of another kind
 _LONGEST_OVERRIDE = 200  # characters of an override in a message
 
 _remarked: set[tuple[str, str]] = set()  # a command reads a config several times
 
 S = TypeVar("S", bound=Section)
 
+AnyConfig = Path | str | Mapping[str, Any] | Section
+"""A config as it may be given: a YAML file, the name of an example, nested values, or a config object."""
 
-def load(path: Path | str, kind: type[S], overrides: Sequence[str] = (), *, imports: bool = False) -> S:
-    """The settings in the YAML file `path`, with `key.path=value` overrides applied.
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Overrides of a config: texts `key.path=value`, or values by key.path."""
+
+
+def load(config: AnyConfig, kind: type[S], overrides: Overrides = (), *, imports: bool = False) -> S:
+    """The settings of `config`, with overrides applied.
 
     Values are read as YAML 1.2 (1e-4 is a number, `off` is text) and never converted to another type. List items are
     addressed by index: `phases.0.steps=10`.
@@ -51,12 +61,10 @@ def load(path: Path | str, kind: type[S], overrides: Sequence[str] = (), *, impo
     Raises:
         InputError: one line per problem, each with the line of the file or the override that causes it.
     """
-    source = _Document(Path(path), kind)
-    for override in overrides:
-        source.override(override)
+    source = _Document(config, kind, overrides)
     settings = source.validate()
     if imports:
-        import_named(settings, Path(path).parent, lambda keys: f"{source.where(keys)}: ")
+        import_named(settings, source.folder, lambda keys: f"{source.where(keys)}: ")
         if (narrowed := settings.narrowed()) is not kind:
             source.kind = typing.cast(type[S], narrowed)
             settings = kind.model_validate(source.validate().model_dump(mode="json"))
@@ -75,15 +83,36 @@ def import_named(settings: Section, folder: Path | None = None, where: Callable[
             raise InputError(f"{where(keys)}{'.'.join(map(str, keys))}: {error}") from None
 
 
-def given_values(path: Path | str, kind: type[Section], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The values in the YAML file `path` with `overrides` applied, as `load` takes them, but not validated.
+def given_values(config: AnyConfig, kind: type[Section], overrides: Overrides = ()) -> dict[str, Any]:
+    """The values of `config` with `overrides` applied, as `load` takes them, but not validated.
 
     Raises `InputError` if the file cannot be read, or an override cannot be applied.
     """
-    source = _Document(Path(path), kind)
-    for override in overrides:
-        source.override(override)
-    return source.values
+    return _Document(config, kind, overrides).values
+
+
+def as_overrides(overrides: Overrides) -> list[str]:
+    """Overrides as texts `key.path=value`, with values in JSON, which is YAML."""
+    if isinstance(overrides, Mapping):
+        return [f"{key}={json.dumps(_plain(value), default=repr)}" for key, value in overrides.items()]
+    return [overrides] if isinstance(overrides, str) else list(overrides)
+
+
+def with_start(overrides: Overrides, start_from: Any) -> list[str]:
+    """Overrides as texts, with that of `start_from`, as `run_argument` takes it; None leaves it to the config."""
+    start = {} if start_from is None else {"start_from": run_argument(start_from)}
+    return as_overrides(overrides) + as_overrides(start)
+
+
+def _plain(value: Any) -> Any:
+    """A copy with dictionaries, lists and texts for sections, tuples and paths, as YAML has them."""
+    if isinstance(value, Section):
+        return _plain(value.model_dump(exclude_unset=True))
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def read_values(path: Path | str) -> dict[str, Any]:
@@ -145,17 +174,28 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class _Document(Generic[S]):
-    """One YAML file with overrides applied; it knows where each value comes from."""
+    """One YAML file, or given values, with overrides applied; it knows where each value comes from."""
 
-    def __init__(self, path: Path, kind: type[S]) -> None:
-        self.path, self.kind = path, kind
-        self.root, self.values = parse(read_text(path), str(path))
+    def __init__(self, config: AnyConfig, kind: type[S], overrides: Overrides = ()) -> None:
+        self.kind = kind
+        self.root: yaml.Node | None = None
+        self.folder: Path | None = None
+        if isinstance(config, Path | str):
+            path = config_path(Path(config))
+            self.origin, self.folder = str(path), path.parent
+            self.root, self.values = parse(read_text(path), self.origin)
+        elif isinstance(config, Mapping | Section):
+            self.origin, self.values = "config", _plain(config)
+        else:
+            raise InputError(f"config: is {shown(config)}; expected the path of a YAML file, or settings.")
         if not isinstance(self.values, dict):
             raise InputError(
-                f"{path}: no settings in this file; expected lines of `key: value`, at least "
+                f"{self.origin}: no settings in this file; expected lines of `key: value`, at least "
                 f"{', '.join(required_names(kind))}."
             )
         self.overrides: list[tuple[Keys, str]] = []
+        for override in as_overrides(overrides):
+            self.override(override)
 
     def override(self, text: str) -> None:
         """Apply the override `key.path=value` to the file's values."""
@@ -172,7 +212,7 @@ class _Document(Generic[S]):
         container: Any = self.values
         for depth, key in enumerate(keys):
             last = depth == len(keys) - 1
-            place = f"{where}: {'.'.join(map(str, keys[:depth])) or self.path}"
+            place = f"{where}: {'.'.join(map(str, keys[:depth])) or self.origin}"
             new_item: Any = value if last else [] if isinstance(keys[depth + 1], int) else {}
             container = _enter(container, key, new_item, place, replace=last)
 
@@ -194,9 +234,10 @@ class _Document(Generic[S]):
             settings = self.kind.model_validate(_with_tuples(self.values, self.kind), strict=True)
         except ValidationError as error:
             problems = [problem for problem in error.errors(include_url=False) if not _is_echo(problem)]
+            self._check_kind(problems)
             problems.sort(key=lambda problem: self.line(problem["loc"]) or 0)
             raise InputError("\n".join(dict.fromkeys(map(self.explain, problems)))) from None
-        if not (self.path.parent / "metrics.jsonl").exists():  # a run recorded the names of its version
+        if not (self.folder and (self.folder / "metrics.jsonl").exists()):  # a run recorded the names of its version
             self._remark_on_earlier_names(self.values)
         for path in _secrets(settings):
             where = self.where(path)
@@ -207,6 +248,15 @@ class _Document(Generic[S]):
                 "and checkpoints. Set it as an environment variable of the machines that train."
             )
         return settings
+
+    def _check_kind(self, problems: Sequence[ErrorDetails]) -> None:
+        """Raise `InputError` if the settings are those of another kind of config."""
+        unknown = [str(one["loc"][0]) for one in problems if one["type"] == "extra_forbidden" and len(one["loc"]) == 1]
+        if len(unknown) >= _OTHER_KIND:
+            raise InputError(
+                f"{self.origin}: is not the config of a {self.kind.PURPOSE}, which has no {' and no '.join(unknown)}. "
+                f"Give one with {', '.join(required_names(self.kind))}{self.kind.ALSO_NEEDED}."
+            )
 
     def _remark_on_earlier_names(self, value: Any, path: Keys = ()) -> None:
         """One line on stderr for each old name below `value` that is read."""
@@ -275,7 +325,7 @@ class _Document(Generic[S]):
         if below and not self.is_in_file(path):  # an override below this section created it
             return below[-1]
         line = self.line(path)
-        return f"{self.path}:{line}" if line else str(self.path)
+        return f"{self.origin}:{line}" if line else self.origin
 
     def line(self, path: Keys) -> int | None:
         """The line of `path` in the file, or of the innermost section around it that the file has."""

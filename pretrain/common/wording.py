@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
@@ -52,3 +57,11 @@ def clock(seconds: float) -> str:
     if days:
         return f"{days} d {hour:02}:{minute:02}"
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def make_console(*, stderr: bool = False, **options: Any) -> Console:
+    """Where progress is shown: without control codes if that is no terminal, as in a notebook; `options` are rich's."""
+    from rich.console import Console
+
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()  # notebooks set FORCE_COLOR, which rich would obey
+    return Console(stderr=stderr, force_jupyter=False, force_terminal=is_terminal, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -166,6 +166,7 @@ class PretrainConfig(RunConfig):
     """All settings of a pretraining run."""
 
     EARLIER = "pretraining"
+    PURPOSE = "pretraining"
 
     optimizer: PretrainOptimizerConfig = Field(default=PretrainOptimizerConfig(), description="The optimizer.")
     corpus: CorpusConfig = Field(description="The text and the prepared corpus.")
@@ -386,6 +387,8 @@ def _refuse_changes(section: str, settings: Section, needed: str) -> None:
             raise ValueError(f"{section}.{name} ({value}) needs {needed}")
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = (), *, imports: bool = False) -> PretrainConfig:
-    """The run described by the YAML file `path` with `key.path=value` overrides, as `settings.load` reads it."""
-    return settings.load(path, PretrainConfig, overrides, imports=imports)
+def load_config(
+    config: settings.AnyConfig, overrides: settings.Overrides = (), *, imports: bool = False
+) -> PretrainConfig:
+    """The pretraining that `config` describes, with overrides, as `settings.load` reads it."""
+    return settings.load(config, PretrainConfig, overrides, imports=imports)

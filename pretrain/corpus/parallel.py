@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Pool:
         elif self._processes == 1:
             stages.start_process(*self._begin_with, child=False)
         else:
-            context = multiprocessing.get_context(_start_method())
+            context = _Spawn() if _start_method() == "spawn" else multiprocessing.get_context("fork")
             self._executor = ProcessPoolExecutor(self._processes, context, stages.start_process, self._begin_with)
             with _without_tokenizers_threads():
                 self._executor.submit(os.getpid)  # starts the processes now, before there are other threads
@@ -111,6 +112,23 @@ def _stop_calls(executor: ProcessPoolExecutor) -> None:
     for process in list(executor._processes or ()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, stages.STOP)
+
+
+class _SpawnedProcess(SpawnProcess):
+    """A process that does not run the user's script again, which need not have `if __name__ == "__main__"`."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")  # neither a file nor a spec
+        try:
+            return SpawnProcess._Popen(process_obj)  # pyright: ignore[reportAttributeAccessIssue]
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _Spawn(SpawnContext):
+    Process = _SpawnedProcess
 
 
 def _start_method() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
@@ -17,6 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+
+from pretrain.common.wording import make_console
 
 _SETTLING_SECONDS = 1.0  # a shorter time gives no reliable rate
 
@@ -51,7 +52,7 @@ class StageBar:
             _Size(),
             _Rate(),
             TimeRemainingColumn(elapsed_when_finished=True),
-            console=Console(stderr=True),
+            console=make_console(stderr=True),
             disable=quiet,
         )
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pretrain.common.addresses import is_remote, local
 from pretrain.common.commands import run_argument
 
 
-def run_path(text: str) -> Path:
-    """An argument that is a run folder or model, the name of a run (`find_run`), or an address, which is fetched.
+def run_path(given: Any) -> Path:
+    """The folder of a run or model, as `run_argument` takes it; one at an address is fetched.
 
     Raises `InputError` if nothing is stored at the address.
     """
     from pretrain.storage.runs import fetched_model
 
-    given = run_argument(text)
-    return given if isinstance(given, Path) else fetched_model(given)
+    place = run_argument(given)
+    return place if isinstance(place, Path) else fetched_model(place)
 
 
 def store_target(target: Path | str) -> None:

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
-import json
 import shlex
-import textwrap
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pretrain.common.commands import (
     add_command,
@@ -20,16 +14,14 @@ from pretrain.common.commands import (
     add_workers,
     config_argument,
     local_path,
-    model_argument,
-    next_step,
     overrides,
+    program,
+    run_argument,
     target_path,
 )
 from pretrain.common.errors import InputError
-from pretrain.run.arguments import run_path, store_target
-
-if TYPE_CHECKING:
-    from pretrain.config import PretrainConfig
+from pretrain.run import api
+from pretrain.run.arguments import run_path
 
 
 def add_to(commands: Any) -> None:
@@ -38,136 +30,76 @@ def add_to(commands: Any) -> None:
         add(commands)
 
 
-def load(path: Path, overrides: Sequence[str]) -> PretrainConfig:
-    """The config of a run that is to start on another machine."""
-    from pretrain.config import load_config
-
-    return load_config(path, overrides, imports=True)
-
-
 # ---------------------------------------------------------------- what the commands do
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    from pretrain.corpus import prepare
-    from pretrain.planning.text import counts_readings
-
-    config, tokenizer, declared = _config(arguments), None, {}
-    if config.start_from:
-        from pretrain.checkpoint.start import start_tokenizer
-        from pretrain.checkpoint.tokenizer import tokenizer_folder
-        from pretrain.corpus.special_tokens import declared_settings
-        from pretrain.storage.runs import fetched_model
-
-        tokenizer = start_tokenizer(fetched_model(config.start_from))
-        declared = declared_settings(tokenizer_folder(fetched_model(config.start_from)))
     if arguments.dry_run:
+        from pretrain.corpus import prepare
         from pretrain.planning import estimate
 
+        config = api.read_config(arguments.config, overrides(arguments), start_from=arguments.start_from, dry_run=True)
+        tokenizer = api.start_tokenizer_of(config).get("tokenizer")
         print(estimate.preparation_lines(prepare.describe(config, tokenizer)))
         return
-    counted = counts_readings(config)
-    print(prepare.prepare(config, tokenizer=tokenizer, declared=declared, count_readings=counted))
-    _print_lengths(config)
-
-
-def _print_lengths(config: PretrainConfig) -> None:
-    """Mean tokens of a sequence of each phase, which decide what a step costs."""
-    from pretrain.planning.text import measured_phases
-
-    # Text that is too short for the phases is prepared all the same; the run refuses it.
-    with contextlib.suppress(InputError):
-        for number, text in enumerate(measured_phases(config)):
-            most = config.phases[number].sequence_length
-            print(
-                f"phases.{number}: {text.samples_per_epoch:,} sequences in an epoch, of {text.mean_length:.1f} tokens "
-                f"in the mean ({most} at most)"
-            )
+    print(api.prepare(arguments.config, overrides=overrides(arguments), start_from=arguments.start_from))
 
 
 def _pretrain(arguments: argparse.Namespace) -> None:
     _check_budget(arguments)
-    config = _config(arguments)
-    if arguments.budget is not None:
-        from pretrain.planning.recommend import recommendation
-
-        print(recommendation(config, arguments.budget, arguments.on, arguments.law))
-        return
-    if arguments.minutes is not None:
-        if config.fork_from:
-            raise InputError("--minutes: changes the length of phases that a fork has in common. Leave it out.")
-        config = _fit(config, arguments)
     if arguments.dry_run:
-        from pretrain.planning import estimate
-        from pretrain.planning.text import measured_phases, reading_lines
-        from pretrain.run import preflight
-        from pretrain.run.fork import find_fork
-
-        state = preflight.run_state(config.folder, finished=preflight.is_finished(config))
-        config = preflight.with_resolved_precision(config) if arguments.resume else config
-        given = arguments.mean_length
-        measured = [phase.mean_length for phase in measured_phases(config)] if given is None else []
-        estimates = estimate.dry_run(
-            config,
-            on=arguments.on,
-            mean_length=given,
-            measured=measured,
-            readings=reading_lines(config),
-            show_config=arguments.show_config,
-        )
-        if config.fork_from and state == "new":
-            step, _ = find_fork(config)
-            state = f"new; forks from {config.fork_from}, so that {config.total_steps - step:,} steps are left"
-        print(f"Run\n  {config.folder}: {state}\n\n{estimates}")
+        print(_plan(arguments))
         return
-    from pretrain.config import changed_for_resume
-    from pretrain.objectives import objective_of
-    from pretrain.run import launch, preflight
-    from pretrain.run.fork import begin_fork
-
-    forks = bool(config.fork_from) and (launch.is_follower() or begin_fork(config))
-    resume = arguments.resume or forks
-    started = launch.start_run(
-        "pretrain.run.train:main",
-        config,
-        resume=resume,
+    run = api.train(
+        arguments.config,
+        overrides=overrides(arguments),
+        start_from=arguments.start_from,
+        fork_from=arguments.fork,
+        resume=arguments.resume,
+        minutes=arguments.minutes,
         ray=arguments.ray,
         no_ray=arguments.no_ray,
-        check=functools.partial(_check, resume=resume),
-        is_finished=preflight.is_finished,
-        changed=changed_for_resume,
-        metrics=objective_of(config).metrics,
     )
-    if started is not None:
-        place = config.address or config.folder
-        own = f" --import {config.objective}" if config.objective else ""
-        print(f"{place}: finished.{next_step(f'export {shlex.quote(str(place))} DIR{own}')}")
+    if run.trained:
+        own = f" --import {run.config.objective}" if run.config.objective else ""
+        print(f"{run.place}: finished. Next: {program()} export {shlex.quote(str(run.place))} DIR{own}")
 
 
-def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:
-    """Check what the run reads, and print what it begins from; returns its steps."""
-    from pretrain.config import began_from
-    from pretrain.corpus.stored import fetch_corpus
-    from pretrain.model.cost import check_names
-    from pretrain.objectives import objective_of
-    from pretrain.run import launch, preflight
+def _plan(arguments: argparse.Namespace) -> str:
+    """What a dry run prints: a recommendation for a budget, or the run's state and what it would cost."""
+    from pretrain.planning import estimate
+    from pretrain.planning.recommend import recommendation
+    from pretrain.planning.text import measured_phases, reading_lines
+    from pretrain.run import preflight
+    from pretrain.run.fork import find_fork
 
-    check_names(config.model)
-    fetch_corpus(config.corpus)
-    begins = config.start_from and not (resume and began_from(config.folder))
-    if begins:
-        from pretrain.checkpoint.start import check_start_corpus, start_table
-
-        check_start_corpus(config)
-    preflight.check_corpus(config)
-    if (objective := objective_of(config)).frozen_role:
-        from pretrain.checkpoint.start import read_frozen
-
-        objective.check(read_frozen)
-    launch.check_cores(config, alone)
-    if begins:
-        print(f"{config.start_from}:\n{textwrap.indent(start_table(config), '  ')}")
-    return config.total_steps
+    resume, given = arguments.resume, arguments.mean_length
+    config = api.read_config(
+        arguments.config,
+        overrides(arguments),
+        start_from=arguments.start_from,
+        fork_from=arguments.fork,
+        resume=resume,
+        dry_run=True,
+    )
+    if arguments.budget is not None:
+        return recommendation(config, arguments.budget, arguments.on, arguments.law)
+    if arguments.minutes is not None:
+        config = api.fit_minutes(config, arguments.minutes, resume=resume, dry_run=True)
+    state = preflight.run_state(config.folder, finished=preflight.is_finished(config))
+    config = preflight.with_resolved_precision(config) if resume else config
+    estimates = estimate.dry_run(
+        config,
+        on=arguments.on,
+        mean_length=given,
+        measured=[phase.mean_length for phase in measured_phases(config)] if given is None else [],
+        readings=reading_lines(config),
+        show_config=arguments.show_config,
+    )
+    if config.fork_from and state == "new":
+        step, _ = find_fork(config)
+        state = f"new; forks from {config.fork_from}, so that {config.total_steps - step:,} steps are left"
+    return f"Run\n  {config.folder}: {state}\n\n{estimates}"
 
 
 def _check_budget(arguments: argparse.Namespace) -> None:
@@ -184,68 +116,16 @@ def _check_budget(arguments: argparse.Namespace) -> None:
             raise InputError(f"{option}: has no effect with --budget. Leave one of them out.")
 
 
-def _fit(config: PretrainConfig, arguments: argparse.Namespace) -> PretrainConfig:
-    """The config with as many steps as fit into the given minutes here; a resumed run keeps those it began with."""
-    from pretrain.common.files import checkpoint_names
-    from pretrain.config import changed_for_resume
-    from pretrain.planning import pace
-    from pretrain.planning.text import read_text
-    from pretrain.run import preflight
-
-    if arguments.resume and checkpoint_names(config.folder):
-        return pace.recorded(config)
-    preflight.check_corpus(config)
-    if not arguments.dry_run:
-        preflight.check_run_folder(config, arguments.resume, changed_for_resume)
-    return pace.fit(config, arguments.minutes, read_text(config).lengths)
-
-
 def _export(arguments: argparse.Namespace) -> None:
-    from pretrain.checkpoint import hf
-    from pretrain.common.addresses import is_remote, local, shown
-    from pretrain.config import load_config
-    from pretrain.objectives import objective_of
-    from pretrain.storage.runs import StoredRun
-
-    address = shown(arguments.run)
-    if arguments.checkpoint and is_remote(address):
-        stored = StoredRun(address, arguments.run)
-        stored.download_checkpoints(stored.names())
-    own = hf.export_run(
-        arguments.run,
-        local(arguments.out),
-        arguments.checkpoint,
-        averaged=arguments.averaged,
-        others=arguments.average,
+    print(
+        api.export(
+            arguments.run,
+            arguments.out,
+            checkpoint=arguments.checkpoint,
+            averaged=arguments.averaged,
+            average=arguments.average,
+        )
     )
-    if is_remote(arguments.out):
-        for part in objective_of(load_config(arguments.run / "config.yaml")).exported:
-            store_target(f"{arguments.out}{part.suffix}")
-    if own:
-        print(f"{arguments.out}: written for bertrain's own commands. transformers cannot load it ({own}).")
-    else:
-        loader = hf.auto_class(local(arguments.out))
-        print(f"{arguments.out}: written. transformers loads it with {loader}.from_pretrained.")
-
-
-def _config(arguments: argparse.Namespace) -> PretrainConfig:
-    from pretrain.common import settings
-    from pretrain.config import PretrainConfig, began_from, load_config, run_folder
-    from pretrain.run import launch
-
-    resume, settings_given = getattr(arguments, "resume", False), overrides(arguments)
-    if arguments.start_from is not None:
-        settings_given.append(f"start_from={json.dumps(str(arguments.start_from))}")
-    if getattr(arguments, "fork", None) is not None:
-        settings_given.append(f"fork_from={json.dumps(arguments.fork)}")
-    given = settings.given_values(arguments.config, PretrainConfig, settings_given)
-    if resume and not arguments.dry_run:
-        launch.download(given.get("run_dir"))
-    if given.get("start_from") or (resume and began_from(run_folder(given))):
-        from pretrain.checkpoint.start import start_overrides
-
-        settings_given += start_overrides(arguments.config, settings_given, resume=resume)
-    return load_config(arguments.config, settings_given, imports=True)
 
 
 # ---------------------------------------------------------------- their parsers
@@ -360,7 +240,7 @@ Fine-tuned models are exported by the same command, also as ONNX:
 
 def _add_from(parser: argparse.ArgumentParser, purpose: str) -> None:
     parser.add_argument(
-        "--from", dest="start_from", type=model_argument, metavar="DIR", help=f"{purpose} (overrides start_from)"
+        "--from", dest="start_from", type=run_argument, metavar="DIR", help=f"{purpose} (overrides start_from)"
     )
 
 

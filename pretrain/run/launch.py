@@ -7,53 +7,67 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 from pretrain.common import records
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import disk_errors
-from pretrain.common.records import NO_METRICS, Metric
+from pretrain.common.records import Metric
 from pretrain.common.settings import import_named
 from pretrain.common.wording import counted
-from pretrain.common.worker import STOP_FILE, Flag, TrainingRequest, Worker, clear_stop, torchrun_place
+from pretrain.common.worker import (
+    STOP_FILE,
+    Flag,
+    TrainingRequest,
+    Worker,
+    clear_stop,
+    signals_restored,
+    torchrun_place,
+)
 from pretrain.config import R, RunConfig
 from pretrain.run import preflight
 from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
 from pretrain.tracking import live
+from pretrain.tracking.logs import logging_restored
 
 
-def start_run(
-    target: str,
-    config: R,
-    *,
-    resume: bool,
-    ray: bool = False,
-    no_ray: bool = False,
-    check: Callable[[R, bool], int | None],
-    is_finished: Callable[[R], bool],
-    changed: Callable[[R, R, int], list[str]],
-    metrics: Mapping[str, Metric] = NO_METRICS,
-) -> R | None:
-    """Check that the run can start, record it in its folder and train it to the end.
+@dataclass(frozen=True)
+class RunKind(Generic[R]):
+    """What starting a run needs to know of its kind, pretraining or fine-tuning.
 
-    Under torchrun only the first process checks, records and prints. The others only train.
-
-    Args:
-        target: "package.module:function", called in each worker with the config and a `Worker`.
-        config: the run.
-        resume: continue from the newest checkpoint, if there is one.
-        ray: use Ray also for one worker on this machine.
-        no_ray: train in this process.
+    Attributes:
+        target: "package.module:function", called in each worker with a `TrainingRequest` and a `Worker`.
         check: called before anything is written, with the config and whether this process trains. Returns the number
             of training steps, or None if the run is finished already.
         is_finished: whether the run folder holds the finished run.
         changed: as of `preflight.check_run_folder`.
         metrics: what its records have, for the line on the terminal.
+    """
+
+    target: str
+    check: Callable[[R, bool], int | None]
+    is_finished: Callable[[R], bool]
+    changed: Callable[[R, R, int], list[str]]
+    metrics: Mapping[str, Metric]
+
+
+def start_run(kind: RunKind[R], config: R, *, resume: bool, ray: bool = False, no_ray: bool = False) -> bool:
+    """Check that the run can start, record it in its folder and train it to the end.
+
+    Under torchrun only the first process checks, records and prints. The others only train.
+
+    Args:
+        kind: of the run.
+        config: the run.
+        resume: continue from the newest checkpoint, if there is one.
+        ray: use Ray also for one worker on this machine.
+        no_ray: train in this process.
 
     Returns:
-        The config with which the run trained, or None if this process did not start it.
+        Whether this process started the training; it may be finished already.
 
     Raises:
         RunError: the run cannot start, diverged, or was stopped.
@@ -61,23 +75,23 @@ def start_run(
     import_named(config)
     alone = is_alone(config, no_ray)
     if is_follower():
-        if not is_finished(config):
-            _train(target, config, resume, alone=True)
-        return None
-    steps = check(config, alone)
+        if not kind.is_finished(config):
+            _train(kind.target, config, resume, alone=True)
+        return False
+    steps = kind.check(config, alone)
     if steps is None:
         with _stored(config, resume):
-            return report_finished(config)
+            return _report_finished(config)
     with preflight.only_run(config.folder):
-        preflight.check_run_folder(config, resume, changed)
+        preflight.check_run_folder(config, resume, kind.changed)
         config = preflight.with_resolved_precision(config) if resume else config
         with _stored(config, resume):
-            if is_finished(config):
-                return report_finished(config)
+            if kind.is_finished(config):
+                return _report_finished(config)
             preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
             print(_how(config, ray=ray, alone=alone))
-            _train_and_follow(target, config, resume, steps, metrics, alone=alone, ray=ray)
-    return config
+            _train_and_follow(kind, config, resume, steps, alone=alone, ray=ray)
+    return True
 
 
 def check_cores(config: RunConfig, alone: bool) -> None:
@@ -106,9 +120,10 @@ def is_follower() -> bool:
     return place is not None and place[0] > 0
 
 
-def report_finished(config: RunConfig) -> None:
-    """Print that there is nothing to do."""
+def _report_finished(config: RunConfig) -> bool:
+    """Print that there is nothing to do; returns False, since nothing was started."""
     print(f"{config.folder}: already finished; nothing to do")
+    return False
 
 
 def download(run_dir: Any) -> None:
@@ -168,20 +183,11 @@ def _how(config: RunConfig, *, ray: bool, alone: bool) -> str:
     return f"{counted(scheduling.workers, 'worker')}, {f'through {where}' if by_ray else 'without Ray'}"
 
 
-def _train_and_follow(
-    target: str,
-    config: RunConfig,
-    resume: bool,
-    steps: int,
-    metrics: Mapping[str, Metric],
-    *,
-    alone: bool,
-    ray: bool,
-) -> None:
+def _train_and_follow(kind: RunKind[R], config: R, resume: bool, steps: int, *, alone: bool, ray: bool) -> None:
     """Train, with a live line on the terminal, and record why the run ended early."""
     try:
-        with live.follow(config.folder, steps, metrics=metrics):
-            _train(target, config, resume, alone=alone, ray=ray)
+        with live.follow(config.folder, steps, metrics=kind.metrics):
+            _train(kind.target, config, resume, alone=alone, ray=ray)
     except (StoppedError, DivergedError) as error:
         try:
             records.note_end(config.folder, "stop" if isinstance(error, StoppedError) else "diverged", str(error))
@@ -193,10 +199,11 @@ def _train_and_follow(
 def _train(target: str, config: RunConfig, resume: bool, *, alone: bool, ray: bool = False) -> None:
     training = TrainingRequest(config.model_dump(mode="json"), resume)
     if alone:
-        worker = Worker.from_environment()
-        worker.flags = (_stop_flag(config.folder),)
         module, function = target.split(":")
-        getattr(importlib.import_module(module), function)(training, worker)
+        with signals_restored(), logging_restored():
+            worker = Worker.from_environment()
+            worker.flags = (_stop_flag(config.folder),)
+            getattr(importlib.import_module(module), function)(training, worker)
         return
     from cluster.workers.launch import run
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pretrain.common.errors import InputError
 from pretrain.common.records import NO_METRICS, Metric, metric_lines, parse_record
 from pretrain.common.run_files import METRICS
-from pretrain.common.wording import clock, shown_scores
+from pretrain.common.wording import clock, make_console, shown_scores
 from pretrain.common.worker import WAITING_FILE
 from pretrain.tracking import starting
 
@@ -43,9 +43,7 @@ def follow(
     above it. Before the first record, the line shows the phase of the start. If stdout is not a terminal, a plain line
     is printed for each phase of the start, and then every 30 s.
     """
-    from rich.console import Console as RichConsole
-
-    console = console or RichConsole(highlight=False, soft_wrap=True)
+    console = console or make_console(highlight=False, soft_wrap=True)
     starting.end_phases(run_dir)  # a killed start leaves its phase
     progress = _Progress(run_dir, total_steps, console, metrics)
     progress.poll()  # existing records belong to earlier starts of the run

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from pretrain.common.files import disk_errors
@@ -29,6 +32,24 @@ def quiet_logging(log_file: Path) -> None:
             logger.removeHandler(handler)
             logger.propagate = True
     logging.captureWarnings(True)
+
+
+@contextlib.contextmanager
+def logging_restored() -> Iterator[None]:
+    """Leave logging and warnings afterward as they were: a program or notebook trains, and goes on."""
+    root, shows = logging.root, warnings.showwarning
+    handlers, level, logger = root.handlers[:], root.level, logging.getLoggerClass()
+    try:
+        yield
+    finally:
+        for handler in set(root.handlers) - set(handlers):
+            root.removeHandler(handler)
+            handler.close()
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        logging.setLoggerClass(logger)
+        if warnings.showwarning is not shows:
+            logging.captureWarnings(False)
 
 
 def _on_terminal(handler: logging.Handler) -> bool:

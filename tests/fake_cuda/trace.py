@@ -95,7 +95,9 @@ def take_a_step(case: dict[str, Any]) -> None:
             note_reads_of_evaluation(engine, dataclasses.replace(batch, **fakes))
 
 
-def launch_what_would_be_recorded(graphs: Any, batch: Any, weights: tuple[float, ...], compute: Any) -> Tensor:
+def launch_what_would_be_recorded(
+    graphs: Any, batch: Any, weights: tuple[float, ...], compute: Any, _variant: Any
+) -> Tensor:
     """In place of `PassGraphs.run`: a fake device records nothing."""
     from pretrain.training.engine.pass_graphs import of_one_shape
 

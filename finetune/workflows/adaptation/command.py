@@ -1,7 +1,6 @@
 """The stages of `adapt`: prepare, pretrain, export, fine-tune before and after, report.
 
-Each stage is a command that a user would type, run through the same command line. The same command again continues
-where an earlier one stopped.
+The same command again continues where an earlier one stopped.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ import math
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune.training import api as finetuning
 from finetune.training import runs
 from finetune.training.config import load_config as load_finetuning
 from finetune.training.config import run_name
 from finetune.training.saved import MODEL
 from finetune.workflows.adaptation.settings import (
     CONFIG_FILE,
-    config_of,
     corpus_values,
     run_values,
     sequences_of,
@@ -33,42 +32,33 @@ from finetune.workflows.adaptation.settings import (
 from finetune.workflows.adaptation.texts import held_out_share, sources_of
 from pretrain.common import settings
 from pretrain.common.addresses import hub_hint
-from pretrain.common.commands import as_stage, program
-from pretrain.common.errors import InputError
+from pretrain.common.commands import program
+from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names, expect_other, write_json
 from pretrain.common.run_files import COMPARED, SCORES
 from pretrain.config import PretrainConfig, load_config
 from pretrain.corpus.sources import find_inputs
 from pretrain.reporting.gains import gain_lines
+from pretrain.run import api as pretraining
 
-RunCommand = Callable[[Sequence[str]], int]  # a command line: words -> exit code
 
-
-def run(arguments: argparse.Namespace, pretrain: RunCommand, finetune: RunCommand) -> int:
-    """Run all stages; returns the exit code of the first one that fails, or 0.
-
-    Args:
-        arguments: those of `add_options`.
-        pretrain: the command line of `python -m pretrain`.
-        finetune: the command line of `python -m finetune`.
+def run(arguments: argparse.Namespace) -> None:
+    """Run all stages; `arguments` are those of `add_options`.
 
     Raises:
         InputError: a path, or options that contradict those with which the folder was begun.
+        RunError: what the first stage that fails raises.
     """
     _check(arguments)
     started = time.monotonic()
-    stages = _Stages(arguments)
-    code = 0
-    for command, line in stages.all(pretrain, finetune):
-        with as_stage():
-            code = line(command)
-        if code == InputError.exit_code:
-            return code  # the same command would be refused again
-        if code:
-            print(f"The adaptation stopped. Run the same command again to continue it in {arguments.out}.")
-            return code
+    try:
+        _Stages(arguments).run()
+    except StoppedError as error:
+        raise error.again() from None
+    except (MachineError, DivergedError):  # after an error of the input, the same command would be refused again
+        print(f"The adaptation stopped. Run the same command again to continue it in {arguments.out}.")
+        raise
     _finish(arguments, started)
-    return code
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -104,7 +94,7 @@ def _check_finetuning(path: Path, arguments: argparse.Namespace) -> None:
 
 
 class _Stages:
-    """The commands of an adaptation, made one after another: later ones depend on what earlier ones wrote."""
+    """The stages of an adaptation: later ones depend on what earlier ones wrote."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -113,25 +103,29 @@ class _Stages:
         self._count = 3 + bool(arguments.general) + (runs > 0)
         self._number = 0
 
-    def all(self, pretrain: RunCommand, finetune: RunCommand) -> Iterator[tuple[list[str], RunCommand]]:
-        """(words, command line) of each stage."""
+    def run(self) -> None:
         arguments, out = self._arguments, self._out
         corpus = self._corpus("corpus", arguments.texts, arguments.new_words)
-        yield self._titled("tokenizing the text", ["prepare", str(corpus)]), pretrain
+        self._print_title("tokenizing the text")
+        print(pretraining.prepare(corpus))
         if arguments.general:
             general = self._corpus("general", arguments.general, 0)
-            yield self._titled("tokenizing the general text", ["prepare", str(general)]), pretrain
-        config = self._run_config(corpus)
-        resume = ["--resume"] if checkpoint_names(out / "run") else []
-        alone = ["--no-ray"] if load_config(config).scheduling.workers == 1 else []
-        yield self._titled("training", ["pretrain", str(config), *alone, *resume]), pretrain
-        yield self._titled("export", ["export", str(out / "run"), str(out / "model")]), pretrain
-        yield from ((words, finetune) for words in self._finetunings(load_config(config)))
+            self._print_title("tokenizing the general text")
+            print(pretraining.prepare(general))
+        path = self._run_config(corpus)
+        config = load_config(path)
+        self._print_title("training")
+        resume, alone = bool(checkpoint_names(out / "run")), config.scheduling.workers == 1
+        run = pretraining.train(path, resume=resume, no_ray=alone)
+        if run.trained:
+            print(run)
+        self._print_title("export")
+        print(pretraining.export(run, out / "model"))
+        self.finetune(config)
 
-    def _titled(self, title: str, words: list[str]) -> list[str]:
+    def _print_title(self, title: str) -> None:
         self._number += 1
-        print(f"\n[{self._number}/{self._count}] {title}: {program()} {shlex.join(words)}", flush=True)
-        return words
+        print(f"\n[{self._number}/{self._count}] {title}", flush=True)
 
     def _corpus(self, name: str, texts: Sequence[Path], added_words: int) -> Path:
         """Write the config of a corpus; returns its path."""
@@ -140,7 +134,7 @@ class _Stages:
         values = corpus_values(name, self._out / name, self._arguments.start_from, sources, held_out_share(size))
         if added_words:
             values["corpus"]["vocabulary"] = {"added_words": added_words}
-        config = config_of(values, _of_corpus(self._arguments.set))
+        config = pretraining.read_config(values, _of_corpus(self._arguments.set))
         for number, source in enumerate(config.corpus.sources):
             find_inputs(source, f"--set corpus.sources.{number}")  # refuses a table without the column of texts
         write_config(
@@ -156,30 +150,30 @@ class _Stages:
         section = settings.read_values(corpus)["corpus"]
         section["vocabulary"] = {"added_words": arguments.new_words}
         model = load_config(corpus).model
-        sequences = sequences_of(config_of(run_values(arguments, section, model, 1), arguments.set))
+        sequences = sequences_of(pretraining.read_config(run_values(arguments, section, model, 1), arguments.set))
         begun = path.is_file() and bool(checkpoint_names(self._out / "run"))  # training may have refused it
         if begun and not arguments.steps:
             steps = load_config(path).total_steps
         else:
             one_step = run_values(arguments, section, model, 1, sequences)
-            steps = steps_of(config_of(one_step, arguments.set), arguments)
+            steps = steps_of(pretraining.read_config(one_step, arguments.set), arguments)
         values = run_values(arguments, section, model, steps, sequences)
-        write_config(path, config_of(values, arguments.set), begun=begun)
+        write_config(path, pretraining.read_config(values, arguments.set), begun=begun)
         return path
 
-    def _finetunings(self, config: PretrainConfig) -> Iterator[list[str]]:
-        """The commands of the fine-tunings that are not finished, and what all of them came to."""
+    def finetune(self, config: PretrainConfig) -> None:
+        """Make the fine-tunings that are not finished, and write what all of them came to."""
         named = config.adaptation.finetuning
         if not named:
             return
-        self._titled("fine-tuning before and after", ["finetune", *named])
+        self._print_title("fine-tuning before and after")
         starts = {"before": config.start_from, "after": str(self._out / "model")}
         for path in named:
             for seed in range(config.adaptation.finetuning_seeds):
                 for when, start in starts.items():
                     folder = _folder(self._out, path, when, seed)
                     if not (folder / MODEL / MANIFEST).is_file():
-                        yield _finetuning(path, folder, start, seed)
+                        _finetune(path, folder, start, seed)
         write_json(
             config.folder / COMPARED, [self._compared(path, config.adaptation.finetuning_seeds) for path in named]
         )
@@ -207,24 +201,22 @@ def _folder(out: Path, path: str, when: str, seed: int) -> Path:
     return out / "finetuned" / f"{Path(path).stem}-{when}-{seed}"
 
 
-def _settings(folder: Path, start: str, seed: int) -> list[str]:
+def _settings(folder: Path, start: str, seed: int) -> dict[str, Any]:
     """The overrides of a fine-tuning in this run folder."""
-    values = {
+    return {
         "name": run_name(f"adapt-{folder.name}"),
-        "run_dir": str(folder),
+        "run_dir": folder,
         "start_from": start,
         "seed": seed,
         "scheduling.workers": 1,
     }
-    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def _finetuning(path: str, folder: Path, start: str, seed: int) -> list[str]:
+def _finetune(path: str, folder: Path, start: str, seed: int) -> None:
     resume = bool(checkpoint_names(folder))
     if not resume:
         shutil.rmtree(folder, ignore_errors=True)
-    words = [word for one in _settings(folder, start, seed) for word in ("--set", one)]
-    return ["finetune", path, "--no-ray", *words, *(["--resume"] if resume else [])]
+    print(finetuning.train(path, overrides=_settings(folder, start, seed), resume=resume, no_ray=True))
 
 
 def _finish(arguments: argparse.Namespace, started: float) -> None:

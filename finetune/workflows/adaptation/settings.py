@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +73,6 @@ def run_values(
         "scheduling": {"workers": workers},
         "adaptation": adaptation,
     }
-
-
-def config_of(values: dict[str, Any], overrides: list[str]) -> PretrainConfig:
-    """A config, complete with the model and the vocabulary that the checkpoint decides; `InputError` if it is wrong."""
-    from pretrain.checkpoint.start import start_overrides
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / CONFIG_FILE
-        path.write_text(json.dumps(values), encoding="utf-8")  # JSON is YAML
-        return load_config(path, [*overrides, *start_overrides(path, overrides)])
 
 
 def write_config(path: Path, config: PretrainConfig, *, begun: bool) -> None:

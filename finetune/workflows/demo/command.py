@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.training import api
 from finetune.training.saved import MODEL
 from finetune.workflows.demo import stages as pretraining
 from finetune.workflows.demo.data import write_sets
-from finetune.workflows.demo.stages import RunCommand
-from pretrain.common.commands import as_stage
-from pretrain.common.examples import CONFIGS
+from pretrain.common.errors import StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.common.run_files import SCORES
 from pretrain.reporting.report import FINETUNED
@@ -48,29 +47,24 @@ TASKS = (
 )
 
 
-def run(arguments: argparse.Namespace, pretrain: RunCommand, finetune: RunCommand) -> int:
-    """Run the demo and write its report.
-
-    Args:
-        arguments: the demo's options.
-        pretrain: the command line of `python -m pretrain`.
-        finetune: the command line of `python -m finetune`.
-
-    Returns:
-        The exit code of the first stage that fails, or 0.
-    """
+def run(arguments: argparse.Namespace) -> None:
+    """Run the demo with its options and write its report; raises the error of the first stage that fails."""
     pretraining.fill_in(arguments)
     started = time.monotonic()
     more = len(_tasks(arguments)) + 1
-    code = pretraining.run_stages(arguments, pretrain, more_stages=more) or _finetune(arguments, finetune)
-    return pretraining.finish(arguments, started, code, more_stages=more)
+    try:
+        pretraining.run_stages(arguments, more_stages=more)
+        _finetune(arguments)
+    except StoppedError as error:
+        raise error.again() from None
+    pretraining.finish(arguments, started, more_stages=more)
 
 
 def _tasks(arguments: argparse.Namespace) -> tuple[DemoTask, ...]:
     return TASKS[:1] if arguments.quick else TASKS
 
 
-def _finetune(arguments: argparse.Namespace, run_command: RunCommand) -> int:
+def _finetune(arguments: argparse.Namespace) -> None:
     folder: Path = arguments.run_dir
     data, tasks = folder / DATA, _tasks(arguments)
     total = pretraining.STAGES + len(tasks) + 1
@@ -84,13 +78,11 @@ def _finetune(arguments: argparse.Namespace, run_command: RunCommand) -> int:
         print(f"\n[{number}/{total}] {task.title} ({sizes['train']:,} examples, {sizes['dev']:,} held out)", flush=True)
         for start in STARTS:
             print(f"\n      {_model_title(task, start, tasks)}", flush=True)
-            code = _train(task, start, folder, data, run_command)
-            # A report of an unfinished demo shows the scores that exist.
-            write_json(folder / FINETUNED, [_result(one, folder, counts[one.name]) for one in tasks])
-            if code:
-                return code
+            try:
+                _train(task, start, folder, data)
+            finally:  # a report of an unfinished demo shows the scores that exist
+                write_json(folder / FINETUNED, [_result(one, folder, counts[one.name]) for one in tasks])
         print(f"      {_line(_result(task, folder, sizes))}", flush=True)
-    return 0
 
 
 def _model_title(task: DemoTask, start: str, tasks: Sequence[DemoTask]) -> str:
@@ -99,27 +91,24 @@ def _model_title(task: DemoTask, start: str, tasks: Sequence[DemoTask]) -> str:
     return f"{task.name}, from {start} weights ({number} of {len(tasks) * len(STARTS)})"
 
 
-def _train(task: DemoTask, start: str, folder: Path, data: Path, run_command: RunCommand) -> int:
-    """Fine-tune, unless an earlier demo finished this model. Returns an exit code."""
+def _train(task: DemoTask, start: str, folder: Path, data: Path) -> None:
+    """Fine-tune, unless an earlier demo finished this model."""
     target = folder / "finetuned" / f"{task.name}-{start}"
     if (target / MODEL / MANIFEST).is_file():
         print("      finished by an earlier demo", flush=True)
-        return 0
+        return
     resume = bool(checkpoint_names(target))
     if not resume:
         shutil.rmtree(target, ignore_errors=True)
     settings = {
         "name": f"demo-{task.name}-{start}",
-        "run_dir": str(target),
-        "start_from": str(folder / "export"),
+        "run_dir": target,
+        "start_from": folder / "export",
         "random_weights": STARTS[start],
-        f"{task.section}.train": str(data / f"{task.name}-train.jsonl"),
-        f"{task.section}.dev": str(data / f"{task.name}-dev.jsonl"),
+        f"{task.section}.train": data / f"{task.name}-train.jsonl",
+        f"{task.section}.dev": data / f"{task.name}-dev.jsonl",
     }
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    config = CONFIGS / "finetune" / "demo" / f"{task.name}.yaml"
-    with as_stage():
-        return run_command(["finetune", str(config), "--no-ray", *words, *(["--resume"] if resume else [])])
+    print(api.train(f"demo/{task.name}", overrides=settings, resume=resume, no_ray=True))
 
 
 # ---------------------------------------------------------------- results

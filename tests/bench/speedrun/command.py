@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import signal
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import pretrain
 from finetune.scores.blimp import read_blimp
 from finetune.scores.finetuning_runs import FinetuningSettings, read_configs
-from pretrain.__main__ import main as pretrain_command
-from pretrain.common.commands import as_stage, overrides
-from pretrain.common.errors import DivergedError, InputError, StoppedError
+from pretrain.common.commands import overrides
+from pretrain.common.errors import DivergedError, InputError, RunError, StoppedError
 from pretrain.common.files import locked
 from pretrain.common.records import is_training, read_records
 from pretrain.common.run_files import ENVIRONMENT_FILE
 from pretrain.common.thread_waits import sleeping_when_crowded
-from pretrain.common.worker import stop_signals
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.run.preflight import with_resolved_precision
 from tests.bench.speedrun import results, trial
@@ -32,10 +30,9 @@ from tests.bench.speedrun.results import Trial
 from tests.bench.speedrun.scores import ScoreSettings, measure, score_records
 
 PAGE = "speedrun.html"
-RunCommand = Callable[[Sequence[str]], int]  # a command line: words -> exit code
 
 
-def main(argv: Sequence[str], pretrain: RunCommand = pretrain_command) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the trial of a config with each budget.
 
     Returns the exit code of a run that stopped or failed, or else that of a failed fine-tuning, that of a divergence if
@@ -43,7 +40,6 @@ def main(argv: Sequence[str], pretrain: RunCommand = pretrain_command) -> int:
 
     Args:
         argv: those of `options.make_parser`.
-        pretrain: the command line of `python -m pretrain`.
 
     Raises:
         InputError: a path or setting is wrong, or none of the budgets can be spent.
@@ -55,8 +51,8 @@ def main(argv: Sequence[str], pretrain: RunCommand = pretrain_command) -> int:
     card = draw_text(arguments.data, out / "corpus", novels=arguments.novels)
     print(_text_line(card, out / "corpus"))
     config = trial.ground_config(arguments.config, overrides(arguments), card, out, arguments.seed)
-    _prepare(config)
-    return _Trials(config, card, arguments, pretrain).run(budgets)
+    print(pretrain.prepare(config).summary.partition("\n")[0])
+    return _Trials(config, card, arguments).run(budgets)
 
 
 def _check(arguments: argparse.Namespace, budgets: Sequence[float]) -> None:
@@ -99,19 +95,11 @@ def _text_line(card: dict[str, Any], folder: Path) -> str:
     return f"{folder}: {card['words']:,} words, SHA-256 {card['sha256'][:16]}: {', '.join(parts)}"
 
 
-def _prepare(config: PretrainConfig) -> None:
-    from pretrain.corpus.prepare import prepare
-
-    print(prepare(config))
-
-
 class _Trials:
     """The runs of one config, one for each budget."""
 
-    def __init__(
-        self, config: PretrainConfig, card: dict[str, Any], arguments: argparse.Namespace, pretrain: RunCommand
-    ) -> None:
-        self._config, self._card, self._arguments, self._pretrain = config, card, arguments, pretrain
+    def __init__(self, config: PretrainConfig, card: dict[str, Any], arguments: argparse.Namespace) -> None:
+        self._config, self._card, self._arguments = config, card, arguments
         self._out: Path = arguments.out
         self._results = results.read(self._out / results.RESULTS, card["sha256"])
         self._texts = list(text_files(card, self._out / "corpus", HELD_OUT).values())
@@ -166,14 +154,15 @@ class _Trials:
             f"{plan.epochs:.2f} epochs",
             flush=True,
         )
-        alone = ["--no-ray"] if config.scheduling.workers == 1 else []
-        with as_stage(), _handlers_kept():
-            code = self._pretrain(["pretrain", str(path), *alone, "--resume"])
-        if code == DivergedError.exit_code:
-            self._keep(self._trial(budget, remarks="the training diverged"))
-        elif not code:
-            self._keep(self._finished(config, budget, plan))
-        return code
+        try:
+            pretrain.train(path, resume=True, no_ray=config.scheduling.workers == 1)
+        except RunError as error:
+            print(f"error: {str(error).removesuffix(StoppedError.CONTINUE)}", file=sys.stderr)
+            if isinstance(error, DivergedError):
+                self._keep(self._trial(budget, remarks="the training diverged"))
+            return error.exit_code
+        self._keep(self._finished(config, budget, plan))
+        return 0
 
     def _finished(self, config: PretrainConfig, budget: float, plan: Plan) -> Trial:
         """The row of a finished run."""
@@ -262,14 +251,3 @@ def _curve(records: Sequence[dict[str, Any]], plan: Plan) -> tuple[tuple[float, 
         for record in records
         if record.get("split") == "validation" and "mlm_loss" in record
     )
-
-
-@contextlib.contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """Restore the handlers of the `stop_signals` afterward, which a `Worker` in this process replaces for good."""
-    before = {number: signal.getsignal(number) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,0 +1,242 @@
+"""Prepare a corpus, train on it, export what was trained: what the command line calls, and `import pretrain` offers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.common.addresses import is_remote, local, shown
+from pretrain.common.commands import target_path
+from pretrain.common.errors import InputError
+from pretrain.run.arguments import run_path, store_target
+
+if TYPE_CHECKING:
+    from pretrain.common.settings import AnyConfig, Overrides
+    from pretrain.config import PretrainConfig
+    from pretrain.run.results import Corpus, Export, Run
+
+
+def prepare(config: AnyConfig, *, overrides: Overrides = (), start_from: Any = None) -> Corpus:
+    """Tokenize raw text into a vocabulary, token shards and a corpus card, or continue where an earlier call stopped.
+
+    Args:
+        config: of the run: a YAML file, the name of an example, nested values or a `PretrainConfig`. Relative paths
+            start at the working directory.
+        overrides: settings by dotted key, such as {"corpus.processes": 2}; or texts `key.path=value`.
+        start_from: checkpoint whose tokenizer is used: folder or address of a released model, an export or a run, or
+            what `train` or `export` returned; overrides that of the config.
+
+    Raises:
+        InputError: sources, vocabulary, unwritable folder, other settings than before.
+        MachineError: disk full, a process killed.
+        StoppedError: Ctrl-C or SIGTERM.
+    """
+    from pretrain.corpus import prepare
+    from pretrain.planning.text import counts_readings
+    from pretrain.run.results import Corpus
+
+    read = read_config(config, overrides, start_from=start_from)
+    summary = prepare.prepare(read, **start_tokenizer_of(read), count_readings=counts_readings(read))
+    return Corpus(read.corpus.folder, "\n".join([summary, *_lengths(read)]))
+
+
+def train(
+    config: AnyConfig,
+    *,
+    overrides: Overrides = (),
+    start_from: Any = None,
+    fork_from: str | None = None,
+    resume: bool = False,
+    minutes: float | None = None,
+    ray: bool = False,
+    no_ray: bool = False,
+) -> Run[PretrainConfig]:
+    """Train an encoder on a prepared corpus to the end, with its progress on standard output.
+
+    Ctrl-C asks for a checkpoint and stops the run, a second one ends it at once.
+
+    Args:
+        config, overrides: as for `prepare`. {"scheduling.workers": 2} trains in two processes.
+        start_from: checkpoint to continue from, as for `prepare`.
+        fork_from: "RUN@STEP", a checkpoint of another run with which this one begins; overrides that of the config.
+        resume: continue the run from its newest checkpoint, if there is one.
+        minutes: train about this long on this machine: time a few steps first, then scale the steps of all phases.
+        ray: use Ray also for one worker on this machine.
+        no_ray: train in this process.
+
+    Raises:
+        InputError: a setting, a path or the corpus is wrong, or the run was begun before and `resume` is off.
+        MachineError: too few cores or memory, a full disk, workers that crash again and again.
+        DivergedError: the loss diverged despite rollbacks.
+        StoppedError: stopped on request; `resume` continues.
+    """
+    from pretrain.config import changed_for_resume
+    from pretrain.objectives import objective_of
+    from pretrain.run import launch, preflight
+    from pretrain.run.fork import begin_fork
+    from pretrain.run.results import Run
+
+    read = read_config(config, overrides, start_from=start_from, fork_from=fork_from, resume=resume)
+    if minutes is not None:
+        read = fit_minutes(read, minutes, resume=resume)
+    forks = bool(read.fork_from) and (launch.is_follower() or begin_fork(read))
+    resume = resume or forks
+    kind = launch.RunKind(
+        "pretrain.run.train:main",
+        check=functools.partial(_check, resume=resume),
+        is_finished=preflight.is_finished,
+        changed=changed_for_resume,
+        metrics=objective_of(read).metrics,
+    )
+    return Run(read, launch.start_run(kind, read, resume=resume, ray=ray, no_ray=no_ray))
+
+
+def export(
+    run: Run[PretrainConfig] | Path | str,
+    folder: Path | str,
+    *,
+    checkpoint: str | None = None,
+    averaged: bool = False,
+    average: Sequence[Run[PretrainConfig] | Path | str] = (),
+) -> Export:
+    """Write a run's checkpoint in the Hugging Face layout, or in bertrain's own if no released layout holds the model.
+
+    Args:
+        run: what `train` returned, a run folder, the name of a run in runs/, or an address.
+        folder: folder or address to write.
+        checkpoint: its name, or "best"; None for the newest.
+        averaged: write the mean of the last steps' weights (phases.N.averaged_share).
+        average: other runs of the same model, such as forks of one run; the mean of all their weights is written.
+
+    Raises `InputError` if the run, the checkpoint or the corpus's tokenizer is missing, damaged or another one.
+    """
+    from pretrain.checkpoint import hf
+    from pretrain.config import load_config
+    from pretrain.objectives import objective_of
+    from pretrain.run.results import Export
+    from pretrain.storage.runs import StoredRun
+
+    path, place = run_path(run), target_path(str(folder))
+    address, out = shown(path), local(place)
+    if checkpoint and is_remote(address):
+        stored = StoredRun(address, path)
+        stored.download_checkpoints(stored.names())
+    own = hf.export_run(path, out, checkpoint, averaged=averaged, others=[run_path(one) for one in average])
+    if is_remote(place):
+        for part in objective_of(load_config(path / "config.yaml")).exported:
+            store_target(f"{place}{part.suffix}")
+    return Export(out, place, "" if own else hf.auto_class(out), own)
+
+
+# ---------------------------------------------------------------- parts that a dry run needs, too
+
+
+def read_config(
+    config: AnyConfig,
+    overrides: Overrides = (),
+    *,
+    start_from: Any = None,
+    fork_from: str | None = None,
+    resume: bool = False,
+    dry_run: bool = False,
+) -> PretrainConfig:
+    """The config, with the model and vocabulary that a checkpoint decides.
+
+    A run at an address that is to `resume` is fetched first, except for a `dry_run`.
+    """
+    from pretrain.common.settings import given_values, with_start
+    from pretrain.config import PretrainConfig, began_from, load_config, run_folder
+    from pretrain.run import launch
+
+    settings = [*with_start(overrides, start_from), *([f"fork_from={json.dumps(fork_from)}"] if fork_from else [])]
+    given = given_values(config, PretrainConfig, settings)
+    if resume and not dry_run:
+        launch.download(given.get("run_dir"))
+    if given.get("start_from") or (resume and began_from(run_folder(given))):
+        from pretrain.checkpoint.start import start_overrides
+
+        settings += start_overrides(config, settings, resume=resume)
+    return load_config(config, settings, imports=True)
+
+
+def load_given(config: AnyConfig, overrides: Overrides) -> PretrainConfig:
+    """The config of a run that is to start on another machine, which reads the checkpoint in its start_from."""
+    from pretrain.config import load_config
+
+    return load_config(config, overrides, imports=True)
+
+
+def start_tokenizer_of(config: PretrainConfig) -> dict[str, Any]:
+    """What the preparation takes from the checkpoint in start_from: its `tokenizer`, and what that `declared`."""
+    if not config.start_from:
+        return {}
+    from pretrain.checkpoint.start import start_tokenizer
+    from pretrain.checkpoint.tokenizer import tokenizer_folder
+    from pretrain.corpus.special_tokens import declared_settings
+    from pretrain.storage.runs import fetched_model
+
+    model = fetched_model(config.start_from)
+    return {"tokenizer": start_tokenizer(model), "declared": declared_settings(tokenizer_folder(model))}
+
+
+def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run: bool = False) -> PretrainConfig:
+    """The config with as many steps as fit into the given minutes here; a resumed run keeps those it began with."""
+    from pretrain.common.files import checkpoint_names
+    from pretrain.config import changed_for_resume
+    from pretrain.planning import pace
+    from pretrain.planning.text import read_text
+    from pretrain.run import preflight
+
+    if config.fork_from:
+        raise InputError("--minutes: changes the length of phases that a fork has in common. Leave it out.")
+    if resume and checkpoint_names(config.folder):
+        return pace.recorded(config)
+    preflight.check_corpus(config)
+    if not dry_run:
+        preflight.check_run_folder(config, resume, changed_for_resume)
+    return pace.fit(config, minutes, read_text(config).lengths)
+
+
+def _lengths(config: PretrainConfig) -> Iterator[str]:
+    """Mean tokens of a sequence of each phase, which decide what a step costs."""
+    from pretrain.planning.text import measured_phases
+
+    # Text that is too short for the phases is prepared all the same; the run refuses it.
+    with contextlib.suppress(InputError):
+        for number, text in enumerate(measured_phases(config)):
+            most = config.phases[number].sequence_length
+            yield (
+                f"phases.{number}: {text.samples_per_epoch:,} sequences in an epoch, of {text.mean_length:.1f} tokens "
+                f"in the mean ({most} at most)"
+            )
+
+
+def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:
+    """Check what the run reads, and print what it begins from; returns its steps."""
+    from pretrain.config import began_from
+    from pretrain.corpus.stored import fetch_corpus
+    from pretrain.model.cost import check_names
+    from pretrain.objectives import objective_of
+    from pretrain.run import launch, preflight
+
+    check_names(config.model)
+    fetch_corpus(config.corpus)
+    begins = config.start_from and not (resume and began_from(config.folder))
+    if begins:
+        from pretrain.checkpoint.start import check_start_corpus, start_table
+
+        check_start_corpus(config)
+    preflight.check_corpus(config)
+    if (objective := objective_of(config)).frozen_role:
+        from pretrain.checkpoint.start import read_frozen
+
+        objective.check(read_frozen)
+    launch.check_cores(config, alone)
+    if begins:
+        print(f"{config.start_from}:\n{textwrap.indent(start_table(config), '  ')}")
+    return config.total_steps
