@@ -35,7 +35,10 @@ class Calls:
         self.peak = 0.0
         self._saved = saved
         self._config: Any = SimpleNamespace(
-            folder=folder, model_dump=lambda mode: {"name": "trial"}, engine=SimpleNamespace(compiled=True)
+            folder=folder,
+            callbacks=(),
+            model_dump=lambda mode: {"name": "trial"},
+            engine=SimpleNamespace(compiled=True),
         )
         self.phases: list[str] = []
         monkeypatch.setattr(starting, "write_phase", lambda folder, phase: self.phases.append(phase))
@@ -92,6 +95,7 @@ class Calls:
         self._note("open tracker")
         return SimpleNamespace(
             run_id=settings["run_id"] or "new",
+            log=None,
             log_events=self._log_events,
             mirror_end=lambda event, step, message: self._note(f"mirror {event} at {step}: {message}"),
             close=self._close_tracker,

@@ -181,6 +181,7 @@ class _Start(RunConfig):
         for section in (one.kind for one in registry.TASKS):
             if ":" in (metric := getattr(getattr(self, section), "metric", "")):
                 yield (section, "metric"), own_metric.__name__, metric
+        yield from super().own_modules()
 
     def narrowed(self) -> type[Section]:
         if self.task is None:

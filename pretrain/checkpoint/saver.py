@@ -55,6 +55,8 @@ class Saver:
         self._error: BaseException | None = None
         # What the storage delayed or refused. Whoever reports it clears it.
         self.trouble = ""
+        # Step and path of checkpoints that were written. Whoever tells of them clears it.
+        self.written: list[dict[str, Any]] = []
 
     def save(self, step: int, fragments: Iterable[store.HeldFragment], state: dict[str, Any]) -> None:
         """Save the current state of the fragments. Raises the error of the previous save."""
@@ -95,6 +97,7 @@ class Saver:
     def _write(self, step: int, shard: store.CheckpointShard, state: dict[str, Any]) -> None:
         try:
             self._write_or_retry(step, shard, state)
+            self.written.append({"step": step, "path": str(self._folder / store.name_of(step))})
             if self._stored is not None:
                 self._store(self._stored, self._folder / store.name_of(step))
             try:

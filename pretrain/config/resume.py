@@ -22,6 +22,7 @@ FREE_ON_RESUME = (
     "tracking",
     "checkpoint",
     "guard",
+    "callbacks",
     "engine.zero_stage",
     "engine.micro_batch_tokens",
     "engine.activation_checkpointing",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from pretrain.common import settings
 from pretrain.common.addresses import is_remote, local_run
@@ -26,7 +26,7 @@ from pretrain.config.schedule import (
     PretrainOptimizerConfig,
 )
 
-OBJECTIVES = "pretrain.objectives"  # the package
+OBJECTIVES, CALLBACKS = "pretrain.objectives", "pretrain.run.callbacks"
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 R = TypeVar("R", bound="RunConfig")
@@ -127,6 +127,21 @@ class SchedulingConfig(Section):
         return self
 
 
+def callback_options(entry: str | Mapping[str, Any]) -> tuple[str, bool, dict[str, Any]]:
+    """(name of the function or class, whether its error stops the run, options of the class) of an entry."""
+    given = {"call": entry} if isinstance(entry, str) else dict(entry)
+    return str(given.pop("call", "")), given.pop("on_error", "warn") == "stop", given
+
+
+def _check_callback(entry: Any) -> Any:
+    if not isinstance(entry, str | dict):
+        raise ValueError("give my_package.module:name, or a section with it as `call`")
+    if isinstance(entry, dict) and (policy := entry.get("on_error", "warn")) not in ("warn", "stop"):
+        raise ValueError(f"on_error: {policy!r} is not one of warn, stop")
+    check_name(callback_options(entry)[0], attribute=True)
+    return entry
+
+
 class RunConfig(Section):
     """Settings that every run has: pretraining and fine-tuning."""
 
@@ -143,6 +158,12 @@ class RunConfig(Section):
     guard: SpikeConfig = Field(default=SpikeConfig(), description="Detection of loss spikes, and rollbacks.")
     tracking: TrackingConfig = Field(default=TrackingConfig(), description="Metrics and W&B.")
     scheduling: SchedulingConfig = Field(default=SchedulingConfig(), description="Workers, the cluster, and restarts.")
+    callbacks: tuple[Annotated[Any, AfterValidator(_check_callback)], ...] = Field(
+        default=(),
+        description="Your own functions or classes that are told of steps, evaluations and checkpoints, such as "
+        "my_package.hooks:tell, or {call: my_package.hooks:Tell, on_error: stop, OPTION: VALUE}. An error in one is "
+        "shown once; with on_error: stop it stops the run, resumable.",
+    )
 
     @field_validator("name")
     @classmethod
@@ -150,6 +171,10 @@ class RunConfig(Section):
         if not _RUN_NAME.fullmatch(name):
             raise ValueError(f"{name!r} must be 1 to 63 of A-Z, a-z, 0-9 and . _ -, and begin with a letter or digit")
         return name
+
+    def own_modules(self) -> Iterator[tuple[Keys, str, str]]:
+        for number, entry in enumerate(self.callbacks):
+            yield ("callbacks", number), CALLBACKS, callback_options(entry)[0]
 
     @property
     def folder(self) -> Path:
@@ -213,6 +238,7 @@ class PretrainConfig(RunConfig):
         kinds += [(("masking", "scheme"), MASKING_SCHEMES, self.masking.scheme)]
         kinds += [(("objective",), OBJECTIVES, self.objective)]
         yield from (kind for kind in kinds if is_own(kind[2]))
+        yield from super().own_modules()
 
     @field_validator("fork_from")
     @classmethod

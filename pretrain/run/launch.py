@@ -29,6 +29,7 @@ from pretrain.common.worker import (
 )
 from pretrain.config import R, RunConfig
 from pretrain.run import preflight
+from pretrain.run.callbacks import check_options
 from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
 from pretrain.tracking import live
 from pretrain.tracking.logs import logging_restored
@@ -73,6 +74,7 @@ def start_run(kind: RunKind[R], config: R, *, resume: bool, ray: bool = False, n
         RunError: the run cannot start, diverged, or was stopped.
     """
     import_named(config)
+    check_options(config.callbacks)
     alone = is_alone(config, no_ray)
     if is_follower():
         if not kind.is_finished(config):

@@ -23,6 +23,7 @@ from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import DivergedError, StoppedError
 from pretrain.common.transfers import PendingCopy, to_device, to_host
 from pretrain.common.wording import counted
+from pretrain.run.callbacks import Callbacks
 from pretrain.run.forward_backward import ForwardBackward, seed_device
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import AveragedWeights, Progress, Stopwatch, Window, checkpoint_state, restore
@@ -51,6 +52,7 @@ def fit(
     extra_state: dict[str, Any],
     recorder: Recorder,
     stop_requested: Callable[[], bool],
+    callbacks: Callbacks | None = None,
 ) -> None:
     """Train from `progress` to the end of `plan`, with a checkpoint at least at the end.
 
@@ -60,7 +62,7 @@ def fit(
         DivergedError: steps without a finite loss or gradient, or loss spikes, after as many rollbacks as are allowed.
         MachineError: a checkpoint could not be written; earlier ones are untouched.
     """
-    training = _Fit(engine, task, plan, progress, checkpoints, extra_state, recorder)
+    training = _Fit(engine, task, plan, progress, checkpoints, extra_state, recorder, callbacks)
     try:
         if plan.evaluate_first:
             # A fine-tuning may return to its first weights, a continued pretraining may not.
@@ -72,6 +74,7 @@ def fit(
     finally:
         with training.saving(), engine.watch.awaiting(_STORAGE):
             training.saver.join()
+        training.callbacks.tell_all("checkpoint", training.saver.written)
     training.saver.wait()
     training.log_storage_trouble()
     if engine.averaged:
@@ -140,7 +143,9 @@ class _Fit(Generic[S]):
         checkpoints: Path,
         extra_state: dict[str, Any],
         recorder: Recorder,
+        callbacks: Callbacks | None = None,
     ) -> None:
+        self.callbacks = callbacks or Callbacks()
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
         self.checkpoints, self.extra_state = checkpoints, extra_state
         self.recorder: Recorder = _PatientRecorder(recorder, engine)
@@ -155,7 +160,7 @@ class _Fit(Generic[S]):
         self.forward_backward = ForwardBackward(engine, task, self.stragglers.forward)
         self.scale_search = LossScaleSearch()
         self.stalled_before = task.stalled_seconds()
-        self.rate, self.epoch, self.norm = 0.0, 0, 0.0  # of the last step
+        self.rate, self.epoch, self.norm, self.loss = 0.0, 0, 0.0, math.nan  # of the last step
         self.validation: tuple[int, float] | None = None  # the last evaluation's step and what it minimizes
         self.save_due = False  # a save waits for a good step
         self.saved_tokens = progress.tokens  # of the last checkpoint
@@ -176,8 +181,7 @@ class _Fit(Generic[S]):
                 return failure
             due, best = plan.due(progress.step), False
             last = due.last
-            if due.log:
-                self.log()
+            self.tell_step(self.log() if due.log else None)
             if due.evaluate:
                 self.evaluate()
                 progress.stopped_early = 0 < plan.patience <= progress.evaluations_without_gain
@@ -200,10 +204,10 @@ class _Fit(Generic[S]):
         """End with `StoppedError` once the checkpoint of this step is written."""
         with self.saving():
             self.wait_for_save()
-        step = self.progress.step
+        step, why = self.progress.step, self.callbacks.stop_reason
         raise StoppedError(
-            f"stopped at step {step} of {self.plan.total_steps}; checkpoint {store.name_of(step)} is saved."
-            f"{StoppedError.CONTINUE}"
+            f"{why and f'{why}; '}stopped at step {step} of {self.plan.total_steps}; checkpoint {store.name_of(step)} "
+            f"is saved.{StoppedError.CONTINUE}"
         )
 
     def steps(self) -> Iterator[S]:
@@ -232,7 +236,7 @@ class _Fit(Generic[S]):
         stop, unread = False, None
         for number, step in enumerate(self.steps(), self.progress.step):
             with self.engine.watch.awaiting(_STORAGE):
-                requested = stop_requested()  # reads files
+                requested = stop_requested() or bool(self.callbacks.stop_reason)  # the first reads files
             launched = self.launch_step(number, step, requested)
             if unread is not None:
                 earlier = self.read_step(unread)
@@ -298,14 +302,14 @@ class _Fit(Generic[S]):
         progress.tokens += step.tokens
         progress.window.tokens += step.tokens
         progress.skipped_steps += not applied
-        self.norm = norm
+        self.norm, self.loss = norm, math.nan
         if not all(map(math.isfinite, sums)) or (not applied and self._scale_is_stuck()):
             return self._count_bad_step()
         progress.bad_in_a_row = 0
         if applied:
             self.scale_search.applied()
         counts = self.task.counts(step).tolist()
-        loss = self.task.metrics(sums, counts)["loss"]
+        self.loss = loss = self.task.metrics(sums, counts)["loss"]
         spike = is_spike(progress.recent, loss, self.plan.config.guard)
         progress.recent = [*progress.recent, loss][-REMEMBERED:]
         progress.window.add(sums, counts)
@@ -336,33 +340,39 @@ class _Fit(Generic[S]):
             progress.recent, progress.lowest, progress.evaluations_without_gain = [], None, 0
         progress.part = part
 
-    def log(self) -> None:
-        """Record the window, and start a new one."""
+    def tell_step(self, logged: dict[str, Any] | None) -> None:
+        """Tell the callbacks of the last step, of what was `logged` after it, and of checkpoints since."""
+        numbers = {"loss": self.loss, "lr": self.rate, "grad_norm": self.norm, "logged": logged}
+        counts = {name: getattr(self.progress, name) for name in ("step", "samples", "tokens")}
+        self.callbacks.tell("step_end", {**counts, "epoch": self.epoch, **numbers})
+        self.callbacks.tell_all("checkpoint", self.saver.written)
+
+    def log(self) -> dict[str, Any]:
+        """Record the window, and start a new one; the record."""
         progress, engine, window = self.progress, self.engine, self.progress.window
         seconds = window.seconds + self.stopwatch.lap()
         progress.seconds += seconds
         means = self.task.metrics(window.totals, window.counts) if window.totals else {}
-        self.recorder.log(
-            {
-                "step": progress.step,
-                "epoch": self.epoch,
-                "samples": progress.samples,
-                "tokens": progress.tokens,
-                **(means or {"loss": math.nan}),
-                "lr": self.rate,
-                "grad_norm": self.norm,
-                "tokens_per_second": window.tokens / seconds,
-                "mfu": window.flops / seconds / self.plan.peak_flops,
-                "data_stall_fraction": window.stalled / seconds,
-                "seconds": progress.seconds,
-                **{f"{name}_seconds": seconds for name, seconds in self.stopwatch.excluded.items()},
-                **self.stragglers.lap(self.recorder, progress.step),
-                "skipped_steps": progress.skipped_steps,
-                "memory_bytes": engine.usage().memory_bytes,
-            }
-        )
-        progress.window = Window()
-        self.stopwatch.excluded = dict.fromkeys(self.stopwatch.excluded, 0.0)
+        record = {
+            "step": progress.step,
+            "epoch": self.epoch,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+            **(means or {"loss": math.nan}),
+            "lr": self.rate,
+            "grad_norm": self.norm,
+            "tokens_per_second": window.tokens / seconds,
+            "mfu": window.flops / seconds / self.plan.peak_flops,
+            "data_stall_fraction": window.stalled / seconds,
+            "seconds": progress.seconds,
+            **{f"{name}_seconds": seconds for name, seconds in self.stopwatch.excluded.items()},
+            **self.stragglers.lap(self.recorder, progress.step),
+            "skipped_steps": progress.skipped_steps,
+            "memory_bytes": engine.usage().memory_bytes,
+        }
+        self.recorder.log(record)
+        progress.window, self.stopwatch.excluded = Window(), dict.fromkeys(self.stopwatch.excluded, 0.0)
+        return record
 
     def evaluate(self, *, judge: bool = True) -> None:
         """Evaluate, record the means, and note whether they are the best so far; not if `judge` is false."""
@@ -374,9 +384,9 @@ class _Fit(Generic[S]):
             if judge:
                 self._judge(self.task.to_minimize(means))
             best = judge and self.progress.evaluations_without_gain == 0
-            self.recorder.log(
-                {"step": self.progress.step, "split": "validation", **means, "best": best, "seconds": seconds}
-            )
+            record = {"step": self.progress.step, "split": "validation", **means, "best": best, "seconds": seconds}
+            self.recorder.log(record)
+            self.callbacks.tell("evaluation", record)
 
     def _evaluated(self) -> dict[str, float]:
         self.engine.module.eval()

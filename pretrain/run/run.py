@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from pretrain.common.errors import DivergedError, RunError, StoppedError
 from pretrain.common.records import read_records
 from pretrain.common.run_files import read_fork
 from pretrain.common.worker import Worker
+from pretrain.config import RunConfig
+from pretrain.run.callbacks import Callbacks
 from pretrain.run.loop import LONG_SECONDS, fit
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import Progress, read_state, restore
@@ -57,14 +60,9 @@ class Training(Generic[S]):
 def run(
     training: Training[S], engine: Engine, worker: Worker, *, resume: bool, events: Sequence[dict[str, Any]] = ()
 ) -> None:
-    """Train to the end of the plan.
+    """Train to the end of the plan, with `resume` from the newest checkpoint on.
 
-    Args:
-        training: what differs between kinds of training.
-        engine: the model under DeepSpeed.
-        worker: this process.
-        resume: go on from the newest checkpoint.
-        events: what happened before this start; recorded first.
+    `events` happened before this start, and are recorded first.
 
     Raises:
         RunError: an error of `pretrain.common.errors`; see `fit`, `warmup_step` and `Training.check`.
@@ -90,7 +88,12 @@ def run(
         job_type=training.job_type,
         enabled=worker.rank == 0,
     )
+<<<<<<< HEAD
     tracker.log_events([*events, *(_fork_events(fork) or _resume_events(checkpoint))], progress.step)
+=======
+    callbacks = _callbacks(config, engine, tracker)
+    tracker.log_events([*events, *_resume_events(checkpoint)], progress.step)
+>>>>>>> main
     first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
     ended: RunError | None = None
@@ -106,6 +109,7 @@ def run(
                 extra_state=extra_state,
                 recorder=tracker,
                 stop_requested=worker.stop_requested,
+                callbacks=callbacks,
             )
         with engine.watch.allow(LONG_SECONDS):
             training.finish(tracker)
@@ -115,8 +119,22 @@ def run(
         raise
     finally:
         with engine.watch.allow(LONG_SECONDS):  # W&B may wait for its network
+            callbacks.tell("run_end", _end_record(progress.step, config.folder))
             task.close()
             _close(tracker, ended)
+
+
+def _callbacks(config: RunConfig, engine: Engine, tracker: Tracker) -> Callbacks:
+    """Those of the config, on rank 0 alone."""
+    told = config.callbacks if engine.rank == 0 else ()
+    return Callbacks(told, tracker.log, lambda: engine.watch.awaiting("a callback"))
+
+
+def _end_record(step: int, folder: Path) -> dict[str, Any]:
+    """What callbacks get at the end of a run, of the error that ends it now, if any."""
+    error = sys.exc_info()[1]
+    outcome = {StoppedError: "stopped", DivergedError: "diverged", type(None): "finished"}.get(type(error), "failed")
+    return {"step": step, "outcome": outcome, "error": str(error or ""), "folder": str(folder)}
 
 
 def _close(tracker: Tracker, ended: RunError | None) -> None:

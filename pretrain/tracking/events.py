@@ -38,6 +38,7 @@ EVENTS: dict[str, str] = {
     "rollback": "Training went back to an earlier checkpoint after a loss spike or repeated NaN.",
     "straggler": "A rank was slower than the others for a while.",
     "average": "The averaged weights were evaluated at the end of training.",
+    "callback": "A callback raised an error, the first of its own.",
     "storage": "Storage failed and was tried again.",
     "wandb": "W&B failed. The run continues without it.",
     "stop": "The run was stopped; it can be resumed.",

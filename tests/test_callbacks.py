@@ -1,0 +1,151 @@
+"""Callbacks: told what a run does, on rank 0, with records that change nothing; an error stops the run or does not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from corpora import make_corpus
+from starts import Start, pretraining, records, starts
+
+from finetune.cli import main
+from pretrain.common import extensions
+from pretrain.run.callbacks import Callbacks
+from tests.distributed import run_workers
+
+HOOKS = """
+import json, os
+
+def tell(hook, record):
+    with open("told.jsonl", "a") as file:
+        file.write(json.dumps([hook, dict(record)]) + "\\n")
+    if record.get("logged"):
+        record["logged"]["loss"] = 0.0  # of a copy
+    record["step"] = 0  # raises: it is read-only
+
+class Fails:
+    def __init__(self, at):
+        self.at = at
+    def step_end(self, record):
+        if record["step"] == self.at:
+            raise SystemExit("enough\\nfor today")
+
+class Unmade:
+    def __init__(self):
+        raise OSError("no network")
+    def run_end(self, record): ...
+
+class Silent: ...
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with `told.hooks`, which is the current one."""
+    monkeypatch.setenv(extensions.ASKED, "{}")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "told").mkdir()
+    (tmp_path / "told/hooks.py").write_text(HOOKS)
+    yield tmp_path
+    for name in ("told", "told.hooks"):
+        sys.modules.pop(name, None)
+
+
+def test_a_run_tells_of_all_and_stops_where_it_is_asked_to(place: Path) -> None:
+    extensions.ask_for(["told.hooks:tell"])
+    corpus = make_corpus(place / "corpus", documents=60, vocabulary_size=300)
+    plain, told = (
+        pretraining(corpus, place / name, [(32, 8, 4)], evaluation__every_steps=2, tracking__log_every_steps=2)
+        for name in ("plain", "told-run")
+    )
+    failing = [{"call": "told.hooks:Fails", "on_error": "stop", "at": at} for at in (1, 99)]
+    given = [
+        Start(plain),
+        Start({**told, "callbacks": ["told.hooks:tell", failing[0]]}),
+        Start({**told, "callbacks": ["told.hooks:tell", failing[1]]}, resume=True),
+    ]
+    for done, stopped, resumed in run_workers(2, starts, given):
+        assert done == resumed == ""
+        assert stopped.startswith("StoppedError: ")
+        assert "stopped at step 2 of 4; checkpoint step-00000002 is saved." in stopped
+    found = [json.loads(line) for line in (place / "told.jsonl").read_text().splitlines()]
+    assert [(hook, record["step"]) for hook, record in found] == [
+        ("step_end", 1),
+        ("step_end", 2),
+        ("evaluation", 2),
+        ("checkpoint", 2),
+        ("run_end", 2),
+        ("step_end", 3),
+        ("step_end", 4),
+        ("evaluation", 4),
+        ("checkpoint", 4),
+        ("run_end", 4),
+    ]
+    steps = [record for hook, record in found if hook == "step_end"]
+    assert [bool(record["logged"]) for record in steps] == [False, True, False, True]
+    assert steps[1]["logged"] == records(place / "told-run")[0]
+    paths = [record["path"] for hook, record in found if hook == "checkpoint"]
+    assert paths == [str(place / f"told-run/checkpoints/step-0000000{step}") for step in (2, 4)]
+    ends = [record for hook, record in found if hook == "run_end"]
+    assert [end["outcome"] for end in ends] == ["stopped", "finished"]
+    assert ends[0]["error"].startswith(
+        "the callback told.hooks:Fails raised SystemExit in step_end of step 1: enough; st"
+    )
+    assert [one["loss"] for one in records(place / "told-run")] == [one["loss"] for one in records(place / "plain")]
+    lines = (place / "told-run/metrics.jsonl").read_text().splitlines()
+    events = [event for event in map(json.loads, lines) if event.get("event") == "callback"]
+    assert [event["step"] for event in events] == [1, 1, 3]
+    assert events[0]["message"].startswith("the callback told.hooks:tell raised TypeError in step_end of step 1: ")
+
+
+def test_an_error_is_said_once_with_its_traceback(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    events: list[dict[str, Any]] = []
+    extensions.ask_for(["told.hooks:Fails"])
+    callbacks = Callbacks([{"call": "told.hooks:Fails", "at": 1}], events.append)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            callbacks.tell("step_end", {"step": 1})
+    assert not callbacks.stop_reason
+    assert [event["message"] for event in events] == [
+        "the callback told.hooks:Fails raised SystemExit in step_end of step 1: enough; the run goes on, without a "
+        "word about its later errors. logs/training-0.log has the traceback"
+    ]
+    assert caplog.text.count("hooks.py") == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "[told.hooks:Silent]",
+            "callbacks.0: told.hooks:Silent: is no callback. Give a function (hook, record), or a cl",
+        ),
+        ("[json:dumps]", "callbacks.0: json:dumps: is no callback."),
+        ("[told.hooks:tells]", "told/hooks.py has no tells; did you mean tell?"),
+        ("[told.hooks]", "callbacks.0: 'told.hooks' is no dotted name of your own such as my_package.module:name"),
+        ("[7]", "callbacks.0: give my_package.module:name, or a section with it as `call`"),
+        ("told.hooks:tell", "callbacks is 'told.hooks:tell'; expected a list"),
+        (
+            "[{call: 'told.hooks:Fails', at: 1, on_error: never}]",
+            "callbacks.0: on_error: 'never' is not one of warn, sto",
+        ),
+        ("[{call: 'told.hooks:Fails', att: 1}]", "callbacks.0: told.hooks:Fails: missing a required argument: 'at'."),
+        ("[{call: 'told.hooks:tell', at: 1}]", "callbacks.0: told.hooks:tell: only a class takes options."),
+        ("[{call: 'told.hooks:Fails', at: 1, api_key: x}]", "callbacks.0.api_key looks like a secret"),
+    ],
+)
+def test_what_is_no_callback_is_one_line(
+    place: Path, capsys: pytest.CaptureFixture[str], setting: str, message: str
+) -> None:
+    (place / "own.yaml").write_text(yaml.safe_dump(pretraining(place / "corpus", Path("run"), [(32, 8, 4)])))
+    assert main(["pretrain", "own.yaml", "--no-ray", "--set", f"callbacks={setting}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (place / "run").exists()
