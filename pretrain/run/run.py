@@ -88,12 +88,8 @@ def run(
         job_type=training.job_type,
         enabled=worker.rank == 0,
     )
-<<<<<<< HEAD
-    tracker.log_events([*events, *(_fork_events(fork) or _resume_events(checkpoint))], progress.step)
-=======
     callbacks = _callbacks(config, engine, tracker)
-    tracker.log_events([*events, *_resume_events(checkpoint)], progress.step)
->>>>>>> main
+    tracker.log_events([*events, *(_fork_events(fork) or _resume_events(checkpoint))], progress.step)
     first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
     ended: RunError | None = None
