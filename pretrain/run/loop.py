@@ -163,7 +163,6 @@ class _Fit(Generic[S]):
         self.rate, self.epoch, self.norm, self.loss = 0.0, 0, 0.0, math.nan  # of the last step
         self.validation: tuple[int, float] | None = None  # the last evaluation's step and what it minimizes
         self.save_due = False  # a save waits for a good step
-        self.saved_tokens = progress.tokens  # of the last checkpoint
 
     def train(self, stop_requested: Callable[[], bool]) -> TrainingFailure | None:
         """Train to the end of the plan, or to a failure that a rollback may fix.
@@ -428,7 +427,7 @@ class _Fit(Generic[S]):
             **self.extra_state,
             "validation_loss": self.validation[1] if current and self.validation else None,
             "validation_set": self.task.validation_set(),
-            "kept": self._is_kept(),
+            "kept": self.progress.is_kept(self.plan.config.checkpoint),
         }
         with self.saving():
             self.wait_for_save()  # the one before it, where the storage is slow
@@ -436,13 +435,6 @@ class _Fit(Generic[S]):
             self.saver.save(self.progress.step, self.engine.fragments(), state)
         self.log_storage_trouble()
         self.stopwatch.leave_out("checkpoint", time.perf_counter() - began)
-
-    def _is_kept(self) -> bool:
-        """Whether the checkpoint of this step stays when later ones come; called once for each."""
-        settings, tokens = self.plan.config.checkpoint, self.progress.tokens
-        before, self.saved_tokens = self.saved_tokens, tokens
-        every = settings.keep_every_tokens
-        return self.progress.step in settings.keep_at or (every > 0 and tokens // every > before // every)
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Wraps saves and waits for them: the waits between their retries add up to twice `SAVE_RETRY_SECONDS`."""
@@ -497,7 +489,6 @@ class _Fit(Generic[S]):
         restored.skipped = [*progress.skipped, *self.task.skip(first, count)]
         for name in Progress.__dataclass_fields__:
             setattr(progress, name, getattr(restored, name))
-        self.saved_tokens = progress.tokens
         self.recorder.rewind(first)
         self.recorder.log(event)
 

@@ -17,7 +17,7 @@ from pretrain.checkpoint import store
 from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError
 from pretrain.common.memory import return_freed_memory
-from pretrain.config import R
+from pretrain.config import CheckpointConfig, R
 from pretrain.run import preflight
 from pretrain.training.engine import Engine, FragmentReader
 
@@ -80,6 +80,12 @@ class Progress:
     failed_step: int = 0  # where the last rollback began
     skipped: list[tuple[int, int]] = field(default_factory=list)  # see `TrainingTask.batches`
     window: Window = field(default_factory=Window)  # since the last record
+    saved_tokens: int = 0  # those at the last checkpoint
+
+    def is_kept(self, settings: CheckpointConfig) -> bool:
+        """Whether the checkpoint of this step stays when later ones come. Called once for each, before it is saved."""
+        every, before, self.saved_tokens = settings.keep_every_tokens, self.saved_tokens, self.tokens
+        return self.step in settings.keep_at or (every > 0 and self.tokens // every > before // every)
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
