@@ -448,9 +448,8 @@ class _Fit(Generic[S]):
     def log_storage_trouble(self) -> None:
         """Record that a save had to wait for the storage, which looks like a hang while it lasts."""
         if self.saver.trouble:
-            event = {"event": "storage", "step": self.progress.step, "time": time.time()}
-            self.recorder.log({**event, "message": self.saver.trouble})
-            self.saver.trouble = ""
+            message, self.saver.trouble = self.saver.trouble, ""
+            self.recorder.log({"event": "storage", "step": self.progress.step, "time": time.time(), "message": message})
 
     def roll_back(self, failure: TrainingFailure) -> None:
         """Go back to the last checkpoint and skip the data since.
