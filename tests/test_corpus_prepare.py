@@ -26,9 +26,10 @@ from pretrain.common.files import locked
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceConfig
 from pretrain.corpus import parallel, shards
 from pretrain.corpus import prepare as preparing
+from pretrain.corpus.description import describe
 from pretrain.corpus.documents import Documents, PieceSummary
 from pretrain.corpus.parts import DOCUMENT, random_order
-from pretrain.corpus.prepare import describe, prepare
+from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards, verify_shards
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stages import PreparationSettings

@@ -27,7 +27,8 @@ from cluster.workers.launch import end_session
 from pretrain.common.errors import InputError, MachineError
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SchedulingConfig, SourceConfig
 from pretrain.corpus import stages
-from pretrain.corpus.prepare import WORK, describe, prepare
+from pretrain.corpus.description import WORK, describe
+from pretrain.corpus.prepare import prepare
 from pretrain.planning import estimate
 from tests.distributed import free_port
 

@@ -33,7 +33,7 @@ from pretrain.model import cost
 from pretrain.model.cost import parameter_count
 from pretrain.model.heads import PretrainingModel
 from pretrain.objectives import objective_of
-from pretrain.planning import estimate, roofline, work
+from pretrain.planning import estimate, memory, roofline, work
 from pretrain.training.engine import buckets, gradient_sums
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"
@@ -142,7 +142,7 @@ def test_work_and_memory_follow_the_masking_schedule():
             pairs=PairsConfig(objective="none"),
         )
         flops = [work.phase_work(config, one, 30522).flops for one in config.phases]
-        return flops, estimate.memory_bytes(config, 1, 1)["logits"]
+        return flops, memory.memory_bytes(config, 1, 1)["logits"]
 
     (high, low), logits = figures([{}, {}], probability=0.4, final_probability=0.2)
     assert high == pytest.approx(figures([{}], probability=0.35)[0][0])
@@ -159,7 +159,7 @@ def test_the_mean_length_is_bounded_by_the_phase():
 
 def states(stage: int, workers: int, **engine: Any) -> dict[str, int]:
     config = make_config(model=ModelConfig(size="large"), engine=EngineConfig(**engine))
-    return estimate.memory_bytes(config, stage, workers, "cuda")
+    return memory.memory_bytes(config, stage, workers, "cuda")
 
 
 def test_recorded_passes_keep_their_memory_beside_that_of_launched_ones():
@@ -171,8 +171,8 @@ def test_recorded_passes_keep_their_memory_beside_that_of_launched_ones():
 
 def test_buckets_are_those_of_the_engine():
     """Estimates are made without torch, so they repeat these numbers."""
-    assert estimate._BUCKET == roofline._BUCKET == buckets.ENTRIES
-    assert estimate._IN_FLIGHT == gradient_sums._IN_FLIGHT
+    assert memory._BUCKET == roofline._BUCKET == buckets.ENTRIES
+    assert memory._IN_FLIGHT == gradient_sums._IN_FLIGHT
 
 
 def test_states_follow_rajbhandari():
@@ -190,7 +190,7 @@ def test_states_follow_rajbhandari():
 def test_a_narrow_embedding_has_narrow_gradients():
     models = [ModelConfig(size="large", embedding=width) for width in (1024, 128)]
     configs = [make_config(model=model, engine=EngineConfig(precision="bf16")) for model in models]
-    wide, narrow = (estimate.memory_bytes(config, 1, 2) for config in configs)
+    wide, narrow = (memory.memory_bytes(config, 1, 2) for config in configs)
     saved = 30522 * (1024 - 128)
     assert wide["logits"] - narrow["logits"] == 2 * saved
     assert wide["copies"] - narrow["copies"] == (2 + 4) * saved
@@ -202,7 +202,7 @@ def test_muon_keeps_one_moment_of_matrices_and_averages_need_a_copy():
 
     def optimizer(stage: int, **changes: Any) -> int:
         config = make_config(model=ModelConfig(size="large"), **changes)
-        return estimate.memory_bytes(config, stage, 8, "cuda")["optimizer"]
+        return memory.memory_bytes(config, stage, 8, "cuda")["optimizer"]
 
     muon = {"optimizer": PretrainOptimizerConfig(name="muon")}
     averaging = {"averaging": AveragingConfig(share=0.1)}
@@ -285,7 +285,7 @@ def test_activations_are_what_torch_saves(precision: Any, compile: bool, monkeyp
     )
     width = 4 if precision == "fp32" else 2
     working = width * 1024 * (2 * 512 + 10 * 128)
-    estimated = estimate.memory_bytes(config, 1, 1, "cuda")["activations"] - working
+    estimated = memory.memory_bytes(config, 1, 1, "cuda")["activations"] - working
     assert estimated == pytest.approx(saved_bytes(config, vocabulary), rel=0.05)
 
 
@@ -294,7 +294,7 @@ def test_checkpointing_keeps_the_layers_inputs():
     plain = make_config(model=model)
     less = make_config(model=model, engine=EngineConfig(activation_checkpointing=True))
     tokens = plain.engine.micro_batch_tokens
-    dropped = [estimate.memory_bytes(c, 1, 1, "cuda")["activations"] for c in (plain, less)]
+    dropped = [memory.memory_bytes(c, 1, 1, "cuda")["activations"] for c in (plain, less)]
     assert dropped[1] < dropped[0] / 4
     assert dropped[1] > 24 * 2 * tokens * 1024
 
@@ -320,17 +320,6 @@ def test_a_cluster_with_more_workers_than_sequences_is_refused(on: str, phase: d
     with pytest.raises(InputError, match=rf"^--on {on}: {name} \(\d+\) is less than the number of workers"):
         estimate.dry_run(config, on=on)
     assert "at least" in estimate.dry_run(config, on="128xH100")
-
-
-def test_the_clusters_of_a_config_have_its_workers():
-    """--workers changes only the number of workers."""
-    scheduling = SchedulingConfig(workers=64, cluster="8xH100")
-    text = estimate.dry_run(make_config(scheduling=scheduling))
-    assert "64 GPU workers, bf16" in text
-    assert "on 64 x H100" in text
-    with pytest.raises(InputError, match=r"^scheduling.cluster: 8xH100: its figures are for bf16 and fp16"):
-        estimate.dry_run(make_config(scheduling=scheduling, engine=EngineConfig(precision="fp32")))
-    assert "on 8 x H100" in estimate.dry_run(make_config(scheduling=scheduling), on="8xH100")
 
 
 @pytest.mark.parametrize(
@@ -416,7 +405,7 @@ def test_dry_run_reports_a_missing_corpus(tmp_path: Path):
 def test_dry_run_reports_the_prepared_corpus(tmp_path: Path):
     folder = make_corpus(tmp_path / "corpus", documents=30, vocabulary_size=700)
     config = make_config(folder)
-    assert estimate.vocabulary_size(config) == 700  # the corpus decides, not the 30,522 to train
+    assert work.vocabulary_size(config) == 700  # the corpus decides, not the 30,522 to train
     text = estimate.dry_run(config)
     assert "train: 30 documents" in text
     assert "validation: 20 documents" in text
@@ -425,10 +414,10 @@ def test_dry_run_reports_the_prepared_corpus(tmp_path: Path):
 def test_vocabulary_size_of_a_given_file(tmp_path: Path):
     (tmp_path / "vocab.txt").write_text("a\nb\nc\n")
     corpus = CorpusConfig(dir=str(tmp_path / "none"), vocabulary=VocabularyConfig(path=str(tmp_path / "vocab.txt")))
-    assert estimate.vocabulary_size(make_config(corpus=corpus)) == 3
+    assert work.vocabulary_size(make_config(corpus=corpus)) == 3
     # Only line feeds end an entry: a vocabulary may have other line ends as tokens.
     (tmp_path / "vocab.txt").write_text("a\n\u2028\n\x85\nb\n", encoding="utf-8")
-    assert estimate.vocabulary_size(make_config(corpus=corpus)) == 4
+    assert work.vocabulary_size(make_config(corpus=corpus)) == 4
 
 
 def test_a_given_vocabulary_is_found_as_preparing_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -437,7 +426,7 @@ def test_a_given_vocabulary_is_found_as_preparing_finds_it(tmp_path: Path, monke
     (tmp_path / "vocab.txt").write_text("a\nb\nc\n")
     for path in (str(tmp_path), "~/vocab.txt", "~"):
         corpus = CorpusConfig(dir=str(tmp_path / "none"), vocabulary=VocabularyConfig(path=path))
-        assert estimate.vocabulary_size(make_config(corpus=corpus)) == 3
+        assert work.vocabulary_size(make_config(corpus=corpus)) == 3
 
 
 @pytest.mark.parametrize("length", [0.0, -5.0, float("nan"), float("inf")])

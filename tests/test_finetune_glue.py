@@ -199,34 +199,6 @@ def test_an_unknown_label_is_named_by_the_official_ones(downloads: Path) -> None
         task("mnli", downloads).read_held_out()
 
 
-def test_mrpc_as_microsoft_gives_it(downloads: Path) -> None:
-    folder = downloads / "MRPC"
-    rows = ["\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"]
-    rows += [f"{n % 2}\t{n}\t{n + 1}\tText {n}\tOther" for n in range(40)]
-    for name in ("train.tsv", "dev.tsv", "test.tsv"):
-        (folder / name).unlink()
-    for part in ("train", "test"):
-        (folder / f"msr_paraphrase_{part}.txt").write_text("\r\n".join(rows), encoding="utf-8", newline="")
-    whole = task("mrpc", downloads)
-    assert len(whole.read_train()) == len(whole.read_test()["test"]) == 40
-    with pytest.raises(InputError, match=r"no dev\.tsv of MRPC .* or set dev_share"):
-        whole.read_held_out()
-    parted = task("mrpc", downloads, dev_share=0.25)
-    assert len(parted.read_train()) + len(parted.read_held_out()["dev"]) == 40
-    # GLUE's dev set is a part of Microsoft's training set, and must not be trained on.
-    (folder / "dev_ids.tsv").write_text("3\t4\n9\t10\n")
-    by_ids = task("mrpc", downloads)
-    dev = by_ids.read_held_out()["dev"]
-    assert [(example.text, example.label) for example in dev] == [
-        ("Text 3", "equivalent"),
-        ("Text 9", "equivalent"),
-    ]
-    assert dev[0].where.endswith("msr_paraphrase_train.txt:5")
-    assert len(by_ids.read_train()) == 38
-    (folder / "dev.tsv").write_text("\n".join([rows[0], rows[6]]) + "\n", encoding="utf-8")
-    assert len(task("mrpc", downloads).read_train()) == 39
-
-
 @pytest.mark.parametrize(
     ("name", "scores", "metric"),
     [

@@ -748,9 +748,9 @@ def test_tasks_are_those_whose_files_are_there(tmp_path: Path, capsys: pytest.Ca
     assert glue_runs.find_tasks(str(data), ["rte"]) == ["rte"]
     assert glue_runs.find_tasks(str(data / "RTE"), []) == ["rte"], "a task's own folder"
     (data / "MRPC").mkdir()
-    (data / "MRPC" / "msr_paraphrase_train.txt").touch()
+    (data / "MRPC" / "train.tsv").touch()
     assert glue.tasks_in(data)["mrpc"].endswith("no dev.tsv")
-    (data / "MRPC" / "dev_ids.tsv").touch()
+    (data / "MRPC" / "dev.tsv").touch()
     assert glue.tasks_in(data)["mrpc"] == ""
     for asked, message in (
         ("mnli", "dev_mismatched"),

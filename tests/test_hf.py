@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch
-from pretrain.checkpoint import hf, store, weight_files
+from pretrain.checkpoint import hf, reading, store, weight_files
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common import files
@@ -298,7 +298,7 @@ class TestExportRun:
         self, run: Path, monkeypatch: pytest.MonkeyPatch, damage: str | None
     ) -> None:
         """It has as many entries; checkpoints of earlier versions tell of vocab.txt alone, or of nothing."""
-        monkeypatch.setattr(store.time, "sleep", lambda _: pytest.fail("what is missing does not come"))
+        monkeypatch.setattr(reading.time, "sleep", lambda _: pytest.fail("what is missing does not come"))
         corpus, newest = run.parent / "corpus", run / "checkpoints/step-00003000/state.json"
         trained_on = files.sha256_file(corpus / "vocab.txt")
         write_tokenizer(corpus, [*VOCABULARY[:-2], *reversed(VOCABULARY[-2:])])

@@ -596,7 +596,7 @@ def test_the_memory_is_that_of_the_planned_batch(law_file: Path, monkeypatch: py
         asked.append(config.phases[0].global_sequences)
         return {"weights": 1}
 
-    monkeypatch.setattr(recommend.estimate, "memory_bytes", memory)
+    monkeypatch.setattr(recommend, "memory_bytes", memory)
     recommendation(mini(phases=[phase]), "90s", "L4", law_file)
     assert min(asked) >= 16
 
@@ -606,7 +606,7 @@ def test_this_machine_times_the_best_candidate(
 ) -> None:
     timed: list[PretrainConfig] = []
     monkeypatch.setattr(speed, "product_times", lambda shapes, *_: [6 * a * b / 2e11 for a, b in shapes])
-    monkeypatch.setattr(recommend.estimate, "_measure_peak", lambda *_: ("cpu", 2e11))
+    monkeypatch.setattr(estimate, "_measure_peak", lambda *_: ("cpu", 2e11))
     monkeypatch.setattr(recommend, "machine_memory", lambda: (8 << 30, 3 << 30))
     monkeypatch.setattr(pace, "measure", lambda config, _: timed.append(config) or pace.Pace(9, 0.5, 1e-11))
     config = mini(corpus={"dir": str(make_corpus(tmp_path / "corpus", documents=4000))}, engine={"precision": "fp32"})

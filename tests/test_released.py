@@ -622,8 +622,12 @@ def test_what_is_missing_or_damaged_is_named(theirs: Any, tmp_path: Path) -> Non
     with pytest.raises(InputError, match=r"model\.safetensors: damaged"):
         read_released(tmp_path)
     weights.unlink()
-    with pytest.raises(InputError, match=r"has none of model\.safetensors, .* TensorFlow"):
+    with pytest.raises(InputError, match=r"has none of model\.safetensors, "):
         read_released(tmp_path)
+    (tmp_path / "bert_model.ckpt.index").write_bytes(b"")
+    with pytest.raises(InputError, match=r"a TensorFlow checkpoint\. .* hf://google-bert/bert-base-uncased"):
+        read_released(tmp_path)
+    (tmp_path / "bert_model.ckpt.index").unlink()
     for name in ("a.pt", "b.pt"):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(InputError, match=r"has a\.pt, b\.pt, and only one may be there"):

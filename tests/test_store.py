@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from pretrain.checkpoint import store
+from pretrain.checkpoint import reading, store
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import put_manifest, verify_manifest
 from pretrain.run.session import newest_checkpoint
@@ -161,7 +161,7 @@ def test_an_unreadable_checkpoint_is_retried_then_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     """The one before it may be much older, and all may be unreadable, which is not a new run."""
-    monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "_READ_WAIT_SECONDS", 0.0)
     save(tmp_path, 10)
     bad = save(tmp_path, 20)
     verify, left = store.verify_manifest, [failures]
@@ -188,7 +188,7 @@ def test_reading_a_verified_checkpoint_is_retried_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, number: int, failures: int
 ) -> None:
     """Rank 0 verifies; the machine of another rank may not see a file yet."""
-    monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "_READ_WAIT_SECONDS", 0.0)
     checkpoint, left = save(tmp_path, 10), [failures]
 
     def unreliable(read: Any) -> Any:
@@ -202,7 +202,7 @@ def test_reading_a_verified_checkpoint_is_retried_too(
 
     monkeypatch.setattr(Path, "read_text", unreliable(Path.read_text))
     monkeypatch.setattr(Path, "read_bytes", unreliable(Path.read_bytes))
-    monkeypatch.setattr(store, "safe_open", unreliable(store.safe_open))
+    monkeypatch.setattr(reading, "safe_open", unreliable(reading.safe_open))
     refused = pytest.raises(MachineError, match=rf"{which}: cannot be read \({os.strerror(number)}\)\. Check")
     with contextlib.nullcontext() if failures == 1 else refused:
         assert store.read_state(checkpoint)["step"] == 10
@@ -336,7 +336,7 @@ def test_nothing_is_pruned_while_the_best_is_not_known(tmp_path: Path, monkeypat
             raise OSError(errno.ESTALE, "Stale file handle")
         return read(path, *arguments, **more)
 
-    monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "_READ_WAIT_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", stale)
         with pytest.raises(MachineError, match=r"step-00000001/state\.json: cannot be read \(Stale file handle\)"):
@@ -385,7 +385,7 @@ def test_a_checkpoint_without_the_file_that_a_rank_wrote_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bytes | None, message: str
 ) -> None:
     """Each machine may have a folder of its own at the run's path."""
-    monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "_READ_WAIT_SECONDS", 0.0)
     if there is not None:
         aside = tmp_path / ".step-00000002.tmp"
         aside.mkdir()
@@ -431,7 +431,7 @@ def find_newest_and_note_reads(folder: Path, trouble: str = "") -> tuple[Path | 
             raise failures.pop()
         return bytes_of(self)
 
-    store.verify_content, Path.read_bytes, store._READ_WAIT_SECONDS = noted, late, 0.0
+    store.verify_content, Path.read_bytes, reading._READ_WAIT_SECONDS = noted, late, 0.0
     try:
         return newest_checkpoint(folder, group), read
     except MachineError as error:

@@ -20,7 +20,7 @@ from pretrain.model.parameters import is_hidden_matrix, stacked_parts
 from pretrain.objectives import objective_of
 from pretrain.objectives.distillation import DistillingModel
 from pretrain.objectives.replaced_tokens import ElectraModel
-from pretrain.planning import estimate, work
+from pretrain.planning import estimate, memory, work
 from tests.batches_by_hand import make_batch
 
 VOCABULARY = 211
@@ -154,14 +154,14 @@ def test_the_dry_run_counts_a_teacher(tmp_path: Path) -> None:
     }
     config = make_config(distillation={"teacher": str(tmp_path)}, engine={"precision": "fp32"})
     assert "the teacher cannot be read" in estimate.dry_run(config)
-    assert estimate.memory_bytes(config, 1, 1)["teacher"] == 0
+    assert memory.memory_bytes(config, 1, 1)["teacher"] == 0
     (tmp_path / "config.json").write_text(json.dumps(values))
     text = estimate.dry_run(config)
     assert "both count the teacher's forward pass" in text
     assert "\n  teacher " in text
     shape = ModelConfig(**{**SHAPE, "layers": 4})
     weights = cost.parameter_count(shape, 30522, next_sentence=False).total
-    assert estimate.memory_bytes(config, 1, 1)["teacher"] > 4 * weights
+    assert memory.memory_bytes(config, 1, 1)["teacher"] > 4 * weights
     phase = config.phases[0]
     alone, taught = (work.phase_work(config, phase, 30522, frozen=one) for one in (None, shape))
     assert taught.flops > 1.2 * alone.flops

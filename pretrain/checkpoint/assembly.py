@@ -34,7 +34,7 @@ class Released:
         head: those of dense_weight [H, H], dense_bias [H], norm_weight [H], norm_bias [H] (the first layer of a task's
             head: BERT's pooler, ModernBERT's prediction head), out_weight [labels, H] and out_bias [labels] that the
             file has.
-        config: config.json as read; {} for TensorFlow checkpoints and runs of ours.
+        config: config.json as read; {} for runs of ours.
         mapping: one entry for each tensor in the file.
         token_types: how many segments the model knows: 2, or less, and then every token must have type 0.
         pretraining: state of those `pretrain.model.heads.Heads` that the file has whole.

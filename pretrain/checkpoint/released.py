@@ -1,18 +1,16 @@
 """Released encoders, and our own runs and exports, read from their folders (invariant 6).
 
-The families of `layouts` are read as transformers wrote them, BERT also as NVIDIA and Google (TensorFlow 1) did.
+The families of `layouts` are read as transformers wrote them, BERT also as NVIDIA did.
 `layouts` has the names, `assembly` puts the model together, and `released_writer` writes a fine-tuned one.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint import store
 from pretrain.checkpoint.assembly import Released, assemble
-from pretrain.checkpoint.google_bert import find_checkpoint, read_google
 from pretrain.checkpoint.layouts import OWN, KeyMapping, ReleasedFacts, layout_of, read_config, why_own
 from pretrain.checkpoint.layouts.pooled import unwrap
 from pretrain.checkpoint.mapping import MappedTensor
@@ -44,9 +42,6 @@ def read_released(folder: Path) -> Released:
     config_path = _config_path(folder)
     config = _config(config_path, outer)
     facts = _facts(config, config_path)
-    prefix = find_checkpoint(folder)
-    if prefix is not None:
-        return _read_tensorflow(prefix, facts)
     path, tensors = read_weights(folder)
     return assemble(tensors, facts, config, where=str(path))
 
@@ -73,7 +68,7 @@ def why_not_transformers(folder: Path) -> str:
 def _config_path(folder: Path) -> Path:
     found = next((folder / name for name in ("config.json", "bert_config.json") if (folder / name).is_file()), None)
     if found is None:
-        raise InputError(f"{folder}: has no config.json (Google's: bert_config.json). Give a released model's folder.")
+        raise InputError(f"{folder}: has no config.json. Give a released model's folder.")
     return found
 
 
@@ -120,10 +115,3 @@ def _as_task_head(name: str, layout: KeyMapping) -> str:
     kind = name.rpartition("_")[2]
     same = (f"head.{module}_{kind}" for module in ("dense", "norm"))
     return next((ours for ours in same if layout.names(name) == layout.names(ours) != []), "")
-
-
-def _read_tensorflow(prefix: Path, facts: ReleasedFacts) -> Released:
-    google = read_google(prefix)
-    released = assemble(google.tensors, facts, {}, where=f"{prefix}.index")
-    mapping = (MappedTensor(*google.originals[name], target) for name, _, target in released.mapping)
-    return replace(released, mapping=(*mapping, *google.left_out))

@@ -20,19 +20,19 @@ import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pretrain.checkpoint.pieces import PieceIndex, packed
+from pretrain.checkpoint.pieces import packed
+from pretrain.checkpoint.reading import CheckpointReader, checkpoint_manifest, retried
 from pretrain.common.errors import InputError, MachineError, RunError
 from pretrain.common.files import (
     CHECKPOINT_NAME,
@@ -40,7 +40,6 @@ from pretrain.common.files import (
     disk_errors,
     existing_parent,
     fsync_folder,
-    parse_manifest,
     put_manifest,
     sha256_file,
     verify_content,
@@ -51,11 +50,6 @@ from pretrain.storage.runs import best_of
 
 FORMAT = 2  # 1 listed every piece with its file, and is still read
 _DAMAGED = "damaged-"  # before the name of a checkpoint that was set aside
-# Attempts to read a checkpoint when the storage fails, and the first wait between them, which doubles each time.
-_READS, _READ_WAIT_SECONDS = 6, 1.0
-# Pages of a mapped file count as the process's memory until the file is closed.
-_MOST_MAPPED_BYTES = 128 << 20
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -252,7 +246,7 @@ def verify(checkpoint: Path, *, content: bool = True) -> None:
             (checkpoint / MANIFEST).open("rb").close()  # `verify_manifest` reports a refusal as damage
         return verify_manifest(checkpoint, content=content)
 
-    written = _retried(checkpoint, read).get("format", 1)
+    written = retried(checkpoint, read).get("format", 1)
     if written > FORMAT:
         raise MachineError(
             f"{checkpoint}: written by a newer version of bertrain (format {written}; this one reads up to {FORMAT}). "
@@ -265,35 +259,10 @@ def verify_share(checkpoint: Path, rank: int, ranks: int) -> None:
 
     Raises as `verify`. A file that is missing counts as unreadable: another machine may see it later than rank 0.
     """
-    files = _manifest(checkpoint)["files"]
+    files = checkpoint_manifest(checkpoint)["files"]
     for name in sorted(files)[rank::ranks]:
         path = checkpoint / name
-        _retried(path, functools.partial(verify_content, path, files[name]))
-
-
-def _retried(path: Path, read: Callable[[], T]) -> T:
-    """What `read` returns; its read errors are retried for half a minute. Raises `MachineError` after it.
-
-    A missing file is one of them: machines that share a folder may see a name that another one made later than it.
-    """
-    attempt = 0
-    while True:
-        try:
-            return read()
-        except OSError as error:
-            if attempt == _READS - 1 or isinstance(error, PermissionError):
-                raise _unreadable(path, error) from error
-            wait = _READ_WAIT_SECONDS * 2**attempt
-            logger.warning("%s: cannot be read (%s). Retrying in %.0f s.", path, error, wait)
-            time.sleep(wait)
-            attempt += 1
-
-
-def _unreadable(path: Path, error: OSError) -> MachineError:
-    return MachineError(
-        f"{error.filename or path}: cannot be read ({error.strerror or error}). Check the storage and the file's "
-        "permissions."
-    )
+        retried(path, functools.partial(verify_content, path, files[name]))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -367,14 +336,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / "state.json"
     try:
-        return json.loads(_retried(path, lambda: path.read_text(encoding="utf-8")))
+        return json.loads(retried(path, lambda: path.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read ({error}). Use another checkpoint.") from None
-
-
-def _manifest(checkpoint: Path) -> dict[str, Any]:
-    path = checkpoint / MANIFEST
-    return parse_manifest(_retried(path, path.read_bytes), path)
 
 
 def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tensor]:
@@ -387,66 +351,11 @@ def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tenso
             f"{checkpoint}: has no averaged weights. Give a checkpoint of the last steps of a run with averaging.share."
         )
     kind = "average" if averaged else "weight"
-    shapes = _manifest(checkpoint)["shapes"]
+    shapes = checkpoint_manifest(checkpoint)["shapes"]
     with CheckpointReader(checkpoint) as reader:
         return {
             name: reader.read(kind, name, 0, torch.Size(shape).numel()).view(shape) for name, shape in shapes.items()
         }
-
-
-class CheckpointReader:
-    """Reads any range of any parameter, regardless of the ranks that wrote it. Use as a context manager.
-
-    Files are opened with retries as `verify`.
-    """
-
-    def __init__(self, checkpoint: Path) -> None:
-        self._files: dict[str, Any] = {}
-        self._mapped = 0  # bytes read since the files were opened
-        self._checkpoint = checkpoint
-        manifest = _manifest(checkpoint)
-        files = sorted(name for name in manifest["files"] if name.startswith("rank-"))
-        self._pieces = PieceIndex(manifest["fragments"], files)
-
-    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """Elements [start, start + numel) of the flattened `name`, fp32 [numel]; `InputError` if any is missing."""
-        out, position, stop = torch.empty(numel), start, start + numel
-        for piece in self._pieces.covering(kind, name, start, stop):
-            if not piece.start <= position < piece.stop:
-                continue
-            end = min(stop, piece.stop)
-            stored = self._file(piece.file).get_slice(f"{kind}|{name}|{piece.start}")
-            out[position - start : end - start] = stored[position - piece.start : end - piece.start]
-            self._mapped += out.element_size() * (end - position)
-            position = end
-        if position < stop:
-            raise InputError(
-                f"{self._checkpoint}: no {kind} of {name} from element {position}; the checkpoint belongs to another "
-                "model or optimizer. Resume with the config of the run that wrote it."
-            )
-        return out
-
-    def _file(self, name: str) -> Any:
-        if self._mapped > _MOST_MAPPED_BYTES:
-            self._close()
-        if name not in self._files:
-            path = self._checkpoint / name
-            try:
-                self._files[name] = _retried(path, lambda: safe_open(path, framework="pt").__enter__())
-            except SafetensorError as error:
-                raise InputError(f"{path}: cannot be read ({error}). Use another checkpoint.") from None
-        return self._files[name]
-
-    def __enter__(self) -> CheckpointReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        for file in self._files.values():
-            file.__exit__(None, None, None)
-        self._files, self._mapped = {}, 0
 
 
 def _write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dict[str, Any]:
@@ -521,7 +430,7 @@ def _publish(aside: Path, final: Path, shards: list[dict[str, Any]], state: dict
 
 def _check_seen(path: Path, size: int) -> None:
     """Raise `MachineError` if the shard that a rank wrote is not in rank 0's folder: that rank's may be another one."""
-    seen = _retried(path, path.stat).st_size
+    seen = retried(path, path.stat).st_size
     if seen != size:
         raise MachineError(f"{path}: has {seen} bytes, not the {size} that were written. Check the storage.")
 

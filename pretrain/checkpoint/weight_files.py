@@ -117,10 +117,14 @@ def _only_torch_file(folder: Path) -> Path:
     files = [path for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".ckpt")]
     if len(files) == 1:
         return files[0]
+    if any(folder.glob("*.index")):
+        raise InputError(
+            f"{folder}: a TensorFlow checkpoint. Google's are on the hub with torch weights, such as "
+            "hf://google-bert/bert-base-uncased or hf://google/bert_uncased_L-4_H-256_A-4; give one of those."
+        )
     several = f"; has {', '.join(path.name for path in files)}, and only one may be there" if files else ""
     raise InputError(
-        f"{folder}: has none of {', '.join(_KNOWN)}, nor a TensorFlow checkpoint{several}. "
-        "Give a folder with config.json and the weights."
+        f"{folder}: has none of {', '.join(_KNOWN)}{several}. Give a folder with config.json and the weights."
     )
 
 

@@ -55,6 +55,9 @@ INSTEAD = {
 }
 """Setting that left -> what to do, where more can be said than to remove the line."""
 
+IGNORED = {"scheduling": {"cluster": "give --on CLUSTER with --dry-run"}}
+"""Section -> setting that left and had no effect on a run -> what to do instead. Every value is read, with a remark."""
+
 LEFT_PRESETS = ("few-sample",)  # of `training.preset`, after acc156f
 
 
@@ -94,7 +97,7 @@ class LeftError(ValueError):
 
 def as_now(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a section with today's names. Raises `LeftError` if one had an effect that left."""
-    now = dict(values)
+    now = {name: value for name, value in values.items() if name not in IGNORED.get(section, {})}
     for commit, left in LEFT_AFTER.items():
         for name, without_effect in left.get(section, {}).items():
             if now.pop(name, without_effect) != without_effect:
@@ -144,6 +147,8 @@ def name_now(section: str, name: Any) -> Any:
 
 def remark(section: str, path: tuple[Any, ...], value: Any) -> str:
     """What to write in place of the old name that `path` ends with; "" if it is no old one."""
+    if instead := IGNORED.get(section, {}).get(path[-1]):
+        return f"{'.'.join(map(str, path))} left in {_LEFT_IN}, and has no effect; {instead}"
     renamed = RENAMED.get(section, {}).get(path[-1])
     now = renamed.value(value) if renamed else None
     if renamed is None or now is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 import typing
@@ -20,7 +21,6 @@ from pretrain.common.earlier import LeftError, name_now, remark
 from pretrain.common.errors import InputError, is_control, printable
 from pretrain.common.examples import config_path
 from pretrain.common.kinds import ask_for_kind
-from pretrain.common.secret_names import secret_paths
 from pretrain.common.sections import (
     NO_SECRETS,
     SEVERAL_LINES,
@@ -34,8 +34,8 @@ from pretrain.common.sections import (
 from pretrain.common.setting_errors import expected, shortened, shown, suggest
 from pretrain.common.yaml_text import Dumper, child, parse, read_text
 
-_MOST_LEVELS = 50  # keys in the name of an override
 _OTHER_KIND = 3  # unknown sections: the config of another kind
+_SECRET = re.compile(r"(token|secret|password|passwd|authorization|credential)s?$|(api|access|private)[_-]?key$", re.I)
 _LONGEST_OVERRIDE = 200  # characters of an override in a message
 
 _remarked: set[tuple[str, str]] = set()  # a command reads a config several times
@@ -203,7 +203,7 @@ class _Document(Generic[S]):
         name, equals, written = text.partition("=")
         given = self._keys_of(name.strip())
         keys = (*given[:-1], name_now(self._earlier(given[:-1]), given[-1]))
-        if not equals or "" in keys or len(keys) > _MOST_LEVELS:
+        if not equals or "" in keys:
             raise InputError(f"{where}: expected key.path=value, for example phases.0.steps=10.")
         value = parse(written, where)[1] if written.strip() else ""
         if keys != given:
@@ -353,18 +353,21 @@ def _say(where: str, line: str) -> None:
         print(f"{where}: {line}", file=sys.stderr)
 
 
-def _secrets(value: Any, path: Keys = ()) -> Iterator[Keys]:
-    """Paths of secrets in the settings that a config passes on to other software. Our own settings hold none."""
+def _secrets(value: Any, path: Keys = (), *, is_named: bool = False) -> Iterator[Keys]:
+    """Paths of texts under the names of secrets, in what a config passes on to other software; ours hold none."""
     if isinstance(value, Section):
         for name, field in type(value).model_fields.items():
             if field.json_schema_extra == NO_SECRETS:
                 continue
             yield from _secrets(getattr(value, name), (*path, name))
     elif isinstance(value, dict):
-        yield from secret_paths(value, path)
+        for name, item in value.items():
+            yield from _secrets(item, (*path, str(name)), is_named=is_named or _SECRET.search(str(name)) is not None)
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from _secrets(item, (*path, number))
+            yield from _secrets(item, (*path, number), is_named=is_named)
+    elif is_named and isinstance(value, str) and value:
+        yield path
 
 
 def _split_name(name: str) -> Keys:

@@ -12,19 +12,11 @@ import yaml
 from pretrain.common.errors import InputError, printable
 from pretrain.common.setting_errors import shown
 
-# Limits of one YAML text, far above the settings of any run.
-_MOST_BYTES = 1 << 20
-_MOST_LEVELS = 50  # nested sections and lists
-
 
 def read_text(path: Path) -> str:
-    """The text of a YAML file. Raises `InputError` if it cannot be read, is too large or is not UTF-8."""
+    """The text of a YAML file. Raises `InputError` if it cannot be read or is not UTF-8."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise InputError(f"{path}: more than {_MOST_BYTES >> 20} MiB. Give a YAML file with settings.")
-        return data.decode("utf-8")
+        return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
     except OSError as error:
@@ -46,13 +38,7 @@ def parse(text: str, where: str) -> tuple[yaml.Node | None, Any]:
         loader = _Loader(text)
         try:
             root = loader.get_single_node()
-            values = loader.construct_document(root) if root is not None else None
-            _check_levels(values)
-            return root, values
-        except RecursionError:
-            raise InputError(
-                f"{where}: not valid YAML: more than {_MOST_LEVELS} levels of sections and lists."
-            ) from None
+            return root, loader.construct_document(root) if root is not None else None
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -62,14 +48,6 @@ def parse(text: str, where: str) -> tuple[yaml.Node | None, Any]:
         line = f":{text.count(chr(10), 0, error.position) + 1}" if in_file else ""
         character = printable(text[error.position])
         raise InputError(f"{where}{line}: not valid YAML: the character {character} is not allowed here.") from None
-
-
-def _check_levels(values: Any, level: int = 1) -> None:
-    """Raise `RecursionError` if values are too deep to be traversed, as those of an alias inside itself."""
-    if level > _MOST_LEVELS:
-        raise RecursionError
-    for item in values.values() if isinstance(values, dict) else values if isinstance(values, list) else ():
-        _check_levels(item, level + 1)
 
 
 def child(node: yaml.Node | None, part: str | int) -> tuple[int, yaml.Node] | None:

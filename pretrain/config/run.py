@@ -75,6 +75,8 @@ class TrackingConfig(Section):
 class SchedulingConfig(Section):
     """Workers, the cluster, and restarts."""
 
+    EARLIER = "scheduling"
+
     workers: int = Field(default=1, ge=1, description="Worker processes: one per GPU, or CPU workers.")
     min_workers: int = Field(
         default=0,
@@ -88,11 +90,6 @@ class SchedulingConfig(Section):
     address: str = Field(
         default="",
         description="Address of the Ray cluster for pretrain and prepare. Empty uses this machine only.",
-    )
-    cluster: str = Field(
-        default="",
-        description="Hardware for which --dry-run estimates the time if --on is missing, such as H100, one for each of "
-        "workers; here measures this machine. Empty estimates no time.",
     )
     hang_seconds: float = Field(
         default=180.0,

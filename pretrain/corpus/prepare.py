@@ -18,7 +18,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
-import os
 import shutil
 import signal
 import threading
@@ -31,14 +30,14 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from pretrain.common.addresses import is_remote
 from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest, write_json
 from pretrain.common.settings import import_named
-from pretrain.config import CorpusConfig, PretrainConfig, VocabularyConfig
+from pretrain.config import PretrainConfig, VocabularyConfig
 from pretrain.corpus import card, sources, stages
 from pretrain.corpus.byte_level import is_byte_level, is_released
+from pretrain.corpus.description import WORK, given_settings, given_tokenizer, processes
 from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.filters import check_filters
@@ -52,29 +51,25 @@ from pretrain.corpus.manifest import (
     fingerprint_settings,
     make_manifest,
     readable_manifest,
-    refuse_changed_settings,
     refuse_changes,
     refuse_other_content,
     refuse_other_settings,
     source_facts,
-    source_name,
     with_card,
 )
 from pretrain.corpus.near_search import find_near_duplicates, near_duplicates
 from pretrain.corpus.parallel import Pool, result_of
 from pretrain.corpus.shards import TokenShards, shards_of, token_dtype, verify_shards
-from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
+from pretrain.corpus.special_tokens import check_special_tokens, special_ids
 from pretrain.corpus.stage_bar import StageBar
-from pretrain.corpus.stored import kept_at_address, prepared_manifest
+from pretrain.corpus.stored import kept_at_address
 from pretrain.corpus.vocabulary import (
-    load_vocabulary,
     save_tokenizer,
     train_byte_vocabulary,
     train_vocabulary,
     vocabulary_size,
 )
 
-WORK = ".work"
 _EXTENSION = "extension.json"  # facts about an extended vocabulary, for the card
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; above it the rarest are dropped
 
@@ -116,77 +111,6 @@ def prepare(
     raise InputError(f"corpus.sources: empty, and {folder} is not prepared. Give at least one source.")
 
 
-def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """What `prepare` would read, for --dry-run: dir, state, whether its sources were compared with those
-    of a finished corpus, processes, bytes, those of text by a guess, and the files of every source.
-
-    `tokenizer` as for `prepare`.
-
-    Raises `InputError` as `prepare` does, also if the corpus is finished and was prepared with other settings.
-    """
-    corpus, folder = config.corpus, config.corpus.folder
-    refuse_other_content(folder)
-    state = "finished" if prepared_manifest(corpus) else "started" if (folder / WORK).exists() else "new"
-    found = [sources.list_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
-    if state != "finished":
-        check_filters(corpus.filters)
-    compared = not any(is_remote(source.path) for source in corpus.sources)  # those at addresses are not fetched
-    if (folder / MANIFEST).exists() and found:
-        inputs = found if compared else [[] for _ in found]
-        settings = fingerprint_settings(corpus, inputs, tokenizer or _given_tokenizer(corpus))
-        if compared:
-            accepted_manifest(folder, found, settings, None if corpus.vocabulary.added_words else tokenizer)
-        elif tokenizer is None:
-            refuse_changed_settings(folder, read_manifest(folder)["settings"], settings)
-    rows = [
-        {
-            "name": source_name(source),
-            "kind": source.kind,
-            "files": sum(len(item.paths) for item in inputs),
-            "bytes": sum(item.bytes for item in inputs),
-            "text_bytes": sum(map(sources.reader(source).text_bytes, inputs)),
-            "weight": source.weight,
-        }
-        for source, inputs in zip(corpus.sources, found, strict=True)
-    ]
-    return {
-        "dir": str(folder),
-        "state": state,
-        "sources_compared": compared,
-        "processes": _processes(config),
-        "address": config.scheduling.address,
-        "bytes": sum(row["bytes"] for row in rows),
-        "text_bytes": sum(row["text_bytes"] for row in rows),
-        "sources": rows,
-    }
-
-
-def _find_inputs(corpus: CorpusConfig) -> list[list[Input]]:
-    return [sources.find_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
-
-
-def _given_tokenizer(corpus: CorpusConfig) -> Tokenizer | None:
-    """The vocabulary that the config names; None if it is trained."""
-    given = corpus.vocabulary
-    if not given.path:
-        return None
-    return load_vocabulary(
-        Path(given.path), lowercase=given.lowercase, kind=given.kind, strip_accents=given.strip_accents
-    )
-
-
-def _given_settings(corpus: CorpusConfig) -> dict[str, Any]:
-    """What the tokenizer_config.json beside the vocabulary says that the config names."""
-    path = Path(corpus.vocabulary.path).expanduser()
-    return declared_settings(path if path.is_dir() else path.parent)
-
-
-def _processes(config: PretrainConfig) -> int:
-    """How many processes work; 0 on a cluster means as many as it has cores."""
-    here = 0 if config.scheduling.address else len(os.sched_getaffinity(0))
-    return config.corpus.processes or here
-
-
 class _Preparation:
     """One run of `prepare`."""
 
@@ -201,14 +125,14 @@ class _Preparation:
         self._count_readings = count_readings
         self._corpus = corpus = config.corpus
         self._address = config.scheduling.address
-        self._processes = _processes(config)
+        self._processes = processes(config)
         self._folder = corpus.folder
         self._work = self._folder / WORK
         self._bar = bar
         self._problems = Problems()
-        self._inputs = _find_inputs(corpus)
+        self._inputs = [sources.find_inputs(one, f"corpus.sources.{n}") for n, one in enumerate(corpus.sources)]
         self._of_start, added = tokenizer, corpus.vocabulary.added_words
-        tokenizer = tokenizer or _given_tokenizer(corpus)
+        tokenizer = tokenizer or given_tokenizer(corpus)
         if tokenizer is not None and added:
             check_extension(tokenizer, added)
         self._settings = fingerprint_settings(corpus, self._inputs, tokenizer)
@@ -216,7 +140,7 @@ class _Preparation:
         self._released = tokenizer is not None and is_released(tokenizer)
         self._declared, self._unknown_id = {}, -1
         if tokenizer is not None and self._released:
-            self._declared = dict(declared) if self._of_start else _given_settings(corpus)
+            self._declared = dict(declared) if self._of_start else given_settings(corpus)
             ids = special_ids(tokenizer, self._declared)
             check_special_tokens(ids, config.start_from or corpus.vocabulary.path)
             self._unknown_id = ids.get("unk", -1)

@@ -18,11 +18,10 @@ from pretrain.common.setting_errors import first_problem
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.planning import pace
 from pretrain.planning.budget import Budget
-from pretrain.planning.estimate import vocabulary_size
 from pretrain.planning.law import FLOPS_PER_PARAMETER
 from pretrain.planning.speed import Speed
 from pretrain.planning.text import RunText
-from pretrain.planning.work import Work, optimizer_flops, phase_work
+from pretrain.planning.work import Work, optimizer_flops, phase_work, vocabulary_size
 
 # (layers, hidden): from a third of BERT-Mini to BERT-Large (google-research/bert, "smaller models"), about 64 times as
 # wide as deep.

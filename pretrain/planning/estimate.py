@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
@@ -21,13 +21,11 @@ from pretrain.common.wording import counted
 from pretrain.config import ModelConfig, Precision, PretrainConfig
 from pretrain.corpus.stored import prepared_manifest
 from pretrain.model import cost
-from pretrain.model.parameters import total
 from pretrain.model.precision import allow_tf32, matmul_peak, resolve_precision, unsupported
 from pretrain.objectives import objective_of
+from pretrain.planning.memory import Device, memory_bytes
 from pretrain.planning.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
-from pretrain.planning.work import ASSUMED_FILL, Work, optimizer_flops, phase_work
-
-Device = Literal["cpu", "cuda"]
+from pretrain.planning.work import ASSUMED_FILL, Work, frozen_shape, optimizer_flops, phase_work, vocabulary_size
 
 # Assumed MFU of this machine: our step on CPU has half of the measured matmul peak. By this definition NVIDIA's
 # BERT-Large on 8 A100 had 0.44 at length 128 (DeepLearningExamples README).
@@ -36,7 +34,7 @@ ASSUMED_MFU = {"cuda": 0.40, "cpu": 0.50}
 
 def dry_run(
     config: PretrainConfig,
-    on: str | None = None,
+    on: str = "",
     mean_length: float | None = None,
     *,
     measured: Sequence[float] = (),
@@ -59,11 +57,10 @@ def dry_run(
     if mean_length is not None and not 0 < mean_length < math.inf:
         raise InputError(f"--mean-length: {mean_length:g}; expected a number above 0.")
     size = vocabulary_size(config)
-    where, on = chosen_cluster(config, on)
     config, why = resolve_precision(config, on)
-    cluster = parse_cluster(on, config, where) if on else None
+    cluster = parse_cluster(on, config) if on else None
     if cluster:
-        _check_batches(config, cluster.workers, where)
+        _check_batches(config, cluster.workers, f"--on {on}")
     has_gpus = bool(config.scheduling.address) or Path("/proc/driver/nvidia").exists()
     device: Device = cluster.device if cluster else "cuda" if has_gpus else "cpu"
     lengths = [mean_length] * len(config.phases) if mean_length else measured or [None] * len(config.phases)
@@ -82,19 +79,6 @@ def dry_run(
     return "\n\n".join(parts)
 
 
-def chosen_cluster(config: PretrainConfig, on: str | None) -> tuple[str, str]:
-    """Where the cluster was chosen, to begin an error with, and the cluster for `parse_cluster`.
-
-    `on` comes before `scheduling.cluster`, of which the run has as many GPUs as it has workers now; "" without either.
-    """
-    if on:
-        return f"--on {on}", on
-    given = config.scheduling.cluster
-    kind = re.sub(r"^\s*\d+\s*[xX]\s*", "", given)
-    own = f"{config.scheduling.workers}x{kind}" if kind and kind != "here" else kind
-    return f"scheduling.cluster: {given}", own
-
-
 def _check_batches(config: PretrainConfig, workers: int, where: str) -> None:
     """Raise `InputError`, which begins with `where`, if a batch cannot be balanced across so many workers."""
     for number, phase in enumerate(config.phases):
@@ -102,178 +86,6 @@ def _check_batches(config: PretrainConfig, workers: int, where: str) -> None:
             sequences = getattr(phase, name)
             if sequences and (why := config.why_not_balanced(number, sequences, workers)):
                 raise InputError(f"{where}: phases.{number}.{name} ({sequences}) {why}.")
-
-
-def frozen_shape(config: PretrainConfig) -> ModelConfig | None:
-    """The shape of the model that the run reads and does not train; None without one, or if it cannot be read yet."""
-    objective = objective_of(config)
-    if not objective.frozen_role:
-        return None
-    from pretrain.checkpoint.released import read_shape
-
-    try:
-        return read_shape(attrgetter(objective.setting)(config))
-    except InputError:  # the run can be estimated before it is trained
-        return None
-
-
-def vocabulary_size(config: PretrainConfig) -> int:
-    """Rows of the word embeddings for the entries of the vocabulary."""
-    return config.model.rows(vocabulary_entries(config))
-
-
-def vocabulary_entries(config: PretrainConfig) -> int:
-    """Entries of the prepared corpus's vocabulary, else of the given one, else of that to train."""
-    manifest = prepared_manifest(config.corpus)
-    given = Path(config.corpus.vocabulary.path).expanduser()
-    if manifest:
-        return int(manifest["vocabulary_size"])
-    if config.corpus.vocabulary.path and given.exists():
-        from pretrain.corpus.vocabulary import given_entries
-
-        return len(given_entries(given))
-    return config.corpus.vocabulary.size
-
-
-# ---- Memory
-
-# DeepSpeed 0.19.8 reduces ZeRO 0 gradients in flattened copies of at most this many entries
-# (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE). Those of ZeRO 1 to 3 are in training/engine/buckets.py, and how many
-# are sent at the same time in gradient_sums.py.
-_WHOLE_BUCKET = 500_000_000
-_BUCKET, _IN_FLIGHT = 10_000_000, 8
-# ZeRO 3 keeps gathered weights until this many are live (stage3_max_live_parameters, by default 1e9).
-_MAX_LIVE_PARAMETERS = 1_000_000_000
-# Resident set of a CPU worker without the model: Python, torch, DeepSpeed, Ray and their threads (measured).
-_PROCESS_BYTES = 450 << 20
-_COMPILER_BYTES = 200 << 20  # what torch.compile adds to it
-
-
-def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Device = "cpu") -> dict[str, int]:
-    """Peak memory of one worker in bytes, by its use; the values add up to the total.
-
-    On CUDA this is what torch allocates. Tensors that are not needed at the same time share memory: activations are
-    freed before the optimizer steps. On CPU it is the resident set of the process, which keeps freed memory and cannot
-    always use it again, so there the two add up.
-
-    weights       compute copy: whole, or a shard and the gathered ones (ZeRO 3)
-    optimizer     fp32 master weights, the optimizer's moments, and the mean of the weights if they are averaged
-    gradients     kept from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
-    activations   saved for the backward pass of one micro-batch, and the working space of one layer
-    logits        scores of the masked tokens and their gradient; both twice with CUDA graphs
-    (its role)    a model that is read and not trained: its weights, and what its forward pass needs, if it can be read
-    copies        gradients in communication, and what DeepSpeed copies to take a step
-    checkpoint    the copy that is written in the background (CPU; on CUDA it is in the host's memory)
-    process       the interpreter and its libraries (CPU)
-    """
-    size = vocabulary_size(config)
-    p = objective_of(config, size).trained
-    half = config.engine.precision != "fp32"
-    activations, logits = _micro_batch_bytes(config, size, workers)
-    # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The second one is
-    # computed last in the backward pass, when activations are freed.
-    embedding = (6 if half else 12) * size * (config.model.embedding or config.model.hidden)
-    states, during, after = _zero_states(stage, half, p, workers)
-    more = _more_than_adamw(config, p)
-    states["optimizer"] += more // (workers if stage else 1)
-    if device == "cuda":
-        copies = during + max(0, max(after - during, embedding) - activations - logits)
-        if config.engine.cuda_graphs:  # recordings keep their memory; passes that are launched have their own
-            activations, logits = 2 * activations, 2 * logits
-    else:
-        copies = max(during + embedding, after)
-    return {
-        **states,
-        "activations": activations,
-        "logits": logits,
-        **({role: _frozen_bytes(config, size, workers)} if (role := objective_of(config).frozen_role) else {}),
-        "copies": copies,
-        "checkpoint": (12 * p + more) // workers if device == "cpu" else 0,
-        "process": _PROCESS_BYTES + config.engine.compiled * _COMPILER_BYTES if device == "cpu" else 0,
-    }
-
-
-def _frozen_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
-    """The weights of a model that is not trained, which every worker has whole, and work space of its forward pass."""
-    frozen = frozen_shape(config)
-    if frozen is None:
-        return 0
-    itemsize = 4 if config.engine.precision == "fp32" else 2
-    tokens = micro_batch_tokens(config, workers)
-    scores = min(round(config.largest_masking_share * tokens) * vocabulary, cost.LOGITS_PER_PIECE)
-    weights = cost.parameter_count(frozen, vocabulary, next_sentence=False).total
-    return itemsize * (weights + scores) + cost.working_bytes(frozen, tokens, itemsize)
-
-
-def _more_than_adamw(config: PretrainConfig, p: int) -> int:
-    """Bytes of optimizer state besides AdamW's, over all workers; negative if there is less, as with Muon."""
-    averages = 4 * p if config.averaging.share else 0
-    matrices = sum(total(cost.hidden_matrices(shape)) for shape in objective_of(config).shapes)
-    return averages - (4 * matrices if config.optimizer.name == "muon" else 0)
-
-
-def _zero_states(stage: int, half: bool, p: int, w: int) -> tuple[dict[str, int], int, int]:
-    """What the engine keeps with DeepSpeed 0.19.8, in bytes; then the largest temporary copies.
-
-    Args:
-        stage: of ZeRO.
-        half: whether the precision is bf16 or fp16.
-        p: parameters.
-        w: workers.
-
-    Returns:
-        (bytes by use, copies during the backward pass, copies after it).
-    """
-    b = 2 if half else 4  # bytes of a weight in the forward pass, and of its gradient
-    if stage == 0:
-        # FP16_UnfusedOptimizer: one flattened copy to reduce, then an fp32 copy of all gradients to step with.
-        states = {"weights": b * p, "optimizer": (12 if half else 8) * p, "gradients": b * p}
-        return states, 0, max(b * min(p, _WHOLE_BUCKET), 4 * p if half else 0)
-    entries = min(p, _BUCKET)
-    bucket = b * entries
-    if stage < 3:
-        # Pieces on their way, and this worker's part of each as it arrives.
-        sent = b * min(p, _IN_FLIGHT * _BUCKET)
-        on_their_way = sent + sent // w if w > 1 else 0
-        states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
-        if stage == 1 or w == 1:
-            return states, on_their_way, 0
-        # Whole gradients only of buckets that are not complete: some layer's, and that of all biases and norms.
-        return {**states, "gradients": 4 * p // w}, on_their_way + 2 * bucket, 0
-    # The bucket stays; in the backward pass it is scattered from one copy to another. The step reads its gradients from
-    # one flat copy.
-    states = {
-        "weights": b * p // w + b * min(p, _MAX_LIVE_PARAMETERS),
-        "optimizer": 12 * p // w,
-        "gradients": 4 * p // w + bucket,
-    }
-    return states, 2 * bucket, 4 * p // w
-
-
-def micro_batch_tokens(config: PretrainConfig, workers: int) -> int:
-    """Tokens of the largest micro-batch that a worker can get: the budget, or all of its share of a batch."""
-    shares = (-(-phase.global_sequences // workers) * phase.sequence_length for phase in config.phases)
-    return min(config.engine.micro_batch_tokens, max(shares))
-
-
-def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> tuple[int, int]:
-    """(activations, logits) in bytes of the largest micro-batch that a worker can get."""
-    engine, tokens = config.engine, micro_batch_tokens(config, workers)
-    masked = round(config.largest_masking_share * tokens)
-    objective, longest = objective_of(config), max(phase.sequence_length for phase in config.phases)
-    itemsize = 4 if engine.precision == "fp32" else 2
-    activations = sum(
-        cost.activation_bytes(
-            model,
-            tokens,
-            round(rows),
-            itemsize=itemsize,
-            compiled=engine.compiled,
-            checkpointing=engine.activation_checkpointing,
-        )
-        for model, rows in zip(objective.shapes, objective.last_rows(tokens, tokens // longest, masked), strict=True)
-    )
-    return activations, cost.logits_bytes(config.model, vocabulary, masked, itemsize=itemsize, compiled=engine.compiled)
 
 
 # ---- Time
@@ -291,13 +103,12 @@ class Cluster:
     kind: str = ""  # name of the GPU in `roofline.GPUS`
 
 
-def parse_cluster(text: str, config: PretrainConfig, where: str = "") -> Cluster:
+def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     """`8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second.
 
-    Raises `InputError`, which begins with `where` (by default --on), if there is no such cluster or the run cannot
-    compute there.
+    Raises `InputError` if there is no such cluster or the run cannot compute there.
     """
-    where = where or f"--on {text}"
+    where = f"--on {text}"
     if text == "here":
         device, peak = _measure_peak(config.engine.resolved_precision)
         return Cluster("this machine", config.scheduling.workers, device, peak * used_devices(config))
@@ -520,7 +331,7 @@ def _roofline_lines(work: list[Work], times: list[StepTimes], cluster: Cluster) 
 def _corpus_lines(config: PretrainConfig) -> str:
     folder, manifest = config.corpus.dir, prepared_manifest(config.corpus)
     if not manifest:
-        from pretrain.corpus.prepare import describe
+        from pretrain.corpus.description import describe
 
         try:
             return preparation_lines(describe(config))
@@ -537,7 +348,7 @@ def _corpus_lines(config: PretrainConfig) -> str:
 
 
 def preparation_lines(plan: dict[str, Any]) -> str:
-    """The result of `pretrain.corpus.prepare.describe` as text."""
+    """The result of `pretrain.corpus.description.describe` as text."""
     lines = [
         f"  {source['name']}: {source['kind']}, {counted(source['files'], 'file')}, {source['bytes'] / 1e6:,.1f} MB, "
         f"weight {source['weight']:g}"

@@ -20,8 +20,8 @@ from pretrain.common.settings import dump, load
 from pretrain.common.worker import torchrun_place
 from pretrain.config import PretrainConfig
 from pretrain.model.precision import resolve_precision
-from pretrain.planning.estimate import ASSUMED_MFU, frozen_shape, parse_cluster, vocabulary_size
-from pretrain.planning.work import Work, phase_work
+from pretrain.planning.estimate import ASSUMED_MFU, parse_cluster
+from pretrain.planning.work import Work, frozen_shape, phase_work, vocabulary_size
 
 TRAINING_SHARE = 0.95  # of the time; evaluations and checkpoints take the rest, 2 to 3 % in the demo
 _TIMED_SECONDS = 15  # of training, about

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig
-from pretrain.planning.estimate import vocabulary_entries
 from pretrain.planning.law import Law
+from pretrain.planning.work import vocabulary_entries
 
 PUBLISHED = Path(__file__).parent / "law.json"
 _COEFFICIENTS = 5

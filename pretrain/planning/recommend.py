@@ -13,11 +13,12 @@ from pretrain.common.worker import torchrun_place
 from pretrain.config import PretrainConfig
 from pretrain.model.precision import resolve_precision
 from pretrain.objectives import objective_of
-from pretrain.planning import estimate, pace, published
+from pretrain.planning import pace, published
 from pretrain.planning.budget import Budget, parse_budget
 from pretrain.planning.candidates import SHAPES, Plan, plan, volume, with_shape, with_workers, works
-from pretrain.planning.estimate import Cluster
+from pretrain.planning.estimate import Cluster, parse_cluster
 from pretrain.planning.law import Law, interval
+from pretrain.planning.memory import memory_bytes
 from pretrain.planning.published import PublishedLaw
 from pretrain.planning.speed import Roofline, Speed, ThisMachine
 from pretrain.planning.table import PredictedPlan, Recommendation, cost_text, report
@@ -36,7 +37,7 @@ def recommendation(config: PretrainConfig, budget_text: str, on: str | None = No
 
     Args:
         budget_text: as `budget.parse_budget`.
-        on: cluster, as for `estimate.parse_cluster`; needed if the budget is a time.
+        on: cluster, as for `parse_cluster`; needed if the budget is a time.
         law: file of a law; None takes that of the package.
 
     Raises:
@@ -44,11 +45,11 @@ def recommendation(config: PretrainConfig, budget_text: str, on: str | None = No
             fits, or the budget pays for none.
         MachineError: the timed run failed.
     """
-    budget, (where, on) = parse_budget(budget_text), estimate.chosen_cluster(config, on)
+    budget, where, on = parse_budget(budget_text), f"--on {on}", on or ""
     found = published.read(law)
     _check(config, budget, on, where)
     config, _ = resolve_precision(config, on)
-    cluster = estimate.parse_cluster(on, config, where) if on else None
+    cluster = parse_cluster(on, config) if on else None
     text = read_text(config)
     shaped = [with_shape(config, *shape) for shape in _shapes(config)]
     if cluster is not None:
@@ -150,7 +151,7 @@ def _fitting(plans: Sequence[Plan], cluster: Cluster | None, where: str) -> tupl
 
     def lacks(one: Plan) -> str:
         stage = one.config.engine.zero_stage
-        needed = sum(estimate.memory_bytes(one.config, stage, cluster.workers, cluster.device).values())
+        needed = sum(memory_bytes(one.config, stage, cluster.workers, cluster.device).values())
         return f"{needed / 2**30:,.1f} GiB" if needed > limit else ""
 
     fits, left_out = _divided(plans, lacks)

@@ -17,9 +17,10 @@ from pretrain.config import ModelConfig, Precision, PretrainConfig
 from pretrain.model.parameters import layer_parameters
 from pretrain.model.precision import torch_dtype
 from pretrain.objectives import objective_of
-from pretrain.planning.estimate import ASSUMED_MFU, Cluster, Device, used_devices, vocabulary_size
+from pretrain.planning.estimate import ASSUMED_MFU, Cluster, used_devices
+from pretrain.planning.memory import Device
 from pretrain.planning.roofline import REACHED, step_bytes, step_times
-from pretrain.planning.work import Work
+from pretrain.planning.work import Work, vocabulary_size
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,8 @@ from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
 from pretrain.config import PretrainConfig
-from pretrain.corpus.prepare import CountReadings, describe
+from pretrain.corpus.description import describe
+from pretrain.corpus.prepare import CountReadings
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.stored import prepared_manifest
 from pretrain.planning.work import expected_length

@@ -8,8 +8,12 @@ counted, and a local layer counts the keys within its windows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
 
+from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
+from pretrain.corpus.stored import prepared_manifest
 from pretrain.model import cost
 from pretrain.objectives import objective_of
 
@@ -62,3 +66,34 @@ def phase_work(
     useful, repeated, executed = (sequences * count([mean], masked) for count in counts)
     executed += phase.steps * optimizer_flops(config)
     return Work(phase.steps, sequences, sequences * mean, mean, masked, useful, executed, repeated)
+
+
+def frozen_shape(config: PretrainConfig) -> ModelConfig | None:
+    """The shape of the model that the run reads and does not train; None without one, or if it cannot be read yet."""
+    objective = objective_of(config)
+    if not objective.frozen_role:
+        return None
+    from pretrain.checkpoint.released import read_shape
+
+    try:
+        return read_shape(attrgetter(objective.setting)(config))
+    except InputError:  # the run can be estimated before it is trained
+        return None
+
+
+def vocabulary_size(config: PretrainConfig) -> int:
+    """Rows of the word embeddings for the entries of the vocabulary."""
+    return config.model.rows(vocabulary_entries(config))
+
+
+def vocabulary_entries(config: PretrainConfig) -> int:
+    """Entries of the prepared corpus's vocabulary, else of the given one, else of that to train."""
+    manifest = prepared_manifest(config.corpus)
+    given = Path(config.corpus.vocabulary.path).expanduser()
+    if manifest:
+        return int(manifest["vocabulary_size"])
+    if config.corpus.vocabulary.path and given.exists():
+        from pretrain.corpus.vocabulary import given_entries
+
+        return len(given_entries(given))
+    return config.corpus.vocabulary.size

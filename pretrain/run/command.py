@@ -35,12 +35,12 @@ def add_to(commands: Any) -> None:
 
 def _prepare(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
-        from pretrain.corpus import prepare
+        from pretrain.corpus.description import describe
         from pretrain.planning import estimate
 
         config = api.read_config(arguments.config, overrides(arguments), start_from=arguments.start_from, dry_run=True)
         tokenizer = api.start_tokenizer_of(config).get("tokenizer")
-        print(estimate.preparation_lines(prepare.describe(config, tokenizer)))
+        print(estimate.preparation_lines(describe(config, tokenizer)))
         return
     print(api.prepare(arguments.config, overrides=overrides(arguments), start_from=arguments.start_from))
 

@@ -31,7 +31,7 @@ from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.stored import fetch_corpus
 from pretrain.model.precision import torch_dtype
 from pretrain.objectives import Objective, objective_of
-from pretrain.planning.estimate import micro_batch_tokens
+from pretrain.planning.memory import micro_batch_tokens
 from pretrain.run.attention.history import AttentionHistory
 from pretrain.run.continuation import Continuation, Corpora
 from pretrain.run.plan import TrainingPlan

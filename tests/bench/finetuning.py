@@ -111,7 +111,6 @@ def _check(config: FinetuneConfig) -> None:
 
 def _start_folder(config: FinetuneConfig) -> Path:
     """The folder of the initial checkpoint. Raises as `compare` if there can be no baseline of it."""
-    from pretrain.checkpoint.google_bert import find_checkpoint
     from pretrain.checkpoint.released import why_not_transformers
     from pretrain.checkpoint.tokenizer import is_run, released_folder
 
@@ -120,8 +119,6 @@ def _start_folder(config: FinetuneConfig) -> Path:
     folder = released_folder(fetched_model(config.start_from))
     if is_run(folder):
         why = "is a run: export it"
-    elif find_checkpoint(folder):
-        why = "is a TensorFlow checkpoint: give torch weights"
     else:
         why = (own := why_not_transformers(folder)) and f"has {own}: give another checkpoint"
     if why:

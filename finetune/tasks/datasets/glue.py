@@ -32,111 +32,70 @@ class GlueTask:
     """One task: the columns of its texts and labels, the names of its labels, and its scores."""
 
     title: str  # name of its folder and its submission
-    text: Key
-    pair: Key | None
-    label: Key
     labels: dict[str, str]  # the files' -> ours, in the order of `datasets`' glue; {} for values
-    scores: tuple[str, ...]  # reported by GLUE
-    metric: str  # the mean of two scores, as in GLUE's overall score (Wang et al., section 3)
+    text: Key = "sentence1"
+    pair: Key | None = "sentence2"
+    label: Key = "label"
+    scores: tuple[str, ...] = ("accuracy",)  # reported by GLUE
+    metric: str = "accuracy"  # the mean of two scores, as in GLUE's overall score (Wang et al., section 3)
     folders: tuple[str, ...] = ()  # other names of its folder
-    header: bool = True
     dev: tuple[str, ...] = ("dev",)
     test: tuple[str, ...] = ("test",)
 
 
 _NLI = {"entailment": "entailment", "not_entailment": "not_entailment"}
+_TRUE = {"0": "not_entailment", "1": "entailment"}
 _ACCURACY_F1 = ("accuracy", "f1", "accuracy_and_f1")
 
 TASKS: dict[str, GlueTask] = {
     "cola": GlueTask(
-        title="CoLA",
-        text=3,
+        "CoLA",
+        {"0": "unacceptable", "1": "acceptable"},
+        text=3,  # its files have no header
         pair=None,
         label=1,
-        labels={"0": "unacceptable", "1": "acceptable"},
         scores=("matthews", "accuracy"),
         metric="matthews",
-        header=False,
     ),
-    "sst2": GlueTask(
-        title="SST-2",
-        text="sentence",
-        pair=None,
-        label="label",
-        labels={"0": "negative", "1": "positive"},
-        scores=("accuracy",),
-        metric="accuracy",
-        folders=("sst",),
-    ),
+    "sst2": GlueTask("SST-2", {"0": "negative", "1": "positive"}, text="sentence", pair=None, folders=("sst",)),
     "mrpc": GlueTask(
-        title="MRPC",
+        "MRPC",
+        {"0": "not_equivalent", "1": "equivalent"},
         text="#1 String",
         pair="#2 String",
         label="Quality",
-        labels={"0": "not_equivalent", "1": "equivalent"},
         scores=_ACCURACY_F1,
         metric="accuracy_and_f1",
     ),
     "stsb": GlueTask(
-        title="STS-B",
-        text="sentence1",
-        pair="sentence2",
+        "STS-B",
+        {},
         label="score",
-        labels={},
         scores=("pearson", "spearman", "pearson_and_spearman"),
         metric="pearson_and_spearman",
         folders=("sts",),
     ),
     "qqp": GlueTask(
-        title="QQP",
+        "QQP",
+        {"0": "not_duplicate", "1": "duplicate"},
         text="question1",
         pair="question2",
         label="is_duplicate",
-        labels={"0": "not_duplicate", "1": "duplicate"},
         scores=_ACCURACY_F1,
         metric="accuracy_and_f1",
         folders=("qqpclean",),
     ),
     "mnli": GlueTask(
-        title="MNLI",
-        text="sentence1",
-        pair="sentence2",
+        "MNLI",
+        {name: name for name in ("entailment", "neutral", "contradiction")},
         label="gold_label",
-        labels={name: name for name in ("entailment", "neutral", "contradiction")},
-        scores=("accuracy",),
-        metric="accuracy",
         folders=("multinli",),
         dev=("dev_matched", "dev_mismatched"),
         test=("test_matched", "test_mismatched", "diagnostic"),
     ),
-    "qnli": GlueTask(
-        title="QNLI",
-        text="question",
-        pair="sentence",
-        label="label",
-        labels=_NLI,
-        scores=("accuracy",),
-        metric="accuracy",
-        folders=("qnliv2",),
-    ),
-    "rte": GlueTask(
-        title="RTE",
-        text="sentence1",
-        pair="sentence2",
-        label="label",
-        labels=_NLI,
-        scores=("accuracy",),
-        metric="accuracy",
-    ),
-    "wnli": GlueTask(
-        title="WNLI",
-        text="sentence1",
-        pair="sentence2",
-        label="label",
-        labels={"0": "not_entailment", "1": "entailment"},
-        scores=("accuracy",),
-        metric="accuracy",
-    ),
+    "qnli": GlueTask("QNLI", _NLI, text="question", pair="sentence", folders=("qnliv2",)),
+    "rte": GlueTask("RTE", _NLI),
+    "wnli": GlueTask("WNLI", _TRUE),
 }
 
 
@@ -149,12 +108,10 @@ def read_split(name: str, folder: Path | str, split: str) -> Table | None:
     Args:
         name: a key of `TASKS`.
         folder: the parent of the tasks' folders, or the task's own; case and punctuation of names are ignored.
-        split: train, or one of the task's `dev` or `test`. Test sets have no labels, except MRPC's original one.
+        split: train, or one of the task's `dev` or `test`, which has no labels.
     """
     task = TASKS[name]
     place = _task_folder(name, folder)
-    if name == "mrpc":
-        return _read_mrpc(place, split)
     path = _find_diagnostic(place) if split == "diagnostic" else _find(place, f"{split}.tsv")
     if path is None:
         return None
@@ -174,28 +131,18 @@ def tasks_in(folder: Path | str) -> dict[str, str]:
     for name, task in TASKS.items():
         place = next((home for home in homes if _plain(home.name) in (name, *task.folders)), None)
         if place is not None:
-            missing = [f"{split}.tsv" for split in ("train", *task.dev) if not _has(place, name, split)]
+            missing = [f"{split}.tsv" for split in ("train", *task.dev) if not _find(place, f"{split}.tsv")]
             tasks[name] = f"{place}: no {' and no '.join(missing)}" if missing else ""
     return tasks
-
-
-def _has(place: Path, name: str, split: str) -> bool:
-    files = [f"{split}.tsv"]
-    if name == "mrpc":
-        files += ["msr_paraphrase_train.txt"] if split == "train" else ["dev_ids.tsv"]
-    return any(_find(place, file) for file in files)
 
 
 def read_file(name: str, path: Path | str, *, labeled: bool = True) -> Table:
     """Read another file in the format of the task's dev file, or of its test file if not `labeled`."""
     text = TASKS[name].text
-    if not labeled and isinstance(text, int) and "sentence" in _header(Path(path)):
+    header = read_text(Path(path)).partition("\n")[0].rstrip("\r").split("\t")
+    if not labeled and isinstance(text, int) and "sentence" in header:
         return _read(Path(path), name, "sentence", labeled=False)
     return _read(Path(path), name, text, may_lack_labels=not labeled)
-
-
-def _header(path: Path) -> list[str]:
-    return read_text(path).partition("\n")[0].rstrip("\r").split("\t")
 
 
 def expected_files(name: str, folder: Path | str, split: str) -> str:
@@ -249,53 +196,12 @@ def _read(path: Path, name: str, text: Key, *, labeled: bool = True, may_lack_la
     table = read_table(path, list(wanted.values()), layout=layout, optional=optional, skipped=skipped)
     if broken:
         logger.warning("%s: skipped %d broken rows; the first is %s", path, len(broken), broken[0])
-    return _ours(table, wanted, task)
-
-
-def _ours(table: Table, wanted: Mapping[str, Key], task: GlueTask) -> Table:
-    columns: dict[Key, list[Any]] = {
+    cells: dict[Key, list[Any]] = {
         ours: table.columns[theirs] for ours, theirs in wanted.items() if theirs in table.columns
     }
-    if "label" in columns and task.labels:
-        columns["label"] = [task.labels.get(value, value) for value in columns["label"]]
-    return Table(columns, table.source, table.places, table.place)
-
-
-def _read_mrpc(place: Path, split: str) -> Table | None:
-    """MRPC in GLUE's splits (train.tsv, dev.tsv, test.tsv) or in Microsoft's original files (msr_paraphrase_*.txt).
-
-    GLUE's dev set is part of Microsoft's training set. Pairs listed in dev.tsv or dev_ids.tsv are not trained on.
-    """
-    if path := _find(place, f"{split}.tsv"):
-        return _read(path, "mrpc", "#1 String", labeled=split != "test")
-    source = _find(place, f"msr_paraphrase_{'test' if split == 'test' else 'train'}.txt")
-    if source is None:
-        return None
-    if split == "test":
-        return _read(source, "mrpc", "#1 String")
-    held_out = _mrpc_dev_ids(place)
-    if split == "dev" and not held_out:
-        return None
-    ids: tuple[Key, Key] = ("#1 ID", "#2 ID")
-    task = TASKS["mrpc"]
-    wanted: dict[str, Key] = {"text": task.text, "pair": "#2 String", "label": task.label}
-    table = read_table(source, [*wanted.values(), *ids], layout=TableFormat("tsv", quoting="none"))
-    pairs = zip(table.columns[ids[0]], table.columns[ids[1]], strict=True)
-    rows = [row for row, pair in enumerate(pairs) if (pair in held_out) == (split == "dev")]
-    kept: dict[Key, list[Any]] = {column: [cells[row] for row in rows] for column, cells in table.columns.items()}
-    return _ours(Table(kept, table.source, [table.places[row] for row in rows], table.place), wanted, task)
-
-
-def _mrpc_dev_ids(place: Path) -> set[tuple[str, str]]:
-    keys: tuple[Key, Key] = ("#1 ID", "#2 ID")
-    path = _find(place, "dev.tsv")
-    header = path is not None
-    if path is None:
-        path, keys = _find(place, "dev_ids.tsv"), (0, 1)
-    if path is None:
-        return set()
-    table = read_table(path, keys, layout=TableFormat("tsv", quoting="none", header=header))
-    return set(zip(table.columns[keys[0]], table.columns[keys[1]], strict=True))
+    if "label" in cells and task.labels:
+        cells["label"] = [task.labels.get(value, value) for value in cells["label"]]
+    return Table(cells, table.source, table.places, table.place)
 
 
 # ---------------------------------------------------------------- submission

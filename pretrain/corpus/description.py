@@ -1,0 +1,94 @@
+"""What `prepare` would do with a config: the vocabulary that it names, its processes, and the files to read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from pretrain.common.addresses import is_remote
+from pretrain.common.files import MANIFEST, read_manifest
+from pretrain.config import CorpusConfig, PretrainConfig
+from pretrain.corpus import sources
+from pretrain.corpus.filters import check_filters
+from pretrain.corpus.manifest import (
+    accepted_manifest,
+    fingerprint_settings,
+    refuse_changed_settings,
+    refuse_other_content,
+    source_name,
+)
+from pretrain.corpus.special_tokens import declared_settings
+from pretrain.corpus.stored import prepared_manifest
+from pretrain.corpus.vocabulary import load_vocabulary
+
+WORK = ".work"
+
+
+def given_tokenizer(corpus: CorpusConfig) -> Tokenizer | None:
+    """The vocabulary that the config names; None if it is trained."""
+    given = corpus.vocabulary
+    if not given.path:
+        return None
+    return load_vocabulary(
+        Path(given.path), lowercase=given.lowercase, kind=given.kind, strip_accents=given.strip_accents
+    )
+
+
+def given_settings(corpus: CorpusConfig) -> dict[str, Any]:
+    """What the tokenizer_config.json beside the vocabulary says that the config names."""
+    path = Path(corpus.vocabulary.path).expanduser()
+    return declared_settings(path if path.is_dir() else path.parent)
+
+
+def processes(config: PretrainConfig) -> int:
+    """How many processes work; 0 on a cluster means as many as it has cores."""
+    here = 0 if config.scheduling.address else len(os.sched_getaffinity(0))
+    return config.corpus.processes or here
+
+
+def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+    """What `prepare` would read, for --dry-run: dir, state, whether its sources were compared with those
+    of a finished corpus, processes, bytes, those of text by a guess, and the files of every source.
+
+    `tokenizer` as for `prepare`.
+
+    Raises `InputError` as `prepare` does, also if the corpus is finished and was prepared with other settings.
+    """
+    corpus, folder = config.corpus, config.corpus.folder
+    refuse_other_content(folder)
+    state = "finished" if prepared_manifest(corpus) else "started" if (folder / WORK).exists() else "new"
+    found = [sources.list_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
+    if state != "finished":
+        check_filters(corpus.filters)
+    compared = not any(is_remote(source.path) for source in corpus.sources)  # those at addresses are not fetched
+    if (folder / MANIFEST).exists() and found:
+        inputs = found if compared else [[] for _ in found]
+        settings = fingerprint_settings(corpus, inputs, tokenizer or given_tokenizer(corpus))
+        if compared:
+            accepted_manifest(folder, found, settings, None if corpus.vocabulary.added_words else tokenizer)
+        elif tokenizer is None:
+            refuse_changed_settings(folder, read_manifest(folder)["settings"], settings)
+    rows = [
+        {
+            "name": source_name(source),
+            "kind": source.kind,
+            "files": sum(len(item.paths) for item in inputs),
+            "bytes": sum(item.bytes for item in inputs),
+            "text_bytes": sum(map(sources.reader(source).text_bytes, inputs)),
+            "weight": source.weight,
+        }
+        for source, inputs in zip(corpus.sources, found, strict=True)
+    ]
+    return {
+        "dir": str(folder),
+        "state": state,
+        "sources_compared": compared,
+        "processes": processes(config),
+        "address": config.scheduling.address,
+        "bytes": sum(row["bytes"] for row in rows),
+        "text_bytes": sum(row["text_bytes"] for row in rows),
+        "sources": rows,
+    }
