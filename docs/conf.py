@@ -42,6 +42,7 @@ NAVIGATION = {
     ],
     "Architecture": ["architecture", "invariants", "decisions/index"],
     "Extend": [
+        "extend/your-own-modules",
         "extend/change-the-model",
         "extend/add-a-source",
         "extend/add-a-masking-scheme",

@@ -353,6 +353,6 @@ _FREE_ON_RESUME = (
 )
 
 
-def changed_for_resume(before: FinetuneConfig, after: FinetuneConfig) -> list[str]:
+def changed_for_resume(before: FinetuneConfig, after: FinetuneConfig, _done: int = 0) -> list[str]:
     """Dotted names of the settings that differ although a resumed run must keep them, with both values."""
     return settings.differences(before, keep_precision(after, before), free=_FREE_ON_RESUME)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from pretrain.common.addresses import is_remote, local, shown
 from pretrain.common.commands import target_path
 from pretrain.common.errors import InputError
 from pretrain.common.files import checkpoint_names
-from pretrain.common.settings import AnyConfig, Overrides, given_values, with_start
+from pretrain.common.settings import AnyConfig, Overrides, as_overrides, given_values, with_start
 from pretrain.config import PretrainConfig, began_from, changed_for_resume, load_config, run_folder
 from pretrain.objectives import objective_of
 from pretrain.run import launch, preflight
@@ -47,6 +47,7 @@ def train(
     *,
     overrides: Overrides = (),
     start_from: Any = None,
+    fork_from: str | None = None,
     resume: bool = False,
     minutes: float | None = None,
     ray: bool = False,
@@ -58,6 +59,7 @@ def train(
 
     Args:
         config, overrides, start_from: as for `prepare`. {"scheduling.workers": 2} trains in two processes.
+        fork_from: "RUN@STEP", a checkpoint of another run with which this one begins; overrides that of the config.
         resume: continue the run from its newest checkpoint, if there is one.
         minutes: train about this long on this machine: time a few steps first, then scale the steps of all phases.
         ray: use Ray also for one worker on this machine.
@@ -66,9 +68,13 @@ def train(
     Raises a `RunError`: `InputError` for what is wrong in the config or the corpus, or if the run was begun before and
     `resume` is off; `MachineError`, `DivergedError`; `StoppedError` after a stop, which `resume` continues.
     """
-    read = read_config(config, overrides, start_from=start_from, resume=resume)
+    from pretrain.run.fork import begin_fork
+
+    read = read_config(config, overrides, start_from=start_from, fork_from=fork_from, resume=resume)
     if minutes is not None:
         read = fit_minutes(read, minutes, resume=resume)
+    forks = bool(read.fork_from) and (launch.is_follower() or begin_fork(read))
+    resume = resume or forks
     kind = launch.RunKind(
         "pretrain.run.train:main",
         check=functools.partial(_check, resume=resume),
@@ -79,14 +85,22 @@ def train(
     return Run(read, launch.start_run(kind, read, resume=resume, ray=ray, no_ray=no_ray))
 
 
-def export(run: Any, folder: Path | str, *, checkpoint: str | None = None, averaged: bool = False) -> Written:
+def export(
+    run: Any,
+    folder: Path | str,
+    *,
+    checkpoint: str | None = None,
+    averaged: bool = False,
+    average: Sequence[Any] = (),
+) -> Written:
     """Write a run's checkpoint in the Hugging Face layout, or in bertrain's own if no released layout holds the model.
 
     Args:
         run: what `train` returned, a run folder, the name of a run in runs/, or an address.
         folder: folder or address to write.
         checkpoint: its name, or "best"; None for the newest.
-        averaged: write the mean of the last steps' weights (averaging.share).
+        averaged: write the mean of the last steps' weights (phases.N.averaged_share).
+        average: other runs of the same model, such as forks of one run; the mean of all their weights is written.
 
     Raises `InputError` if the run, the checkpoint or the corpus's tokenizer is missing, damaged or another one.
     """
@@ -96,8 +110,9 @@ def export(run: Any, folder: Path | str, *, checkpoint: str | None = None, avera
     path, place = run_path(run), target_path(str(folder))
     address, out = shown(path), local(place)
     if checkpoint and is_remote(address):
-        StoredRun(address, path).download_all()
-    own = hf.export_run(path, out, checkpoint, averaged=averaged)
+        stored = StoredRun(address, path)
+        stored.download_checkpoints(stored.names())
+    own = hf.export_run(path, out, checkpoint, averaged=averaged, others=[run_path(one) for one in average])
     if is_remote(place):
         for part in objective_of(load_config(path / "config.yaml")).exported:
             store_target(f"{place}{part.suffix}")
@@ -114,6 +129,7 @@ def read_config(
     overrides: Overrides = (),
     *,
     start_from: Any = None,
+    fork_from: str | None = None,
     resume: bool = False,
     dry_run: bool = False,
 ) -> PretrainConfig:
@@ -121,7 +137,7 @@ def read_config(
 
     A run at an address that is to `resume` is fetched first, except for a `dry_run`.
     """
-    settings = with_start(overrides, start_from)
+    settings = with_start(overrides, start_from) + as_overrides({"fork_from": fork_from} if fork_from else {})
     given = given_values(config, PretrainConfig, settings)
     if resume and not dry_run:
         launch.download(given.get("run_dir"))
@@ -150,6 +166,8 @@ def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run
     from pretrain.planning import pace
     from pretrain.planning.text import read_text
 
+    if config.fork_from:
+        raise InputError("--minutes: changes the length of phases that a fork has in common. Leave it out.")
     if resume and checkpoint_names(config.folder):
         return pace.recorded(config)
     preflight.check_corpus(config)

@@ -52,7 +52,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         return
     from pretrain.run import api
 
-    run = api.train(arguments.config, minutes=arguments.minutes, **run_options(arguments))
+    run = api.train(arguments.config, fork_from=arguments.fork, minutes=arguments.minutes, **run_options(arguments))
     if run.trained:
         own = f" --import {run.config.objective}" if run.config.objective else ""
         print(f"{run} Next: {program()} export {shlex.quote(str(run.place))} DIR{own}")
@@ -64,9 +64,11 @@ def _plan(arguments: argparse.Namespace) -> str:
     from pretrain.planning.recommend import recommendation
     from pretrain.planning.text import measured_phases, reading_lines
     from pretrain.run import api, preflight
+    from pretrain.run.fork import find_fork
 
-    resume, given = arguments.resume, overrides(arguments)
-    config = api.read_config(arguments.config, given, start_from=arguments.start_from, resume=resume, dry_run=True)
+    resume = arguments.resume
+    start = {"start_from": arguments.start_from, "fork_from": arguments.fork}
+    config = api.read_config(arguments.config, overrides(arguments), **start, resume=resume, dry_run=True)
     if arguments.budget is not None:
         return recommendation(config, arguments.budget, arguments.on, arguments.law)
     if arguments.minutes is not None:
@@ -82,6 +84,9 @@ def _plan(arguments: argparse.Namespace) -> str:
         readings=reading_lines(config),
         show_config=arguments.show_config,
     )
+    if config.fork_from and state == "new":
+        step, _ = find_fork(config)
+        state = f"new; forks from {config.fork_from}, so that {config.total_steps - step:,} steps are left"
     return f"Run\n  {config.folder}: {state}\n\n{estimates}"
 
 
@@ -102,7 +107,8 @@ def _check_budget(arguments: argparse.Namespace) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     from pretrain.run import api
 
-    print(api.export(arguments.run, arguments.out, checkpoint=arguments.checkpoint, averaged=arguments.averaged))
+    options = {name: getattr(arguments, name) for name in ("checkpoint", "averaged", "average")}
+    print(api.export(arguments.run, arguments.out, **options))
 
 
 # ---------------------------------------------------------------- their parsers
@@ -133,6 +139,7 @@ def _add_pretrain(commands: Any) -> None:
         """
   ./launch.sh pretrain configs/pretrain/bert-mini.yaml --workers 2
   ./launch.sh pretrain configs/pretrain/bert-mini.yaml --resume
+  ./launch.sh pretrain anneal.yaml --fork runs/bert-mini@8000
   ./launch.sh pretrain configs/pretrain/mini.yaml --minutes 60
   ./launch.sh pretrain configs/pretrain/mini.yaml --dry-run --budget 2h --on here
   ./launch.sh pretrain configs/pretrain/adapt.yaml --from bert-base-uncased/
@@ -142,6 +149,11 @@ def _add_pretrain(commands: Any) -> None:
     )
     add_config(parser, "checkpoint to continue from")
     add_dry_run(parser, "print the run folder, parameters, memory, FLOPs and time, then exit")
+    parser.add_argument(
+        "--fork",
+        metavar="RUN@STEP",
+        help="begin with a checkpoint of another run, its moments and its place in the data",
+    )
     add_workers(parser)
     add_run_options(parser)
     parser.add_argument(
@@ -191,5 +203,15 @@ Fine-tuned models are exported by the same command, also as ONNX:
     parser.add_argument("out", type=target_path, metavar="DIR", help="folder or address to write")
     parser.add_argument("--checkpoint", metavar="NAME", help="checkpoint of the run (default: the newest)")
     parser.add_argument(
-        "--averaged", action="store_true", help="write the mean of the last steps' weights (see averaging.share)"
+        "--average",
+        type=run_path,
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="write the mean of this run's weights and those of these, such as forks of one run",
+    )
+    parser.add_argument(
+        "--averaged",
+        action="store_true",
+        help="write the mean of the last steps' weights (see phases.N.averaged_share)",
     )
