@@ -17,7 +17,6 @@ from pretrain.common.errors import InputError
 from pretrain.common.examples import CONFIGS
 from pretrain.common.files import MANIFEST, checkpoint_names
 from pretrain.common.run_files import ENVIRONMENT_FILE
-from pretrain.common.settings import as_overrides
 from pretrain.run import api
 
 EXAMPLES = """
@@ -131,6 +130,8 @@ def finish(arguments: argparse.Namespace, started: float, more_stages: int = 0) 
 
 def _settings(arguments: argparse.Namespace) -> list[str]:
     """The overrides of the config."""
+    from pretrain.common.settings import as_overrides
+
     given = {
         "name": "demo",
         "run_dir": arguments.run_dir,
