@@ -206,7 +206,6 @@ class FinetuneConfig(_WithTask):
     """The complete config of a fine-tuning."""
 
     PURPOSE = "fine-tuning"
-    ALSO_NEEDED = f" and a task: {', '.join(TASKS)}"
 
     training: TrainingConfig = Field(
         default=TrainingConfig(), description="Length of the training, batch size and learning rate."

@@ -29,9 +29,6 @@ class Section(BaseModel):
     PURPOSE: ClassVar[str] = "run"
     """What a config of this kind describes."""
 
-    ALSO_NEEDED: ClassVar[str] = ""
-    """What such a config needs besides the settings without a default; the end of a list."""
-
     @model_validator(mode="before")
     @classmethod
     def _read_earlier_names(cls, values: Any) -> Any:
