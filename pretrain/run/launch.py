@@ -42,7 +42,7 @@ class RunKind(Generic[R]):
     # steps, or None if the run is finished already.
     check: Callable[[R, bool], int | None]
     is_finished: Callable[[R], bool]  # whether the run folder holds the finished run
-    changed: Callable[[R, R], list[str]]  # settings that differ between the run's first start and now, and must not
+    changed: Callable[[R, R, int], list[str]]  # as of `preflight.check_run_folder`
     metrics: Mapping[str, Metric]  # what its records have, for the line on the terminal
 
 
