@@ -343,18 +343,16 @@ def test_labels_are_sorted_by_number_if_all_are_and_kept_by_name(write: Callable
     numbers = task(train=path)
     assert [example.label for example in numbers.read_train()] == ["10", "9", "2", "10"]
     assert numbers.labels == ("2", "9", "10")
-    named = task(train=path, label_names=("two", "nine", "ten"))
-    assert [example.label for example in named.read_train()] == ["ten", "nine", "two", "ten"]
     words = task(train=write("b.jsonl", sayings("b", True, "a", 10)))
     words.read_train()
     assert words.labels == ("10", "a", "b", "true")
     fixed = task(train=path, labels=("10", "9", "2", "1"))
     assert fixed.labels == ("10", "9", "2", "1")
     # A trained model knows its labels without the files.
-    state = json.loads(json.dumps(named.state()))
+    state = json.loads(json.dumps(numbers.state()))
     again = Classification(ClassificationSettings(train="gone.jsonl", dev=path), state)
-    assert again.labels == ("two", "nine", "ten")
-    assert again.read_held_out()["dev"][0].label == "ten"
+    assert again.labels == ("2", "9", "10")
+    assert again.read_held_out()["dev"][0].label == "10"
 
 
 def test_labels_are_known_whichever_set_is_read_first(write: Callable[..., str]) -> None:
@@ -548,7 +546,6 @@ def test_labels_that_look_alike_are_remarked_on(other: str, write: Callable[...,
         (sayings("a", None), None, {}, "train.jsonl:2: label is empty"),
         (sayings("a", " "), None, {}, "train.jsonl:2: label is ' '"),
         (sayings("a", ["b"]), None, {}, "train.jsonl:2: label is ['b']"),
-        (sayings("a", "b"), None, {"label_names": ("x",)}, "label_names: 1 name, but"),
         (sayings("a", "b"), None, {"positive": "c"}, "classification.positive: 'c' is not a label; known: a, b"),
         (sayings("a", "b", "c"), None, {"metric": "f1"}, "classification.metric: f1 needs two classes"),
         ([{"text": None, "label": "a"}], None, {"labels": ("a", "b")}, "train.jsonl:1: the text is empty, not text"),
@@ -669,7 +666,6 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
         ("{train: x, header: false}", "text_column: 'text', but without a header"),
         ("{train: x, labels: [a, a]}", "labels: one occurs twice"),
         ("{train: x, labels: [a]}", "labels: one class alone"),
-        ("{train: x, labels: [a, b], label_names: [c]}", "label_names: 1 name for 2 labels"),
         ("{train: x, labels: [a, b], problem_type: regression}", "labels: regression has none"),
         (
             "{train: x, class_weights: balanced, problem_type: multi_label}",

@@ -30,7 +30,7 @@ LEFT_AFTER: dict[str, dict[str, dict[str, Any]]] = {
     "2ccec66": {
         "adaptation": {"freeze_embeddings": False, "freeze_layers": 0},
         "checkpoint": {"retry_seconds": 60.0},
-        "classification": {"overlap": None},
+        "classification": {"label_names": [], "overlap": None},
         "contamination": {"drop": True},
         "distillation": {"temperature": 2.0, "soft_weight": 5.0, "mlm_weight": 2.0, "cosine_weight": 1.0},
         "electra": {"mlm_weight": 1.0, "temperature": 1.0},
@@ -49,11 +49,15 @@ LEFT_AFTER: dict[str, dict[str, dict[str, Any]]] = {
 INSTEAD = {
     "freeze_embeddings": "set adaptation.layer_decay below 1 for lower rates of lower layers, or remove the line",
     "freeze_layers": "set adaptation.layer_decay below 1 for lower rates of lower layers, or remove the line",
+    "label_names": "give the files the names in place of the numbers",
     "skip": "name the rules in rules without it, or set a threshold that all texts keep",
 }
 """Setting that left -> what to do, where more can be said than to remove the line."""
 
-IGNORED = {"scheduling": {"cluster": "give --on CLUSTER with --dry-run"}}
+IGNORED = {
+    "model": {"scaled_output_init": "model.family: modernbert scales them"},
+    "scheduling": {"cluster": "give --on CLUSTER with --dry-run"},
+}
 """Section -> setting that left and had no effect on a run -> what to do instead. Every value is read, with a remark."""
 
 LEFT_PRESETS = ("few-sample",)  # of `training.preset`, after acc156f

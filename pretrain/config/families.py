@@ -87,7 +87,6 @@ PARTS: dict[str, dict[str, Any]] = {
         "ffn_out_bias": False,
         "mlm_transform_bias": False,
         "hidden_dropout": 0.0,
-        "scaled_output_init": True,
     },
     # models/eurobert/configuration_eurobert.py and modeling_eurobert.py.
     "eurobert": {

@@ -92,11 +92,6 @@ class ModelConfig(Section):
         "adjacent tokens, which helps short runs; it needs an even head width, and with rotary positions "
         "attention_bias: true.",
     )
-    scaled_output_init: bool = Field(
-        default=False,
-        description="Divide the initial deviation of the matrices that write into the residual stream by "
-        "sqrt(2 x layers x recursions), as ModernBERT does.",
-    )
     vocabulary_rows: int = Field(
         default=0,
         ge=0,

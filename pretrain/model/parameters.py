@@ -171,7 +171,7 @@ def _projections(model: ModelConfig) -> tuple[Parameter, ...]:
 
 def _output_scale(model: ModelConfig) -> float:
     """Factor of the initial deviation of outputs (transformers modeling_modernbert.py, _init_weights, "out")."""
-    return (2 * model.depth) ** -0.5 if model.scaled_output_init else 1.0
+    return (2 * model.depth) ** -0.5 if model.family == "modernbert" else 1.0
 
 
 def _norm(name: str, width: int, model: ModelConfig) -> tuple[Parameter, ...]:

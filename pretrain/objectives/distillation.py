@@ -34,7 +34,6 @@ _FREE = (
     "attention_dropout",
     "init_std",
     "attention_init",
-    "scaled_output_init",
 )
 # DistilBERT's (transformers, research project distillation, README.md).
 TEMPERATURE, SOFT_WEIGHT, MLM_WEIGHT, COSINE_WEIGHT = 2.0, 5.0, 2.0, 1.0

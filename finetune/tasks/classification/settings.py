@@ -14,7 +14,6 @@ from finetune.tasks.datasets.labels import Problem
 from finetune.tasks.datasets.table import Format
 from finetune.tasks.own_metric import why_no_metric
 from pretrain.common.sections import SEVERAL_LINES, LocalPath, Section
-from pretrain.common.wording import counted
 
 # Scores of each problem. The first one chooses the checkpoint unless the settings name another.
 SCORES: dict[Problem, tuple[str, ...]] = {
@@ -97,9 +96,6 @@ class ClassificationSettings(Section):
         default=(),
         description="Labels as in the files, in the order of the outputs; empty: those of the training set, sorted.",
     )
-    label_names: tuple[str, ...] = Field(
-        default=(), description="Names to show for the labels, in the same order, if the files have numbers."
-    )
     label_separator: str = Field(
         default="",
         json_schema_extra=SEVERAL_LINES,
@@ -167,22 +163,18 @@ class ClassificationSettings(Section):
     @model_validator(mode="after")
     def _check_labels(self) -> ClassificationSettings:
         kind = "regression" if self.glue == "stsb" else self.problem_type
-        if self.glue and (self.labels or self.label_names or self.problem_type != "single_label"):
-            raise ValueError("labels: glue has its own; leave labels, label_names and problem_type out")
-        for name in ("labels", "label_names", "label_columns"):
+        if self.glue and (self.labels or self.problem_type != "single_label"):
+            raise ValueError("labels: glue has its own; leave labels and problem_type out")
+        for name in ("labels", "label_columns"):
             if len(set(values := getattr(self, name))) != len(values):
                 raise ValueError(f"{name}: one occurs twice")
-        if self.outputs and self.label_names and len(self.outputs) != len(self.label_names):
-            raise ValueError(
-                f"label_names: {counted(len(self.label_names), 'name')} for {counted(len(self.outputs), 'label')}"
-            )
         if self.label_columns and (kind != "multi_label" or self.labels or self.label_separator):
             raise ValueError(
                 "label_columns: name the labels of problem_type: multi_label; leave the other settings out"
             )
         if len(self.labels) == 1 and kind == "single_label":
             raise ValueError("labels: one class alone; a classifier needs two or more")
-        if kind == "regression" and (self.labels or self.label_names):
+        if kind == "regression" and self.labels:
             raise ValueError("labels: regression has none")
         if self.class_weights != "none" and kind != "single_label":
             raise ValueError("class_weights: only single_label has classes to weigh")

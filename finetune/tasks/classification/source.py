@@ -65,7 +65,7 @@ class ExampleSource:
         elif settings.glue:
             self._names = {name: name for name in glue.TASKS[settings.glue].labels.values()}
         elif settings.outputs:
-            self._names = dict(zip(settings.outputs, settings.label_names or settings.outputs, strict=True))
+            self._names = {name: name for name in settings.outputs}
 
     @property
     def names(self) -> dict[str, str]:
@@ -218,14 +218,7 @@ class ExampleSource:
     def _find_names(self, raw: Sequence[Label | None], table: Table) -> dict[str, str]:
         """Label in the files -> its name, in the data set's own order if it has one."""
         values = table.classes.get("label") or ordered(raw)
-        names = self._settings.label_names
-        if names and len(names) != len(values):
-            raise InputError(
-                f"classification.label_names: {counted(len(names), 'name')}, but {table.source} has "
-                f"{counted(len(values), 'label')}: "
-                f"{listed(values)}."
-            )
-        return dict(zip(values, names or values, strict=True))
+        return {name: name for name in values}
 
     def _examples(
         self, table: Table, raw: Sequence[Label | None] | None = None, *, warn: bool = False
