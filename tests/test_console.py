@@ -362,3 +362,21 @@ def test_a_set_up_stopped_while_it_makes_the_venv_leaves_no_process(clone: Path)
         command.terminate()
         assert command.wait() == 143
     assert not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == "zombie"
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    script = cli_output(["completion", "bash"])
+    ask = f"""{script}
+complete() {{ COMP_WORDS=(bertrain "$@"); COMP_CWORD=$#; COMPREPLY=(); _shtab_bertrain; echo "${{COMPREPLY[@]}}"; }}
+complete ''; complete pretrain --fo; complete export --o; complete submit --addr; complete finetune --see
+"""
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
+    first, *options = done.stdout.splitlines()
+    assert set(cli.commands()) <= set(first.split())
+    assert options == ["--fork", "--onnx", "--address", "--seeds"]
+    assert cli_output(["completion", "zsh"]).startswith("#compdef bertrain\n")
+
+
+def cli_output(words: list[str]) -> str:
+    command = [sys.executable, "-m", "finetune.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
