@@ -116,8 +116,10 @@ def _add_completion(commands: Any) -> None:
         _completion,
         "print what makes a shell complete commands and options",
         """
-  source <(bertrain completion bash)                                       # in ~/.bashrc
-  bertrain completion zsh > "${fpath[1]}/_bertrain"                        # then a new shell""",
+  ./launch.sh completion bash >> ~/.bashrc
+  ./launch.sh completion zsh > "${fpath[1]}/_bertrain"
+
+They complete the console command bertrain, in a new shell.""",
     )
     parser.add_argument("shell", choices=("bash", "zsh"), metavar="SHELL", help="bash or zsh")
 
