@@ -44,7 +44,7 @@ _PREDICT_FIELDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _dispatch(given))
+    return exit_code(lambda: run_command(build_parser(), given))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,10 +63,6 @@ def build_parser() -> argparse.ArgumentParser:
             _add_evaluate_pretrained,
         ),
     )
-
-
-def _dispatch(argv: list[str]) -> int:
-    return run_command(build_parser(), argv)
 
 
 # ---------------------------------------------------------------- what the commands do
