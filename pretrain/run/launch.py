@@ -1,7 +1,5 @@
 """Start a training run: in this process, as one of torchrun's processes, or in workers that Ray starts and restarts."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Checks before a run starts, and the record of how it started: config and environment in its folder."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import importlib.metadata

@@ -1,7 +1,5 @@
 """The command line of `adapt`. Imports nothing heavy."""
 
-from __future__ import annotations
-
 import argparse
 
 from pretrain.common.commands import USUAL_WORKERS, add_set, add_workers, local_path, positive_int
