@@ -44,7 +44,7 @@ _PREDICT_FIELDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _dispatch(given))
+    return exit_code(lambda: run_command(build_parser(), given))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -58,10 +58,6 @@ def add_to(commands: Any) -> None:
     for add in (_add_demo, _add_adapt, _add_finetune, _add_evaluate, _add_predict, _add_sweep, _add_glue):
         add(commands)
     _add_evaluate_pretrained(commands)
-
-
-def _dispatch(argv: list[str]) -> int:
-    return run_command(build_parser(), argv)
 
 
 # ---------------------------------------------------------------- what the commands do

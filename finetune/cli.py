@@ -41,7 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         advice = f"{nearest} {program()} --help lists them.".lstrip()
         print(f"error: {words[0]!r} is not a command; {advice}", file=sys.stderr)
         return 2
-    return _MAINS[package](words)
+    if package == "cluster":
+        return exit_code(lambda: run_command(cluster_parser(), words))
+    if package == "pretrain":
+        from pretrain.__main__ import main as run
+    else:
+        from finetune.__main__ import main as run
+    return run(words)
 
 
 def usage() -> str:
@@ -79,28 +85,6 @@ def _exports_finetuned(words: Sequence[str]) -> bool:
     )
     files = ("finetune.json", "model/finetune.json")
     return run is not None and any((find_run(run) / name).is_file() for name in files)
-
-
-# ---------------------------------------------------------------- the command line of each package
-
-
-def _pretrain(words: Sequence[str]) -> int:
-    from pretrain.__main__ import main
-
-    return main(words)
-
-
-def _finetune(words: Sequence[str]) -> int:
-    from finetune.__main__ import main
-
-    return main(words)
-
-
-def _cluster(words: Sequence[str]) -> int:
-    return exit_code(lambda: run_command(cluster_parser(), words))
-
-
-_MAINS = {"pretrain": _pretrain, "finetune": _finetune, "cluster": _cluster}
 
 
 def cluster_parser() -> argparse.ArgumentParser:
