@@ -124,6 +124,11 @@ def carrying(environment: dict[str, Any], aside: Path) -> dict[str, Any]:
     return {**environment, **folder, "env_vars": {**environment.get("env_vars", {}), ASKED: there}}
 
 
+def asked_modules() -> dict[str, ModuleType]:
+    """The modules that were asked for, by name."""
+    return {name: sys.modules[name] for name in _asked()["names"] if name in sys.modules}
+
+
 def hashes() -> dict[str, str]:
     """SHA-256 of the file of each module that was asked for, and of those beside them that they import."""
     tops = tuple(f"{Path(one).stem}." for one in _asked()["carried"])
