@@ -9,15 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cluster.jobs.submission import SubmittedJob
+    from cluster.jobs.client import SubmittedJob
 
 
-def submit(command: str, config: Any, **options: Any) -> SubmittedJob:
+def submit(
+    command: str, config: Any, *, address: str = "", wait_for_nodes: bool = False, plain_http: bool = False, **job: Any
+) -> SubmittedJob:
     """Run a config as a job on a cluster, or continue its run there: `cluster.submit("pretrain", "my.yaml")`.
 
-    `command` is pretrain, finetune or prepare; `config` and `options` are those of `cluster.jobs.submission.submit`.
+    `job` are options of `cluster.jobs.submission.make_job`, the others those of `cluster.jobs.client.Jobs`.
     """
-    from cluster.jobs import submission
+    from cluster.jobs.client import Jobs
+    from cluster.jobs.submission import make_job
     from finetune.cli import job_kinds
 
-    return submission.submit(command, config, job_kinds(), **options)
+    made = make_job(command, config, job_kinds(), **job)
+    return Jobs(address, plain_http=plain_http).submit(made, wait_for_nodes=wait_for_nodes)

@@ -24,6 +24,7 @@ NAVIGATION = {
         "guides/evaluating-pretrained",
         "guides/finetuning",
         "guides/use",
+        "guides/python",
         "guides/monitoring",
         "guides/recovery",
         "guides/multi-gpu",

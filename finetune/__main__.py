@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.scores import options as scores_options
 from finetune.workflows.adaptation import options
-from finetune.workflows.demo import stages as pretraining_demo
+from finetune.workflows.demo import options as demo_options
 from pretrain.common.addresses import hub_hint, local
 from pretrain.common.commands import (
     add_command,
+    add_config,
     add_dry_run,
     add_run_options,
-    add_set,
     add_workers,
-    config_argument,
     exit_code,
     local_path,
     make_parser,
     overrides,
     positive_int,
-    run_argument,
     run_command,
+    run_options,
     target_path,
 )
 from pretrain.common.errors import InputError
@@ -94,14 +93,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
         config = api.read_config(arguments.config, overrides(arguments), start_from=arguments.start_from)
         (_dry_run if arguments.seeds is None else _finetune_seeds)(config, arguments)
         return
-    run = api.train(
-        arguments.config,
-        overrides=overrides(arguments),
-        start_from=arguments.start_from,
-        resume=arguments.resume,
-        ray=arguments.ray,
-        no_ray=arguments.no_ray,
-    )
+    run = api.train(arguments.config, **run_options(arguments))
     if run.trained:
         print(f"{run} {runs.next_command(run.config)}")
 
@@ -226,9 +218,9 @@ def _add_demo(commands: Any) -> None:
         "demo",
         _demo,
         "prepare, pretrain, fine-tune and report on the docstrings of this Python and its packages",
-        pretraining_demo.EXAMPLES,
+        demo_options.EXAMPLES,
     )
-    pretraining_demo.add_options(parser)
+    demo_options.add_options(parser)
 
 
 def _add_adapt(commands: Any) -> None:
@@ -248,7 +240,7 @@ def _add_finetune(commands: Any) -> None:
   ./launch.sh finetune my-task.yaml --set training.preset=stable --resume
   ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --seeds 5""",
     )
-    _add_config(parser)
+    add_config(parser, _START)
     _add_several(parser)
     add_run_options(parser)
 
@@ -345,7 +337,7 @@ def _add_sweep(commands: Any) -> None:
   ./launch.sh sweep my-task.yaml --from exported/bert-mini --grid small-bert --parallel 2
   ./launch.sh sweep my-task.yaml --grid-set training.learning_rate=1e-5,3e-5 --seeds 3""",
     )
-    _add_config(parser)
+    add_config(parser, _START)
     _add_several(parser)
     parser.add_argument(
         "--grid",
@@ -375,7 +367,7 @@ def _add_glue(commands: Any) -> None:
   ./launch.sh glue --from exported/bert-mini --glue-dir glue_data/ --tasks sst2,rte --seeds 5
   ./launch.sh glue template.yaml --from exported/bert-mini --glue-dir glue_data/ --submission out/""",
     )
-    _add_config(parser, "settings for all tasks (default: those of Devlin et al. 2019)", optional=True)
+    add_config(parser, _START, "settings for all tasks (default: those of Devlin et al. 2019)", optional=True)
     _add_several(parser)
     parser.add_argument(
         "--glue-dir", metavar="DIR", help="GLUE data with folders CoLA, SST-2, ... (sets classification.glue_dir)"
@@ -403,25 +395,11 @@ def _add_evaluate_pretrained(commands: Any) -> None:
 # ---------------------------------------------------------------- options that several take
 
 
-def _add_config(
-    parser: argparse.ArgumentParser,
-    purpose: str = "YAML file of the task, or a name of `configs`",
-    optional: bool = False,
-) -> None:
-    parser.add_argument("config", type=config_argument, metavar="CONFIG", nargs="?" if optional else None, help=purpose)
-    parser.add_argument(
-        "--from",
-        dest="start_from",
-        type=run_argument,
-        metavar="DIR",
-        help="checkpoint to start from: folder or address of a released model, an export or a run, or the name of a "
-        "run in runs/ (overrides start_from)",
-    )
-    add_workers(parser)
-    add_set(parser)
+_START = "checkpoint to start from"
 
 
 def _add_several(parser: argparse.ArgumentParser) -> None:
+    add_workers(parser)
     parser.add_argument(
         "--seeds",
         type=positive_int,

@@ -6,6 +6,7 @@ A command line is imported when one of its commands runs.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -126,10 +127,16 @@ def cluster_parser() -> argparse.ArgumentParser:
 def job_kinds() -> Mapping[str, Kind]:
     """What `submit` runs, by name."""
     from cluster.jobs.submission import Kind
-    from finetune.training.api import read_config
-    from pretrain.__main__ import job_kinds
+    from finetune.training import api as finetuning
+    from pretrain.run import api
 
-    return {**job_kinds(), "finetune": Kind(read_config, "finetune.training.api:train")}
+    # A checkpoint in start_from is the cluster's to read.
+    load = functools.partial(api.load_config, imports=True)
+    return {
+        "pretrain": Kind(load, f"{api.__name__}:train"),
+        "prepare": Kind(load, f"{api.__name__}:prepare", trains=False),
+        "finetune": Kind(finetuning.read_config, f"{finetuning.__name__}:train"),
+    }
 
 
 if __name__ == "__main__":

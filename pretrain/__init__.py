@@ -12,16 +12,7 @@ from pretrain.common.errors import DivergedError, InputError, MachineError, RunE
 if TYPE_CHECKING:
     from pretrain.run.api import export, prepare, train
 
-__all__ = [
-    "DivergedError",
-    "InputError",
-    "MachineError",
-    "RunError",
-    "StoppedError",
-    "export",
-    "prepare",
-    "train",
-]
+__all__ = ["DivergedError", "InputError", "MachineError", "RunError", "StoppedError", "export", "prepare", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,15 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pretrain.common.commands import add_command, exit_code, make_parser, run_command
 from pretrain.common.examples import listing, text_of
 from pretrain.reporting import command as reporting
 from pretrain.run import command as run
-
-if TYPE_CHECKING:
-    from cluster.jobs.submission import Kind
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,14 +44,6 @@ def _add_configs(commands: Any) -> None:
 
 def _configs(arguments: argparse.Namespace) -> None:
     print(text_of(arguments.name) if arguments.name else listing(), end="" if arguments.name else "\n")
-
-
-def job_kinds() -> dict[str, Kind]:
-    """What a cluster's job can run of these commands, by name."""
-    from cluster.jobs.submission import Kind
-
-    load, module = run.api.load_given, run.api.__name__
-    return {"pretrain": Kind(load, f"{module}:train"), "prepare": Kind(load, f"{module}:prepare", trains=False)}
 
 
 def _find_job(*given: Any, **options: Any) -> Path | None:

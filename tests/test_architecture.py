@@ -455,6 +455,6 @@ def test_runs_from_before_these_settings_resume() -> None:
     del values["model"]["norm"], values["model"]["activation"]
     before = PretrainConfig.model_validate(values)
     assert before == config
-    assert changed_for_resume(before, config) == []
+    assert changed_for_resume(before, config, 1) == []
     other = config.model_copy(update={"model": make_shape(activation="relu")})
-    assert changed_for_resume(before, other) == ["model.activation (gelu -> relu)"]
+    assert changed_for_resume(before, other, 1) == ["model.activation (gelu -> relu)"]

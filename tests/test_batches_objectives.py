@@ -57,8 +57,9 @@ def masked_share(shards: TokenShards, config: PretrainConfig, phase: int, step: 
 # ---- the schedule of the masking share
 
 
-def test_the_share_falls_linearly_over_the_steps_of_the_run(shards: TokenShards) -> None:
-    config = run_config(steps=(200, 100), masking={"probability": 0.3, "final_probability": 0.15})
+def test_the_share_falls_linearly_over_the_steps_of_a_phase(shards: TokenShards) -> None:
+    falls = [{"final_masking_probability": 0.2}, {"masking_probability": 0.2, "final_masking_probability": 0.15}]
+    config = run_config(steps=(200, 100), phases=falls, masking={"probability": 0.3})
     assert config.masking_shares(0) == pytest.approx((0.3, 0.2))
     assert config.masking_shares(1) == pytest.approx((0.2, 0.15))
     for phase, step, expected in ((0, 0, 0.3), (0, 100, 0.25), (0, 199, 0.2), (1, 0, 0.2), (1, 99, 0.15)):
@@ -66,7 +67,7 @@ def test_the_share_falls_linearly_over_the_steps_of_the_run(shards: TokenShards)
 
 
 def test_each_sequence_has_the_share_of_its_number(shards: TokenShards) -> None:
-    config = run_config(steps=(10,), masking={"probability": 0.5, "final_probability": 0.1})
+    config = run_config(steps=(10,), phases=[{"masking_probability": 0.5, "final_masking_probability": 0.1}])
     made = maker(shards, config)
     for number in (0, 60, 120, 239):
         batch = made.make(number, 1)
@@ -81,17 +82,17 @@ def test_a_phase_keeps_a_share_of_its_own(shards: TokenShards) -> None:
     for phase, expected in ((0, 0.3), (1, 0.05)):
         for step in (0, 4):
             assert masked_share(shards, config, phase, step) == pytest.approx(expected, abs=0.012)
-    falling = {"probability": 0.3, "final_probability": 0.1}
-    config = run_config(steps=(5, 5), phases=[{"masking_probability": 0.5}, {}], masking=falling)
-    assert [config.masking_shares(phase) for phase in (0, 1)] == [(0.5, 0.5), pytest.approx((0.2, 0.1))]
+    falling = {"final_masking_probability": 0.1}
+    config = run_config(steps=(5, 5), phases=[{"masking_probability": 0.5}, falling], masking={"probability": 0.2})
+    assert [config.masking_shares(phase) for phase in (0, 1)] == [(0.5, 0.5), (0.2, 0.1)]
     assert (config.held_out_masking_share, config.largest_masking_share) == (pytest.approx(0.1), 0.5)
 
 
 def test_held_out_sequences_are_masked_as_at_the_end_of_the_run(folder: Path) -> None:
     held_out = open_shards(folder, "validation")
-    schedule = {"probability": 0.4, "final_probability": 0.15}
+    falls = [{"final_masking_probability": 0.15}] * 2
     constant = run_config(steps=(6, 6), masking={"probability": 0.15})
-    falling = run_config(steps=(6, 6), masking=schedule)
+    falling = run_config(steps=(6, 6), phases=falls, masking={"probability": 0.4})
     for phase in (0, 1):
         both = (validation_batches(held_out, config, phase, rank=0, world_size=1) for config in (constant, falling))
         expected, found = (global_batches([batches]) for batches in both)
@@ -100,15 +101,16 @@ def test_held_out_sequences_are_masked_as_at_the_end_of_the_run(folder: Path) ->
 
 def test_data_past_the_end_of_a_phase_has_the_last_share(shards: TokenShards) -> None:
     """A rollback skips data, so that numbers continue past the phase's own."""
-    config = run_config(masking={"probability": 0.4, "final_probability": 0.2})
+    config = run_config(phases=[{"masking_probability": 0.4, "final_masking_probability": 0.2}])
     assert masked_share(shards, config, 0, 9) == pytest.approx(0.2, abs=0.012)
 
 
 # ---- any world size, micro-batch and restart
 
+FALLING = {"masking_probability": 0.3, "final_masking_probability": 0.15}
 OBJECTIVES = {
-    "linear": {"masking": {"probability": 0.3, "final_probability": 0.15}},
-    "linear-words": {"masking": {"probability": 0.3, "final_probability": 0.15, "scheme": "whole_words"}},
+    "linear": {"phases": [FALLING]},
+    "linear-words": {"phases": [FALLING], "masking": {"scheme": "whole_words"}},
     "sop": {"pairs": {"objective": "sop"}},
     "full": {"pairs": {"objective": "none", "input_format": "full_sentences"}, "masking": {"probability": 0.99}},
 }

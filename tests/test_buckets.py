@@ -256,7 +256,7 @@ def test_the_sums_of_a_step_do_not_wait_for_its_gathers() -> None:
     fit: Any = SimpleNamespace(
         engine=engine,
         task=task,
-        plan=SimpleNamespace(learning_rate=lambda _: 0.1),
+        plan=SimpleNamespace(learning_rate=lambda _: 0.1, weight_decay=lambda _: None),
         stragglers=SimpleNamespace(forward=contextlib.nullcontext, waited=0.0),
         saver=SimpleNamespace(failed=False),
         stalled_before=0.0,

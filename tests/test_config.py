@@ -377,9 +377,10 @@ def test_a_size_fills_the_shape():
     assert ModelConfig(size="mini", layers=2).layers == 2
 
 
-def resumed(write, *overrides: str) -> list[str]:
+def resumed(write, *overrides: str, done: int = 12) -> list[str]:
+    """What must not change after `done` steps, of phases of 10 and 5."""
     path = write(GOOD)
-    return changed_for_resume(load_config(path), load_config(path, overrides))
+    return changed_for_resume(load_config(path), load_config(path, overrides), done)
 
 
 def test_a_resumed_run_may_move_and_change_its_speed(write):
@@ -403,15 +404,15 @@ def test_a_resumed_run_may_change_the_rate_of_muon(write):
     path = write(GOOD)
     muon = load_config(path, ["optimizer.name=muon"])
     slower = load_config(path, ["optimizer.name=muon", "optimizer.muon_lr_scale=0.5"])
-    assert changed_for_resume(muon, slower) == []
+    assert changed_for_resume(muon, slower, 12) == []
     momentum = load_config(path, ["optimizer.name=muon", "optimizer.beta1=0.5"])
-    assert len(changed_for_resume(muon, momentum)) == 1
+    assert len(changed_for_resume(muon, momentum, 12)) == 1
 
 
 def test_a_resumed_run_keeps_the_weight_of_a_source_that_is_named_like_a_setting(write):
     path = write(GOOD)
     before, after = (load_config(path, [f"phases.0.weights.decay={weight}"]) for weight in (1, 5))
-    assert changed_for_resume(before, after) == ["phases.0.weights.decay (1.0 -> 5.0)"]
+    assert changed_for_resume(before, after, 12) == ["phases.0.weights.decay (1.0 -> 5.0)"]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2])
@@ -419,25 +420,50 @@ def test_general_text_is_fixed_while_it_is_replayed(write, share):
     path = write(GOOD)
     common = ["start_from=x", f"adaptation.replay_share={share}"]
     before, after = (load_config(path, [*common, f"adaptation.replay_corpus={name}"]) for name in ("a", "b"))
-    assert [name.split(" ")[0] for name in changed_for_resume(before, after)] == ["adaptation.replay_corpus"] * (
+    assert [name.split(" ")[0] for name in changed_for_resume(before, after, 12)] == ["adaptation.replay_corpus"] * (
         share > 0
     )
 
 
 def test_a_resumed_run_keeps_what_it_computes(write):
-    changed = resumed(write, "seed=3", "phases.0.steps=11", "model.size=mini", "corpus.dir=elsewhere")
+    changed = resumed(write, "seed=3", "phases.0.steps=9", "model.size=mini", "corpus.dir=elsewhere")
     assert changed[0] == "seed (0 -> 3)"
-    assert "phases.0.steps (10 -> 11)" in changed
+    assert "phases.0.steps (10 -> 9)" in changed
     assert "model.layers (12 -> 4)" in changed
     assert not any(name.startswith("corpus") for name in changed)
 
 
-def test_a_phase_more_or_less_is_a_change(write):
+def test_phases_that_have_begun_are_kept_and_later_ones_are_free(write):
+    later = ("phases.1.sequence_length=64", "phases.1.steps=99", "phases.1.global_sequences=16")
+    assert resumed(write, *later, done=10) == []
+    assert [name.split(" ")[0] for name in resumed(write, *later, done=11)] == [
+        "phases.1.sequence_length",
+        "phases.1.global_sequences",
+    ]
+    assert resumed(write, "phases.1.steps=2", done=12) == []  # it may end there,
+    assert resumed(write, "phases.1.steps=99", done=12) == []  # or go on longer
+    assert resumed(write, "phases.1.steps=1", done=12) == ["phases.1.steps (2 -> 1)"]
     path = write(GOOD)
     before = load_config(path)
     after = before.model_copy(update={"phases": before.phases[:1]})
-    assert any(name.startswith("phases.1.steps (5 -> ") for name in changed_for_resume(before, after))
-    assert isinstance(after, PretrainConfig)
+    assert changed_for_resume(before, after, 10) == []
+    assert any(name.startswith("phases.1.steps (1 -> ") for name in changed_for_resume(before, after, 11))
+
+
+@pytest.mark.parametrize(
+    ("setting", "changes"),
+    [
+        ("optimizer.decay_timescale=0.1", "its weight decay from"),
+        ("phases.0.final_masking_probability=0.3", "its masking"),
+    ],
+)
+def test_a_longer_phase_keeps_what_its_length_decides(write, setting: str, changes: str):
+    path = write(GOOD)
+    before, longer = (load_config(path, [setting, f"phases.0.steps={steps}"]) for steps in (10, 20))
+    (found,) = changed_for_resume(before, longer, 4)
+    assert found.startswith(f"phases.0.steps (10 -> 20, which changes {changes}")
+    shorter = load_config(path, [setting, "phases.0.steps=4"])
+    assert changed_for_resume(before, shorter, 4) == []
 
 
 @pytest.mark.parametrize(

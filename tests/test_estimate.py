@@ -15,7 +15,6 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from pretrain.common.errors import InputError
 from pretrain.config import (
-    AveragingConfig,
     CorpusConfig,
     EngineConfig,
     MaskingConfig,
@@ -144,7 +143,8 @@ def test_work_and_memory_follow_the_masking_schedule():
         flops = [work.phase_work(config, one, 30522).flops for one in config.phases]
         return flops, memory.memory_bytes(config, 1, 1)["logits"]
 
-    (high, low), logits = figures([{}, {}], probability=0.4, final_probability=0.2)
+    halves = [{"final_masking_probability": 0.3}, {"masking_probability": 0.3, "final_masking_probability": 0.2}]
+    (high, low), logits = figures(halves, probability=0.4)
     assert high == pytest.approx(figures([{}], probability=0.35)[0][0])
     assert low == pytest.approx(figures([{}], probability=0.25)[0][0])
     assert logits == figures([{}], probability=0.4)[1]
@@ -205,7 +205,7 @@ def test_muon_keeps_one_moment_of_matrices_and_averages_need_a_copy():
         return memory.memory_bytes(config, stage, 8, "cuda")["optimizer"]
 
     muon = {"optimizer": PretrainOptimizerConfig(name="muon")}
-    averaging = {"averaging": AveragingConfig(share=0.1)}
+    averaging = {"phases": (make_config().phases[0].model_copy(update={"averaged_share": 0.1}),)}
     assert optimizer(0, **muon) == 12 * parameters - 4 * matrices
     assert optimizer(1, **muon) == pytest.approx((12 * parameters - 4 * matrices) / 8, abs=8)
     assert optimizer(0, **averaging) == 16 * parameters

@@ -13,7 +13,7 @@ import pytest
 
 from finetune.__main__ import build_parser, main
 from finetune.workflows.demo import command as demo
-from pretrain.common.errors import DivergedError, RunError, StoppedError
+from pretrain.common.errors import DivergedError, InputError, RunError, StoppedError
 from pretrain.common.examples import examples
 from pretrain.common.settings import as_overrides
 from pretrain.common.yaml_text import parse
@@ -183,7 +183,7 @@ def test_a_stopped_fine_tuning_is_resumed(arguments: argparse.Namespace, monkeyp
     again = Calls().install(monkeypatch)
     demo.run(arguments)
     assert manifest.is_file()
-    assert [given["resume"] for given in again.of("finetune")] == [True, False, False]
+    assert all(given["resume"] for given in again.of("finetune"))
 
 
 def test_nothing_is_fine_tuned_if_pretraining_fails(
@@ -198,3 +198,30 @@ def test_nothing_is_fine_tuned_if_pretraining_fails(
 def test_a_remote_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--run-dir", "s3://bucket/run"]) == 2
     assert "is a remote address; only local paths are supported." in capsys.readouterr().err
+
+
+def test_an_earlier_run_is_continued_unless_it_is_to_be_fresh(arguments: argparse.Namespace, calls: Calls) -> None:
+    checkpoint = Path("runs/demo/checkpoints/step-00000200")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    demo.run(arguments)
+    assert calls.of("train")[0]["resume"]
+    assert checkpoint.exists()
+    Path("runs/demo/config.yaml").write_text("")  # perhaps the user's own
+    arguments.fresh = True
+    with pytest.raises(InputError, match="not a run folder"):
+        demo.run(arguments)
+    Path("runs/demo/environment.json").write_text("")
+    demo.run(arguments)
+    assert not checkpoint.exists()
+
+
+def test_an_earlier_corpus_and_given_steps_are_kept(arguments: argparse.Namespace, calls: Calls) -> None:
+    Path("data/demo").mkdir(parents=True)
+    Path("data/demo/manifest.json").write_text("{}")
+    arguments.set = ["phases.0.steps=5"]
+    demo.run(arguments)
+    assert [function for function, _ in calls[:2]] == ["train", "export"]
+    given = calls.of("train")[0]
+    assert (given["corpus.dir"], given["scheduling.workers"], given["phases.0.steps"]) == ("data/demo", 1, 5)
+    assert given["minutes"] is None

@@ -246,7 +246,7 @@ def training(config: PretrainConfig) -> Iterator[tuple[Engine, Run]]:
         objective.build(read_frozen)
         engine = Engine(
             objective.model,
-            lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay)),
+            lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay(0))),
             config.engine,
         )
         engine.module.train()

@@ -167,7 +167,7 @@ def test_the_precision_is_checked_where_it_is_known(monkeypatch: pytest.MonkeyPa
     config = run_config(engine={"cuda_graphs": True, "precision": "fp32", "micro_batch_tokens": 512})
     assert run_config(engine=config.engine.model_dump(mode="json")) == config
     without = run_config(engine={"precision": "fp32", "micro_batch_tokens": 512})
-    assert not changed_for_resume(config, without)
+    assert not changed_for_resume(config, without, 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "V100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_arch_list", list)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import html
 import json
 import math
@@ -18,7 +17,6 @@ from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.workflows.demo import stages as demo
 from pretrain.checkpoint import hf
 from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
@@ -27,7 +25,6 @@ from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
 from pretrain.reporting import charts, fill_mask, report
 from pretrain.reporting.fill_mask import MaskedSentence, fill, held_out_sentences, readable
-from tests.test_finetune_demo import Calls
 
 WORDS = [f"{a}{b}{c}" for a in "bdfglm" for b in "aeiou" for c in "nrst"]
 VOCABULARY = [*SPECIALS, ".", ",", "<b>", "##ing", "##s", *WORDS, "[unused0]", "[unused1]"]
@@ -462,53 +459,3 @@ class TestBarChart:
         assert self.widths(chart) == self.widths(self.chart(None))
         assert "class=limit" not in chart
         assert "reading: 100000, out of range" in chart
-
-
-class TestDemo:
-    @pytest.fixture
-    def calls(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
-        """What the demo calls, replaced by stand-ins, in an empty folder."""
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(report, "write_report", lambda run, out: out)
-        monkeypatch.setattr(report, "summary", lambda run: "the summary")
-        return Calls().install(monkeypatch)
-
-    def run(self, *words: str) -> None:
-        parser = argparse.ArgumentParser()
-        demo.add_options(parser)
-        arguments = parser.parse_args(words)
-        demo.fill_in(arguments)
-        demo.run_stages(arguments)
-        demo.finish(arguments, 0.0)
-
-    def test_runs_the_stages_in_order(self, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
-        self.run("--workers", "1", "--set", "phases.0.steps=5")
-        assert [function for function, _ in calls] == ["prepare", "train", "export"]
-        assert calls[0][1]["run_dir"] == "runs/demo"
-        given = calls[1][1]
-        assert (given["corpus.dir"], given["scheduling.workers"], given["phases.0.steps"]) == ("data/demo", 1, 5)
-        assert (given["resume"], given["minutes"]) == (False, None)
-        out = capsys.readouterr().out
-        assert "[1/4] tokenizing text into shards\n" in out
-        assert "the summary" in out
-        assert "runs/demo/report.html" in out
-
-    def test_continues_an_earlier_run_by_default(self, calls: Calls) -> None:
-        checkpoint = Path("runs/demo/checkpoints/step-00000200")
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "manifest.json").write_text("{}")
-        self.run()
-        assert calls[1][1]["resume"]
-        Path("runs/demo/config.yaml").write_text("")  # perhaps the user's own
-        with pytest.raises(InputError, match="not a run folder"):
-            self.run("--fresh")
-        Path("runs/demo/environment.json").write_text("")
-        self.run("--fresh")
-        assert not calls[4][1]["resume"]
-        assert not checkpoint.exists()
-
-    def test_keeps_an_earlier_corpus(self, calls: Calls) -> None:
-        Path("data/demo").mkdir(parents=True)
-        Path("data/demo/manifest.json").write_text("{}")
-        self.run()
-        assert [function for function, _ in calls] == ["train", "export"]

@@ -217,14 +217,13 @@ def test_the_average_is_evaluated_and_exported(runs, tmp_path: Path) -> None:
 def test_a_checkpoint_without_an_average_is_refused(runs, tmp_path: Path) -> None:
     run = runs[1, "through"]
     assert not any("average" in key for file in checkpoint(run, 2).glob("*.safetensors") for key in load_file(file))
-    with pytest.raises(InputError, match=r"step-00000002: has no averaged weights. Give a checkpoint of the last"):
+    with pytest.raises(InputError, match=r"step-00000002: has no averaged weights. Give a checkpoint of the end"):
         hf.export_run(run, tmp_path / "out", "step-00000002", averaged=True)
 
 
 def test_a_run_without_averaging_keeps_none(corpus: Path, tmp_path: Path) -> None:
     values = settings(corpus, tmp_path / "run")
-    values["averaging"] = {}
-    assert PretrainConfig.model_validate(values).average_from is None
-    for share, first in ((1.0, 0), (0.01, 5), (0.5, 3)):
-        values["averaging"] = {"share": share}
-        assert PretrainConfig.model_validate(values).average_from == first
+    for share, first in ((0.0, 6), (1.0, 0), (0.01, 5), (0.5, 3)):
+        values["averaging"] = {"share": share}  # of all steps, as in earlier versions
+        config = PretrainConfig.model_validate(values)
+        assert [step for step in range(STEPS) if config.is_averaged(step)] == list(range(first, STEPS))

@@ -148,6 +148,39 @@ def test_a_run_on_s3_with_20_faults_has_bitwise_the_losses_of_one_on_disk(proxy:
     verify_manifest(folders.fetch(f"s3://{BUCKET}/exports/mini"))
 
 
+def test_a_run_at_an_address_forks_from_another_there(proxy: FaultyProxy, tmp_path: Path) -> None:
+    """The command line of a fork, a job's first start with --resume, and a second fork of a kept step."""
+    corpus, address = make_corpus(tmp_path / "corpus", documents=60, vocabulary_size=300), f"s3://{BUCKET}/runs/stem"
+    config, cache = write_config(tmp_path / "run.yaml", corpus, address), str(tmp_path / "cache")
+    keep = ["--set", "checkpoint.keep_last=1", "--set", "checkpoint.keep_at=[2]"]
+
+    def forked(name: str, *more: str, at: int = 2) -> list[str]:
+        run = ["--set", f"run_dir=s3://{BUCKET}/runs/{name}", "--set", f"name={name}"]
+        return ["pretrain", config, "--no-ray", "--fork", f"{address}@{at}", *run, *more]
+
+    commands = [
+        Command(["pretrain", config, "--no-ray", *keep]),
+        Command(forked("same", "--resume"), forget=cache),
+        Command(forked("none", at=3), forget=cache),
+        Command(forked("other", "--set", "phases.0.steps=2", "--dry-run"), forget=cache),
+        Command(forked("other", "--set", "phases.0.steps=5"), stop_at=2),
+        Command(forked("other", "--set", "phases.0.steps=5")),
+        Command(forked("other", "--set", "phases.0.steps=5", "--resume"), forget=cache),
+    ]
+    assert run_workers(1, codes, commands) == [[0, 0, 2, 2, 75, 2, 0]]
+    assert ObjectStore().read(f"{address}/checkpoints/index.json") == b'["step-00000002", "step-00000006"]'
+    stem, same, other = (stored_losses(f"s3://{BUCKET}/runs/{name}") for name in ("stem", "same", "other"))
+    assert same == stem
+    assert other[:2] == same[:2]
+    assert len(other) == 5
+    assert json.loads(ObjectStore().read(f"s3://{BUCKET}/runs/other/fork.json") or b"")["run"] == address
+
+
+def stored_losses(address: str) -> list[float]:
+    lines = (ObjectStore().read(f"{address}/metrics.jsonl") or b"").splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "lr" in record]
+
+
 def _weights(folder: Path, step: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / f"checkpoints/step-{step:08d}").glob("*.safetensors")}
 

@@ -55,9 +55,8 @@ def config(tmp_path: Path) -> Path:
 
 
 def read(config: Path, *more: str, workers: str | None = None) -> Job:
-    command, path, overrides, start_from = read_words(["pretrain", str(config), *more], job_kinds())
-    given: Any = {"overrides": overrides, "start_from": start_from, "workers": workers}
-    return make_job(command, path, job_kinds(), folder="/shared", **given)
+    command, path, given = read_words(["pretrain", str(config), *more], job_kinds())
+    return make_job(command, path, job_kinds(), folder="/shared", workers=workers, **given)
 
 
 def test_a_checkpoint_on_the_cluster_decides_model_and_vocabulary(config: Path) -> None:

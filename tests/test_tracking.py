@@ -56,7 +56,9 @@ def make_config(**tracking_settings: Any) -> PretrainConfig:
     )
 
 
-def start(folder: Path, run_id: str | None = None, step: int = 0, enabled: bool = True, **settings: Any) -> Tracker:
+def start(
+    folder: Path, run_id: str | None = None, step: int | None = None, enabled: bool = True, **settings: Any
+) -> Tracker:
     return Tracker(
         make_config(**settings),
         folder,
@@ -228,7 +230,7 @@ class TestMetricsFile:
             from pretrain.config import PretrainConfig
             from pretrain.tracking.tracker import Tracker
             config = PretrainConfig.model_validate_json(sys.argv[1])
-            tracker = Tracker(config, Path(sys.argv[2]), run_id=None, step=0, card={}, job_type="x", enabled=True)
+            tracker = Tracker(config, Path(sys.argv[2]), run_id=None, step=None, card={}, job_type="x", enabled=True)
             for step in itertools.count(1):
                 tracker.log({"step": step, "loss": 1 / step, "message": "x" * 3000})
                 if step == 20:
@@ -488,7 +490,7 @@ class TestWandb:
 
     def test_a_generated_id_fits_wandb(self, tmp_path: Path) -> None:
         config = make_config().model_copy(update={"name": 63 * "a"})
-        tracker = Tracker(config, tmp_path, run_id=None, step=0, card={}, job_type="pretrain", enabled=False)
+        tracker = Tracker(config, tmp_path, run_id=None, step=None, card={}, job_type="pretrain", enabled=False)
         assert re.fullmatch("a{55}-[0-9a-f]{8}", tracker.run_id)
 
     @pytest.mark.usefixtures("patient")

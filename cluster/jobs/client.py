@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -80,6 +81,21 @@ class Job:
     cpus_per_worker: int
 
 
+@dataclass(frozen=True, repr=False)
+class SubmittedJob:
+    """A job on a cluster, by the name of its run; `jobs` has its log, stops it and waits for it."""
+
+    name: str
+    jobs: Jobs
+
+    def state(self) -> str:
+        """Such as "running", or why it ended."""
+        return state(self.jobs.get(self.name))
+
+    def __repr__(self) -> str:
+        return f"{self.name}: submitted to {self.jobs.shown}."
+
+
 class Jobs:
     """The jobs of one cluster.
 
@@ -126,16 +142,23 @@ class Jobs:
         """Whether the cluster answers without a token, so that anybody who reaches it can run code there."""
         return answers_without_token(self.address)
 
-    def submit(self, job: Job, *, wait_for_nodes: bool = False) -> None:
+    def submit(self, job: Job, *, wait_for_nodes: bool = False) -> SubmittedJob:
         """Start the run, or continue it if it was started before; it outlives this process.
 
         Args:
+            job: as `cluster.jobs.submission.make_job` makes it.
             wait_for_nodes: accept a cluster that is too small now; the run waits there for nodes.
 
         Raises:
             InputError: it runs or waits already.
             MachineError: its workers do not fit on the cluster, or its head has no memory for more jobs.
         """
+        if self.is_open():
+            print(
+                f"warning: {self.shown}: this cluster accepts jobs without a token, so anyone who can connect to it "
+                "can run code there. Restart its Ray with RAY_AUTH_MODE=token; see SECURITY.md.",
+                file=sys.stderr,
+            )
         known = self.all()
         earlier = next((one for one in known if one.submission_id == job.name), None)
         if earlier is not None and earlier.status not in FINISHED:
@@ -150,6 +173,7 @@ class Jobs:
         if earlier is not None:
             self._forget(earlier)
         self.start(job.name, JOB_ENTRYPOINT, _metadata(job))
+        return SubmittedJob(job.name, self)
 
     def start(self, name: str, module: str, metadata: dict[str, str]) -> None:
         """Run `python -m MODULE` on the cluster as a job of this name; `InputError` if there is one already."""

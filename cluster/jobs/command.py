@@ -51,21 +51,11 @@ def _down(arguments: argparse.Namespace) -> None:
 
 
 def _submit(kinds: Callable[[], Mapping[str, Kind]], arguments: argparse.Namespace) -> int:
-    from cluster.jobs.submission import read_words, submit
+    from cluster.jobs.submission import make_job, read_words
 
-    command, config, overrides, start_from = read_words(arguments.run, kinds())
-    job = submit(
-        command,
-        config,
-        kinds(),
-        overrides=overrides,
-        start_from=start_from,
-        workers=arguments.workers,
-        folder=arguments.dir,
-        address=arguments.address,
-        wait_for_nodes=arguments.wait_for_nodes,
-        plain_http=arguments.allow_plain_http,
-    )
+    command, config, given = read_words(arguments.run, kinds())
+    made = make_job(command, config, kinds(), workers=arguments.workers, folder=arguments.dir, **given)
+    job = _jobs(arguments).submit(made, wait_for_nodes=arguments.wait_for_nodes)
     if arguments.follow:
         return _follow(job.jobs, job.name)
     print(f"{job} Follow it with {program()} logs -f {job.name}")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.jobs import client
-from cluster.jobs.client import Job, Jobs
-from pretrain.common.commands import config_argument, run_argument
+from cluster.jobs.client import Job
+from pretrain.common.commands import add_config
 from pretrain.common.errors import InputError
 from pretrain.common.kinds import not_one_of
 from pretrain.common.settings import AnyConfig, Overrides, as_overrides, given_values, with_start
@@ -30,72 +28,6 @@ class Kind:
     trains: bool = True  # and takes `resume`
 
 
-@dataclass(frozen=True, repr=False)
-class SubmittedJob:
-    """A job on a cluster, by the name of its run."""
-
-    name: str
-    jobs: Jobs
-
-    def state(self) -> str:
-        """Such as "running", or why it ended."""
-        return client.state(self.jobs.get(self.name))
-
-    def log(self) -> str:
-        """All that it has printed."""
-        return self.jobs.log(self.name)
-
-    def stop(self) -> str:
-        """Let it save a checkpoint and stop, and wait for it; returns its state."""
-        return client.state(self.jobs.stop(self.name))
-
-    def __repr__(self) -> str:
-        return f"{self.name}: submitted to {self.jobs.shown}."
-
-
-def submit(
-    command: str,
-    config: AnyConfig,
-    kinds: Mapping[str, Kind],
-    *,
-    overrides: Overrides = (),
-    start_from: Any = None,
-    workers: int | str | None = None,
-    folder: Path | str | None = None,
-    address: str = "",
-    wait_for_nodes: bool = False,
-    plain_http: bool = False,
-) -> SubmittedJob:
-    """Run a config as a job on a cluster, or continue its run there; it outlives this process.
-
-    Args:
-        command: one of `kinds`: pretrain, finetune or prepare.
-        config: a YAML file, the name of an example, nested values or a config object.
-        kinds: what a job can run, by name.
-        overrides: settings by dotted key, or texts `key.path=value`.
-        start_from: checkpoint to start from, as for `pretrain.train`; overrides that of the config.
-        workers: number of worker processes, or an elastic range such as "2-4".
-        folder: working directory of the job, shared by the cluster's machines; None for the current one.
-        address: dashboard URL of the cluster; empty for the one that `up` started here.
-        wait_for_nodes: submit even if the cluster is too small now; an autoscaler will add nodes.
-        plain_http: send the token over http to other machines, too.
-
-    Raises:
-        InputError: any mistake that would end the run before its first step and is visible from here; it runs already.
-        MachineError: nothing answers at the address, or the cluster is too small.
-    """
-    job = make_job(command, config, kinds, overrides=overrides, start_from=start_from, folder=folder, workers=workers)
-    jobs = Jobs(address, plain_http=plain_http)
-    if jobs.is_open():
-        print(
-            f"warning: {jobs.shown}: this cluster accepts jobs without a token, so anyone who can connect to it can "
-            "run code there. Restart its Ray with RAY_AUTH_MODE=token; see SECURITY.md.",
-            file=sys.stderr,
-        )
-    jobs.submit(job, wait_for_nodes=wait_for_nodes)
-    return SubmittedJob(job.name, jobs)
-
-
 def make_job(
     command: str,
     config: AnyConfig,
@@ -103,10 +35,19 @@ def make_job(
     *,
     overrides: Overrides = (),
     start_from: Any = None,
-    folder: Path | str | None = None,
     workers: int | str | None = None,
+    folder: Path | str | None = None,
 ) -> Job:
-    """The job that `submit` sends, which see."""
+    """A job that runs a config.
+
+    Args:
+        command: one of `kinds`, which a job can run, by name: pretrain, finetune or prepare.
+        config, overrides, start_from: as for `pretrain.train`.
+        workers: number of worker processes, or an elastic range such as "2-4".
+        folder: working directory of the job, shared by the cluster's machines; None for the current one.
+
+    Raises `InputError` for any mistake that would end the run before its first step and is visible from here.
+    """
     if command not in kinds:
         raise InputError(f"submit: {not_one_of(command, kinds)}")
     kind = kinds[command]
@@ -132,15 +73,15 @@ def make_job(
     )
 
 
-def read_words(words: Sequence[str], kinds: Mapping[str, Kind]) -> tuple[str, Path, list[str], Path | str | None]:
-    """(command, config, overrides, start_from) of `COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]`."""
+def read_words(words: Sequence[str], kinds: Mapping[str, Kind]) -> tuple[str, Path, dict[str, Any]]:
+    """(command, config, options of `make_job`) of `COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]`."""
     options, unknown = _parser(tuple(kinds)).parse_known_args(list(words))
     if unknown:
         raise InputError(
             f"submit: unrecognized after `--`: {' '.join(unknown)}. Options of submit, such as --workers, go before "
             "it; a job resumes without --resume."
         )
-    return options.kind, options.config, options.set, options.start_from
+    return options.kind, options.config, {"overrides": options.set, "start_from": options.start_from}
 
 
 def _undecided(config: AnyConfig, overrides: Overrides, values: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +102,5 @@ def _workers(text: str) -> list[str]:
 def _parser(kinds: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="submit --", allow_abbrev=False)
     parser.add_argument("kind", choices=kinds)
-    parser.add_argument("config", type=config_argument, metavar="CONFIG")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--from", dest="start_from", type=run_argument, metavar="DIR")
+    add_config(parser, "checkpoint to start from")
     return parser

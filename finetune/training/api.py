@@ -1,4 +1,4 @@
-"""Fine-tune a checkpoint to a task: what the command line calls, and `import finetune` offers."""
+"""Fine-tune a checkpoint to a task: what the commands call, and `import finetune` offers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.training.config import FinetuneConfig, load_config
+from finetune.training import runs
+from finetune.training.config import FinetuneConfig, changed_for_resume, load_config
+from pretrain.common.records import NO_METRICS
 from pretrain.common.run_files import SCORES
 from pretrain.common.settings import AnyConfig, Overrides, with_start
+from pretrain.run import launch
 from pretrain.run.results import Run
 
 
@@ -22,9 +25,7 @@ class FinetunedRun(Run[FinetuneConfig]):
         return json.loads((self.folder / SCORES).read_text(encoding="utf-8"))["scores"]
 
     def __repr__(self) -> str:
-        from finetune.training.runs import summary
-
-        return summary(self.config)
+        return runs.summary(self.config)
 
 
 def train(
@@ -38,20 +39,27 @@ def train(
 ) -> FinetunedRun:
     """Train a model for one task from a checkpoint to the end, with its progress on standard output.
 
-    Args:
-        config: a YAML file, the name of an example, nested values or a `FinetuneConfig`. Relative paths start at the
-            working directory.
-        overrides: settings by dotted key, such as {"training.epochs": 5}; or texts `key.path=value`.
-        start_from: checkpoint to start from: folder or address of a released model, an export or a run, the name of a
-            run in runs/, or what `pretrain.train` or `pretrain.export` returned; overrides that of the config.
-        resume, ray, no_ray: as for `pretrain.train`.
-
-    Raises as `pretrain.train`.
+    Arguments and errors are those of `pretrain.train`; the config is that of a fine-tuning.
     """
-    from finetune.training import runs
+
+    def check(config: FinetuneConfig, alone: bool) -> int | None:
+        if runs.is_finished(config, resume):
+            return None
+        plan = runs.plan(config, alone)
+        print(runs.describe_start(config, plan))
+        return plan.steps
 
     read = read_config(config, overrides, start_from=start_from)
-    return FinetunedRun(read, runs.start(read, resume=resume, ray=ray, no_ray=no_ray))
+    if resume:
+        launch.download(read.run_dir)
+    kind = launch.RunKind(
+        "finetune.training.train:main",
+        check=check,
+        is_finished=lambda config: runs.is_finished(config, resume=True),
+        changed=changed_for_resume,
+        metrics=NO_METRICS,
+    )
+    return FinetunedRun(read, launch.start_run(kind, read, resume=resume, ray=ray, no_ray=no_ray))
 
 
 def read_config(config: AnyConfig, overrides: Overrides = (), *, start_from: Any = None) -> FinetuneConfig:

@@ -208,7 +208,6 @@ class FinetuneConfig(_WithTask):
     """The complete config of a fine-tuning."""
 
     PURPOSE = "fine-tuning"
-    ALSO_NEEDED = f" and a task: {', '.join(TASKS)}"
 
     training: TrainingConfig = Field(
         default=TrainingConfig(), description="Length of the training, batch size and learning rate."
@@ -359,6 +358,6 @@ _FREE_ON_RESUME = (
 )
 
 
-def changed_for_resume(before: FinetuneConfig, after: FinetuneConfig) -> list[str]:
+def changed_for_resume(before: FinetuneConfig, after: FinetuneConfig, _done: int = 0) -> list[str]:
     """Dotted names of the settings that differ although a resumed run must keep them, with both values."""
     return settings.differences(before, keep_precision(after, before), free=_FREE_ON_RESUME)

@@ -18,7 +18,7 @@ from finetune.training.saved import MODEL, load_saved, read_details, result_line
 from pretrain.common.commands import program
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
-from pretrain.common.records import NO_METRICS, read_records
+from pretrain.common.records import read_records
 from pretrain.common.run_files import CONFIG_FILE
 from pretrain.common.wording import counted
 from pretrain.config import ModelConfig
@@ -50,28 +50,6 @@ class FinetunePlan:
     def steps_of(self, config: FinetuneConfig) -> int:
         """Steps of a run of the same data and checkpoint with these settings."""
         return config.filled(self.model.hidden, self.units).total_steps(self.units)
-
-
-def start(config: FinetuneConfig, *, resume: bool, ray: bool = False, no_ray: bool = False) -> bool:
-    """Check, record and train the run, as `pretrain.run.launch.start_run` does."""
-
-    def check(config: FinetuneConfig, alone: bool) -> int | None:
-        if is_finished(config, resume):
-            return None
-        run_plan = plan(config, alone)
-        print(describe_start(config, run_plan))
-        return run_plan.steps
-
-    if resume:
-        launch.download(config.run_dir)
-    kind = launch.RunKind(
-        "finetune.training.train:main",
-        check=check,
-        is_finished=lambda config: is_finished(config, resume=True),
-        changed=changed_for_resume,
-        metrics=NO_METRICS,
-    )
-    return launch.start_run(kind, config, resume=resume, ray=ray, no_ray=no_ray)
 
 
 # ---------------------------------------------------------------- checked before the start

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from pretrain.checkpoint.weight_files import WEIGHTS, read_json, save_weights, w
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.common.records import read_records
-from pretrain.common.run_files import START_FILE
+from pretrain.common.run_files import START_FILE, read_fork
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig, load_config
 from pretrain.corpus.vocabulary import read_vocabulary
@@ -97,10 +97,13 @@ def export(
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 
-def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, averaged: bool = False) -> str:
+def export_run(
+    run_dir: Path, out: Path, checkpoint: str | None = None, *, averaged: bool = False, others: Sequence[Path] = ()
+) -> str:
     """Export a run's checkpoint with its model card: the one named, the "best", or the newest intact one.
 
-    `averaged` exports the mean of the last steps' weights that the checkpoint keeps.
+    `averaged` exports the mean of the last steps' weights that the checkpoint keeps. With `others`, the folders of runs
+    with the same model and vocabulary, it is the mean over all runs, each taken so (Wortsman et al. 2022).
 
     Returns:
         The settings of the model for which transformers cannot load the export; "" if it can.
@@ -111,13 +114,22 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
     config = load_config(run_dir / "config.yaml")
-    objective, own = objective_of(config), ""
+    objective_of(config)  # whose module may be missing
     corpus = corpus_of(run_dir, config.corpus)
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
+    phase, _ = config.phase_at(max(1, min(store.step_of(path), config.total_steps)) - 1)
+    exported = config.model_copy(update={"model": config.model_in(phase)})
     state = store.read_weights(path, averaged=averaged)
-    start = _began_as(run_dir)
+    for number, other in enumerate(others, 2):
+        theirs = _choose_checkpoint(other / "checkpoints", checkpoint)
+        _check_alike(path, theirs)
+        for name, weights in store.read_weights(theirs, averaged=averaged).items():
+            state[name].lerp_(weights, 1 / number)
+    start, objective, own = _began_as(run_dir), objective_of(exported), ""
     average = store.read_state(path)["averaged"] if averaged else 0
-    card = functools.partial(_model_card, config, run_dir, store.step_of(path), averaged=average)
+    card = functools.partial(
+        _model_card, config, run_dir, store.step_of(path), averaged=average, others=[one.name for one in others]
+    )
     for part in objective.exported:
         weights = part.weights(state)
         written, _ = with_position_table(part.shape, {})
@@ -135,6 +147,17 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
             head=part.head,
         )
     return own
+
+
+def _check_alike(first: Path, other: Path) -> None:
+    """Raise `InputError` if the weights of two checkpoints have no mean."""
+    ours, theirs = (store.read_state(path) for path in (first, other))
+    for what, key in (("vocabulary", "tokenizer"), ("shape", "shapes")):
+        if ours.get(key) != theirs.get(key):
+            raise InputError(
+                f"{other}: has another {what} than {first}, so their weights have no mean. Give runs of one model: "
+                "forks of one run."
+            )
 
 
 def fills_masks(run_dir: Path, config: PretrainConfig) -> Path:
@@ -209,6 +232,7 @@ def _model_card(
     state: Mapping[str, Tensor],
     *,
     averaged: int = 0,
+    others: Sequence[str] = (),
     own: str = "",
 ) -> str:
     """README.md of an export: what it is, how it was trained, its measurements, and its text.
@@ -216,6 +240,7 @@ def _model_card(
     Args:
         part, state: what is exported, and its parameters.
         averaged: the number of steps whose weights are averaged; 0 for the weights of a single step.
+        others: names of the runs whose weights are averaged with this one's.
         own: the settings for which the export has our own layout; "" for a released one.
     """
     import jinja2
@@ -229,12 +254,15 @@ def _model_card(
     corpus_card = corpus / "card.md"
     return templates.get_template("model_card.md.j2").render(
         config=config,
+        decays=" and ".join(dict.fromkeys(f"{config.weight_decay(n):.4g}" for n in range(len(config.phases)))),
+        fork=read_fork(run_dir),
         model=part.shape,
         part=part,
         mask_token="[MASK]" if mask is None else read_tokenizer(corpus).id_to_token(mask),
         parameters=sum(tensor.numel() for tensor in state.values()),
         step=step,
         averaged=averaged,
+        others=others,
         own=own,
         measured=_measured(run_dir, step, averaged=averaged > 0),
         corpus_card=_two_levels_down(corpus_card.read_text(encoding="utf-8")) if corpus_card.is_file() else "",

@@ -127,7 +127,8 @@ class Saver:
     def _publish(self, stored: StoredRun, checkpoint: Path) -> None:
         stored.publish(checkpoint)
         try:
-            stored.keep({*stored.names()[-self._keep_last :], checkpoint.name, stored.best()})
+            kept = [name for name in stored.names() if stored.state(name).get("kept")]
+            stored.keep({*stored.names()[-self._keep_last :], *kept, checkpoint.name, stored.best()})
         except RunError as error:  # the next save deletes again
             logger.warning("%s", error)
 

@@ -307,14 +307,14 @@ def best_intact(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:
-    """Remove all checkpoints except the `keep_last` newest, the `best` and the one just `saved`, and all leftovers.
+    """Remove leftovers and all checkpoints but the `keep_last` newest, those `kept`, the `best` and the `saved` one.
 
     Raises `MachineError`, and removes nothing, if the best one is not known because a state cannot be read.
     """
     checkpoints = list_checkpoints(folder)
     keep = {*checkpoints[-keep_last:], best(folder), saved}
     for path in checkpoints:
-        if path not in keep:
+        if path not in keep and not read_state(path).get("kept"):
             # Renamed first, so that an interrupted removal leaves nothing that looks like a checkpoint.
             removed = path.with_name(f".{path.name}.tmp")
             shutil.rmtree(removed, ignore_errors=True)
@@ -348,7 +348,7 @@ def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tenso
     """
     if averaged and not read_state(checkpoint).get("averaged"):
         raise InputError(
-            f"{checkpoint}: has no averaged weights. Give a checkpoint of the last steps of a run with averaging.share."
+            f"{checkpoint}: has no averaged weights. Give a checkpoint of the end of a phase with averaged_share."
         )
     kind = "average" if averaged else "weight"
     shapes = checkpoint_manifest(checkpoint)["shapes"]

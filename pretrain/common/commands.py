@@ -169,6 +169,31 @@ def add_command(
     return parser
 
 
+def add_config(
+    parser: argparse.ArgumentParser,
+    start: str,
+    purpose: str = "YAML file of the run, or a name of `configs`",
+    optional: bool = False,
+) -> None:
+    """Add CONFIG, --from, described by `start`, and --set."""
+    parser.add_argument("config", type=config_argument, metavar="CONFIG", nargs="?" if optional else None, help=purpose)
+    parser.add_argument(
+        "--from",
+        dest="start_from",
+        type=run_argument,
+        metavar="DIR",
+        help=f"{start}: folder or address of a released model, an export or a run, or the name of a run in runs/ "
+        "(overrides start_from)",
+    )
+    add_set(parser)
+
+
+def run_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the options of `add_config` and `add_run_options` are to the function that trains."""
+    given = {name: getattr(arguments, name) for name in ("start_from", "resume", "ray", "no_ray")}
+    return {"overrides": overrides(arguments), **given}
+
+
 def add_set(parser: argparse.ArgumentParser, purpose: str = "override a setting; may be repeated") -> None:
     """Add --set KEY=VALUE."""
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=purpose)

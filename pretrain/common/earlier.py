@@ -87,6 +87,13 @@ RENAMED: dict[str, dict[str, Renamed]] = {
 """Section -> old name -> new one. Both may be given, as in recorded configs: then the new one decides."""
 
 
+MOVED = {
+    "masking": {"final_probability": "phases.N.final_masking_probability"},
+    "pretraining": {"averaging": "phases.N.averaged_share"},
+}
+"""Settings that spread over a whole run, and are a phase's own now."""
+
+
 class LeftError(ValueError):
     """A setting that left, with an effect, by its name within its section."""
 
@@ -107,7 +114,34 @@ def as_now(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
             del now[old]
             if now.get(new.name) in (None, ""):
                 now[new.name] = value
-    return now
+    return _with_own_settings(now) if section == "pretraining" else now
+
+
+def _with_own_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a pretraining, where each phase has its part of what spread over the whole run."""
+    masking, averaging, phases = (values.get(name) for name in ("masking", "averaging", "phases"))
+    masking, averaging = (one if isinstance(one, Mapping) else {} for one in (masking, averaging))
+    final, share = masking.get("final_probability", 0), averaging.get("share", 0)
+    try:
+        own = [dict(phase) for phase in phases or ()]
+        total = sum(phase["steps"] for phase in own)
+        left = max(1, round(share * total)) if share else 0  # steps that are averaged, the last ones
+        before = total
+        for phase in reversed(own):
+            steps, averaged = phase["steps"], min(left, phase["steps"])
+            before, left = before - steps, left - averaged
+            if averaged:
+                phase["averaged_share"] = averaged / steps
+            if final and not phase.get("masking_probability"):
+                ends = (before / total, (before + steps) / total)
+                first, last = (masking.get("probability", 0.15) * (1 - at) + final * at for at in ends)
+                phase.update(masking_probability=first, final_masking_probability=last)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return values  # not valid; the check of the settings says where
+    now = {name: value for name, value in values.items() if name != "averaging"}
+    if masking:
+        now["masking"] = {name: value for name, value in masking.items() if name != "final_probability"}
+    return {**now, "phases": tuple(own)} if final or share else now
 
 
 def as_before(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,6 +181,8 @@ def name_now(section: str, name: Any) -> Any:
 
 def remark(section: str, path: tuple[Any, ...], value: Any) -> str:
     """What to write in place of the old name that `path` ends with; "" if it is no old one."""
+    if place := MOVED.get(section, {}).get(path[-1]):
+        return f"{'.'.join(map(str, path))} is now {place}; the old name is read until {_READ_UNTIL}"
     if instead := IGNORED.get(section, {}).get(path[-1]):
         return f"{'.'.join(map(str, path))} left in {_LEFT_IN}, and has no effect; {instead}"
     renamed = RENAMED.get(section, {}).get(path[-1])

@@ -29,9 +29,6 @@ class Section(BaseModel):
     PURPOSE: ClassVar[str] = "run"
     """What a config of this kind describes."""
 
-    ALSO_NEEDED: ClassVar[str] = ""
-    """What such a config needs besides the settings without a default; the end of a list."""
-
     @model_validator(mode="before")
     @classmethod
     def _read_earlier_names(cls, values: Any) -> Any:
@@ -59,7 +56,8 @@ LocalPath = Annotated[str, AfterValidator(_check_path)]
 """A relative or absolute path on the machines that run; remote addresses are refused."""
 
 
-def _check_location(text: str, *, written: bool = False) -> str:
+def check_location(text: str, *, written: bool = False) -> str:
+    """`text`, without a slash at the end of an address; `ValueError` if it is neither a path nor an address."""
     if is_remote(text):
         check_address(text, written=written)
         return text.rstrip("/")
@@ -70,10 +68,10 @@ def _check_location(text: str, *, written: bool = False) -> str:
     return _check_path(text)
 
 
-Location = Annotated[str, AfterValidator(_check_location)]
+Location = Annotated[str, AfterValidator(check_location)]
 """A path as `LocalPath`, or an address of an object store (`pretrain.common.addresses`)."""
 
-WritableLocation = Annotated[str, AfterValidator(lambda text: _check_location(text, written=True))]
+WritableLocation = Annotated[str, AfterValidator(lambda text: check_location(text, written=True))]
 """As `Location`, but only addresses that can be written to."""
 
 SEVERAL_LINES: dict[str, JsonValue] = {"several_lines": True}

@@ -254,8 +254,7 @@ class _Document(Generic[S]):
         unknown = [str(one["loc"][0]) for one in problems if one["type"] == "extra_forbidden" and len(one["loc"]) == 1]
         if len(unknown) >= _OTHER_KIND:
             raise InputError(
-                f"{self.origin}: is not the config of a {self.kind.PURPOSE}, which has no {' and no '.join(unknown)}. "
-                f"Give one with {', '.join(required_names(self.kind))}{self.kind.ALSO_NEEDED}."
+                f"{self.origin}: is not the config of a {self.kind.PURPOSE}, which has no {', '.join(unknown)}."
             )
 
     def _remark_on_earlier_names(self, value: Any, path: Keys = ()) -> None:

@@ -35,7 +35,6 @@ from pretrain.config.resume import (
 )
 from pretrain.config.run import PretrainConfig, R, RunConfig, SchedulingConfig, TrackingConfig, load_config
 from pretrain.config.schedule import (
-    AveragingConfig,
     EvaluationConfig,
     OptimizerConfig,
     PhaseConfig,
@@ -49,7 +48,6 @@ __all__ = [
     "MAX_WIDTH",
     "SOURCES",
     "AdaptationConfig",
-    "AveragingConfig",
     "CheckpointConfig",
     "ContaminationConfig",
     "CorpusConfig",

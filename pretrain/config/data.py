@@ -177,13 +177,6 @@ class MaskingConfig(Section):
     EARLIER = "masking"
 
     probability: float = Field(default=0.15, gt=0, lt=1, description="Share of each sequence's tokens to predict.")
-    final_probability: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="Share of the tokens to predict at the end of the run: it changes linearly, such as from 0.3 to "
-        "0.15 (Ankner et al. 2023). 0 keeps probability. phases.N.masking_probability replaces it for a phase.",
-    )
     mask_share: float = Field(
         default=0.8,
         ge=0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -135,6 +135,12 @@ class CheckpointConfig(Section):
         default=2,
         ge=1,
         description="Number of newest checkpoints to keep. The one with the lowest validation loss is kept too.",
+    )
+    keep_at: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(), description="Steps after which a checkpoint is saved and kept, such as those to fork from."
+    )
+    keep_every_tokens: int = Field(
+        default=0, ge=0, description="Keep the first checkpoint after each so many tokens. 0 keeps none for that."
     )
 
 

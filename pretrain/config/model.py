@@ -53,7 +53,7 @@ class ModelConfig(Section):
     max_positions: int = Field(
         default=512,
         ge=8,
-        le=MAX_WIDTH,
+        le=4 * MAX_WIDTH,
         description="Longest sequence in tokens; the number of learned position embeddings.",
     )
     embedding: int = Field(
@@ -376,6 +376,11 @@ class ModelConfig(Section):
     def rotary_base_of(self, layer: int) -> float:
         """The base of the rotary frequencies of a layer, counted from 0; 0 without rotary positions."""
         return self.local_rotary_base or self.rotary_base if self.window(layer) else self.rotary_base
+
+    def with_rotary_bases(self, base: float, local: float) -> ModelConfig:
+        """The model with other rotary bases, of all layers and of local ones; 0 keeps each."""
+        given = {"rotary_base": base, "local_rotary_base": local}
+        return self.model_copy(update={name: value for name, value in given.items() if value})
 
     @property
     def depth(self) -> int:

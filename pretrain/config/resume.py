@@ -13,8 +13,10 @@ from pretrain.common.files import checkpoint_names
 from pretrain.config.engine import Precision
 from pretrain.config.objectives import READ_BY_OBJECTIVES
 from pretrain.config.run import PretrainConfig, R, RunConfig
+from pretrain.config.schedule import PhaseConfig
 
 FREE_ON_RESUME = (
+    "name",
     "run_dir",
     "scheduling",
     "tracking",
@@ -33,6 +35,7 @@ FREE_ON_RESUME = (
 
 _FREE_ON_RESUME = (
     *FREE_ON_RESUME,
+    "fork_from",
     # The corpus is compared by the fingerprint in the checkpoint.
     "corpus",
     "adaptation.finetuning",
@@ -49,13 +52,46 @@ _FREE_ON_RESUME = (
 _EVALUATED_ONLY = "adaptation.replay_corpus"  # free unless text of it is replayed
 
 
-def changed_for_resume(before: PretrainConfig, after: PretrainConfig) -> list[str]:
-    """Dotted names, with both values, of changed settings that a resumed run must keep."""
+def changed_for_resume(before: PretrainConfig, after: PretrainConfig, done: int) -> list[str]:
+    """Dotted names, with both values, of changed settings that a run must keep when it resumes after `done` steps.
+
+    Of the phases, those that have begun are kept, up to `done`: a phase may end there, or go on longer, and what comes
+    after it may be anything.
+    """
     replayed = before.adaptation.replay_share or after.adaptation.replay_share
     free = _FREE_ON_RESUME if replayed else (*_FREE_ON_RESUME, _EVALUATED_ONLY)
     # What is read in both is compared by the fingerprint, too.
     free += tuple(name for name in READ_BY_OBJECTIVES if all(map(attrgetter(name), (before, after))))
-    return settings.differences(before, keep_precision(after, before), free=free)
+    begun, again = (_as_begun(config, done) for config in (before, keep_precision(after, before)))
+    return settings.differences(begun, again, free=free) or _changed_by_length(before, after, done)
+
+
+def _changed_by_length(before: PretrainConfig, after: PretrainConfig, done: int) -> list[str]:
+    """What another length of the phase that goes on after `done` steps would change in it, named as by `differences`.
+
+    The phases before it are equal.
+    """
+    if not 0 < done < after.total_steps:
+        return []
+    number, within = after.phase_at(done)
+    if not within or before.phases[number].steps == after.phases[number].steps:
+        return []
+    old, new = ((config.weight_decay(number), config.masking_shares(number)) for config in (before, after))
+    steps = f"phases.{number}.steps ({before.phases[number].steps} -> {after.phases[number].steps}"
+    return [
+        *([f"{steps}, which changes its weight decay from {old[0]:.3g} to {new[0]:.3g})"] if old[0] != new[0] else []),
+        *([f"{steps}, which changes its masking)"] if new[1][0] != new[1][1] else []),
+    ]
+
+
+def _as_begun(config: PretrainConfig, done: int) -> PretrainConfig:
+    """`config` with the phases of its first `done` steps alone."""
+    begun: list[PhaseConfig] = []
+    for phase in config.phases:
+        if left := min(phase.steps, done):
+            begun.append(phase.model_copy(update={"steps": left}))
+        done -= left
+    return config.model_copy(update={"phases": tuple(begun)})
 
 
 def keep_precision(config: R, before: RunConfig) -> R:

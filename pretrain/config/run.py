@@ -13,14 +13,13 @@ from pretrain.common import settings
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import InputError
 from pretrain.common.extensions import check_name, is_own
-from pretrain.common.sections import Keys, Location, Section, WritableLocation
+from pretrain.common.sections import Keys, Location, Section, WritableLocation, check_location
 from pretrain.config.adaptation import AdaptationConfig
 from pretrain.config.data import MASKING_SCHEMES, SOURCES, CorpusConfig, MaskingConfig, PairsConfig
 from pretrain.config.engine import CheckpointConfig, EngineConfig, SpikeConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.objectives import DistillationConfig, ElectraConfig
 from pretrain.config.schedule import (
-    AveragingConfig,
     EvaluationConfig,
     OptimizerConfig,
     PhaseConfig,
@@ -188,6 +187,7 @@ class RunConfig(Section):
 class PretrainConfig(RunConfig):
     """All settings of a pretraining run."""
 
+    EARLIER = "pretraining"
     PURPOSE = "pretraining"
 
     optimizer: PretrainOptimizerConfig = Field(default=PretrainOptimizerConfig(), description="The optimizer.")
@@ -196,12 +196,17 @@ class PretrainConfig(RunConfig):
     pairs: PairsConfig = Field(default=PairsConfig(), description="How sequences are cut from documents.")
     masking: MaskingConfig = Field(default=MaskingConfig(), description="Masked language modeling.")
     phases: tuple[PhaseConfig, ...] = Field(min_length=1, description="Phases of training, in order; at least one.")
-    averaging: AveragingConfig = Field(default=AveragingConfig(), description="Mean of the weights of the last steps.")
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="Evaluation on held-out sequences.")
     start_from: Location = Field(
         default="",
         description="Folder or address of a checkpoint to continue from: a released one, an export or a run. model and "
         "corpus.vocabulary are then the checkpoint's. --from sets it, too. Empty starts from random weights.",
+    )
+    fork_from: str = Field(
+        default="",
+        description="Run and step of a checkpoint with which the run begins, as RUN@STEP, such as runs/mini@2000: with "
+        "its weights, moments and place in the data. What lies before that step must be as it was there; later phases "
+        "may be others. --fork sets it, too.",
     )
     adaptation: AdaptationConfig = Field(
         default=AdaptationConfig(), description="How a run continues from the checkpoint in start_from."
@@ -231,6 +236,16 @@ class PretrainConfig(RunConfig):
         kinds += [(("objective",), OBJECTIVES, self.objective)]
         yield from (kind for kind in kinds if is_own(kind[2]))
         yield from super().own_modules()
+
+    @field_validator("fork_from")
+    @classmethod
+    def _check_fork(cls, text: str) -> str:
+        if text:
+            run, _, step = text.rpartition("@")
+            if not (run and step.isascii() and step.isdigit()):
+                raise ValueError(f"{text!r} is not RUN@STEP, such as runs/mini@2000")
+            check_location(run)
+        return text
 
     @model_validator(mode="after")
     def _check_start(self) -> PretrainConfig:
@@ -307,6 +322,10 @@ class PretrainConfig(RunConfig):
                     f"phases.{number}.sequence_length ({phase.sequence_length}) exceeds "
                     f"model.max_positions ({self.model.max_positions})"
                 )
+            for name, local in (("rotary_base", False), ("local_rotary_base", True)):
+                needs = "local_attention" if local else "rotary positions"
+                if getattr(phase, name) and not (self.model.local_attention if local else self.model.rotary_base):
+                    raise ValueError(f"phases.{number}.{name} has no effect: the model has no {needs}. Set it to 0")
             if phase.sequence_length > self.engine.micro_batch_tokens:
                 raise ValueError(
                     f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than "
@@ -341,31 +360,29 @@ class PretrainConfig(RunConfig):
         """Optimizer steps of all phases."""
         return sum(phase.steps for phase in self.phases)
 
-    @property
-    def weight_decay(self) -> float:
-        """The optimizer's decoupled weight decay."""
-        return self.optimizer.decay_over(self.phases)
+    def model_in(self, phase: int) -> ModelConfig:
+        """The model with the rotary bases that it has in a phase."""
+        own = self.phases[phase]
+        return self.model.with_rotary_bases(own.rotary_base, own.local_rotary_base)
 
-    @property
-    def average_from(self) -> int | None:
-        """The 0-based step from which on weights are averaged; None if they are not."""
-        share = self.averaging.share
-        return self.total_steps - max(1, round(share * self.total_steps)) if share else None
+    def weight_decay(self, phase: int) -> float:
+        """The optimizer's decoupled weight decay in a phase."""
+        own = self.phases[phase].weight_decay
+        return self.optimizer.decay_over(self.phases[: phase + 1]) if own is None else own
+
+    def is_averaged(self, step: int) -> bool:
+        """Whether the weights after the 0-based `step` are averaged."""
+        number, within = self.phase_at(step)
+        phase = self.phases[number]
+        return phase.averaged_share > 0 and within >= phase.steps - max(1, round(phase.averaged_share * phase.steps))
 
     def masking_shares(self, phase: int) -> tuple[float, float]:
         """The share of tokens to predict at the beginning and at the end of a phase; linear in between.
 
-        A linear schedule runs over the steps of all phases (Ankner et al. 2023, "Dynamic Masking Rate Schedules for
-        MLM Pretraining", section 2); a phase with a share of its own keeps it.
+        Ankner et al. 2023, "Dynamic Masking Rate Schedules for MLM Pretraining", section 2.
         """
-        own, masking = self.phases[phase].masking_probability, self.masking
-        if own or not masking.final_probability:
-            constant = own or masking.probability
-            return constant, constant
-        before = sum(earlier.steps for earlier in self.phases[:phase])
-        ends = (before / self.total_steps, (before + self.phases[phase].steps) / self.total_steps)
-        first, last = (masking.probability * (1 - at) + masking.final_probability * at for at in ends)
-        return first, last
+        first = self.phases[phase].masking_probability or self.masking.probability
+        return first, self.phases[phase].final_masking_probability or first
 
     @property
     def held_out_masking_share(self) -> float:

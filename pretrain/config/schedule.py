@@ -49,14 +49,14 @@ class PretrainOptimizerConfig(OptimizerConfig):
     decay_timescale: float = Field(
         default=0.0,
         ge=0,
-        description="Weight decay given as its timescale, a fraction of the run's steps: after that many steps at the "
-        "peak rate, the decay has multiplied the layers' matrices by 1/e (Wang and Aitchison 2024). It suits runs of "
-        "any length, whereas a longer run needs a smaller weight_decay. No step takes more than the whole weight: a "
-        "timescale below one step counts as one. More than 0 replaces weight_decay.",
+        description="Weight decay given as its timescale, a fraction of the steps up to the end of the phase: after "
+        "that many steps at the peak rate, the decay has multiplied the layers' matrices by 1/e (Wang and Aitchison "
+        "2024). It suits runs of any length, whereas a longer run needs a smaller weight_decay. No step takes more "
+        "than the whole weight: a timescale below one step counts as one. More than 0 replaces weight_decay.",
     )
 
     def decay_over(self, phases: Sequence[PhaseConfig]) -> float:
-        """The decoupled weight decay of a run of these phases: `weight_decay`, or what `decay_timescale` makes it.
+        """The decoupled weight decay of the last of these phases: `weight_decay`, or what `decay_timescale` makes it.
 
         A decay d at the rate r multiplies weights by 1 - d r in a step (Wang and Aitchison 2024, arXiv:2405.13698,
         section 3). The timescale counts all steps at the peaks of their phases, without warm-up and decay of the rate.
@@ -125,6 +125,32 @@ class PhaseConfig(Section):
         description="Share of each sequence's tokens to predict in this phase; 0.3 and then 0.15 is Ettin's schedule. "
         "0 follows masking.",
     )
+    final_masking_probability: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the tokens to predict at the end of the phase: it changes linearly, such as from 0.3 to "
+        "0.15 (Ankner et al. 2023). 0 keeps the share.",
+    )
+    weight_decay: float | None = Field(
+        default=None, ge=0, description="Weight decay of this phase. Empty follows optimizer."
+    )
+    averaged_share: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of the phase's steps, the last ones, whose weights are averaged, such as 0.2 (Izmailov et "
+        "al. 2018). Their checkpoints keep the mean in fp32; export --averaged writes it. 0 disables it.",
+    )
+    rotary_base: float = Field(
+        default=0.0,
+        ge=0,
+        description="Rotary base in this phase, raised with sequence_length to extend the context: ModernBERT goes "
+        "from 1e4 to 1.6e5 (Warner et al. 2024). 0 follows model. Exports have the last phase's.",
+    )
+    local_rotary_base: float = Field(
+        default=0.0, ge=0, description="Rotary base of local layers in this phase. 0 follows model."
+    )
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -186,18 +212,6 @@ class PhaseConfig(Section):
                 f"({self.steps}) together"
             )
         return self
-
-
-class AveragingConfig(Section):
-    """The mean of the weights of the last steps."""
-
-    share: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="Share of all steps, the last ones, whose weights are averaged, such as 0.2 (Izmailov et al. "
-        "2018). Checkpoints keep the mean in fp32; export --averaged writes it. 0 disables it.",
-    )
 
 
 class EvaluationConfig(Section):

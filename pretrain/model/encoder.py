@@ -81,6 +81,13 @@ class Encoder(nn.Module):
         self.final = FinalNorm(shape, compile) if shape.norm_placement == "pre" else None
         self.rotary = shape.positions.startswith("rotary")
 
+    def use_rotary_bases(self, base: float, local: float) -> None:
+        """Rotate by other frequencies from now on; arguments as of `ModelConfig.with_rotary_bases`."""
+        self.shape = self.shape.with_rotary_bases(base, local)
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            layer.rotary_base = self.shape.rotary_base_of(number)
+
     def encode(self, batch: UnpaddedBatch, rows_R: Tensor | None = None) -> Tensor:
         """Last hidden states [T, H], or [R, H] only at the query positions `rows_R` (int64, ascending).
 

@@ -276,9 +276,8 @@ def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str
         lines.append(f"  Muon takes {flops:.3g} FLOP per step: {shares} of a step's useful ones (phase by phase)")
     if timescale := config.optimizer.decay_timescale:
         steps = f"{timescale * config.total_steps:,.0f}"
-        lines.append(
-            f"  weight decay is {config.weight_decay:.3g}: alone, it divides the matrices by e in {steps} steps"
-        )
+        last = config.weight_decay(len(config.phases) - 1)
+        lines.append(f"  weight decay is {last:.3g}: alone, it divides the matrices by e in {steps} steps")
     return "\n".join(lines)
 
 

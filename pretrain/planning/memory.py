@@ -82,7 +82,7 @@ def _frozen_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
 
 def _more_than_adamw(config: PretrainConfig, p: int) -> int:
     """Bytes of optimizer state besides AdamW's, over all workers; negative if there is less, as with Muon."""
-    averages = 4 * p if config.averaging.share else 0
+    averages = 4 * p if any(phase.averaged_share for phase in config.phases) else 0
     matrices = sum(total(cost.hidden_matrices(shape)) for shape in objective_of(config).shapes)
     return averages - (4 * matrices if config.optimizer.name == "muon" else 0)
 

@@ -149,8 +149,8 @@ def _time_steps(config: PretrainConfig, steps: int) -> float:
 def _timed_run(config: PretrainConfig, run: Path, steps: int) -> PretrainConfig:
     """`steps` steps of the first phase, with full batches."""
     values: dict[str, Any] = config.model_dump()
-    phase = {**values["phases"][0], **dict.fromkeys(_SCHEDULE, 0), "steps": steps, "ramp_from": 0}
-    values.update(run_dir=str(run), phases=[phase], averaging={})
+    phase = {**values["phases"][0], **dict.fromkeys((*_SCHEDULE, "ramp_from", "averaged_share"), 0), "steps": steps}
+    values.update(run_dir=str(run), phases=[phase])
     values["evaluation"].update(every_steps=steps, sequences=config.scheduling.workers)
     values["checkpoint"]["every_steps"] = steps
     values["tracking"].update(wandb="off", log_every_steps=1)

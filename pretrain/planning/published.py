@@ -84,9 +84,9 @@ def _family(config: PretrainConfig) -> str:
 
 def _masking(config: PretrainConfig) -> str:
     """The share of masked tokens, that of each phase where it has its own, and what else is to be predicted."""
-    masking, pairs = config.masking, config.pairs
-    schedule = " to ".join(f"{share:g}" for share in (masking.probability, masking.final_probability) if share)
-    phases = [f"{phase.masking_probability:g}" if phase.masking_probability else schedule for phase in config.phases]
+    pairs = config.pairs
+    shares = [dict.fromkeys(config.masking_shares(number)) for number in range(len(config.phases))]
+    phases = [" to ".join(f"{share:g}" for share in ends) for ends in shares]
     return " and ".join(dict.fromkeys(phases)) + (f" with {pairs.objective}" if pairs.has_classifier else "")
 
 

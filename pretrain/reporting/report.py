@@ -19,6 +19,7 @@ from typing import Any
 from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError
 from pretrain.common.records import is_training, metric_lines, read_records
+from pretrain.common.run_files import read_fork
 from pretrain.common.settings import dump, names
 from pretrain.common.wording import clock, counted
 from pretrain.config import PretrainConfig, load_config
@@ -71,6 +72,7 @@ def summary(run_dir: Path) -> str:
         f"{run.config.name}: step {run.step:,} of {run.config.total_steps:,}, "
         f"{clock(run.seconds)} of training on {_workers(run.config)}",
         f"  model       {_model_line(run.config)}",
+        *([f"  begins      {run.begins}"] if run.begins else []),
     ]
     if run.evaluations:
         last = run.evaluations[-1]
@@ -160,6 +162,13 @@ class _ReportData:
             training=training,
             evaluations=[record for record in records if record.get("split") == "validation"],
         )
+
+    @property
+    def begins(self) -> str:
+        """What the run forked from, the last fork first; "" if it did not."""
+        fork = read_fork(self.folder)
+        past = [fork, *reversed(fork.get("earlier", ()))] if fork else []
+        return ", ".join(f"forked from {one['name']} at step {one['step']:,}" for one in past)
 
     @property
     def step(self) -> int:

@@ -1,47 +1,45 @@
-"""Prepare a corpus, train on it, export what was trained: what the command line calls, and `import pretrain` offers."""
+"""Prepare a corpus, train on it, export what was trained: what the commands call, and `import pretrain` offers."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pretrain.common.addresses import is_remote, local, shown
 from pretrain.common.commands import target_path
 from pretrain.common.errors import InputError
+from pretrain.common.files import checkpoint_names
+from pretrain.common.settings import AnyConfig, Overrides, as_overrides, given_values, with_start
+from pretrain.config import PretrainConfig, began_from, changed_for_resume, load_config, run_folder
+from pretrain.objectives import objective_of
+from pretrain.run import launch, preflight
 from pretrain.run.arguments import run_path, store_target
-
-if TYPE_CHECKING:
-    from pretrain.common.settings import AnyConfig, Overrides
-    from pretrain.config import PretrainConfig
-    from pretrain.run.results import Corpus, Export, Run
+from pretrain.run.results import Run, Written
 
 
-def prepare(config: AnyConfig, *, overrides: Overrides = (), start_from: Any = None) -> Corpus:
+def prepare(config: AnyConfig, *, overrides: Overrides = (), start_from: Any = None) -> Written:
     """Tokenize raw text into a vocabulary, token shards and a corpus card, or continue where an earlier call stopped.
 
     Args:
-        config: of the run: a YAML file, the name of an example, nested values or a `PretrainConfig`. Relative paths
-            start at the working directory.
+        config: a YAML file, the name of an example, nested values or a `PretrainConfig`. Relative paths start at the
+            working directory.
         overrides: settings by dotted key, such as {"corpus.processes": 2}; or texts `key.path=value`.
-        start_from: checkpoint whose tokenizer is used: folder or address of a released model, an export or a run, or
-            what `train` or `export` returned; overrides that of the config.
+        start_from: checkpoint whose tokenizer is used: folder or address of a released model, an export or a run, the
+            name of a run in runs/, or what `train` or `export` returned; it replaces that of the config.
 
-    Raises:
-        InputError: sources, vocabulary, unwritable folder, other settings than before.
-        MachineError: disk full, a process killed.
-        StoppedError: Ctrl-C or SIGTERM.
+    Raises a `RunError`: `InputError` for what is wrong in the config or the sources, `MachineError` for a full disk or
+    a killed process, `StoppedError` after Ctrl-C.
     """
     from pretrain.corpus import prepare
     from pretrain.planning.text import counts_readings
-    from pretrain.run.results import Corpus
 
     read = read_config(config, overrides, start_from=start_from)
     summary = prepare.prepare(read, **start_tokenizer_of(read), count_readings=counts_readings(read))
-    return Corpus(read.corpus.folder, "\n".join([summary, *_lengths(read)]))
+    return Written(read.corpus.folder, read.corpus.dir, "\n".join([summary, *_lengths(read)]))
 
 
 def train(
@@ -49,6 +47,7 @@ def train(
     *,
     overrides: Overrides = (),
     start_from: Any = None,
+    fork_from: str | None = None,
     resume: bool = False,
     minutes: float | None = None,
     ray: bool = False,
@@ -56,30 +55,26 @@ def train(
 ) -> Run[PretrainConfig]:
     """Train an encoder on a prepared corpus to the end, with its progress on standard output.
 
-    Ctrl-C asks for a checkpoint and stops the run, a second one ends it at once.
+    Ctrl-C saves a checkpoint and stops the run; a second one ends it at once.
 
     Args:
-        config, overrides: as for `prepare`. {"scheduling.workers": 2} trains in two processes.
-        start_from: checkpoint to continue from, as for `prepare`.
+        config, overrides, start_from: as for `prepare`. {"scheduling.workers": 2} trains in two processes.
+        fork_from: "RUN@STEP", a checkpoint of another run with which this one begins; overrides that of the config.
         resume: continue the run from its newest checkpoint, if there is one.
         minutes: train about this long on this machine: time a few steps first, then scale the steps of all phases.
         ray: use Ray also for one worker on this machine.
         no_ray: train in this process.
 
-    Raises:
-        InputError: a setting, a path or the corpus is wrong, or the run was begun before and `resume` is off.
-        MachineError: too few cores or memory, a full disk, workers that crash again and again.
-        DivergedError: the loss diverged despite rollbacks.
-        StoppedError: stopped on request; `resume` continues.
+    Raises a `RunError`: `InputError` for what is wrong in the config or the corpus, or if the run was begun before and
+    `resume` is off; `MachineError`, `DivergedError`; `StoppedError` after a stop, which `resume` continues.
     """
-    from pretrain.config import changed_for_resume
-    from pretrain.objectives import objective_of
-    from pretrain.run import launch, preflight
-    from pretrain.run.results import Run
+    from pretrain.run.fork import begin_fork
 
-    read = read_config(config, overrides, start_from=start_from, resume=resume)
+    read = read_config(config, overrides, start_from=start_from, fork_from=fork_from, resume=resume)
     if minutes is not None:
         read = fit_minutes(read, minutes, resume=resume)
+    forks = bool(read.fork_from) and (launch.is_follower() or begin_fork(read))
+    resume = resume or forks
     kind = launch.RunKind(
         "pretrain.run.train:main",
         check=functools.partial(_check, resume=resume),
@@ -91,37 +86,39 @@ def train(
 
 
 def export(
-    run: Run[PretrainConfig] | Path | str,
+    run: Any,
     folder: Path | str,
     *,
     checkpoint: str | None = None,
     averaged: bool = False,
-) -> Export:
+    average: Sequence[Any] = (),
+) -> Written:
     """Write a run's checkpoint in the Hugging Face layout, or in bertrain's own if no released layout holds the model.
 
     Args:
         run: what `train` returned, a run folder, the name of a run in runs/, or an address.
         folder: folder or address to write.
         checkpoint: its name, or "best"; None for the newest.
-        averaged: write the mean of the last steps' weights (averaging.share).
+        averaged: write the mean of the last steps' weights (phases.N.averaged_share).
+        average: other runs of the same model, such as forks of one run; the mean of all their weights is written.
 
     Raises `InputError` if the run, the checkpoint or the corpus's tokenizer is missing, damaged or another one.
     """
     from pretrain.checkpoint import hf
-    from pretrain.config import load_config
-    from pretrain.objectives import objective_of
-    from pretrain.run.results import Export
     from pretrain.storage.runs import StoredRun
 
     path, place = run_path(run), target_path(str(folder))
     address, out = shown(path), local(place)
     if checkpoint and is_remote(address):
-        StoredRun(address, path).download_all()
-    own = hf.export_run(path, out, checkpoint, averaged=averaged)
+        stored = StoredRun(address, path)
+        stored.download_checkpoints(stored.names())
+    own = hf.export_run(path, out, checkpoint, averaged=averaged, others=[run_path(one) for one in average])
     if is_remote(place):
         for part in objective_of(load_config(path / "config.yaml")).exported:
             store_target(f"{place}{part.suffix}")
-    return Export(out, place, "" if own else hf.auto_class(out), own)
+    loader = f"written. transformers loads it with {hf.auto_class(out)}.from_pretrained." if not own else ""
+    why = f"written for bertrain's own commands. transformers cannot load it ({own})."
+    return Written(out, place, f"{place}: {loader or why}")
 
 
 # ---------------------------------------------------------------- parts that a dry run needs, too
@@ -132,6 +129,7 @@ def read_config(
     overrides: Overrides = (),
     *,
     start_from: Any = None,
+    fork_from: str | None = None,
     resume: bool = False,
     dry_run: bool = False,
 ) -> PretrainConfig:
@@ -139,11 +137,7 @@ def read_config(
 
     A run at an address that is to `resume` is fetched first, except for a `dry_run`.
     """
-    from pretrain.common.settings import given_values, with_start
-    from pretrain.config import PretrainConfig, began_from, load_config, run_folder
-    from pretrain.run import launch
-
-    settings = with_start(overrides, start_from)
+    settings = with_start(overrides, start_from) + as_overrides({"fork_from": fork_from} if fork_from else {})
     given = given_values(config, PretrainConfig, settings)
     if resume and not dry_run:
         launch.download(given.get("run_dir"))
@@ -152,13 +146,6 @@ def read_config(
 
         settings += start_overrides(config, settings, resume=resume)
     return load_config(config, settings, imports=True)
-
-
-def load_given(config: AnyConfig, overrides: Overrides) -> PretrainConfig:
-    """The config of a run that is to start on another machine, which reads the checkpoint in its start_from."""
-    from pretrain.config import load_config
-
-    return load_config(config, overrides, imports=True)
 
 
 def start_tokenizer_of(config: PretrainConfig) -> dict[str, Any]:
@@ -176,12 +163,11 @@ def start_tokenizer_of(config: PretrainConfig) -> dict[str, Any]:
 
 def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run: bool = False) -> PretrainConfig:
     """The config with as many steps as fit into the given minutes here; a resumed run keeps those it began with."""
-    from pretrain.common.files import checkpoint_names
-    from pretrain.config import changed_for_resume
     from pretrain.planning import pace
     from pretrain.planning.text import read_text
-    from pretrain.run import preflight
 
+    if config.fork_from:
+        raise InputError("--minutes: changes the length of phases that a fork has in common. Leave it out.")
     if resume and checkpoint_names(config.folder):
         return pace.recorded(config)
     preflight.check_corpus(config)
@@ -206,11 +192,8 @@ def _lengths(config: PretrainConfig) -> Iterator[str]:
 
 def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:
     """Check what the run reads, and print what it begins from; returns its steps."""
-    from pretrain.config import began_from
     from pretrain.corpus.stored import fetch_corpus
     from pretrain.model.cost import check_names
-    from pretrain.objectives import objective_of
-    from pretrain.run import launch, preflight
 
     check_names(config.model)
     fetch_corpus(config.corpus)

@@ -8,19 +8,17 @@ from typing import Any
 
 from pretrain.common.commands import (
     add_command,
+    add_config,
     add_dry_run,
     add_run_options,
-    add_set,
     add_workers,
-    config_argument,
     local_path,
     overrides,
     program,
-    run_argument,
+    run_options,
     target_path,
 )
 from pretrain.common.errors import InputError
-from pretrain.run import api
 from pretrain.run.arguments import run_path
 
 
@@ -34,15 +32,17 @@ def add_to(commands: Any) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    if arguments.dry_run:
-        from pretrain.corpus.description import describe
-        from pretrain.planning import estimate
+    from pretrain.run import api
 
-        config = api.read_config(arguments.config, overrides(arguments), start_from=arguments.start_from, dry_run=True)
-        tokenizer = api.start_tokenizer_of(config).get("tokenizer")
-        print(estimate.preparation_lines(describe(config, tokenizer)))
+    given, start_from = overrides(arguments), arguments.start_from
+    if not arguments.dry_run:
+        print(api.prepare(arguments.config, overrides=given, start_from=start_from))
         return
-    print(api.prepare(arguments.config, overrides=overrides(arguments), start_from=arguments.start_from))
+    from pretrain.corpus.description import describe
+    from pretrain.planning import estimate
+
+    config = api.read_config(arguments.config, given, start_from=start_from)
+    print(estimate.preparation_lines(describe(config, api.start_tokenizer_of(config).get("tokenizer"))))
 
 
 def _pretrain(arguments: argparse.Namespace) -> None:
@@ -50,18 +50,12 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         print(_plan(arguments))
         return
-    run = api.train(
-        arguments.config,
-        overrides=overrides(arguments),
-        start_from=arguments.start_from,
-        resume=arguments.resume,
-        minutes=arguments.minutes,
-        ray=arguments.ray,
-        no_ray=arguments.no_ray,
-    )
+    from pretrain.run import api
+
+    run = api.train(arguments.config, fork_from=arguments.fork, minutes=arguments.minutes, **run_options(arguments))
     if run.trained:
         own = f" --import {run.config.objective}" if run.config.objective else ""
-        print(f"{run.place}: finished. Next: {program()} export {shlex.quote(str(run.place))} DIR{own}")
+        print(f"{run} Next: {program()} export {shlex.quote(str(run.place))} DIR{own}")
 
 
 def _plan(arguments: argparse.Namespace) -> str:
@@ -69,26 +63,30 @@ def _plan(arguments: argparse.Namespace) -> str:
     from pretrain.planning import estimate
     from pretrain.planning.recommend import recommendation
     from pretrain.planning.text import measured_phases, reading_lines
-    from pretrain.run import preflight
+    from pretrain.run import api, preflight
+    from pretrain.run.fork import find_fork
 
-    resume, given = arguments.resume, arguments.mean_length
-    config = api.read_config(
-        arguments.config, overrides(arguments), start_from=arguments.start_from, resume=resume, dry_run=True
-    )
+    resume = arguments.resume
+    start = {"start_from": arguments.start_from, "fork_from": arguments.fork}
+    config = api.read_config(arguments.config, overrides(arguments), **start, resume=resume, dry_run=True)
     if arguments.budget is not None:
         return recommendation(config, arguments.budget, arguments.on, arguments.law)
     if arguments.minutes is not None:
         config = api.fit_minutes(config, arguments.minutes, resume=resume, dry_run=True)
     state = preflight.run_state(config.folder, finished=preflight.is_finished(config))
     config = preflight.with_resolved_precision(config) if resume else config
+    length = arguments.mean_length
     estimates = estimate.dry_run(
         config,
         on=arguments.on,
-        mean_length=given,
-        measured=[phase.mean_length for phase in measured_phases(config)] if given is None else [],
+        mean_length=length,
+        measured=[phase.mean_length for phase in measured_phases(config)] if length is None else [],
         readings=reading_lines(config),
         show_config=arguments.show_config,
     )
+    if config.fork_from and state == "new":
+        step, _ = find_fork(config)
+        state = f"new; forks from {config.fork_from}, so that {config.total_steps - step:,} steps are left"
     return f"Run\n  {config.folder}: {state}\n\n{estimates}"
 
 
@@ -107,7 +105,10 @@ def _check_budget(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    print(api.export(arguments.run, arguments.out, checkpoint=arguments.checkpoint, averaged=arguments.averaged))
+    from pretrain.run import api
+
+    options = {name: getattr(arguments, name) for name in ("checkpoint", "averaged", "average")}
+    print(api.export(arguments.run, arguments.out, **options))
 
 
 # ---------------------------------------------------------------- their parsers
@@ -125,10 +126,8 @@ def _add_prepare(commands: Any) -> None:
   ./launch.sh prepare configs/pretrain/adapt.yaml --from bert-base-uncased/
   ./launch.sh prepare my.yaml --set corpus.dir=/data/wiki --set corpus.processes=8""",
     )
-    _add_config(parser)
+    add_config(parser, "checkpoint whose tokenizer is used")
     parser.add_argument("--dry-run", action="store_true", help="print what would be read and written, then exit")
-    _add_from(parser, "checkpoint whose tokenizer is used: folder or address of a released model, an export or a run")
-    add_set(parser)
 
 
 def _add_pretrain(commands: Any) -> None:
@@ -140,6 +139,7 @@ def _add_pretrain(commands: Any) -> None:
         """
   ./launch.sh pretrain configs/pretrain/bert-mini.yaml --workers 2
   ./launch.sh pretrain configs/pretrain/bert-mini.yaml --resume
+  ./launch.sh pretrain anneal.yaml --fork runs/bert-mini@8000
   ./launch.sh pretrain configs/pretrain/mini.yaml --minutes 60
   ./launch.sh pretrain configs/pretrain/mini.yaml --dry-run --budget 2h --on here
   ./launch.sh pretrain configs/pretrain/adapt.yaml --from bert-base-uncased/
@@ -147,10 +147,13 @@ def _add_pretrain(commands: Any) -> None:
   ./launch.sh pretrain my.yaml --set phases.0.steps=100 --set engine.zero_stage=2
   torchrun --nproc-per-node 8 -m pretrain pretrain my.yaml""",
     )
-    _add_config(parser)
+    add_config(parser, "checkpoint to continue from")
     add_dry_run(parser, "print the run folder, parameters, memory, FLOPs and time, then exit")
-    _add_from(parser, "checkpoint to continue from: folder or address of a released model, an export or a run")
-    add_set(parser)
+    parser.add_argument(
+        "--fork",
+        metavar="RUN@STEP",
+        help="begin with a checkpoint of another run, its moments and its place in the data",
+    )
     add_workers(parser)
     add_run_options(parser)
     parser.add_argument(
@@ -200,17 +203,15 @@ Fine-tuned models are exported by the same command, also as ONNX:
     parser.add_argument("out", type=target_path, metavar="DIR", help="folder or address to write")
     parser.add_argument("--checkpoint", metavar="NAME", help="checkpoint of the run (default: the newest)")
     parser.add_argument(
-        "--averaged", action="store_true", help="write the mean of the last steps' weights (see averaging.share)"
+        "--average",
+        type=run_path,
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="write the mean of this run's weights and those of these, such as forks of one run",
     )
-
-
-def _add_from(parser: argparse.ArgumentParser, purpose: str) -> None:
     parser.add_argument(
-        "--from", dest="start_from", type=run_argument, metavar="DIR", help=f"{purpose} (overrides start_from)"
-    )
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", type=config_argument, metavar="CONFIG", help="YAML file of the run, or a name of `configs`"
+        "--averaged",
+        action="store_true",
+        help="write the mean of the last steps' weights (see phases.N.averaged_share)",
     )

@@ -44,14 +44,14 @@ class RunKind(Generic[R]):
         check: called before anything is written, with the config and whether this process trains. Returns the number
             of training steps, or None if the run is finished already.
         is_finished: whether the run folder holds the finished run.
-        changed: names the settings that differ between the run's first start and now, and must not.
+        changed: as of `preflight.check_run_folder`.
         metrics: what its records have, for the line on the terminal.
     """
 
     target: str
     check: Callable[[R, bool], int | None]
     is_finished: Callable[[R], bool]
-    changed: Callable[[R, R], list[str]]
+    changed: Callable[[R, R, int], list[str]]
     metrics: Mapping[str, Metric]
 
 

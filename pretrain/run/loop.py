@@ -268,7 +268,7 @@ class _Fit(Generic[S]):
         self.stalled_before = stalled
         # Before the step: behind its gathers, this sum would wait for all of them.
         shared = engine.workers.sum_over_workers(torch.cat([totals.double(), to_device(mine, totals.device)]))
-        result = engine.step(rate)
+        result = engine.step(rate, self.plan.weight_decay(number))
         numbers = torch.cat([shared, result.norm.to(shared).view(1)])
         return LaunchedStep(number, step, rate, task.validation_set(), to_host(numbers))
 
@@ -279,8 +279,8 @@ class _Fit(Generic[S]):
         if failed:
             self.saver.wait()  # raises on every rank
         applied = math.isfinite(norm)
-        if applied and self.plan.averages(launched.number):
-            engine.average()
+        if applied:
+            engine.average(self.plan.averages(launched.number))
         self.rate, self.epoch = launched.rate, step.epoch
         self._enter(launched.part)
         failure = self._count(step, norm if applied else math.inf, sums)
@@ -427,6 +427,7 @@ class _Fit(Generic[S]):
             **self.extra_state,
             "validation_loss": self.validation[1] if current and self.validation else None,
             "validation_set": self.task.validation_set(),
+            "kept": self.progress.is_kept(self.plan.config.checkpoint),
         }
         with self.saving():
             self.wait_for_save()  # the one before it, where the storage is slow
@@ -447,9 +448,8 @@ class _Fit(Generic[S]):
     def log_storage_trouble(self) -> None:
         """Record that a save had to wait for the storage, which looks like a hang while it lasts."""
         if self.saver.trouble:
-            event = {"event": "storage", "step": self.progress.step, "time": time.time()}
-            self.recorder.log({**event, "message": self.saver.trouble})
-            self.saver.trouble = ""
+            message, self.saver.trouble = self.saver.trouble, ""
+            self.recorder.log({"event": "storage", "step": self.progress.step, "time": time.time(), "message": message})
 
     def roll_back(self, failure: TrainingFailure) -> None:
         """Go back to the last checkpoint and skip the data since.

@@ -24,7 +24,8 @@ class TrainingPlan:
         0  # consecutive evaluations without a better score after which training ends; 0 disables early stopping
     )
     warmup_step: bool = True  # step the largest batch before the first step, so that one that is too large fails early
-    average_from: int | None = None  # 0-based step from which on weights are averaged
+    weight_decay: Callable[[int], float | None] = lambda _: None  # of the 0-based step; None keeps the optimizer's
+    averages: Callable[[int], bool] = lambda _: False  # whether the weights after a 0-based step are averaged
     evaluate_first: bool = False  # before the first step, for a run that does not begin from random weights
     peak_flops: float = math.nan  # matmul peak of all workers together, FLOP/s, measured when training starts
 
@@ -35,12 +36,8 @@ class TrainingPlan:
             last=last,
             log=last or steps % self.config.tracking.log_every_steps == 0,
             evaluate=last or steps % self.evaluate_every_steps == 0,
-            save=last or steps % self.checkpoint_every_steps == 0,
+            save=last or steps % self.checkpoint_every_steps == 0 or steps in self.config.checkpoint.keep_at,
         )
-
-    def averages(self, step: int) -> bool:
-        """Whether the weights after a 0-based step are averaged."""
-        return self.average_from is not None and step >= self.average_from
 
 
 class DueActions(NamedTuple):

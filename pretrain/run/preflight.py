@@ -96,13 +96,13 @@ def only_run(folder: Path) -> contextlib.AbstractContextManager[bool]:
     )
 
 
-def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str]]) -> None:
+def check_run_folder(config: R, resume: bool, changed: Callable[[R, R, int], list[str]]) -> None:
     """Check what the run writes to: W&B's names, and its folder, whose checkpoints, if any, must fit this config.
 
     Args:
         config: the run.
         resume: continue from the newest checkpoint, if there is one.
-        changed: names the settings that differ between two configs and must not when a run resumes.
+        changed: names the settings that differ between two configs and must not when a run resumes after so many steps.
 
     Raises:
         InputError: W&B would refuse a name; the folder cannot be written, or has a config.yaml of the user's; it holds
@@ -124,12 +124,13 @@ def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str
     if before.exists() and not checkpoints and not (folder / ENVIRONMENT_FILE).exists():
         raise InputError(f"{before}: no run wrote it, and this one would replace it. Choose another name or run_dir.")
     if checkpoints and before.exists():
-        check_unchanged(before, load(before, type(config)), config, changed)
+        done = int(checkpoints[-1].removeprefix("step-"))
+        check_unchanged(before, load(before, type(config)), config, done, changed)
 
 
-def check_unchanged(where: Path, before: R, config: R, changed: Callable[[R, R], list[str]]) -> None:
-    """Raise `InputError` if a resumed run changes settings of `before`, found at `where`; `changed` as above."""
-    if others := changed(before, config):
+def check_unchanged(where: Path, before: R, config: R, done: int, changed: Callable[[R, R, int], list[str]]) -> None:
+    """Raise `InputError` if a run that resumes after `done` steps changes settings of `before`, found at `where`."""
+    if others := changed(before, config, done):
         raise InputError(
             f"{where}: the run was started with other settings: {', '.join(others)}. "
             "Resume with the old values, or choose another name or run_dir to start a new run."

@@ -17,7 +17,7 @@ from pretrain.checkpoint import store
 from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError
 from pretrain.common.memory import return_freed_memory
-from pretrain.config import R
+from pretrain.config import CheckpointConfig, R
 from pretrain.run import preflight
 from pretrain.training.engine import Engine, FragmentReader
 
@@ -80,6 +80,12 @@ class Progress:
     failed_step: int = 0  # where the last rollback began
     skipped: list[tuple[int, int]] = field(default_factory=list)  # see `TrainingTask.batches`
     window: Window = field(default_factory=Window)  # since the last record
+    saved_tokens: int = 0  # those at the last checkpoint
+
+    def is_kept(self, settings: CheckpointConfig) -> bool:
+        """Whether the checkpoint of this step stays when later ones come. Called once for each, before it is saved."""
+        every, before, self.saved_tokens = settings.keep_every_tokens, self.saved_tokens, self.tokens
+        return self.step in settings.keep_at or (every > 0 and self.tokens // every > before // every)
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
@@ -112,20 +118,22 @@ def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def check_settings(state: dict[str, Any], checkpoint: Path, config: R, changed: Callable[[R, R], list[str]]) -> None:
+def check_settings(
+    state: dict[str, Any], checkpoint: Path, config: R, changed: Callable[[R, R, int], list[str]]
+) -> None:
     """Raise `InputError` if `config` has other settings than the run had when it wrote the checkpoint with this state.
 
     The run folder's config.yaml is compared before the start, but it may be missing.
 
     Args:
-        changed: names the settings that differ between two configs and must not when a run resumes.
+        changed: as of `preflight.check_run_folder`.
     """
     try:
         before = type(config).model_validate(state.get("config"))
     except ValidationError:  # of a version with other settings
         logger.warning("%s: its settings cannot be compared; this version does not know all of them", checkpoint)
     else:
-        preflight.check_unchanged(checkpoint, before, config, changed)
+        preflight.check_unchanged(checkpoint, before, config, state["step"], changed)
 
 
 class AveragedWeights:

@@ -14,6 +14,7 @@ from typing import Any, Generic
 from pretrain.checkpoint import store
 from pretrain.common.errors import DivergedError, RunError, StoppedError
 from pretrain.common.records import read_records
+from pretrain.common.run_files import read_fork
 from pretrain.common.worker import Worker
 from pretrain.config import RunConfig
 from pretrain.run.callbacks import Callbacks
@@ -67,8 +68,7 @@ def run(
         RunError: an error of `pretrain.common.errors`; see `fit`, `warmup_step` and `Training.check`.
     """
     task, plan, config = training.task, training.plan, training.plan.config
-    checkpoints = config.folder / "checkpoints"
-    progress, state = Progress(), {}
+    checkpoints, progress, state = config.folder / "checkpoints", Progress(), {}
     checkpoint = newest_checkpoint(checkpoints, engine.workers) if resume else None
     if checkpoint is not None:
         state = read_state(engine, checkpoint)
@@ -78,17 +78,18 @@ def run(
     else:
         with engine.watch.allow(LONG_SECONDS):
             training.begin()
+    fork = _began_as_fork(config.folder, state)
     tracker = Tracker(
         config,
         config.folder,
-        run_id=state.get("run_id"),
-        step=progress.step,
+        run_id=None if fork else state.get("run_id"),
+        step=progress.step if state else None,
         card=training.card,
         job_type=training.job_type,
         enabled=worker.rank == 0,
     )
     callbacks = _callbacks(config, engine, tracker)
-    tracker.log_events([*events, *_resume_events(checkpoint)], progress.step)
+    tracker.log_events([*events, *(_fork_events(fork) or _resume_events(checkpoint))], progress.step)
     first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
     ended: RunError | None = None
@@ -176,6 +177,19 @@ def _resume_events(checkpoint: Path | None) -> list[dict[str, Any]]:
     if damaged := store.damaged_after(checkpoint):
         message += f"; set aside: {', '.join(damaged)} (see logs/training-0.log)"
     return [{"event": "resume", "time": time.time(), "message": message}]
+
+
+def _began_as_fork(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """What the run forked from, if it begins with the checkpoint of this state, which is the other's; else {}."""
+    fork = read_fork(folder)
+    return fork if fork and state and state.get("run_id") == fork["run_id"] else {}
+
+
+def _fork_events(fork: dict[str, Any]) -> list[dict[str, Any]]:
+    if not fork:
+        return []
+    message = f"forked from {fork['name']} ({fork['run']}) at step {fork['step']}"
+    return [{"event": "fork", "time": time.time(), "message": message}]
 
 
 def _was_evaluated(folder: Path, engine: Engine) -> bool:

@@ -29,6 +29,7 @@ from pretrain.common.worker import TrainingRequest, Worker
 from pretrain.config import PretrainConfig, changed_for_resume
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.stored import fetch_corpus
+from pretrain.model.encoder import Encoder
 from pretrain.model.precision import torch_dtype
 from pretrain.objectives import Objective, objective_of
 from pretrain.planning.memory import micro_batch_tokens
@@ -70,7 +71,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         shares = continuation.lr_scales
         engine = Engine(
             objective.model,
-            lambda named: make_optimizer(config.optimizer, scaled_groups(named, config.weight_decay, shares)),
+            lambda named: make_optimizer(config.optimizer, scaled_groups(named, config.weight_decay(0), shares)),
             config.engine,
             watchdog,
         )
@@ -107,7 +108,8 @@ def _plan(config: PretrainConfig) -> TrainingPlan:
         learning_rate=lambda step: learning_rate(config.phases, step),
         evaluate_every_steps=config.evaluation.every_steps,
         checkpoint_every_steps=config.checkpoint.every_steps,
-        average_from=config.average_from,
+        weight_decay=lambda step: config.weight_decay(config.phase_at(step)[0]),
+        averages=config.is_averaged,
         evaluate_first=bool(config.start_from),
     )
 
@@ -232,7 +234,7 @@ class Pretraining:
         """Rank 0 records; the others only lend their parts of the weights."""
         with self._engine.whole_parameters() as parameters:
             if self._engine.rank == 0:
-                history.record(self._steps, parameters)
+                history.record(self._steps, parameters, self._config.model_in(self._phase))
 
     def to_minimize(self, means: dict[str, float]) -> float:
         return means["loss"]
@@ -249,11 +251,21 @@ class Pretraining:
         if self._exchange is not None:
             self._exchange.close()
 
+    def _rotate(self) -> None:
+        """Let the model rotate by the frequencies of the phase, without recordings of another one's."""
+        own = self._config.phases[self._phase]
+        self._engine.variant = own.rotary_base, own.local_rotary_base
+        now = self._config.model_in(self._phase)
+        for module in self._engine.module.modules():
+            if isinstance(module, Encoder):
+                module.use_rotary_bases(now.rotary_base, now.local_rotary_base)
+
     def _open_loader(self, phase: int, start_step: int, skipped: Sequence[int]) -> None:
         if self._loader is not None:
             self._stalled_before += self._loader.stall_seconds
             self._loader.close()
         self._phase = phase
+        self._rotate()
         began = time.perf_counter()
         self._loader = Loader(
             self._shards,

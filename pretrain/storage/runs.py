@@ -39,16 +39,14 @@ from pretrain.common.files import (
     verify_manifest,
     write_json,
 )
-from pretrain.common.run_files import STORED
+from pretrain.common.run_files import METRICS, STORED
 from pretrain.storage import folders
 from pretrain.storage.objects import RETRY_SECONDS, AccessError, ContentError, ObjectStore
 
 SAVE_RETRY_SECONDS = 60.0  # how long a save that fails is tried again, on a disk and at an address
-INDEX = "index.json"
-WRITER = "writer.json"
-_STATE, _MODEL = "state.json", "model"
+INDEX, WRITER = "index.json", "writer.json"
+_STATE, _MODEL, _LOCK = "state.json", "model", ".fetch.lock"
 _UNTRAINED = "step-00000000"  # the checkpoint with which a new run tries its largest batch
-_LOCK = ".fetch.lock"
 _FETCHED = ".fetched.json"  # names of the files of a released model that were fetched
 _FETCHING = ".fetching"  # a file that is there until the run's small files have been fetched behind a checkpoint
 
@@ -204,10 +202,12 @@ class StoredRun:
                 self._download_files()
                 begun.unlink(missing_ok=True)
 
-    def download_all(self) -> None:
-        """Fetch all stored checkpoints."""
-        for name in self.names():
+    def download_checkpoints(self, names: Iterable[str]) -> None:
+        """Fetch these stored checkpoints; and the run's files, if they are not here."""
+        for name in names:
             self._fetch(name)
+        if not (self._folder / METRICS).is_file():
+            self._download_files()
 
     def claim(self) -> None:
         """Become the only start of the run that may write at the address, for all processes that share the folder.

@@ -28,6 +28,7 @@ EVENT_FIELDS: dict[str, Metric] = {
 
 EVENTS: dict[str, str] = {
     "resume": "Training continued from a checkpoint: with `--resume`, or after a restart.",
+    "fork": "The run began with a checkpoint of another one: its weights, moments and place in the data.",
     "restart": "All workers were restarted from a checkpoint.",
     "hang": "A worker made no progress for `scheduling.hang_seconds`.",
     "data_stall": "A worker waited 5 s or longer for one batch, or for the storage.",

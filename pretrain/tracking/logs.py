@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def quiet_logging(log_file: Path) -> None:
 @contextlib.contextmanager
 def logging_restored() -> Iterator[None]:
     """Leave logging and warnings afterward as they were: a program or notebook trains, and goes on."""
-    root, shows = logging.root, warnings.showwarning
+    root = logging.root
     handlers, level, logger = root.handlers[:], root.level, logging.getLoggerClass()
     try:
         yield
@@ -48,8 +47,7 @@ def logging_restored() -> Iterator[None]:
         root.handlers[:] = handlers
         root.setLevel(level)
         logging.setLoggerClass(logger)
-        if warnings.showwarning is not shows:
-            logging.captureWarnings(False)
+        logging.captureWarnings(False)
 
 
 def _on_terminal(handler: logging.Handler) -> bool:

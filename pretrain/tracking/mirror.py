@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pretrain.common.errors import InputError
+from pretrain.common.run_files import read_fork
 from pretrain.config import RunConfig
 from pretrain.tracking.rows import MESSAGE, MetricRows
 
@@ -120,15 +121,16 @@ def wandb_arguments(
     config: RunConfig, run_dir: Path, run_id: str, card: dict[str, Any], job_type: str
 ) -> dict[str, Any]:
     """The arguments of `wandb.init` for a run."""
+    fork = read_fork(run_dir)
     return {
         "project": config.tracking.project,
         "id": run_id,
         "name": run_id,
-        "group": config.tracking.group or config.name,
+        "group": config.tracking.group or fork.get("group") or config.name,
         "job_type": job_type,
         "tags": list(config.tracking.tags),
         "dir": str(run_dir),
-        "config": {**config.model_dump(mode="json"), **card},
+        "config": {**config.model_dump(mode="json"), **card, **({"fork": fork} if fork else {})},
     }
 
 

@@ -25,8 +25,9 @@ class Tracker:
     Args:
         config: the run; `config.tracking` has the settings of W&B.
         run_dir: the run folder; created if missing.
-        run_id: the W&B id in the checkpoint that is resumed; None starts a new run.
-        step: optimizer steps already taken; records after it belong to an abandoned continuation and are dropped.
+        run_id: the W&B id in the checkpoint that is resumed; None starts a new run of W&B's.
+        step: optimizer steps already taken; records after it belong to an abandoned continuation and are dropped, and
+            all records if there is no checkpoint (None).
         card: facts about the data, stored in the W&B config of the run.
         job_type: W&B's job type.
         enabled: true on rank 0 only.
@@ -41,7 +42,7 @@ class Tracker:
         run_dir: Path,
         *,
         run_id: str | None,
-        step: int,
+        step: int | None,
         card: dict[str, Any],
         job_type: str,
         enabled: bool,
@@ -49,21 +50,21 @@ class Tracker:
         self.run_id = run_id or config.tracking.run_id or f"{config.name[:ID_NAME]}-{secrets.token_hex(4)}"
         self._file = None
         self._wandb = None
-        self._step = step
+        self._step = step or 0
         if not enabled:
             return
         mode = wandb_mode(config.tracking.wandb)
         path = run_dir / METRICS
         with disk_errors(path):
             run_dir.mkdir(parents=True, exist_ok=True)
-            keep_until(path, step if run_id else -1)
+            keep_until(path, -1 if step is None else step)
             # Unbuffered: a record survives the process, and `log` itself reports a full disk.
             self._file = append_open(path, buffering=0)
         if mode != "off":
             with disk_errors(path):
-                rows = MetricRows(run_dir, self.run_id, step if run_id else None)
+                rows = MetricRows(run_dir, self.run_id, step)
             # What an earlier start recorded and was killed before it sent.
-            unsent = [record for record in read_records(run_dir) if rows.last < record.get("step", 0) <= step]
+            unsent = [record for record in read_records(run_dir) if rows.last < record.get("step", 0) <= self._step]
             self._wandb = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type), rows)
             for record in unsent:
                 self._wandb.log(record)

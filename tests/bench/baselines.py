@@ -208,7 +208,7 @@ class EngineTrainer:
             PretrainingModel(
                 config.model, vocabulary_size, config.pairs.has_classifier, compile=config.engine.compiled
             ),
-            lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay)),
+            lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay(0))),
             config.engine,
         )
         self._engine.module.train()
@@ -241,7 +241,7 @@ class PlainLoopTrainer:
         model = PretrainingModel(
             config.model, vocabulary_size, config.pairs.has_classifier, compile=config.engine.compiled
         ).to(device)
-        groups = parameter_groups(model.named_parameters(), config.weight_decay)
+        groups = parameter_groups(model.named_parameters(), config.weight_decay(0))
         for group in groups:
             group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
         self._masters = [p for group in groups for p in group["params"]]

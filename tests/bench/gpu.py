@@ -209,7 +209,7 @@ def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int)
     objective.build(read_frozen)
     engine = Engine(
         objective.model,
-        lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay)),
+        lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.weight_decay(0))),
         config.engine,
     )
     engine.module.train()

@@ -95,7 +95,9 @@ def take_a_step(case: dict[str, Any]) -> None:
             note_reads_of_evaluation(engine, dataclasses.replace(batch, **fakes))
 
 
-def launch_what_would_be_recorded(graphs: Any, batch: Any, weights: tuple[float, ...], compute: Any) -> Tensor:
+def launch_what_would_be_recorded(
+    graphs: Any, batch: Any, weights: tuple[float, ...], compute: Any, _variant: Any
+) -> Tensor:
     """In place of `PassGraphs.run`: a fake device records nothing."""
     from pretrain.training.engine.pass_graphs import of_one_shape
 
@@ -168,7 +170,10 @@ def fit_of(engine: Any) -> Any:
 
     fit: Any = object.__new__(_Fit)
     fit.engine, fit.stragglers, fit.stalled_before = engine, RankTimes(engine), 0.0
-    fit.plan, fit.saver = SimpleNamespace(learning_rate=lambda _: 1e-3), SimpleNamespace(failed=False)
+    fit.plan, fit.saver = (
+        SimpleNamespace(learning_rate=lambda _: 1e-3, weight_decay=lambda _: None),
+        SimpleNamespace(failed=False),
+    )
     task: Any = SimpleNamespace(
         loss_weights=lambda _: (0.01,),
         loss=lambda output, weights: loss_of(output) * weights[0],

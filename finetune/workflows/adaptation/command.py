@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import shlex
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,10 +114,7 @@ class _Stages:
         path = self._run_config(corpus)
         config = load_config(path)
         self._print_title("training")
-        resume, alone = bool(checkpoint_names(out / "run")), config.scheduling.workers == 1
-        run = pretraining.train(path, resume=resume, no_ray=alone)
-        if run.trained:
-            print(run)
+        run = pretraining.train(path, resume=True, no_ray=config.scheduling.workers == 1)
         self._print_title("export")
         print(pretraining.export(run, out / "model"))
         self.finetune(config)
@@ -173,7 +169,8 @@ class _Stages:
                 for when, start in starts.items():
                     folder = _folder(self._out, path, when, seed)
                     if not (folder / MODEL / MANIFEST).is_file():
-                        _finetune(path, folder, start, seed)
+                        settings = _settings(folder, start, seed)
+                        print(finetuning.train(path, overrides=settings, resume=True, no_ray=True))
         write_json(
             config.folder / COMPARED, [self._compared(path, config.adaptation.finetuning_seeds) for path in named]
         )
@@ -210,13 +207,6 @@ def _settings(folder: Path, start: str, seed: int) -> dict[str, Any]:
         "seed": seed,
         "scheduling.workers": 1,
     }
-
-
-def _finetune(path: str, folder: Path, start: str, seed: int) -> None:
-    resume = bool(checkpoint_names(folder))
-    if not resume:
-        shutil.rmtree(folder, ignore_errors=True)
-    print(finetuning.train(path, overrides=_settings(folder, start, seed), resume=resume, no_ray=True))
 
 
 def _finish(arguments: argparse.Namespace, started: float) -> None:

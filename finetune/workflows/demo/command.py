@@ -9,21 +9,32 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.training import api
+from finetune.training import api as finetuning
 from finetune.training.saved import MODEL
-from finetune.workflows.demo import stages as pretraining
 from finetune.workflows.demo.data import write_sets
-from pretrain.common.errors import StoppedError
+from finetune.workflows.demo.options import CONFIG, fill_in
+from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
-from pretrain.common.run_files import SCORES
+from pretrain.common.run_files import ENVIRONMENT_FILE, SCORES
+from pretrain.common.settings import as_overrides
 from pretrain.reporting.report import FINETUNED
+from pretrain.run import api as pretraining
 
+# A text that is read in seconds, and steps that take about a minute on two cores, too few to compile or to start Ray.
+_QUICK: dict[str, Any] = {
+    "phases.0.steps": 160,
+    "phases.0.warmup_steps": 20,
+    "checkpoint.every_steps": 80,
+    "evaluation.every_steps": 40,
+    "engine.compile": False,
+}
 STARTS = {"pretrained": False, "random": True}  # name -> value of the setting random_weights
 DATA = "labeled"  # folder of the labeled sets, in the run folder
 _COUNTS = "counts.json"  # of the labeled sets, written after all of them
@@ -49,33 +60,72 @@ TASKS = (
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the demo with its options and write its report; raises the error of the first stage that fails."""
-    pretraining.fill_in(arguments)
+    fill_in(arguments)
     started = time.monotonic()
-    more = len(_tasks(arguments)) + 1
     try:
-        pretraining.run_stages(arguments, more_stages=more)
+        _pretrain(arguments)
         _finetune(arguments)
     except StoppedError as error:
         raise error.again() from None
-    pretraining.finish(arguments, started, more_stages=more)
+    from pretrain.reporting import report
+
+    _print_title(arguments, 5 + len(_tasks(arguments)), "report")
+    path = report.write_report(arguments.run_dir, arguments.run_dir / "report.html")
+    print(report.summary(arguments.run_dir))
+    print(f"\nAll stages took {time.monotonic() - started:.0f} s.")
+    print(f"Curves, corpus card, fill-mask examples and scores: {path.resolve().as_uri()}")
 
 
 def _tasks(arguments: argparse.Namespace) -> tuple[DemoTask, ...]:
     return TASKS[:1] if arguments.quick else TASKS
 
 
+def _print_title(arguments: argparse.Namespace, number: int, title: str) -> None:
+    print(f"\n[{number}/{5 + len(_tasks(arguments))}] {title}", flush=True)
+
+
+def _pretrain(arguments: argparse.Namespace) -> None:
+    """Prepare, pretrain and export, or continue where an earlier demo stopped."""
+    folder: Path = arguments.run_dir
+    if arguments.fresh and folder.exists():
+        if not (folder / ENVIRONMENT_FILE).is_file():
+            raise InputError(f"{folder}: not a run folder, so --fresh does not delete it. Choose another --run-dir.")
+        shutil.rmtree(folder)
+    if checkpoint_names(folder):
+        print(f"{folder}: resuming from the newest checkpoint (--fresh starts a new run)")
+    given = {
+        "name": "demo",
+        "run_dir": folder,
+        "corpus.dir": arguments.data_dir,
+        "scheduling.workers": arguments.workers,
+        **(_QUICK | {"corpus.sources.0.path": sysconfig.get_path("stdlib")} if arguments.quick else {}),
+    }
+    settings = [*as_overrides(given), *arguments.set]
+    _print_title(arguments, 1, "tokenizing text into shards")
+    # A new corpus would differ if packages were installed since, and the run could not resume on it.
+    if (arguments.data_dir / MANIFEST).is_file():
+        print(f"{arguments.data_dir}: using the corpus made by an earlier demo")
+    else:
+        print(pretraining.prepare(CONFIG, overrides=settings))
+    _print_title(arguments, 2, "training")
+    as_given = any(value.startswith("phases.0.steps=") for value in arguments.set)
+    minutes = None if as_given or not arguments.minutes else arguments.minutes
+    trained = pretraining.train(CONFIG, overrides=settings, minutes=minutes, resume=True)
+    _print_title(arguments, 3, "export")
+    print(pretraining.export(trained, folder / "export"))
+
+
 def _finetune(arguments: argparse.Namespace) -> None:
     folder: Path = arguments.run_dir
     data, tasks = folder / DATA, _tasks(arguments)
-    total = pretraining.STAGES + len(tasks) + 1
-    print(f"\n[{pretraining.STAGES}/{total}] extracting three labeled sets from the corpus: {data}", flush=True)
+    _print_title(arguments, 4, f"extracting three labeled sets from the corpus: {data}")
     # Written once, as the corpus is: other packages may be installed when the demo runs again.
     if not (data / _COUNTS).is_file():
         write_json(data / _COUNTS, write_sets(data))
     counts = json.loads((data / _COUNTS).read_text(encoding="utf-8"))
-    for number, task in enumerate(tasks, pretraining.STAGES + 1):
+    for number, task in enumerate(tasks, 5):
         sizes = counts[task.name]
-        print(f"\n[{number}/{total}] {task.title} ({sizes['train']:,} examples, {sizes['dev']:,} held out)", flush=True)
+        _print_title(arguments, number, f"{task.title} ({sizes['train']:,} examples, {sizes['dev']:,} held out)")
         for start in STARTS:
             print(f"\n      {_model_title(task, start, tasks)}", flush=True)
             try:
@@ -97,9 +147,6 @@ def _train(task: DemoTask, start: str, folder: Path, data: Path) -> None:
     if (target / MODEL / MANIFEST).is_file():
         print("      finished by an earlier demo", flush=True)
         return
-    resume = bool(checkpoint_names(target))
-    if not resume:
-        shutil.rmtree(target, ignore_errors=True)
     settings = {
         "name": f"demo-{task.name}-{start}",
         "run_dir": target,
@@ -108,7 +155,7 @@ def _train(task: DemoTask, start: str, folder: Path, data: Path) -> None:
         f"{task.section}.train": data / f"{task.name}-train.jsonl",
         f"{task.section}.dev": data / f"{task.name}-dev.jsonl",
     }
-    print(api.train(f"demo/{task.name}", overrides=settings, resume=resume, no_ray=True))
+    print(finetuning.train(f"demo/{task.name}", overrides=settings, resume=True, no_ray=True))
 
 
 # ---------------------------------------------------------------- results

@@ -59,7 +59,7 @@ class AttentionHistory:
         if self._path.is_file():
             self._write(records)
 
-    def record(self, step: int, parameters: Mapping[str, Tensor]) -> None:
+    def record(self, step: int, parameters: Mapping[str, Tensor], model: ModelConfig | None = None) -> None:
         """Add the attention of the weights after `step` steps, unless there is a record of that step.
 
         Averaged weights are evaluated at the same step, after the weights that are trained.
@@ -72,7 +72,7 @@ class AttentionHistory:
         earlier = self._records()
         if not self._texts or any(one["step"] == step for one in earlier):
             return
-        encoder = PaddedEncoder(self._model, {name: tensor.detach() for name, tensor in parameters.items()})
+        encoder = PaddedEncoder(model or self._model, {name: tensor.detach() for name, tensor in parameters.items()})
         statistics = HeadStatistics()
         for ids in self._texts:
             statistics.add(self._weights(encoder, ids), _marked(ids, self._special))

@@ -11,7 +11,7 @@ import gc
 import math
 import resource
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -114,6 +114,7 @@ class Engine:
         shapes: of the parameters, by name.
         module: the model as DeepSpeed has it.
         averaged: how many steps' weights are in the running mean.
+        variant: what the model's passes depend on besides its parameters and batches; recordings are those of one.
         workers: all ranks.
         watch: the one given.
         loss_scale: that of fp16; None in other precisions.
@@ -177,6 +178,7 @@ class Engine:
         self.records_passes = settings.cuda_graphs and self.device.type == "cuda"
         self._graphs = self._new_graphs() if self.records_passes else None
         self.averaged = 0
+        self.variant: Hashable = None
         self._prepare_moments()
         self._show_shards()
 
@@ -221,7 +223,7 @@ class Engine:
         self.watch.beat()
         self._layout.wait_for_weights()
         with timed():
-            totals = self._graphs.run(batch, weights, compute)
+            totals = self._graphs.run(batch, weights, compute, self.variant)
         if last:
             assert self._sums is not None
             self._deepspeed.set_gradient_accumulation_boundary(True)
@@ -242,10 +244,15 @@ class Engine:
         if self.loss_scale and self._layout.deepspeed_scales:
             self._deepspeed.optimizer.override_loss_scale(self.loss_scale.cur_scale)
 
-    def step(self, learning_rate: float) -> StepResult:
-        """Clip, and step the optimizer unless a gradient is not finite; gradients are cleared either way."""
+    def step(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
+        """Clip, and step the optimizer unless a gradient is not finite; gradients are cleared either way.
+
+        `weight_decay` is that of the groups with `decays`; None leaves it as it is.
+        """
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
+            if weight_decay is not None and group["decays"]:
+                group["weight_decay"] = weight_decay
         norm = self._layout.step(self.loss_scale.cur_scale if self.loss_scale else 1.0)
         if self.loss_scale:
             self.loss_scale.update(overflow=not math.isfinite(norm))
@@ -277,12 +284,19 @@ class Engine:
         yield from self._layout.fragments()
 
     @torch.no_grad()
-    def average(self) -> None:
-        """Take the current weights into their running mean, in fp32, which `fragments` has as "average"."""
-        self.averaged += 1
+    def average(self, take: bool) -> None:
+        """Take the current weights into their running mean, in fp32, which `fragments` has as "average".
+
+        Without `take` the mean is forgotten: it was that of an earlier phase.
+        """
+        if not take and not self.averaged:
+            return
+        self.averaged = self.averaged + 1 if take else 0
         for flat in self._layout.flats():
             state = self._optimizer.state[flat]
-            if self.averaged == 1:
+            if not take:
+                del state[AVERAGE]
+            elif self.averaged == 1:
                 state[AVERAGE] = flat.detach().clone()
             else:
                 state[AVERAGE].lerp_(flat.detach(), 1 / self.averaged)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,13 +43,14 @@ class PassGraphs:
         self._recorded: dict[Any, _Recorded] = {}
         self._pool: Any = None
 
-    def run(self, batch: Any, weights: Sequence[float], compute: LossAndTotals) -> Tensor:
+    def run(self, batch: Any, weights: Sequence[float], compute: LossAndTotals, variant: Hashable = None) -> Tensor:
         """Add the gradients of one micro-batch to the sums, and return its totals.
 
         Args:
             batch: a dataclass of tensors on the device and `lengths` on the host; no other field may vary.
             weights: of the losses, the same for all micro-batches of a step.
             compute: the same function each time.
+            variant: what else the module's passes depend on.
         """
         if self._weights is None:
             device = next(value.device for value in vars(batch).values() if isinstance(value, Tensor))
@@ -57,7 +58,7 @@ class PassGraphs:
         for place, weight in zip(self._weights, weights, strict=True):
             place.fill_(weight)
         # The first gradients of a step replace what the sums hold.
-        key = self._sums.is_empty, shape_of(batch)
+        key = variant, self._sums.is_empty, shape_of(batch)
         if self._launched[key] < LAUNCHED:
             self._launched[key] += 1
             return self._pass(batch, compute)[0]

@@ -32,8 +32,8 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_deca
         lamb_optimizer.py). A group without parameters is left out.
     """
     groups = [
-        {"params": [], "names": [], "weight_decay": weight_decay, "layer_adaptation": True},
-        {"params": [], "names": [], "weight_decay": 0.0, "layer_adaptation": False},
+        {"params": [], "names": [], "weight_decay": weight_decay, "decays": True, "layer_adaptation": True},
+        {"params": [], "names": [], "weight_decay": 0.0, "decays": False, "layer_adaptation": False},
     ]
     for name, parameter in named_parameters:
         group = groups[0 if has_weight_decay(name) else 1]

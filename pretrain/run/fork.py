@@ -1,0 +1,123 @@
+"""A run that forks from another: it begins with a checkpoint of it, and goes on as its own config says.
+
+The checkpoint comes into the new run's folder as if the run had written it; everything after that is a resume.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from pretrain.common.addresses import is_remote, local_run
+from pretrain.common.errors import InputError
+from pretrain.common.files import (
+    MANIFEST,
+    atomic_open,
+    checkpoint_names,
+    disk_errors,
+    find_run,
+    fsync_folder,
+    write_json,
+)
+from pretrain.common.records import read_records
+from pretrain.common.run_files import FORK_FILE, METRICS, START_FILE, read_fork
+from pretrain.config import PretrainConfig, changed_for_resume
+
+
+def begin_fork(config: PretrainConfig) -> bool:
+    """Put the checkpoint of `fork_from` into the run's folder, unless that has others; whether the run begins with it.
+
+    The records of the steps before it come, too. Nothing is copied where both folders are on one file system.
+
+    Raises:
+        InputError: there is no such checkpoint, it is damaged, or `config` differs in what lies before it.
+    """
+    from pretrain.run.preflight import only_run
+    from pretrain.storage.runs import StoredRun
+
+    with only_run(config.folder):
+        names = checkpoint_names(config.folder)
+        if names or (config.address and StoredRun(config.address, config.folder).names()):
+            return names == [f"step-{read_fork(config.folder).get('step', -1):08d}"]  # which was not begun yet
+        step, checkpoint = find_fork(config)
+        _check(config, step, checkpoint)
+        with disk_errors(config.folder):
+            _take(config, step, checkpoint)
+        return True
+
+
+def find_fork(config: PretrainConfig) -> tuple[int, Path]:
+    """(step, checkpoint) of `fork_from`, fetched if it is at an address; raises `InputError` if there is none."""
+    from pretrain.storage.runs import StoredRun
+
+    run, _, number = config.fork_from.rpartition("@")
+    step = int(number)
+    folder, stored = (local_run(run), StoredRun(run, local_run(run))) if is_remote(run) else (find_run(run), None)
+    names = stored.names() if stored else checkpoint_names(folder)
+    name = f"step-{step:08d}"
+    if name not in names:
+        steps = sorted((int(one.removeprefix("step-")) for one in names), key=lambda one: abs(one - step))[:2]
+        nearest = f"the nearest are {' and '.join(map(str, sorted(steps)))}" if steps else "it has none at all"
+        raise InputError(
+            f"fork_from: {run} has no checkpoint of step {step}; {nearest}. checkpoint.keep_at keeps those of chosen "
+            "steps."
+        )
+    if step >= config.total_steps:
+        raise InputError(
+            f"fork_from: step {step} is not before the end of the phases, which have {config.total_steps} steps. Add "
+            "what the run is to do after it."
+        )
+    if stored:
+        stored.download_checkpoints([name])
+    return step, folder / "checkpoints" / name
+
+
+def _check(config: PretrainConfig, step: int, checkpoint: Path) -> None:
+    """Raise `InputError` if the checkpoint is damaged, or `config` differs in what lies before its step."""
+    from pretrain.checkpoint import store
+
+    store.verify(checkpoint)
+    before = PretrainConfig.model_validate(store.read_state(checkpoint)["config"])
+    if others := changed_for_resume(before, config, step):
+        raise InputError(
+            f"fork_from: {config.fork_from}: other settings before step {step}: {', '.join(others)}. Set them to the "
+            f"old values; where something is to change, end the phase at step {step} and add another."
+        )
+
+
+def _take(config: PretrainConfig, step: int, checkpoint: Path) -> None:
+    """Write the run folder's records, fork.json and, last, the checkpoint."""
+    parent, folder = checkpoint.parents[1], config.folder
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    earlier, before = read_fork(parent), state["config"]
+    with atomic_open(folder / METRICS, "w") as file:
+        file.writelines(f"{json.dumps(one)}\n" for one in read_records(parent) if one.get("step", 0) <= step)
+    run = config.fork_from.rpartition("@")[0]
+    fork = {
+        "run": run if is_remote(run) else str(parent.resolve()),
+        "name": before["name"],
+        "step": step,
+        "run_id": state.get("run_id"),
+        "group": before["tracking"]["group"] or earlier.get("group") or before["name"],
+        "earlier": [
+            *earlier.get("earlier", ()),
+            *([{"name": earlier["name"], "step": earlier["step"]}] if earlier else []),
+        ],
+    }
+    write_json(folder / FORK_FILE, fork)
+    if (parent / START_FILE).is_file():  # of a parent that began from a checkpoint, for exports
+        shutil.copyfile(parent / START_FILE, folder / START_FILE)
+    final = folder / "checkpoints" / checkpoint.name
+    aside = final.with_name(f".{final.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for path in sorted(checkpoint.iterdir(), key=lambda path: path.name == MANIFEST):
+        try:
+            os.link(path, aside / path.name)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(path, aside / path.name)
+    fsync_folder(aside)
+    aside.replace(final)
+    fsync_folder(final.parent)
