@@ -44,7 +44,9 @@ def test_a_reader_that_ends_ends_the_command_quietly() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["--help"], ["-h"], ["help"], ["pretrian"], ["pretrain", "--help"]], ids=" ".join
+    "words",
+    [[], ["--help"], ["-h"], ["help"], ["pretrian"], *([name, "--help"] for name in cli.commands())],
+    ids=" ".join,
 )
 def test_help_and_typing_errors_import_nothing_heavy(words: list[str]) -> None:
     code = f"""

@@ -20,7 +20,7 @@ import pytest
 from chaos import Cluster, cluster
 from rich.console import Console
 
-from cluster import doctor
+from cluster.doctor import check as doctor
 from cluster.doctor import driver, machine, nodes, reduce, remote, verdicts
 from cluster.doctor.machine import Device, Disk, MachineFacts
 from cluster.doctor.rows import FAIL, PASS, WARN, Finding, show

@@ -25,10 +25,11 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from cluster import manifests
-from cluster.manifests import KINDS, command
 from cluster.manifests import kuberay as kuberay_manifest
 from cluster.manifests.base import RUN_COMMANDS, ManifestJob, ManifestSettings
+from cluster.manifests.command import KINDS
+from cluster.manifests.render import KIND_SETTINGS
+from cluster.manifests.render import render as render_manifest
 from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
 from finetune.cli import main
@@ -64,7 +65,7 @@ NEEDED = {"kuberay": [], "rayup": ["place.file_system=fs-0123abcd", *EFA], "slur
 
 def render(kind: str, config: Path | str, overrides: Sequence[str] = ()) -> str:
     """The manifest of a run, as the command line makes it."""
-    return manifests.render(kind, config_type(Path(config)), config, overrides)
+    return render_manifest(kind, config_type(Path(config)), config, overrides)
 
 
 @pytest.fixture
@@ -611,6 +612,12 @@ def test_a_constraint_keeps_its_operators(config: Path) -> None:
     assert "#SBATCH --constraint=h100\n" in render("slurm", config, ["place.constraint=h100"])
 
 
+def test_a_time_limit_of_slurm_may_be_a_number_of_minutes(config: Path) -> None:
+    assert "#SBATCH --time=4\n" in render("slurm", config, ["place.time_limit=4"])
+    with pytest.raises(InputError, match=r"place.time_limit is 4.5; expected text"):
+        render("slurm", config, ["place.time_limit=4.5"])
+
+
 def test_slurm_follows_the_config(config: Path) -> None:
     script = render("slurm", config, ["place.partition=gpu", "place.time_limit=2-00:00:00", "place.workers_per_node=4"])
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script, re.MULTILINE))
@@ -906,7 +913,7 @@ def test_a_finetuning_needs_its_checkpoint(finetuning: Path) -> None:
 
 
 def test_the_command_knows_every_kind() -> None:
-    assert command._KINDS == KINDS  # listed twice, so that --help imports nothing
+    assert tuple(KIND_SETTINGS) == KINDS  # listed twice, so that --help imports nothing
 
 
 def test_out_writes_what_would_be_printed(
@@ -1085,7 +1092,7 @@ def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: 
     """Whatever a text contains, the scripts of a manifest parse, run, and execute nothing of it."""
     canary, work = tmp_path / "canary", tmp_path / "work"
     value = value.replace(_CANARY, str(canary))
-    settings_type, render_job = manifests._KINDS[kind]
+    settings_type, render_job = KIND_SETTINGS[kind]
     settings = accepted(settings_type, value, work)
     if kind == "slurm":
         settings = settings.model_copy(update={"environment": "cd ."})

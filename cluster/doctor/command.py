@@ -10,7 +10,7 @@ from pretrain.common.commands import add_address, add_command, local_path
 
 
 def add_to(commands: Any, measures: str) -> None:
-    """Add `doctor` to the subcommands of a parser; `measures` as `doctor.main`."""
+    """Add `doctor` to the subcommands of a parser; `measures` as `check.check`."""
     parser = add_command(
         commands,
         "doctor",
@@ -33,9 +33,9 @@ def add_to(commands: Any, measures: str) -> None:
 
 
 def _doctor(measures: str, arguments: argparse.Namespace) -> int:
-    from cluster import doctor
+    from cluster.doctor.check import check
 
-    return doctor.main(
+    return check(
         measures,
         cluster=arguments.cluster or bool(arguments.address),
         address=arguments.address,

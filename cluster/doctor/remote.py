@@ -24,7 +24,7 @@ _STOP_SECONDS = 10.0
 def check(measures: str, address: str, folder: Path, *, plain_http: bool = False) -> list[Finding]:
     """Check the cluster whose dashboard is at `address`, or the local one; `folder` should be shared by its machines.
 
-    `measures` as `doctor.main`, `plain_http` as for `client.Jobs`.
+    `measures` as `check.check`, `plain_http` as for `client.Jobs`.
 
     Raises:
         InputError: no such cluster, or it refuses the token.

@@ -28,7 +28,7 @@ class Probe:
         address: the node's, as Ray knows it.
         threads: the CPUs that Ray uses there.
         works: whether workers can be placed there, so that its speed matters.
-        measures: as `doctor.main`.
+        measures: as `check.check`.
     """
 
     def __init__(self, address: str, threads: int, works: bool, measures: str) -> None:

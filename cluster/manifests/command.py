@@ -14,7 +14,7 @@ from pretrain.common.files import atomic_open, disk_errors, expect_other
 if TYPE_CHECKING:
     from pretrain.config import RunConfig
 
-_KINDS = ("kuberay", "rayup", "slurm")
+KINDS = ("kuberay", "rayup", "slurm")
 
 
 def add_to(commands: Any, config_type: Callable[[Path], type[RunConfig]]) -> None:
@@ -32,7 +32,7 @@ def add_to(commands: Any, config_type: Callable[[Path], type[RunConfig]]) -> Non
 
 The settings below place. say where it runs; cluster/manifests/{kuberay,rayup,slurm}.py describe them.""",
     )
-    parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))
+    parser.add_argument("kind", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
     parser.add_argument(
         "config", type=config_argument, metavar="CONFIG", help="YAML file of a pretraining or fine-tuning run"
     )
@@ -47,7 +47,7 @@ The settings below place. say where it runs; cluster/manifests/{kuberay,rayup,sl
 
 
 def _manifest(config_type: Callable[[Path], type[RunConfig]], arguments: argparse.Namespace) -> None:
-    from cluster.manifests import render
+    from cluster.manifests.render import render
 
     if arguments.out is not None:
         expect_other([arguments.out], [arguments.config])

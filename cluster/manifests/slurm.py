@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from cluster.manifests.base import STORED_RUNS, ManifestJob, ManifestSettings
 from cluster.manifests.text import as_comment, here_document
@@ -43,6 +44,12 @@ class SlurmSettings(ManifestSettings):
         json_schema_extra=SEVERAL_LINES,
         description="Shell lines that put this project's python on the path. They are executed unchanged.",
     )
+
+    @field_validator("time_limit", mode="before")
+    @classmethod
+    def _as_text(cls, minutes: Any) -> Any:
+        """`time_limit=240` is a number in YAML, and a number of minutes for sbatch."""
+        return str(minutes) if type(minutes) is int else minutes
 
 
 def render(job: ManifestJob, settings: SlurmSettings) -> str:
