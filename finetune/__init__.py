@@ -26,6 +26,10 @@ def load(folder: FinetunedRun | Path | str, **options: Any) -> Predictor:
     return Predictor(folder if isinstance(folder, Path | str) else folder.folder, **options)
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name != "train":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["DivergedError", "InputError", "MachineError", "RunError", "StoppedError", "export", "prepare", "train"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -156,6 +156,7 @@ def test_other_mistakes_are_one_line(place: Path) -> None:
     ):
         with pytest.raises(pretrain.InputError, match=message):
             call()
+    assert {"prepare", "train", "export"} < set(dir(pretrain)), "a notebook completes them"
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         _ = pretrain.trian  # pyright: ignore[reportAttributeAccessIssue]
 

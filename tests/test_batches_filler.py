@@ -75,8 +75,7 @@ def test_filler_is_short_sequences_behind_the_text(lengths: list[int]) -> None:
     assert len(filled.input_ids) % 16 == 0
     if max(filled.lengths) >= 16:
         assert len(filled.masked_rows) % 16 == 0
-    if tokens >= 2048 and tokens / len(lengths) >= 32:
-        assert more <= 0.01 * tokens
+    assert more <= max(tokens / 16, 16) + len(lengths) / 4 + 2 * len(own)
 
 
 @given(st.lists(st.integers(5, LONGEST), min_size=1, max_size=20), st.integers(0, 70_000))
@@ -103,8 +102,8 @@ def test_few_shapes_for_many_lengths() -> None:
         filler += len(one.input_ids) - sum(lengths)
         tokens += sum(lengths)
     assert len(shapes[0]) > 150
-    assert len(shapes[1]) <= 20
-    assert filler <= 0.006 * tokens
+    assert len(shapes[1]) <= 8
+    assert filler <= 0.03 * tokens
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -179,7 +178,7 @@ def test_different_texts_take_the_same_kernels_and_shapes(monkeypatch: pytest.Mo
 
 
 def filled_config(config: PretrainConfig) -> PretrainConfig:
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"static_shapes": True})})
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"cuda_graphs": True})})
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -204,16 +203,16 @@ def test_held_out_batches_have_no_filler(shards: TokenShards) -> None:
 
 
 def refused(config: type[Any], values: dict[str, Any]) -> str:
-    with pytest.raises(ValueError, match="static_shapes") as error:
+    with pytest.raises(ValueError, match="cuda_graphs") as error:
         config.model_validate(values)
     return str(error.value)
 
 
 def test_where_filler_would_reach_a_loss_it_is_refused() -> None:
     values = yaml.safe_load(Path("configs/pretrain/bert-mini.yaml").read_text(encoding="utf-8"))
-    values["engine"] = {**values.get("engine", {}), "static_shapes": True}
+    values["engine"] = {**values.get("engine", {}), "cuda_graphs": True}
     PretrainConfig.model_validate(values)
     pairs = {"objective": "none"}
     assert "electra" in refused(PretrainConfig, {**values, "pairs": pairs, "electra": {"generator_width": 0.25}})
     task = yaml.safe_load(next(Path("configs/finetune").glob("*.yaml")).read_text(encoding="utf-8"))
-    assert "pretraining" in refused(FinetuneConfig, {**task, "engine": {"static_shapes": True}})
+    assert "pretraining" in refused(FinetuneConfig, {**task, "engine": {"cuda_graphs": True}})

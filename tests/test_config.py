@@ -563,6 +563,7 @@ LEFT_WITH_AN_EFFECT = {
     "electra.mlm_weight": "2",
     "electra.temperature": "2",
     "engine.max_bad_steps": "1",
+    "engine.static_shapes": "true",
     "guard.max_rollbacks": "1",
     "pairs.random_next_share": "0.1",
     "phases.0.decay_power": "1",

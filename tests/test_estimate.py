@@ -163,7 +163,7 @@ def states(stage: int, workers: int, **engine: Any) -> dict[str, int]:
 
 
 def test_recorded_passes_keep_their_memory_beside_that_of_launched_ones():
-    plain, recorded = states(1, 8), states(1, 8, cuda_graphs=True, static_shapes=True)
+    plain, recorded = states(1, 8), states(1, 8, cuda_graphs=True)
     passes = ("activations", "logits")
     assert [recorded[name] for name in passes] == [2 * plain[name] for name in passes]
     assert {**recorded, "activations": 0, "logits": 0} == {**plain, "activations": 0, "logits": 0}
@@ -328,7 +328,7 @@ def test_a_cluster_with_more_workers_than_sequences_is_refused(on: str, phase: d
         ("8xV100", {"precision": "bf16"}, "engine.precision: bf16 needs compute capability 8.0; V100 has 7.0."),
         (
             "8xV100",
-            {"cuda_graphs": True, "static_shapes": True},
+            {"cuda_graphs": True},
             "engine.cuda_graphs needs bf16, and this run computes",
         ),
     ],

@@ -622,7 +622,7 @@ def test_runs_are_followed_on_the_terminal(
     assert seen == [2, 3]
     assert [outcome and outcome.score for outcome in ran.outcomes] == [0.7, 0.9, None, None]
     assert ran.outcomes[3] is None
-    assert "Run the same command to continue" in str(ran.stopped)
+    assert "Run the same command again to continue" in str(ran.stopped)
     out = capsys.readouterr().out
     assert "1 of 4 done · seed 0: step 2/4, loss 0.500\n" in out
     assert "seed 0  crashed, restarting" in out

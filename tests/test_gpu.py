@@ -21,7 +21,7 @@ from tiny_checkpoints import make_bert, write_reviews
 from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch, StepBatch
-from pretrain.batches.filler import COARSE, with_filler
+from pretrain.batches.filler import with_filler
 from pretrain.checkpoint.start import read_frozen
 from pretrain.common.settings import dump
 from pretrain.common.worker import TrainingRequest, Worker
@@ -261,13 +261,13 @@ def training(config: PretrainConfig) -> Iterator[tuple[Engine, Run]]:
 
 def recording(*, graphs: bool = True, **sections: Any) -> contextlib.AbstractContextManager[tuple[Engine, Run]]:
     """`training` with `sections` of the config, with or without graphs."""
-    engine_section = {"micro_batch_tokens": 512, "cuda_graphs": graphs, "static_shapes": True}
+    engine_section = {"micro_batch_tokens": 512, "cuda_graphs": graphs}
     return training(run_config(engine=engine_section, **sections))
 
 
 def rounded(lengths: tuple[int, ...], seed: int, *, pairs: bool = False) -> MicroBatch:
     batch = make_batch(lengths, VOCABULARY, seed=seed)
-    return with_filler(batch if pairs else dataclasses.replace(batch, nsp_labels=NO_LABELS), 128, COARSE)
+    return with_filler(batch if pairs else dataclasses.replace(batch, nsp_labels=NO_LABELS), 128)
 
 
 RECORDED: dict[str, dict[str, Any]] = {
@@ -344,14 +344,13 @@ def runs(root: Path) -> Path:
     for name, changes in {
         "whole": {},
         "parts": {},
-        "static": {**NO_DROPOUT, "engine__static_shapes": True},
         "graphs": {**NO_DROPOUT, "engine__cuda_graphs": True},
         "gpu32": {**NO_DROPOUT, "engine__precision": "fp32"},
         "cpu32": {**NO_DROPOUT, "engine__precision": "fp32"},
     }.items():
         values = _run_values(root, name, **changes)
         (root / f"{name}.yaml").write_text(dump(PretrainConfig.model_validate(values)), encoding="utf-8")
-    processes = {name: [_pretrain(root, name)] for name in ("whole", "static", "graphs", "gpu32")}
+    processes = {name: [_pretrain(root, name)] for name in ("whole", "graphs", "gpu32")}
     processes["cpu32"] = [_pretrain(root, "cpu32", CUDA_VISIBLE_DEVICES="")]
     processes["parts"] = [_pretrain(root, "parts", stop=True)]
     assert _ends(processes) == {name: [75] if name == "parts" else [0] for name in processes}
@@ -455,9 +454,8 @@ def test_a_run_in_parts_trains_as_a_whole_one(runs: Path) -> None:
     assert_trained_alike(runs / "parts", runs / "whole")
 
 
-@pytest.mark.parametrize("name", ["static", "graphs"])
-def test_filler_and_graphs_change_nothing_beyond_rounding(runs: Path, name: str) -> None:
-    assert_trained_alike(runs / name, runs / "cpu32")
+def test_filler_and_graphs_change_nothing_beyond_rounding(runs: Path) -> None:
+    assert_trained_alike(runs / "graphs", runs / "cpu32")
 
 
 OVER_NCCL: dict[str, dict[str, Any]] = {

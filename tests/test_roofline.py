@@ -92,7 +92,7 @@ def test_each_part_follows_what_it_depends_on():
 
 def test_recorded_passes_leave_the_launches_of_the_optimizer():
     plain, recorded, adamw = (
-        times(make_config(engine={"cuda_graphs": graphs, "static_shapes": graphs}, optimizer={"name": name}), workers=1)
+        times(make_config(engine={"cuda_graphs": graphs}, optimizer={"name": name}), workers=1)
         for graphs, name in ((False, "muon"), (True, "muon"), (True, "adamw"))
     )
     passes = adamw.launches / roofline._LAUNCH_SECONDS

@@ -274,7 +274,7 @@ def plan_tokens(config: PretrainConfig) -> int:
 
 def test_filler_is_no_part_of_a_budget(corpus: Path) -> None:
     config = make_config(corpus, engine={"micro_batch_tokens": 256})
-    filled = config.model_copy(update={"engine": config.engine.model_copy(update={"static_shapes": True})})
+    filled = config.model_copy(update={"engine": config.engine.model_copy(update={"cuda_graphs": True})})
     assert any(batch.filler.sequences for step, _ in batches(filled) for batch in step.micro_batches)
     costs, plain = (measured_costs(one, None) for one in (filled, config))
     assert [cost.flops for cost in costs] == pytest.approx([cost.flops for cost in plain])

@@ -1,7 +1,5 @@
 """The command `doctor`. It imports what it needs when it runs."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 from typing import Any

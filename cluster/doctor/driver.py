@@ -3,8 +3,6 @@
 Ray starts it as `python -m cluster.doctor.driver`; `cluster.doctor.remote` submits it and reads what it prints.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What one machine has and how fast it is; `cluster.doctor.verdicts` judges it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Judges what the nodes of a cluster reported; nothing is requested or measured here."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The bandwidth of all-reduce: among processes on this machine, or of a process group that the caller has made."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 The client needs access to the cluster's dashboard only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import secrets

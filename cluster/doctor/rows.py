@@ -1,7 +1,5 @@
 """The finding of a check: a row with a mark; rows as a table or as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace

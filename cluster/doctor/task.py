@@ -1,7 +1,5 @@
 """What the checks of a cluster do on each of its nodes, in a process that lives from one check to the next."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

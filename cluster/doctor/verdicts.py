@@ -1,7 +1,5 @@
 """Judges the facts about one machine. Nothing is measured here, so that tests can judge made-up facts."""
 
-from __future__ import annotations
-
 import netrc
 import os
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Ray starts it as `python -m cluster.jobs.entrypoint`, with what `cluster.jobs.client` submitted in the environment.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What all manifests take from a run's config: its commands, its number of nodes, the config itself."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Fields are those of ray.io/v1 in KubeRay 1.6. Later ones (networkPolicy, the roc
 operator would drop them silently.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`ray up` on AWS: a cluster config that starts the Containerfile's image on EC2 nodes that share one EFS."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SLURM: one sbatch script that starts Ray on the job's nodes with `ray symmetric-run` and requeues itself."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

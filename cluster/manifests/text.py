@@ -1,7 +1,5 @@
 """Readable YAML, and parts of shell scripts that carry arbitrary text safely."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

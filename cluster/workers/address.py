@@ -1,7 +1,5 @@
 """The URL of a cluster's dashboard: what messages may show of it, and which secrets may be sent there."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

@@ -1,7 +1,5 @@
 """The crashes of a run: how many count against its limit, and on which nodes they were. Plain data, without Ray."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping

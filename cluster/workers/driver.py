@@ -4,8 +4,6 @@
 with its session.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

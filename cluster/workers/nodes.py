@@ -1,7 +1,5 @@
 """The nodes of a cluster: which are usable, and how many workers fit on them."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from collections.abc import Sequence

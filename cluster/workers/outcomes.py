@@ -1,7 +1,5 @@
 """How a worker or a driver finished, as plain data: a user's exceptions need not survive pickling, strings do."""
 
-from __future__ import annotations
-
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 
 CRASH = "crash"

@@ -5,8 +5,6 @@ their results pass through a pipe. The child makes one data set of all waiting j
 runs one task per job, on any node with a free core, and runs it again if the task's process or node dies.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """What a launcher requests of its Ray driver, and a driver of its workers: immutable; only this module handles JSON."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import dataclass, field, fields, is_dataclass

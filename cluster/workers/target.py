@@ -1,7 +1,5 @@
 """What runs inside a worker process: call the target with its `Worker`, and return how it finished as plain data."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import importlib

@@ -1,7 +1,5 @@
 """`evaluate`: score a fine-tuned model on labeled files, and write metrics.json and predictions."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Shape letters: B sequences padded to L tokens, H hidden width, C outputs.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

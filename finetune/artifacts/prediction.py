@@ -1,7 +1,5 @@
 """`predict`: predictions for one record, a file or a stream of lines, printed or written as JSON Lines."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import sys

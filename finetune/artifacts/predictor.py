@@ -1,7 +1,5 @@
 """Use of a fine-tuned model: predictions for a stream of records, and scores on labeled files."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """The candidates of a sweep: choices of settings with their runs, ranked by the dev score."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

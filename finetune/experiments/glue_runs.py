@@ -1,7 +1,5 @@
 """All GLUE tasks whose files exist, from one checkpoint, and the table of the BERT paper (Devlin et al., table 1)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Grids of settings: the axes of a sweep, and the points on them."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Several seeds of one fine-tuning, and grids of settings."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace

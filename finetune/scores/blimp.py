@@ -5,8 +5,6 @@ each token is masked alone, and the logarithms of the true tokens' probabilities
 masked nor added. A pair is right if the acceptable sentence scores higher; a tie is wrong.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

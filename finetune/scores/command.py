@@ -1,7 +1,5 @@
 """The command `evaluate-pretrained`: the parts that were asked for, one after another, then table, JSON and page."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

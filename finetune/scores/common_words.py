@@ -6,8 +6,6 @@ alone; a word's probability is the sum over all tokens that spell it: in any cas
 before it or without. So models with different vocabularies answer the same question.
 """
 
-from __future__ import annotations
-
 import math
 import unicodedata
 from collections.abc import Callable, Sequence

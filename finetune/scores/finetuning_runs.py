@@ -4,8 +4,6 @@ They are kept by a fingerprint of all that they depend on, not by the places of 
 weights depend on the checkpoint's shape and tokenizer alone: a second checkpoint of the same shape finds them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

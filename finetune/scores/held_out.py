@@ -10,8 +10,6 @@ sight, so the smaller a vocabulary is, the fewer bits it has. `word_scores` does
 Shape letters: L tokens of a sequence or a document.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

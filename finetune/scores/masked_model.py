@@ -3,8 +3,6 @@
 Shape letters: L tokens of a sequence, K tokens to predict, V vocabulary.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

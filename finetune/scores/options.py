@@ -1,7 +1,5 @@
 """The command line of `evaluate-pretrained`. Imports nothing heavy."""
 
-from __future__ import annotations
-
 import argparse
 
 from pretrain.common.commands import add_set, local_path, positive_int

@@ -5,8 +5,6 @@ A word is a run of ASCII letters between two blanks, so that in every tokenizer 
 Shape letters: L tokens of a passage, special tokens included; K tokens of a word.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The scores of one model as a JSON file that is written with each result, so that an evaluation can continue."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ is. So the lower bound leaves that number out, and the upper bound pays for it: 
 the same text, a code that every model could use. What a model knows of the number lies between the two.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

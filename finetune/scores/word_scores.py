@@ -1,7 +1,5 @@
 """The two scores that compare vocabularies, of a checkpoint: bits of common words, and those of whole words."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path

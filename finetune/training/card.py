@@ -1,7 +1,5 @@
 """README.md of a fine-tuned model: its task, data, training and scores, with metadata for the Hugging Face hub."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

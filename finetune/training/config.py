@@ -244,9 +244,8 @@ class FinetuneConfig(_WithTask):
                 f"{given[1] if given else 'name'} - exactly one task is needed, one of {', '.join(TASKS)}; found "
                 f"{present}"
             )
-        for name in ("cuda_graphs", "static_shapes"):
-            if getattr(self.engine, name):
-                raise ValueError(f"engine.{name} is for pretraining. Set it to false")
+        if self.engine.cuda_graphs:
+            raise ValueError("engine.cuda_graphs is for pretraining. Set it to false")
         if self.max_length > self.engine.micro_batch_tokens:
             raise ValueError(
                 f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than max_length "

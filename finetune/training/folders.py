@@ -1,7 +1,5 @@
 """Where a fine-tuned model is in its run folder. Imports nothing heavy, so that a wrong path is refused at once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pretrain.common.errors import InputError

@@ -1,7 +1,5 @@
 """Predictions as files: JSON Lines, CSV or Parquet, as the name says."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 `main` runs the same in one process, under torchrun and under Ray (cluster/workers/launch.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

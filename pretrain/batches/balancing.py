@@ -6,8 +6,6 @@ balanced across its ranks and micro-batches, which needs the lengths of this par
 order, so parts of thousands of sequences have nearly the same number of tokens. A batch of fewer is one part.
 """
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ documents. The documents of a source are in random order already (`pretrain.corp
 sample of the source.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

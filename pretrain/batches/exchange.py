@@ -3,8 +3,6 @@
 Every rank counts its own sequences only. Counts are integers, so their sums are the same on all ranks, in any order.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable

@@ -1,65 +1,45 @@
 """Filler: sequences that no loss sees, added to micro-batches so that these have few different shapes.
 
 The number of tokens of a micro-batch differs from step to step. On a GPU each new shape costs: memory is allocated in
-blocks of other sizes, and what was recorded for one shape cannot be replayed for another. Rounded up by at most 1 %,
-the micro-batches of a phase with one share of masked tokens have a dozen shapes; recorded passes are rounded more.
+blocks of other sizes, and what was recorded for one shape (`engine.cuda_graphs`) cannot be replayed for another.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pretrain.batches.batch import Filler, MicroBatch
 from pretrain.batches.pairs import IGNORED
-from pretrain.config import EngineConfig
 
 _FEWEST = 16  # tokens or rows: multiples of 16 suit tensor cores
 
-
-class Rounding(NamedTuple):
-    """The shares of a micro-batch that rounding adds at most; sequences add a little to the tokens, too."""
-
-    tokens: float
-    rows: float  # masked ones
-    sequences: float  # one costs a token
+# The shares of a micro-batch that rounding adds at most; sequences add a little to the tokens, too. The share of masked
+# tokens and the number of sequences change in the run of mini.yaml. 600 of its micro-batches have 46 shapes in place of
+# 457, with 2 % more tokens and 4 % more masked rows than without filler.
+_TOKENS, _ROWS, _SEQUENCES = 1 / 16, 1 / 8, 1 / 4
 
 
-FINE = Rounding(1 / 128, 1 / 128, 1 / 16)
-# For recorded passes. The share of masked tokens and the number of sequences change in the run of mini.yaml. 600 of its
-# micro-batches have 46 shapes in place of 457, with 2 % more tokens and 4 % more rows than without filler.
-COARSE = Rounding(1 / 16, 1 / 8, 1 / 4)
-
-
-def rounding_of(settings: EngineConfig) -> Rounding | None:
-    """How a run's micro-batches are rounded; None if they are left as they are."""
-    return (COARSE if settings.cuda_graphs else FINE) if settings.static_shapes else None
-
-
-def with_filler(batch: MicroBatch, sequence_length: int, rounding: Rounding = FINE) -> MicroBatch:
+def with_filler(batch: MicroBatch, sequence_length: int) -> MicroBatch:
     """The micro-batch with filler at its end, so that its numbers of tokens, sequences and masked rows are round.
 
     The filler is one sequence or more, none longer than `sequence_length`. Additional masked rows are at its last
-    token, with the label `IGNORED`, and sequences have that label, too. With `FINE` it is at most 1 % of 2,000 tokens
-    or more in sequences of 32 on average.
+    token, with the label `IGNORED`, and sequences have that label, too.
 
     Args:
         batch: of the text alone.
         sequence_length: the longest sequence that the phase allows, at least 2.
     """
     tokens, sequences, rows = len(batch.input_ids), len(batch.lengths), len(batch.masked_rows)
-    to_tokens = _multiple(tokens, rounding.tokens, _FEWEST)
+    to_tokens = _multiple(tokens, _TOKENS, _FEWEST)
     # Enough of them to hold as many tokens as may be missing, and one at least.
     fewest = -(-to_tokens // (sequence_length - 1))
-    more_sequences = _missing(sequences + fewest, _multiple(sequences, rounding.sequences)) + fewest
+    more_sequences = _missing(sequences + fewest, _multiple(sequences, _SEQUENCES)) + fewest
     more_tokens = _missing(tokens + more_sequences, to_tokens) + more_sequences
     lengths = [(more_tokens + number) // more_sequences for number in range(more_sequences)]
     # Attention's kernel takes no more queries of a sequence than the longest has tokens; this one's first token is one.
     most = 1 << (max(*batch.lengths, *lengths).bit_length() - 1)
-    more_rows = _missing(rows, min(most, _multiple(rows, rounding.rows, _FEWEST)))
+    more_rows = _missing(rows, min(most, _multiple(rows, _ROWS, _FEWEST)))
     ends = tokens + torch.tensor(lengths).cumsum(0)
     return dataclasses.replace(
         batch,

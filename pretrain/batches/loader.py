@@ -26,7 +26,7 @@ from pretrain.batches import balancing
 from pretrain.batches.balancing import Assignment, BatchPart
 from pretrain.batches.batch import MicroBatch, StepBatch, pinned
 from pretrain.batches.exchange import Counts, Exchange
-from pretrain.batches.filler import rounding_of, with_filler
+from pretrain.batches.filler import with_filler
 from pretrain.batches.masking import Masker
 from pretrain.batches.plan import SamplePlan
 from pretrain.batches.sampler import held_out_sampler, phase_sampler
@@ -274,7 +274,7 @@ class BatchMaker:
         self._paired = config.pairs.has_classifier
         last = config.held_out_masking_share
         self._shares = (last, last) if held_out else config.masking_shares(phase)
-        self._rounding = None if held_out else rounding_of(config.engine)
+        self._is_filled = config.engine.cuda_graphs and not held_out
         self._phase_sequences = settings.sequences
         self.sampler = (
             held_out_sampler(shards, config, phase)
@@ -377,7 +377,7 @@ class BatchMaker:
             token_keys=torch.from_numpy(masked.token_keys),
             lengths=tuple(plan.lengths.tolist()),
         )
-        return with_filler(batch, self._length, self._rounding) if self._rounding else batch
+        return with_filler(batch, self._length) if self._is_filled else batch
 
     def _masked(self, plan: SamplePlan) -> int:
         """Masked tokens of these samples."""

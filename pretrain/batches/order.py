@@ -4,8 +4,6 @@ Nothing here has state. Every random number is a hash of a key and a counter, an
 point, so sample 150,000,000 costs as much as sample 0.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A sequence holds neighboring sentences. Where a document ends before the sequenc
 next document of the shard begins. Everything is vectorized over samples.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from pretrain.batches.text import ShardText

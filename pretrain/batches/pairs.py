@@ -9,8 +9,6 @@ Everything is vectorized over the S samples of some cells; couples are formed wi
 said.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

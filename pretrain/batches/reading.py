@@ -1,7 +1,5 @@
 """How often an epoch reads each token, counted by planning a part of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

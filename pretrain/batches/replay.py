@@ -4,8 +4,6 @@ The second corpus's sources become further sources of the mixture, whose weights
 that they shall have. A replayed sample is what it is for any other source (invariant 1).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence

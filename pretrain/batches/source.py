@@ -1,7 +1,5 @@
 """The samples of one source at one sequence length, by their index in its epochs (invariant 1)."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """How fast one worker's loader makes batches, measured on a corpus in memory."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model put together from the tensors of a released file by their names, with a record of each (invariant 6)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple

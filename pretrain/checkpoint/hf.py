@@ -3,8 +3,6 @@
 The names are those of `layouts`. A decoder that is tied to the word embeddings is not written, as transformers does.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

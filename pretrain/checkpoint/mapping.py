@@ -1,7 +1,5 @@
 """How each tensor of a file was mapped to a parameter of ours, and the table of this mapping for the user."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import defaultdict

@@ -5,8 +5,6 @@ number: the list grows with the parameters, not with parameters times ranks. Bef
 parts of all ranks as single entries, which grow with both.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

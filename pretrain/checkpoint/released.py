@@ -4,8 +4,6 @@ The families of `layouts` are read as transformers wrote them, BERT also as NVID
 `layouts` has the names, `assembly` puts the model together, and `released_writer` writes a fine-tuned one.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models written in their family's own names, as transformers loads them if it has the family (invariant 6)."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

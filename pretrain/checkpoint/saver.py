@@ -4,8 +4,6 @@ Training waits for the copy only. A kill during the writing does not affect earl
 name when it is complete (`store.write`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

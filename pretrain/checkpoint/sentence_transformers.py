@@ -4,8 +4,6 @@ sentence-transformers 5: models/Pooling.py (config.json of the module), models/T
 (sentence_bert_config.json).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ all other logits stay what they were. A missing decoder bias is the logarithm of
 that a new masked-language-modeling head begins with the guess that needs no context.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -12,8 +12,6 @@ A checkpoint names its tensors and does not depend on the number of workers that
 (`pretrain.training.engine.Fragment`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """The tokenizer of a released model, from those of its files that exist."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

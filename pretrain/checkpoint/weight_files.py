@@ -1,7 +1,5 @@
 """The files that hold a released model's tensors, read without unpickling anything else; and atomic folders."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

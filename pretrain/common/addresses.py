@@ -6,8 +6,6 @@ trains has its folder below the one that BERTRAIN_RUNS names, if it is set: seve
 each may have a cache of its own.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

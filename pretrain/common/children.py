@@ -1,7 +1,5 @@
 """Programs that this process starts and waits for. They end with it, also when it is terminated."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Settings of earlier versions: those that left, and those that have another name now."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -36,7 +34,7 @@ LEFT_AFTER: dict[str, dict[str, dict[str, Any]]] = {
         "contamination": {"drop": True},
         "distillation": {"temperature": 2.0, "soft_weight": 5.0, "mlm_weight": 2.0, "cosine_weight": 1.0},
         "electra": {"mlm_weight": 1.0, "temperature": 1.0},
-        "engine": {"max_bad_steps": 5},
+        "engine": {"max_bad_steps": 5, "static_shapes": False},
         "entities": {"decoding": "viterbi", "overlap": 64},
         "guard": {"max_rollbacks": 3},
         "pairs": {"random_next_share": 0.5},

@@ -1,7 +1,5 @@
 """The example configs: those of configs/, which an installed package has beside its packages."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

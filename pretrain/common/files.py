@@ -4,8 +4,6 @@ A file is written under a temporary name, fsynced and renamed. A folder gets its
 a matching manifest counts as missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

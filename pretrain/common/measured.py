@@ -1,7 +1,5 @@
 """Rates of this machine that were measured once, in a file of the user's cache folder."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json

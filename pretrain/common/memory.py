@@ -1,7 +1,5 @@
 """What glibc does with freed memory (with other C libraries nothing changes), and how much this machine has."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from collections.abc import Iterator

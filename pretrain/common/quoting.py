@@ -3,8 +3,6 @@
 A text is given as its parts between line ends of any kind, as a stream opened with `newline=""` yields them.
 """
 
-from __future__ import annotations
-
 import csv
 import sys
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Reads metrics.jsonl, the source of truth about a run, and truncates it when a run resumes."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """The names of the small files of a run folder. One room writes each; others read it, or store it at an address."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The words of error messages about settings: what was expected, what was given, which name was meant."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable
 from typing import Any

@@ -10,8 +10,6 @@ its manual). So a pool of idle threads makes the others sleep, and ending that p
 not change, because kernels keep their number of threads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Copies between the host and its device for which the host does not wait."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar

@@ -8,7 +8,7 @@ import secrets
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -102,18 +102,6 @@ def stop_signals() -> list[signal.Signals]:
     """The signals that request a stop: a closed terminal's, too, unless it is ignored, as under nohup."""
     hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, *hangup]
-
-
-@contextlib.contextmanager
-def signals_restored() -> Iterator[None]:
-    """Restore the handlers of the `stop_signals` afterward: a program or notebook trains, and goes on."""
-    before = {number: signal.getsignal(number) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def torchrun_place(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:

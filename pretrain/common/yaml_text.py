@@ -1,7 +1,5 @@
 """YAML 1.2 text to values and back, with the line of every value."""
 
-from __future__ import annotations
-
 import re
 import typing
 from pathlib import Path

@@ -58,17 +58,12 @@ class EngineConfig(Section):
         description="Compile the layers with torch.compile. auto compiles unless a fine-tuning on a CPU is so short "
         "that it would end sooner without.",
     )
-    static_shapes: bool = Field(
-        default=False,
-        description="Add sequences that no loss sees to each micro-batch, at most 1 % of a large one's tokens (more "
-        "with cuda_graphs), so that micro-batches have few different shapes. Only for masked language modeling.",
-    )
     cuda_graphs: bool = Field(
         default=False,
         description="Record forward and backward passes as CUDA graphs, one for each shape of micro-batches. For small "
         "models and batches on GPUs, whose kernels take longer to launch than to run. Needs bf16, zero_stage 1 and "
-        "flash attention. Turns static_shapes on, and rounds more: some 2 % of the tokens and 4 % of the masked rows "
-        "are then filler. On a CPU, passes are not recorded.",
+        "flash attention, and masked language modeling of one model. So that there are few shapes, some 2 % of the "
+        "tokens and 4 % of the masked rows are then filler, which no loss sees. On a CPU, passes are not recorded.",
     )
     deepspeed: dict[str, Any] = Field(
         default_factory=dict,
@@ -78,22 +73,22 @@ class EngineConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _graphs_need_static_shapes(cls, values: Any) -> Any:
+    def _read_earlier_filler(cls, values: Any) -> Any:
+        """Until 0.3: what cuda_graphs turned on was a setting."""
         if isinstance(values, dict) and values.get("cuda_graphs") is True:
-            return {"static_shapes": True, **values}
+            return {name: value for name, value in values.items() if name != "static_shapes"}
         return values
 
     @model_validator(mode="after")
     def _check_graphs(self) -> EngineConfig:
         wrong = {
-            "static_shapes is false": not self.static_shapes,
             f"zero_stage is {self.zero_stage}": self.zero_stage != 1,
             "activation_checkpointing is true": self.activation_checkpointing,
             **{f"deepspeed.{name} is given": name in self.deepspeed for name in _WAITS_IN_PASSES},
         }
         if self.cuda_graphs and (found := next((what for what, is_so in wrong.items() if is_so), "")):
             raise ValueError(
-                "cuda_graphs needs static_shapes, zero_stage 1, no activation_checkpointing and none of DeepSpeed's "
+                "cuda_graphs needs zero_stage 1, no activation_checkpointing and none of DeepSpeed's "
                 f"timers and profilers; {found}. Change that, or set cuda_graphs to false"
             )
         return self

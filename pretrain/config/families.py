@@ -1,7 +1,5 @@
 """What a `model.family` stands for: the parts of its block, and its published sizes. No torch is needed."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

@@ -1,7 +1,5 @@
 """What a resumed run keeps from its earlier starts, and which settings may change."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -28,7 +26,6 @@ FREE_ON_RESUME = (
     "engine.activation_checkpointing",
     "engine.compile",
     # Filler is no sample.
-    "engine.static_shapes",
     "engine.cuda_graphs",
 )
 """Settings that a resumed run of any kind may change: none affects which samples are used or how they are weighted."""

@@ -300,10 +300,9 @@ class PretrainConfig(RunConfig):
         if self.objective and second:
             raise ValueError(f"objective ({self.objective}) and {second} both choose what is minimized. Remove one")
         second = second or (self.objective and f"objective ({self.objective})")
-        if self.engine.static_shapes and second:
-            setting = "cuda_graphs" if self.engine.cuda_graphs else "static_shapes"
+        if self.engine.cuda_graphs and second:
             raise ValueError(
-                f"engine.{setting} does not fit {second}: only the masked language modeling of one model leaves "
+                f"engine.cuda_graphs does not fit {second}: only the masked language modeling of one model leaves "
                 "filler out of its loss. Set it to false"
             )
         if self.engine.cuda_graphs and not self.model.fits_flash_attention:

@@ -14,8 +14,6 @@ the same token as " The" within a text, and sentences end to end have the tokens
 them. `document_pieces` adds nothing.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ tokenizers' own `add_prefix_space` would also put a blank after each special tok
 the pre-tokenizer is Metaspace, which knows what comes first, with a blank for its mark; then GPT-2's.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The entries of a byte-level BPE vocabulary as text, and which of them begin a word."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

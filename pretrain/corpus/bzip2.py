@@ -1,7 +1,5 @@
 """Ranges of a bzip2 file of several streams, as Wikimedia and pbzip2 write: every stream is read by itself."""
 
-from __future__ import annotations
-
 import bz2
 import mmap
 import re

@@ -1,7 +1,5 @@
 """The corpus card: the figures of a corpus and its sources, for machines (card.json) and people (card.md)."""
 
-from __future__ import annotations
-
 import json
 import sysconfig
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tables of the corpus card in Markdown, and the section on filters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

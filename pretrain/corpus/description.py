@@ -1,7 +1,5 @@
 """What `prepare` would do with a config: the vocabulary that it names, its processes, and the files to read."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A word that occurs n times and takes p pieces costs n x p tokens; as an entry of
 after the old ones, so all old ids keep their meaning, and the corpus of an old vocabulary is one of the extended one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 

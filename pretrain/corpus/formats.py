@@ -1,7 +1,5 @@
 """Which kind of source reads a file that no config describes: by its suffix, or its first bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files of JSON values that are not one a line: an array of objects, or indented objects one after the other."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

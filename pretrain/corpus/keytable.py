@@ -1,7 +1,5 @@
 """A hash table over whole columns of keys: dict look-ups for all keys in a few numpy operations."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """The manifest of a prepared corpus: its settings, sources, shards and files, and the fingerprint of its samples."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

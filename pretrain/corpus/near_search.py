@@ -1,7 +1,5 @@
 """The stage of `prepare` that finds near-duplicates when all documents are read, a call for each band."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pretrain.config import NearDuplicatesConfig

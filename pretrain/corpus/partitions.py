@@ -1,7 +1,5 @@
 """Fixed-size records on disk by partition: what does not fit in memory is sorted one partition at a time."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

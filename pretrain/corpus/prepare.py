@@ -13,8 +13,6 @@ corpus, but for a bit for each document on a cluster, which takes all calls at o
 byte, for every number of processes, on one machine or a cluster, and after every interruption.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import json

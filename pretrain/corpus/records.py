@@ -1,7 +1,5 @@
 """Files of records that begin with a token: read by byte ranges, or in order if they are compressed."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Iterator
 from pathlib import Path

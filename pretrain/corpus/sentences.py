@@ -1,7 +1,5 @@
 """Documents to sentences with `sentencex` (Wikimedia): paragraphs are boundaries; long quotations are split too."""
 
-from __future__ import annotations
-
 import itertools
 
 import sentencex

@@ -1,7 +1,5 @@
 """The special tokens of a tokenizer by role, whatever their names: pad, unk, cls, sep and mask."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Between the stages there are part files (`parts`). A process keeps its table of words from call to call.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

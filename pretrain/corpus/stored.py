@@ -1,7 +1,5 @@
 """Corpora in object stores: fetched to the machine that reads them, stored by the one that prepared them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files read in order: decompressed, UTF-16 as UTF-8, and up to where they are broken."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import io

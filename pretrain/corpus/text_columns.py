@@ -1,7 +1,5 @@
 """Sources of rows of which one column is the text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

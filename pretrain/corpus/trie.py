@@ -1,7 +1,5 @@
 """WordPiece of plain words by numpy: all words walk a trie of the vocabulary at once, one letter per step."""
 
-from __future__ import annotations
-
 import numpy as np
 from tokenizers import Tokenizer
 

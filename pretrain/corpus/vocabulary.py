@@ -1,7 +1,5 @@
 """WordPiece and byte-level BPE vocabularies: trained on word counts, or given; written as `transformers` loads them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -9,8 +9,6 @@ Most documents take the pieces of `byte_columns` if the tokenizer divides text a
 by the library: with another division, with an added token in the text, or with characters that NFC changes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

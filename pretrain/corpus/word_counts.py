@@ -5,8 +5,6 @@ or Tibetan, are a word, about their mean length. A document has the words betwee
 they are more.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 _QUARTERS = 4  # of a word, the unit of the weights

@@ -1,7 +1,5 @@
 """torch.compile and its settings: the only place that touches them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

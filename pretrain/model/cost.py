@@ -3,8 +3,6 @@
 Letters: H hidden width, F feed-forward width, V vocabulary, L layers, T tokens and K masked tokens of a micro-batch.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

@@ -9,8 +9,6 @@ Shape letters: T tokens of the micro-batch, S sequences, R query positions, H hi
 embeddings (H except in some ELECTRA models), V vocabulary, P positions.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

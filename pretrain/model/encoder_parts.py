@@ -3,8 +3,6 @@
 Shape letters: T tokens, R query positions, H hidden width, N heads, M tokens of the longest sequence.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

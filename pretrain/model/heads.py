@@ -3,8 +3,6 @@
 Shape letters: T tokens, S sequences, K masked tokens, H hidden width, V vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import torch

@@ -8,8 +8,6 @@ rotations. Only initial values differ; the architecture stays, and all parameter
 idea to start where trained attention ends (2023, "Mimetic Initialization of Self-Attention Layers").
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

@@ -4,8 +4,6 @@ It computes the same function as `encoder.Encoder` from the same parameters, wit
 letters: B sequences padded to L tokens, E width of the embeddings, H hidden width, N heads of width D.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

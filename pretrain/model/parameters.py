@@ -6,8 +6,6 @@ the released layouts (`pretrain/checkpoint/layouts/`). No torch is needed.
 A name is MODULE_KIND: `ffn_norm_weight` is the weight of the module ffn_norm. Modules that end with `norm` are norms.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import NamedTuple

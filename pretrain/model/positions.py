@@ -4,8 +4,6 @@ Shape letters: T tokens (L positions in the padded twin), E width of the embeddi
 frequencies.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

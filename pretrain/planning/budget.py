@@ -1,7 +1,5 @@
 """A budget as people type it: a time, or FLOPs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 The rules that are not measured by the law stand here, with their sources.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

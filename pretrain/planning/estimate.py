@@ -4,8 +4,6 @@
 needed, except to measure this machine.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

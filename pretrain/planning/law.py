@@ -15,8 +15,6 @@ of embeddings not at all: one measure for every architecture. The FLOPs of a tra
 optimizer and checkpointing add.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 

@@ -1,7 +1,5 @@
 """Peak memory of a worker by ZeRO stage, by arithmetic alone."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pretrain.config import PretrainConfig

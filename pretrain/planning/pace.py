@@ -1,7 +1,5 @@
 """A schedule for a given time on this machine: a few steps of the run are timed, then its steps are scaled."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """The recommendation of `pretrain --dry-run --budget`: which size, batch, steps and rate a budget is best spent on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The recommendation as text for the terminal."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

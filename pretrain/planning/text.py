@@ -3,8 +3,6 @@
 Sequences are planned, not read: a dry run needs no torch and takes a moment.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

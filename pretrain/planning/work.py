@@ -5,8 +5,6 @@ products, 2 FLOPs for each multiply-add. They depend on the config and the text,
 counted, and a local layer counts the keys within its windows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path

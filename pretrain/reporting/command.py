@@ -1,7 +1,5 @@
 """The commands that show runs and models as pages. Each imports what it needs when it runs."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 from collections.abc import Callable

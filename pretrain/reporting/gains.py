@@ -1,7 +1,5 @@
 """What a run that continues from a checkpoint gained and lost: losses and scores before its first step and after."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Self-contained HTML pages: one layout and style sheet for all (templates/page.html.j2), no external resources."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 from typing import Any

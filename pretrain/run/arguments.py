@@ -1,7 +1,5 @@
 """Arguments of command lines that name what is stored: runs that are read, targets that are written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 The checkpoint comes into the new run's folder as if the run had written it; everything after that is a resume.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

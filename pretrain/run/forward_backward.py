@@ -1,7 +1,5 @@
 """Forward and backward pass of a micro-batch, recorded or launched, for the loop and the warm-up step."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol

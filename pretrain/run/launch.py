@@ -1,7 +1,5 @@
 """Start a training run: in this process, as one of torchrun's processes, or in workers that Ray starts and restarts."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os
@@ -16,7 +14,6 @@ from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import disk_errors
 from pretrain.common.records import Metric
-from pretrain.common.settings import import_named
 from pretrain.common.wording import counted
 from pretrain.common.worker import (
     STOP_FILE,
@@ -24,7 +21,6 @@ from pretrain.common.worker import (
     TrainingRequest,
     Worker,
     clear_stop,
-    signals_restored,
     torchrun_place,
 )
 from pretrain.config import R, RunConfig
@@ -32,48 +28,30 @@ from pretrain.run import preflight
 from pretrain.run.callbacks import check_options
 from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
 from pretrain.tracking import live
-from pretrain.tracking.logs import logging_restored
+from pretrain.tracking.logs import process_restored
 
 
 @dataclass(frozen=True)
 class RunKind(Generic[R]):
-    """What starting a run needs to know of its kind, pretraining or fine-tuning.
+    """What starting a run needs to know of its kind, pretraining or fine-tuning."""
 
-    Attributes:
-        target: "package.module:function", called in each worker with a `TrainingRequest` and a `Worker`.
-        check: called before anything is written, with the config and whether this process trains. Returns the number
-            of training steps, or None if the run is finished already.
-        is_finished: whether the run folder holds the finished run.
-        changed: as of `preflight.check_run_folder`.
-        metrics: what its records have, for the line on the terminal.
-    """
-
-    target: str
+    target: str  # "package.module:function", called in each worker with a `TrainingRequest` and a `Worker`
+    # Called before anything is written, with the config and whether this process trains. Returns the number of training
+    # steps, or None if the run is finished already.
     check: Callable[[R, bool], int | None]
-    is_finished: Callable[[R], bool]
-    changed: Callable[[R, R, int], list[str]]
-    metrics: Mapping[str, Metric]
+    is_finished: Callable[[R], bool]  # whether the run folder holds the finished run
+    changed: Callable[[R, R, int], list[str]]  # as of `preflight.check_run_folder`
+    metrics: Mapping[str, Metric]  # what its records have, for the line on the terminal
 
 
 def start_run(kind: RunKind[R], config: R, *, resume: bool, ray: bool = False, no_ray: bool = False) -> bool:
-    """Check that the run can start, record it in its folder and train it to the end.
+    """Check that the run can start, record it in its folder and train it to the end; `api.train` has the options.
 
     Under torchrun only the first process checks, records and prints. The others only train.
 
-    Args:
-        kind: of the run.
-        config: the run.
-        resume: continue from the newest checkpoint, if there is one.
-        ray: use Ray also for one worker on this machine.
-        no_ray: train in this process.
-
-    Returns:
-        Whether this process started the training; it may be finished already.
-
-    Raises:
-        RunError: the run cannot start, diverged, or was stopped.
+    Returns whether this process started the training; it may be finished already. Raises a `RunError` if the run cannot
+    start, diverged, or was stopped.
     """
-    import_named(config)
     check_options(config.callbacks)
     alone = is_alone(config, no_ray)
     if is_follower():
@@ -85,8 +63,7 @@ def start_run(kind: RunKind[R], config: R, *, resume: bool, ray: bool = False, n
         with _stored(config, resume):
             return _report_finished(config)
     with preflight.only_run(config.folder):
-        preflight.check_run_folder(config, resume, kind.changed)
-        config = preflight.with_resolved_precision(config) if resume else config
+        config = preflight.check_run_folder(config, resume, kind.changed)
         with _stored(config, resume):
             if kind.is_finished(config):
                 return _report_finished(config)
@@ -202,7 +179,7 @@ def _train(target: str, config: RunConfig, resume: bool, *, alone: bool, ray: bo
     training = TrainingRequest(config.model_dump(mode="json"), resume)
     if alone:
         module, function = target.split(":")
-        with signals_restored(), logging_restored():
+        with process_restored():
             worker = Worker.from_environment()
             worker.flags = (_stop_flag(config.folder),)
             getattr(importlib.import_module(module), function)(training, worker)

@@ -4,8 +4,6 @@
 and the names of its metrics.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

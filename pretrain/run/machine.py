@@ -1,7 +1,5 @@
 """What a machine can do for a run, measured: for the command `doctor`, which is handed this module's name."""
 
-from __future__ import annotations
-
 from pretrain.batches.synthetic import VOCABULARY_SIZE, loader_rate
 from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.model.precision import is_faster_in_fp32, measure_matmul

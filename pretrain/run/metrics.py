@@ -1,7 +1,5 @@
 """What each field of metrics.jsonl means: one definition of every training metric, with its unit."""
 
-from __future__ import annotations
-
 from pretrain.common.records import Metric
 from pretrain.objectives import objective_metrics
 

@@ -1,7 +1,5 @@
 """Checks before a run starts, and the record of how it started: config and environment in its folder."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import importlib.metadata
@@ -96,13 +94,15 @@ def only_run(folder: Path) -> contextlib.AbstractContextManager[bool]:
     )
 
 
-def check_run_folder(config: R, resume: bool, changed: Callable[[R, R, int], list[str]]) -> None:
+def check_run_folder(config: R, resume: bool, changed: Callable[[R, R, int], list[str]]) -> R:
     """Check what the run writes to: W&B's names, and its folder, whose checkpoints, if any, must fit this config.
 
     Args:
         config: the run.
         resume: continue from the newest checkpoint, if there is one.
         changed: names the settings that differ between two configs and must not when a run resumes after so many steps.
+
+    Returns the config; one that resumes has the precision that an earlier start resolved.
 
     Raises:
         InputError: W&B would refuse a name; the folder cannot be written, or has a config.yaml of the user's; it holds
@@ -123,9 +123,12 @@ def check_run_folder(config: R, resume: bool, changed: Callable[[R, R, int], lis
     before = folder / CONFIG_FILE
     if before.exists() and not checkpoints and not (folder / ENVIRONMENT_FILE).exists():
         raise InputError(f"{before}: no run wrote it, and this one would replace it. Choose another name or run_dir.")
-    if checkpoints and before.exists():
-        done = int(checkpoints[-1].removeprefix("step-"))
-        check_unchanged(before, load(before, type(config)), config, done, changed)
+    if not (resume and before.exists()):
+        return config
+    earlier = load(before, type(config))
+    if checkpoints:
+        check_unchanged(before, earlier, config, int(checkpoints[-1].removeprefix("step-")), changed)
+    return keep_precision(config, earlier)
 
 
 def check_unchanged(where: Path, before: R, config: R, done: int, changed: Callable[[R, R, int], list[str]]) -> None:

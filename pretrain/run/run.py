@@ -1,7 +1,5 @@
 """One training on one worker, from its checkpoint to its end, the same for pretraining and fine-tuning."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import sys

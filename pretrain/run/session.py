@@ -1,7 +1,5 @@
 """The setup of every worker around its training: process group, watchdog, device, newest checkpoint, matmul peak."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

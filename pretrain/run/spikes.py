@@ -1,7 +1,5 @@
 """Harmful steps: loss spikes, by comparison with the losses before, and steps that fp16 goes on leaving out."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

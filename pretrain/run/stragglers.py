@@ -5,8 +5,6 @@ weights of others. On CPUs these are left out; on GPUs, and in ZeRO 3, they are 
 times of forward passes show which rank is slow.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import statistics

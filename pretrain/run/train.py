@@ -3,8 +3,6 @@
 `main` runs the same in one process, under torchrun and under Ray (cluster/workers/launch.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.exchange import Exchange
-from pretrain.batches.filler import rounding_of, with_filler
+from pretrain.batches.filler import with_filler
 from pretrain.batches.loader import BatchMaker, Loader, validation_batches
 from pretrain.batches.sampler import SAMPLER
 from pretrain.checkpoint import hf
@@ -186,8 +184,8 @@ class Pretraining:
     def largest(self) -> StepBatch:
         lengths = full_lengths(self._config, self._engine.world_size)
         batch = full_batch(self._config, lengths, self._shards.vocabulary_size)
-        if rounding := rounding_of(self._config.engine):
-            batch = with_filler(batch, max(lengths), rounding)
+        if self._config.engine.cuda_graphs:
+            batch = with_filler(batch, max(lengths))
         step = StepBatch(
             (batch,), len(lengths), sum(lengths), batch.targets, epoch=0, first_sample=0, labeled=len(lengths)
         )

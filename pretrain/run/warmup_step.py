@@ -1,7 +1,5 @@
 """The trial step of the largest batch, before training: too large a batch fails in the first minute."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

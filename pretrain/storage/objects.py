@@ -5,8 +5,6 @@ that grow exponentially and vary at random, until a total time is over. What no 
 credentials or a missing bucket, is an `InputError` at once.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

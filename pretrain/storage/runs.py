@@ -12,8 +12,6 @@ The run trains in the local folder of its address (`addresses.local_run`). What 
 A checkpoint without a manifest does not exist; the index and the listing only say where to look for one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

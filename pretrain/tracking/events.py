@@ -3,8 +3,6 @@
 `pretrain.run.metrics` has those of training records; docs/reference/metrics.md is made from both.
 """
 
-from __future__ import annotations
-
 from pretrain.common.records import Metric
 
 EVALUATION_FIELDS: dict[str, Metric] = {

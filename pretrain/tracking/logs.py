@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from pretrain.common.files import disk_errors
+from pretrain.common.worker import stop_signals
 
 
 def quiet_logging(log_file: Path) -> None:
@@ -34,20 +37,23 @@ def quiet_logging(log_file: Path) -> None:
 
 
 @contextlib.contextmanager
-def logging_restored() -> Iterator[None]:
-    """Leave logging and warnings afterward as they were: a program or notebook trains, and goes on."""
-    root = logging.root
-    handlers, level, logger = root.handlers[:], root.level, logging.getLoggerClass()
+def process_restored() -> Iterator[None]:
+    """Leave logging and the handlers of signals afterward as they were: a program or notebook trains, and goes on."""
+    root, handlers = logging.root, logging.root.handlers[:]
+    level, logger = root.level, logging.getLoggerClass()
+    signals = {number: signal.getsignal(number) for number in stop_signals()}
     try:
         yield
     finally:
         for handler in set(root.handlers) - set(handlers):
-            root.removeHandler(handler)
             handler.close()
         root.handlers[:] = handlers
         root.setLevel(level)
         logging.setLoggerClass(logger)
         logging.captureWarnings(False)
+        if threading.current_thread() is threading.main_thread():
+            for number, before in signals.items():
+                signal.signal(number, before)
 
 
 def _on_terminal(handler: logging.Handler) -> bool:

@@ -1,7 +1,5 @@
 """Mirrors a run's records to W&B, in a background thread."""
 
-from __future__ import annotations
-
 import logging
 import netrc
 import os

@@ -4,8 +4,6 @@ A restarted run repeats the steps after its checkpoint bit for bit, so the first
 W&B itself refuses steps that go back, but an offline run does not know what earlier ones have sent.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

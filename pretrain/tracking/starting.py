@@ -1,7 +1,5 @@
 """The phase of a run's start, such as compilation: worker 0 writes it to a file, and the live line shows it."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Records the metrics of a run in metrics.jsonl and mirrors them to W&B. Training never waits for the network."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ A round costs O(ranks). Each rank sets one key. Rank 0 reads all of them with on
 size, which the others read. `Ranks` and `Follower` judge heartbeats without a store or a clock.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The weights that a training begins with, as the engine reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """The child process of `cluster.workers.trials.launch`: start or join Ray, run all trials, and leave Ray again."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace

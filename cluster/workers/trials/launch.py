@@ -4,8 +4,6 @@ As for training (`cluster.workers.launch`), Ray's driver (`cluster.workers.trial
 session of its own; it reports what happens to the trials in a file of events.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What `cluster.workers.trials.launch` requests of its driver, and what the driver reports about the trials."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """Ray Tune, in the driver's process: starts the trials, and records what happens to them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """What runs inside the process of a trial, for Ray Tune."""
 
-from __future__ import annotations
-
 import os
 
 from cluster.workers.outcomes import as_data

@@ -1,7 +1,5 @@
 """What is suspicious in labeled texts without being wrong, as warnings of one line each."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections import Counter, defaultdict

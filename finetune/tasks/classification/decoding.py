@@ -1,7 +1,5 @@
 """Logits to predictions and scores: of classes, of sets of labels, or of values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ Matthews correlation of a constant prediction. scipy returns NaN for the correla
 compared between checkpoints and is not valid JSON, so it is 0 here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Where labeled texts come from: GLUE's folders, data sets or files, as tables and as examples."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """The tables of labeled texts of a config: GLUE's folders, data sets or files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

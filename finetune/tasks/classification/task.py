@@ -1,7 +1,5 @@
 """Classification of texts: a class, a set of labels or a value for each text or pair."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of unequal length that lie end to end in one array."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

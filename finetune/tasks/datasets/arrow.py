@@ -1,7 +1,5 @@
 """Parquet files and Hugging Face data sets, whose class numbers become names."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

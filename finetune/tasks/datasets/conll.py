@@ -5,8 +5,6 @@ documents. The file's first word line decides whether tabs or runs of spaces sep
 that start with `#` are comments, unless they have the columns and tag of a word.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

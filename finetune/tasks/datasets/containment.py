@@ -5,8 +5,6 @@ A task between pretraining and a fine-tuning on pairs, which Phang et al. 2018, 
 longer text has the words of a short one.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import random

@@ -1,7 +1,5 @@
 """CSV, TSV, and lines of label and text, with the detection of how quotes are meant."""
 
-from __future__ import annotations
-
 import io
 import logging
 from collections.abc import Callable, Iterable, Iterator

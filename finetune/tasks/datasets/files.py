@@ -1,7 +1,5 @@
 """Text files of labeled sets: plain or compressed, in any encoding. Errors are one line."""
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import gzip

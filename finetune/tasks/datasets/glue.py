@@ -4,8 +4,6 @@ Column names and positions are those of the official downloads, as google-resear
 transformers' data/processors/glue.py read them. The files have no quoting: a quote is an ordinary character.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Labels in files: a class name, a set of label names, or a value."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

@@ -1,7 +1,5 @@
 """Files of sentences with or without entities: CoNLL columns, JSON, Parquet, or plain texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

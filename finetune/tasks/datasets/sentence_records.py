@@ -13,8 +13,6 @@ Unicode code points of the text, or of the tokens joined by spaces. A sentence w
 Parquet files have columns of the same names; class numbers become the names that `datasets` stored with them.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

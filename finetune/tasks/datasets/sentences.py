@@ -1,7 +1,5 @@
 """Sentences with or without entities, and the documents they form."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace

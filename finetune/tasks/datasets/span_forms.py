@@ -6,8 +6,6 @@ Label Studio  {"data": {"text": ""}, "annotations": [{"result": [{"value": {"sta
 spaCy         ["", {"entities": [[0, 3, "PER"]]}], and {"text": "", "ents": [{"start": 0, "end": 3, "label": "PER"}]}
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -17,8 +17,6 @@ answers (`[]`), or a blank one at -1, mean that the context does not answer the 
 code points, as SQuAD does.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 r"""Half surrogate pairs, which JSON can hold ("\ud83d") and no encoding can write."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Labeled rows as columns: the table, and how it is requested."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Nothing is skipped or guessed: a row that does not fit is an `InputError` with its file and line.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path

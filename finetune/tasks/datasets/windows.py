@@ -1,7 +1,5 @@
 """Long texts, and pairs of them, as overlapping windows that show every token."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,7 +1,5 @@
 """A rule-based segmentation of plain text into words, and the character offsets of given words."""
 
-from __future__ import annotations
-
 import unicodedata
 
 import numpy as np

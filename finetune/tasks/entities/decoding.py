@@ -1,7 +1,5 @@
 """Logits to tags and entities, their official scores, and the file that conlleval reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise

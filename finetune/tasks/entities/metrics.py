@@ -4,8 +4,6 @@ Tags are `O`, or a prefix and a type: `B-PER`. Prefixes are B and I; BIOES also 
 concatenated words of all sentences (W words), because a set has 100,000 words or more and a Python loop is slow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain

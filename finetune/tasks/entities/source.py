@@ -1,7 +1,5 @@
 """Where sentences come from: files in any tagging scheme, converted to IOB2 with the known types."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence

@@ -10,8 +10,6 @@ allenai/bi-att-flow squad/evaluate-v1.1.py and traviemcg/cs224nfinalproject eval
 Scores are fractions of 1, while the scripts print per cent. Thresholds and totals are as in the scripts.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

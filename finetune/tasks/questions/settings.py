@@ -1,7 +1,5 @@
 """The section `questions` of a config."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, field_validator

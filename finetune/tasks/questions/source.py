@@ -1,7 +1,5 @@
 """Where questions come from: files, checked against what the model can answer."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from finetune.tasks.datasets import squad

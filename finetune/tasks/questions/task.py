@@ -1,7 +1,5 @@
 """Span questions: the answer is a span of the context, or, as in SQuAD v2.0, the context has none."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Inference: the logits for `evaluate`, `predict` and the scores of a finished run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

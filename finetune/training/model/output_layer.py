@@ -7,8 +7,6 @@ The fitted layer is also the frozen linear baseline of the run.
 Shape letters: R rows (or windows, or examples' windows), C outputs, H hidden width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

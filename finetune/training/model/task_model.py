@@ -3,8 +3,6 @@
 Shape letters: T tokens, S windows, E examples, R rows that the head sees, C outputs, H hidden width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

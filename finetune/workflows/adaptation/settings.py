@@ -1,7 +1,5 @@
 """The config of an adaptation, from the options of the command and the size of the text."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

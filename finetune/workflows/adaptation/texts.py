@@ -1,7 +1,5 @@
 """The sources of an adaptation: the kind of each file, and plain text in pieces of which some can be held out."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ names     code names in prose: what the author set between backticks, which are 
 returns   the phrase that describes a function's return value
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

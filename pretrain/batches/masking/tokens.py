@@ -1,7 +1,5 @@
 """Single tokens at random, as BERT was originally trained: Devlin et al. section 3.1."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from pretrain.batches.plan import Rows

@@ -3,8 +3,6 @@
 Words come in random order, and each is taken if it still fits. A sequence may stay below its limit if no word fits.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from pretrain.batches.plan import Rows

@@ -1,7 +1,5 @@
 """config.json of released models read and written, whatever the family (invariant 6)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -14,8 +14,6 @@
     head.out                                   classifier of sequences or tokens, or span scores
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

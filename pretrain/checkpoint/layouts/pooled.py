@@ -5,8 +5,6 @@ fine-tuned one is written under a model type of its own with a modeling file, so
 `trust_remote_code` and does not load it as a classifier of [CLS].
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

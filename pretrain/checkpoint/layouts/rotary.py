@@ -1,7 +1,5 @@
 """The rotary frequencies in a config.json, as transformers 5 and 4 write them (modeling_rope_utils.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a released family has between its encoder and the output layer of a task."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 

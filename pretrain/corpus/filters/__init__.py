@@ -5,8 +5,6 @@ table, in the order in which they are applied; a document counts under the first
 all documents: here those that stay get sketches, and `near_duplicates` compares them when all are read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Documents that contain text of evaluation sets: common sequences of 13 words (Brown et al. 2020, appendix C)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

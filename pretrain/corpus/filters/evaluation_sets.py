@@ -8,8 +8,6 @@
 Files may be compressed (.gz, .bz2, .xz).
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence

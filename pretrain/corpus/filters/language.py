@@ -6,8 +6,6 @@ grows with the number of languages, so the first look compares with few, unless 
 English is recognized by its most frequent words, which takes a tenth of the time.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Only lines that ftfy's own test finds broken are given to it, and only the encod
 entities stay as they are.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -9,8 +9,6 @@ Words are separated by blanks and keep their punctuation. Rules of those papers 
 left out. Paragraphs are lines here, so Gopher's rules for repeated paragraphs are those for lines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

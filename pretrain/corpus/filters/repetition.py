@@ -5,8 +5,6 @@ from above, in one pass without sorting; only the few documents that this bound 
 A figure that is cleared is given as 0.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What filters dropped or repaired: a count for each rule, and a few examples in the order of the corpus."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

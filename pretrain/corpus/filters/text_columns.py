@@ -5,8 +5,6 @@ of which n-grams are made, are runs of letters and digits in lower case, or one 
 not depend on the process.
 """
 
-from __future__ import annotations
-
 import functools
 import unicodedata
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a filter says of documents."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol

@@ -1,8 +1,6 @@
 """Plain-text books, one document a file. Project Gutenberg's header and license, hard line ends, headings and
 pictures are removed."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterator

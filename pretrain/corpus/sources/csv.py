@@ -1,7 +1,5 @@
 """Files of comma- or tab-separated values with a header, read in order: quoted texts may hold line breaks."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

@@ -4,8 +4,6 @@ A document is a module with its docstrings in the order of the file, or a topic 
 running text is kept: doctests, code, tables, signatures and field lists are not sentences.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Data sets of Hugging Face: a folder written by save_to_disk, or a pinned commit of one on the hub."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any

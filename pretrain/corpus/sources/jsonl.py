@@ -1,7 +1,5 @@
 """Files of JSON objects; the text column of each is a document. They are one a line, in an array, or indented."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator

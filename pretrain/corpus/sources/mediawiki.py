@@ -4,8 +4,6 @@ Templates, tables, references and comments, about half of an article and two thi
 beforehand by patterns that only ever remove balanced, innermost pairs.
 """
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Iterator

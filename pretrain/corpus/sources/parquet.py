@@ -1,7 +1,5 @@
 """Parquet files, cut into their row groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

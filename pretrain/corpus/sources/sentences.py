@@ -1,8 +1,6 @@
 """Plain text with a sentence a line and blank lines between documents: the input of BERT's own data preparation
 (google-research/bert, create_pretraining_data.py)."""
 
-from __future__ import annotations
-
 import mmap
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Files of WikiExtractor: articles of a Wikipedia dump as plain text between <doc ...> and </doc>."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Iterator

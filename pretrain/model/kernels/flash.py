@@ -3,8 +3,6 @@
 Shape letters: T tokens, R query positions, S sequences, N heads, D width of a head.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

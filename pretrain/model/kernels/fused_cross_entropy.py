@@ -8,8 +8,6 @@ matmuls, none done twice, and memory for one piece (the idea of Liger Kernel's f
 2024, arXiv:2410.10989, section 3.2). The gradient replaces the logits where they lie.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

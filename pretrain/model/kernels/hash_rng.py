@@ -3,8 +3,6 @@
 So a sample's dropout depends neither on its position in a batch nor on earlier random numbers (invariant 1).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

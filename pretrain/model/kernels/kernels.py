@@ -4,8 +4,6 @@ Shape letters: T tokens of the micro-batch, R query positions, N heads of width 
 units (sequences, or chunks of them) L tokens and Q queries each, B = G * N.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

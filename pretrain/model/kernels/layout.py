@@ -1,7 +1,5 @@
 """The arguments of the attention operators besides query, key and value: which tokens attend to which, and how."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

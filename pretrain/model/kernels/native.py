@@ -7,8 +7,6 @@ machine. Without g++, everything is done by torch, and only the last bits of res
 Shape letters: T tokens of the micro-batch, R query positions, H hidden width, F feed-forward width.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -4,8 +4,6 @@ Shape letters: T tokens, N heads, inside a group of G units L keys and Q queries
 that a table of biases has, plus one.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

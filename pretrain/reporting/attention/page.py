@@ -1,7 +1,5 @@
 """The page of a model's attention on a text: all heads as small matrices, one enlarged, and what heads attend to."""
 
-from __future__ import annotations
-
 import base64
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The report's section on attention: what heads attend to over the steps of a training, and a few matrices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A value of every head by layer, as inline SVG in the style of the other charts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from html import escape
 

@@ -3,8 +3,6 @@
 Shape letters: L tokens, N heads.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

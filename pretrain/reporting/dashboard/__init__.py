@@ -1,7 +1,5 @@
 """The dashboard of a run: one list of panels, as a W&B workspace and as an HTML page that needs no account."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Turns records into curves of a few hundred points without losing a spike."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

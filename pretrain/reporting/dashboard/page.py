@@ -1,7 +1,5 @@
 """The dashboard as one self-contained HTML page: curves as JSON, drawn by a script in the page."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import itertools

@@ -1,7 +1,5 @@
 """The panels of a dashboard as data. Both the W&B workspace and the HTML page are generated from `panels`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 Run folders of pretraining and of fine-tuning are recognized by the files in them.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import math

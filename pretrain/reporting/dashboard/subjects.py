@@ -1,7 +1,5 @@
 """Groups fine-tuning runs by data, checkpoint and settings, so that only runs of different seeds are averaged."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A few held-out texts, the same at every evaluation and for every number of worke
 nothing else: it draws no random number and changes no state of the training.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import logging

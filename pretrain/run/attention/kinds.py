@@ -3,8 +3,6 @@
 Shape letters: L tokens of a text, N heads of a layer, Y layers, K kinds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

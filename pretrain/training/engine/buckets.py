@@ -5,8 +5,6 @@ are complete only after the last gradient. With a group per bucket, each rank ha
 can be sent as soon as the backward pass has left it, and its weights gathered just before the forward pass needs them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """DeepSpeed's JSON, derived from the run's config."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ to step, and a wrapper's `step`. When DeepSpeed is upgraded, the tests report th
 gone; read the others again in its source and raise `CHECKED`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -4,8 +4,6 @@ DeepSpeed averages gradients over workers and over accumulation steps. Here a lo
 count over all ranks and micro-batches. So the engine undoes the average over workers and disables that over steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import math

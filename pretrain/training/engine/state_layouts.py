@@ -5,8 +5,6 @@ layout can name the fragments that its rank holds. So any number of workers at a
 without a conversion.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from abc import ABC, abstractmethod

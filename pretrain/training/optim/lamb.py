@@ -1,7 +1,5 @@
 """A LAMB that stays correct when ZeRO shards it: it scales each tensor's step by |weight| / |update|."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

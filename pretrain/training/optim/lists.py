@@ -5,8 +5,6 @@ kernels for each takes longer than to run them. On a CPU, where nothing is launc
 read again is still in the cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

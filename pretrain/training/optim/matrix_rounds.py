@@ -5,8 +5,6 @@ the work is divided, each entry travels once in each direction, and the result d
 matrices. Matrices are handled in rounds, which bounds the memory of the copies.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ DeepSpeed has a Muon too (0.19.8, `optimizer.type`). It orthogonalizes before gr
 stacked projections together, and takes its momentum out of the optimizer's state.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence

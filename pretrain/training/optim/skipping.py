@@ -1,7 +1,5 @@
 """Optimizers that can leave out a step on the device, whose host does not know whether the gradients are finite."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AdamW whose rate falls, tensor by tensor, while gradients exceed what their second moments expect."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ ZeRO hands an optimizer flat shards. So these optimizers take a table of which p
 their numbers by tensor, and sum them over the workers before they step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Also what its close relatives share: names within a layer, and keys of config.json.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

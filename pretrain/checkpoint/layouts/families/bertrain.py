@@ -4,8 +4,6 @@ config.json has a whole `ModelConfig` under `model`, and tensors have the names 
 query, key and value stacked. So it holds every model that can be trained.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ released files have and transformers reads where config.json says `legacy: false
 which can be untied as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 It has no segments. Ours train a table all the same, which is added to the positions when the model is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ The generator's masked-language-modeling head is read and written as `heads.mlm_
 `heads.rtd_*`; when it is read it is named in the mapping, and left out.
 """
 
-from __future__ import annotations
-
 from pretrain.checkpoint.layouts.families import bert
 from pretrain.checkpoint.layouts.layout import KeyMapping
 from pretrain.checkpoint.layouts.task_heads import sequence_head

@@ -3,8 +3,6 @@
 transformers has no class for question answering; ours is written with the names that BERT's has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

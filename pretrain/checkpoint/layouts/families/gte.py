@@ -4,8 +4,6 @@ The names of the hub's older files (model_type "new") are those that conversion_
 transformers has no class for question answering; ours is written with the names that BERT's has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ config.json is read as transformers 5 writes it (layer_types, rope_parameters) a
 part of the masked-language-modeling head and of every task's head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The names and config keys of the hub's older files (n_embd, Wqkv) are those of c
 "nomic_bert", turns the names into today's. transformers has no class for question answering.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """RoBERTa, and XLM-R and CamemBERT, which have its layout: transformers models/roberta/modeling_roberta.py, 5.23."""
 
-from __future__ import annotations
-
 from pretrain.checkpoint.layouts.families import bert
 from pretrain.checkpoint.layouts.layout import KeyMapping
 from pretrain.checkpoint.layouts.task_heads import sequence_head
