@@ -44,29 +44,20 @@ _PREDICT_FIELDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _dispatch(given))
+    return exit_code(lambda: run_command(build_parser(), given))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command, for the command line and the command reference."""
-    return make_parser(
-        "Fine-tune BERT-style checkpoints for classification, named entities and question answering.",
-        (
-            _add_demo,
-            _add_adapt,
-            _add_finetune,
-            _add_evaluate,
-            _add_predict,
-            _add_export,
-            _add_sweep,
-            _add_glue,
-            _add_evaluate_pretrained,
-        ),
-    )
+    purpose = "Fine-tune BERT-style checkpoints for classification, named entities and question answering."
+    return make_parser(purpose, (add_to, _add_export))
 
 
-def _dispatch(argv: list[str]) -> int:
-    return run_command(build_parser(), argv)
+def add_to(commands: Any) -> None:
+    """Add every command but `export` to the subcommands of a parser."""
+    for add in (_add_demo, _add_adapt, _add_finetune, _add_evaluate, _add_predict, _add_sweep, _add_glue):
+        add(commands)
+    _add_evaluate_pretrained(commands)
 
 
 # ---------------------------------------------------------------- what the commands do

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.common.commands import EXIT_CODES, exit_code, make_parser, program, run_command
+from pretrain.common.commands import EXIT_CODES, add_command, exit_code, make_parser, program, run_command
 from pretrain.common.files import find_run
 from pretrain.common.kinds import did_you_mean
 
@@ -26,7 +26,7 @@ COMMANDS_FILE = Path(__file__).with_name("commands.txt")
 MEASURES = "pretrain.run.machine"  # what `doctor` measures with, on every node
 _PRETRAIN = ("configs", "prepare", "pretrain", "report", "dashboard", "attention")
 _FINETUNE = ("demo", "adapt", "finetune", "evaluate", "predict", "sweep", "glue", "evaluate-pretrained")
-_CLUSTER = ("doctor", "manifest", "submit", "status", "logs", "list", "stop", "delete", "up", "down")
+_CLUSTER = ("completion", "doctor", "manifest", "submit", "status", "logs", "list", "stop", "delete", "up", "down")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         advice = f"{nearest} {program()} --help lists them.".lstrip()
         print(f"error: {words[0]!r} is not a command; {advice}", file=sys.stderr)
         return 2
-    return _MAINS[package](words)
+    if package == "cluster":
+        return exit_code(lambda: run_command(cluster_parser(), words))
+    if package == "pretrain":
+        from pretrain.__main__ import main as run
+    else:
+        from finetune.__main__ import main as run
+    return run(words)
 
 
 def usage() -> str:
@@ -81,30 +87,46 @@ def _exports_finetuned(words: Sequence[str]) -> bool:
     return run is not None and any((find_run(run) / name).is_file() for name in files)
 
 
-# ---------------------------------------------------------------- the command line of each package
-
-
-def _pretrain(words: Sequence[str]) -> int:
-    from pretrain.__main__ import main
-
-    return main(words)
-
-
-def _finetune(words: Sequence[str]) -> int:
-    from finetune.__main__ import main
-
-    return main(words)
-
-
-def _cluster(words: Sequence[str]) -> int:
-    return exit_code(lambda: run_command(cluster_parser(), words))
-
-
-_MAINS = {"pretrain": _pretrain, "finetune": _finetune, "cluster": _cluster}
-
-
 def cluster_parser() -> argparse.ArgumentParser:
-    """The parser of the commands for clusters, which are handed what they need to know of runs."""
+    """The parser of the commands for clusters, and of the one that completes all commands."""
+    purpose = "Check a machine or a cluster, submit jobs, or start a cluster on this machine."
+    return make_parser(purpose, (_add_cluster, _add_completion))
+
+
+def _add_completion(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "completion",
+        _completion,
+        "print what makes a shell complete commands and options",
+        """
+  ./launch.sh completion bash >> ~/.bashrc
+  ./launch.sh completion zsh > "${fpath[1]}/_bertrain"
+
+They complete the console command bertrain, in a new shell.""",
+    )
+    parser.add_argument("shell", choices=("bash", "zsh"), metavar="SHELL", help="bash or zsh")
+
+
+def _completion(arguments: argparse.Namespace) -> None:
+    import shtab
+
+    from finetune.__main__ import add_to as add_finetune
+    from pretrain.__main__ import add_to as add_pretrain
+
+    def add_all(commands: Any) -> None:
+        add_pretrain(commands)
+        commands.choices["export"].add_argument("--onnx", action="store_true", help="also write model.onnx")
+        for add in (add_finetune, _add_cluster, _add_completion):
+            add(commands)
+
+    parser = make_parser("", (add_all,))
+    parser.prog = "bertrain"
+    print(shtab.complete(parser, arguments.shell))
+
+
+def _add_cluster(commands: Any) -> None:
+    """The commands for clusters, which are handed what they need to know of runs."""
     from cluster.doctor import command as doctor
     from cluster.jobs import command as jobs
     from cluster.manifests import command as manifests
@@ -114,14 +136,9 @@ def cluster_parser() -> argparse.ArgumentParser:
 
         return config_type(path)
 
-    return make_parser(
-        "Check a machine or a cluster, submit jobs, or start a cluster on this machine.",
-        (
-            lambda commands: jobs.add_to(commands, job_kinds),
-            lambda commands: manifests.add_to(commands, config_type),
-            lambda commands: doctor.add_to(commands, MEASURES),
-        ),
-    )
+    jobs.add_to(commands, job_kinds)
+    manifests.add_to(commands, config_type)
+    doctor.add_to(commands, MEASURES)
 
 
 def job_kinds() -> Mapping[str, Kind]:

@@ -23,9 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command, for the command line and the command reference."""
     return make_parser(
-        "Pretrain BERT-style encoders, from raw text to a checkpoint that transformers loads.",
-        (_add_configs, run.add_to, lambda commands: reporting.add_to(commands, _find_job)),
+        "Pretrain BERT-style encoders, from raw text to a checkpoint that transformers loads.", (add_to,)
     )
+
+
+def add_to(commands: Any) -> None:
+    """Add every command to the subcommands of a parser."""
+    _add_configs(commands)
+    run.add_to(commands)
+    reporting.add_to(commands, _find_job)
 
 
 def _add_configs(commands: Any) -> None:

@@ -110,7 +110,8 @@ def test_a_command_reaches_its_package_whole(monkeypatch: pytest.MonkeyPatch, pa
 def stand_in(monkeypatch: pytest.MonkeyPatch, package: str, code: int) -> list[Any]:
     """Put a command line that returns `code` in the package's place; returns what it is called with."""
     seen: list[Any] = []
-    monkeypatch.setitem(cli._MAINS, package, lambda argv: seen.append(argv) or code)
+    line = "finetune.cli.run_command" if package == "cluster" else f"{package}.__main__.main"
+    monkeypatch.setattr(line, lambda *given: seen.append(given[-1]) or code)
     return seen
 
 
@@ -362,3 +363,21 @@ def test_a_set_up_stopped_while_it_makes_the_venv_leaves_no_process(clone: Path)
         command.terminate()
         assert command.wait() == 143
     assert not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == "zombie"
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    script = cli_output(["completion", "bash"])
+    ask = f"""{script}
+complete() {{ COMP_WORDS=(bertrain "$@"); COMP_CWORD=$#; COMPREPLY=(); _shtab_bertrain; echo "${{COMPREPLY[@]}}"; }}
+complete ''; complete pretrain --fo; complete export --o; complete submit --addr; complete finetune --see
+"""
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
+    first, *options = done.stdout.splitlines()
+    assert set(cli.commands()) <= set(first.split())
+    assert options == ["--fork", "--onnx", "--address", "--seeds"]
+    assert cli_output(["completion", "zsh"]).startswith("#compdef bertrain\n")
+
+
+def cli_output(words: list[str]) -> str:
+    command = [sys.executable, "-m", "finetune.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout

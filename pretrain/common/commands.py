@@ -225,21 +225,12 @@ def add_dry_run(parser: argparse.ArgumentParser, purpose: str) -> None:
     parser.add_argument("--show-config", action="store_true", help="with --dry-run: also print the resolved config")
 
 
-def add_workers(parser: argparse.ArgumentParser) -> None:
+def add_workers(parser: argparse.ArgumentParser, default: str = "overrides scheduling.workers") -> None:
     """Add --workers N."""
-    parser.add_argument(
-        "--workers", type=int, metavar="N", help="number of worker processes (overrides scheduling.workers)"
-    )
+    parser.add_argument("--workers", type=int, metavar="N", help=f"number of worker processes ({default})")
 
 
-def add_local_workers(parser: argparse.ArgumentParser) -> None:
-    """Add --workers N to a command that trains on this machine alone; `usual_workers` is its default."""
-    parser.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="number of worker processes (default: one for each GPU; without GPUs 2, or 1 on a single core)",
-    )
+USUAL_WORKERS = "default: one for each GPU; without GPUs 2, or 1 on a single core"
 
 
 def usual_workers() -> int:

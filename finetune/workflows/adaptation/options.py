@@ -2,7 +2,7 @@
 
 import argparse
 
-from pretrain.common.commands import add_local_workers, add_set, local_path, positive_int
+from pretrain.common.commands import USUAL_WORKERS, add_set, add_workers, local_path, positive_int
 
 PURPOSE = "continue a checkpoint on your own text, and show what it gained and lost"
 EXAMPLES = """
@@ -69,5 +69,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="fine-tune with this config from the checkpoint and from the result, and compare; may be repeated",
     )
     parser.add_argument("--seeds", type=positive_int, metavar="N", help="fine-tunings of each config (default: 1)")
-    add_local_workers(parser)
+    add_workers(parser, USUAL_WORKERS)
     add_set(parser, "override a setting of the pretraining; may be repeated")

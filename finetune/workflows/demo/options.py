@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pretrain.common.commands import add_local_workers, add_set, local_path, usual_workers
+from pretrain.common.commands import USUAL_WORKERS, add_set, add_workers, local_path, usual_workers
 
 EXAMPLES = """
   ./launch.sh demo
@@ -19,7 +19,7 @@ _MINUTES = 6.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options."""
-    add_local_workers(parser)
+    add_workers(parser, USUAL_WORKERS)
     parser.add_argument(
         "--run-dir",
         type=local_path,
