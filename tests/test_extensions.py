@@ -18,8 +18,10 @@ from corpora import make_corpus
 from starts import pretraining
 
 from finetune.cli import main
+from finetune.tasks.base import Task
 from finetune.tasks.classification import Classification, ClassificationSettings
 from finetune.tasks.entities import Entities, EntitiesSettings
+from finetune.tasks.own_metric import own_score
 from finetune.tasks.questions import Questions, QuestionsSettings
 from finetune.training.config import FinetuneConfig
 from pretrain.common import extensions
@@ -153,6 +155,8 @@ def test_a_recorded_config_imports_what_is_asked_for(
     ("setting", "message"),
     [
         ("task.kind=mine.scores", "task.kind: mine.scores: {0}/mine/scores.py has no TASK, a class that derives from "),
+        ("task.kind=mine.wordless", "mine.wordless: TASK of {0}/mine/wordless.py lacks summary: str, which Task asks"),
+        ("task.kind=mine.unset", "mine.unset: its settings_type must derive from pretrain.common.sections.Section."),
         (
             "task.kind=lengths",
             "task: kind: 'lengths' is no dotted name of your own such as my_package.module. ",
@@ -166,6 +170,10 @@ def test_a_task_of_ones_own_is_checked_by_its_settings(
     place: Path, capsys: pytest.CaptureFixture[str], setting: str, message: str
 ) -> None:
     (place / "mine/lengths.py").write_text(LENGTHS)
+    wordless = "from finetune.tasks.base import Task\nclass TASK(Task):\n    head, settings_type = 'tokens', int\n"
+    wordless += "".join(f"    def {name}(self): ...\n" for name in Task.__abstractmethods__)
+    (place / "mine/wordless.py").write_text(wordless)
+    (place / "mine/unset.py").write_text(f"{LENGTHS}Lengths.settings_type = int\n")
     (place / "train.csv").write_text("text,label\n" + "a film,good\nan end,bad\n" * 4)
     values = {"name": "own", "task": {"kind": "mine.lengths", "train": "train.csv"}}
     (place / "own.yaml").write_text(yaml.safe_dump(values))
@@ -180,6 +188,8 @@ def test_a_model_with_a_task_of_a_stranger_imports_nothing(place: Path) -> None:
     with pytest.raises(InputError, match=r"^mine.lengths: a recorded .* add --import mine.lengths, or import it"):
         config.make_task()
     assert "mine" not in sys.modules
+    with pytest.raises(InputError, match=r"^os:system: a recorded config names this module"):  # though it is imported
+        own_score("os:system", ["rm"], ["rm"])
     extensions.ask_for(["mine.lengths"])
     assert type(config.make_task()).__name__ == "Lengths"
 

@@ -128,7 +128,7 @@ def test_a_new_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = Calls(monkeypatch, tmp_path)
     calls.run()
     assert calls.made == ["(", ")", "open tracker", "log 1 events at 0", "warmup_step", "measure", "fit from 0", *END]
-    assert calls.settings == {"run_id": None, "step": 0, "card": {"size": 3}, "job_type": "trial", "enabled": True}
+    assert calls.settings == {"run_id": None, "step": None, "card": {"size": 3}, "job_type": "trial", "enabled": True}
     assert calls.extra_state == {"run_id": "new", "data": "abc", "config": {"name": "trial"}}
     assert calls.peak == 2e12
     assert calls.phases == [starting.COMPILE, starting.MEASURE, "end"]

@@ -9,11 +9,12 @@ from finetune.tasks.base import Task
 from finetune.tasks.classification import Classification
 from finetune.tasks.entities import Entities
 from finetune.tasks.questions import Questions
+from pretrain.common.errors import InputError
 from pretrain.common.extensions import Contract
 from pretrain.common.kinds import load_kind
-from pretrain.common.sections import Section
+from pretrain.common.sections import Section, is_section
 
-KIND = Contract("TASK", Task, ("settings_type", "summary"))
+KIND = Contract("TASK", Task, ("settings_type", "head", "summary"))
 
 TASKS: tuple[type[Task[Any]], ...] = (
     Classification,
@@ -30,4 +31,7 @@ def make_task(settings: Section, state: Mapping[str, Any] | None = None) -> Task
 
 def own_task(kind: str) -> type[Task[Any]]:
     """The task in the user's own module `kind`; raises `InputError` as `load_kind`."""
-    return load_kind(__name__, kind).TASK
+    task = load_kind(__name__, kind).TASK
+    if not is_section(task.settings_type):
+        raise InputError(f"{kind}: its settings_type must derive from {Section.__module__}.Section.")
+    return task

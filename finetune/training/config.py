@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, create_model, field_validator, model_validator
+from pydantic import Field, ValidationError, create_model, field_validator, model_validator
 
 from finetune.tasks import own_metric, registry
 from pretrain.common import settings
 from pretrain.common.earlier import LEFT_PRESETS, LeftError
+from pretrain.common.errors import InputError
 from pretrain.common.extensions import check_name
 from pretrain.common.sections import Keys, Location, Section
+from pretrain.common.setting_errors import first_problem
 from pretrain.config import (
     FREE_ON_RESUME,
     CheckpointConfig,
@@ -267,7 +269,10 @@ class FinetuneConfig(_WithTask):
         if self.task is None:
             return getattr(self, self.task_name)
         given = {name: value for name, value in self.task.items() if name != "kind"}
-        return registry.own_task(self.task["kind"]).settings_type.model_validate(given)
+        try:
+            return registry.own_task(self.task["kind"]).settings_type.model_validate(given)
+        except ValidationError as error:
+            raise InputError(f"task: {first_problem(error)}") from None
 
     def make_task(self, state: Mapping[str, Any] | None = None) -> registry.Task[Any]:
         """The task that the config describes; `state` is what a trained model kept of it."""

@@ -49,7 +49,8 @@ class Contract(NamedTuple):
         for member in (*sorted(getattr(found, "__abstractmethods__", ())), *self.needed):
             declared = getattr(self.base, member, None)
             if getattr(found, member, None) is declared:
-                wanted = f"{member}{inspect.signature(declared)}".replace("'", "") if callable(declared) else member
+                kind = inspect.signature(declared) if callable(declared) else f": {self.base.__annotations__[member]}"
+                wanted = f"{member}{kind}".replace("'", "")
                 raise InputError(f"{name}: {self.attribute} of {_path(module)} lacks {wanted}, which {base} asks for.")
 
 
@@ -91,7 +92,9 @@ def own(name: str) -> Any:
     Raises `InputError`: nobody asked for it, it is not found, it raises, or it has no such attribute.
     """
     given, colon, attribute = name.partition(":")
-    if given not in sys.modules and given not in _asked()["names"]:
+    # Of what the program has imported, a recorded config may name a class of a kind, but not any function such as one
+    # of os.
+    if (colon or given not in sys.modules) and given not in _asked()["names"]:
         raise InputError(
             f"{name}: a recorded config names this module, and imports nothing by itself. If you trust the module, "
             f"add --import {given}, or import it in your program."
@@ -110,14 +113,20 @@ def carrying(environment: dict[str, Any], aside: Path) -> dict[str, Any]:
     """
     if ASKED not in os.environ:
         return environment
-    carried = _asked()["carried"]
-    for top in map(Path, carried):
+    asked = _asked()
+    for top in map(Path, asked["carried"]):
         for file in [top] if top.is_file() else sorted(top.rglob("*.py")):
             copy = aside / file.relative_to(top.parent)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
-    folder = {"working_dir": str(aside)} if carried else {}
-    return {**environment, **folder, "env_vars": {**environment.get("env_vars", {}), ASKED: os.environ[ASKED]}}
+    folder = {"working_dir": str(aside)} if asked["carried"] else {}
+    there = json.dumps({**asked, "folders": []})  # those are of this machine
+    return {**environment, **folder, "env_vars": {**environment.get("env_vars", {}), ASKED: there}}
+
+
+def asked_modules() -> dict[str, ModuleType]:
+    """The modules that were asked for, by name."""
+    return {name: sys.modules[name] for name in _asked()["names"] if name in sys.modules}
 
 
 def hashes() -> dict[str, str]:
