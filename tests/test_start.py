@@ -262,7 +262,7 @@ def test_without_an_adaptation_the_optimizer_groups_are_as_ever() -> None:
     ]
     shares = lr_scales([name for name, _ in named], AdaptationConfig(), 1)
     assert [sorted(group) for group in scaled_groups(named, 0.1, shares)] == 2 * [
-        ["layer_adaptation", "names", "params", "weight_decay"]
+        ["decays", "layer_adaptation", "names", "params", "weight_decay"]
     ]
 
 
