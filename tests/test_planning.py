@@ -170,9 +170,11 @@ def test_a_law_is_written_and_read(tmp_path: Path) -> None:
 
 
 def test_a_recipe_names_what_differs() -> None:
-    law = Recipe.of(mini(), mini(masking={"probability": 0.15}))
+    constant = {"masking_probability": 0.15, "final_masking_probability": 0.0}
+    masked = mini(phases=[{**mini().phases[0].model_dump(), **constant}])
+    law = Recipe.of(mini(), masked)
     assert law.values["masking"] == "0.3 to 0.15, 0.15"
-    assert law.differing(Recipe.of(mini(masking={"probability": 0.15}))) == []
+    assert law.differing(Recipe.of(masked)) == []
     adam = mini(optimizer={"name": "adamw"})
     assert law.differing(Recipe.of(adam)) == ["optimizer adamw"]
 
@@ -181,7 +183,7 @@ def test_a_recipe_has_the_objectives_of_phases_and_the_vocabulary_that_is_used(t
     law, phase = Recipe.of(mini()), mini().phases[0].model_dump()
     own = {**phase, "steps": 10, "ramp_from": 0, "ramp_steps": 0, "warmup_steps": 0, "decay_steps": 0}
     assert law.differing(Recipe.of(mini(phases=[own, own]))) == ["sequence length 128 and 128"]
-    masked = [{**phase, "masking_probability": 0.6}]
+    masked = [{**phase, "masking_probability": 0.6, "final_masking_probability": 0.0}]
     assert law.differing(Recipe.of(mini(phases=masked))) == ["masking 0.6"]
     assert law.differing(Recipe.of(mini(pairs={"objective": "sop"}))) == ["masking 0.3 to 0.15 with sop"]
     repeated = mini(model={**mini().model.model_dump(), "recursions": 2})
