@@ -89,7 +89,7 @@ def test_its_cost_is_planned(run: Path) -> None:
     flops = [float(work_of(one).split()[7]) for one in (config, plain.config)]
     assert flops[0] == pytest.approx(flops[1] + more / 52 * config.phases[0].global_sequences * 25.6, rel=0.01)
     assert f"{places.trained:,}" in estimate.dry_run(config)
-    with pytest.raises(InputError, match="name: learns positions"):
+    with pytest.raises(InputError, match="objective: learns positions"):
         recommendation(config, "1e14", "", None)
 
 

@@ -29,8 +29,8 @@ class PlaceModel(PretrainingModel):
 
     place_weight: nn.Parameter  # [positions, H]
 
-    def __init__(self, *arguments: Any, positions: int) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, positions: int, **how: bool) -> None:
+        super().__init__(*arguments, **how)
         self.place_weight = nn.Parameter(0.02 * torch.randn(positions, self.shape.hidden))
 
     def forward(self, batch: PretrainingBatch) -> PlaceLosses:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -43,7 +43,7 @@ class PlaceModel(PretrainingModel):
 
 
 class Places(MaskedTokens):
-    setting = "name"
+    setting = "objective"
     gist = "learns positions"
     metrics: ClassVar[Mapping[str, Metric]] = {
         **MaskedTokens.metrics,
@@ -53,7 +53,7 @@ class Places(MaskedTokens):
 
     def build(self, read: ReadFrozen) -> None:
         shape = self.config.model
-        self.model = PlaceModel(shape, self.vocabulary, False, positions=shape.max_positions)
+        self.model = PlaceModel(shape, self.vocabulary, False, positions=shape.max_positions, **self.how)
 
     @property
     def terms(self) -> tuple[Term, ...]:

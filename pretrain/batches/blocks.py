@@ -107,14 +107,14 @@ class Units:
         number = self._numbers[place]
         blocks = self._blocks
         shard, begin, end = blocks.shard[number].astype(np.int64), blocks.begin[number], blocks.end[number]
-        row = blocks.first[number].astype(np.int64)
+        document = blocks.first[number].astype(np.int64)
         if self._cutting.joined:
             last = blocks.last[number].astype(np.int64)
-            return Unit(shard, begin, end - begin + last - row - 1, row, last), sample - before
-        row += unit - self._first[place]
-        begin = np.maximum(begin, self._text.document_begin(shard, row))
-        size = np.minimum(end, self._text.document_begin(shard, row + 1)) - begin
-        return Unit(shard, begin, size, row, row + 1), sample - before
+            return Unit(shard, begin, end - begin + last - document - 1, document, last), sample - before
+        document += unit - self._first[place]
+        begin = np.maximum(begin, self._text.document_begin(shard, document))
+        size = np.minimum(end, self._text.document_begin(shard, document + 1)) - begin
+        return Unit(shard, begin, size, document, document + 1), sample - before
 
     def _sizes(self, number: int) -> np.ndarray:
         """Tokens of the units of a block, int64."""

@@ -35,7 +35,7 @@ from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
 _PREFETCH_TOKENS = 1 << 22  # of one rank; a token is 28 bytes here, so this is 120 MB
-_BLOCK_TOKENS = 1 << 16  # gathered at a time when masked tokens are counted from the text
+_COUNTED_AT_ONCE = 1 << 16  # gathered at a time when masked tokens are counted from the text
 _EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
 
 
@@ -273,7 +273,7 @@ class BatchMaker:
         self._budget = max(config.engine.micro_batch_tokens, 2 * length if held_out else 0)
         self._paired = config.pairs.has_classifier
         last = config.held_out_masking_share
-        self._shares = (last, last) if held_out else config.masking_shares(phase)
+        self._masking_shares = (last, last) if held_out else config.masking_shares(phase)
         self._is_filled = config.engine.cuda_graphs and not held_out
         self._phase_sequences = settings.sequences
         self.sampler = (
@@ -365,7 +365,7 @@ class BatchMaker:
 
     def _micro_batch(self, plan: SamplePlan) -> MicroBatch:
         rows = self.sampler.gather(plan)
-        masked = self._masker.apply(rows, plan.key, self._share(plan))
+        masked = self._masker.apply(rows, plan.key, self._masking_share(plan))
         batch = MicroBatch(
             input_ids=torch.from_numpy(masked.input_ids),
             token_types=torch.from_numpy(rows.token_types),
@@ -385,18 +385,18 @@ class BatchMaker:
             return 0
         if self._masker.has_exact_counts:
             special = plan.lengths - plan.ordinary
-            return int(self._masker.counts(plan.lengths, special_tokens=special, share=self._share(plan)).sum())
+            return int(self._masker.counts(plan.lengths, special_tokens=special, share=self._masking_share(plan)).sum())
         # How many tokens are chosen depends on the text, so all of it has to be looked at.
-        blocks = np.cumsum(plan.lengths) // _BLOCK_TOKENS
-        parts = np.split(np.arange(len(blocks)), np.flatnonzero(np.diff(blocks)) + 1)
+        portion = np.cumsum(plan.lengths) // _COUNTED_AT_ONCE
+        parts = np.split(np.arange(len(portion)), np.flatnonzero(np.diff(portion)) + 1)
         return sum(
-            self._masker.count(self.sampler.gather(part), part.key, self._share(part))
+            self._masker.count(self.sampler.gather(part), part.key, self._masking_share(part))
             for part in (plan[members] for members in parts)
         )
 
-    def _share(self, plan: SamplePlan) -> np.ndarray:
+    def _masking_share(self, plan: SamplePlan) -> np.ndarray:
         """Share of each sample's tokens to predict, float64 [B]: a function of its number alone (invariant 1)."""
-        first, last = self._shares
+        first, last = self._masking_shares
         # After a rollback has skipped data, numbers go past the end of the phase.
         return first + (last - first) * np.minimum(plan.number / self._phase_sequences, 1.0)
 

@@ -29,7 +29,7 @@ class SamplePlan:
     shard_b: np.ndarray
     begin_b: np.ndarray
     length_b: np.ndarray
-    label: np.ndarray  # 0 B follows A; 1 B comes from another document (nsp), or A follows B (sop); else IGNORED
+    label: np.ndarray  # 0 B follows A, or no pairs; 1 B is another document's (nsp), A follows B (sop); IGNORED alone
     lengths: np.ndarray  # special tokens included
     separators: np.ndarray  # between documents of one segment
     at_end: np.ndarray  # bool, whether the sample's span of text ends with a sentence

@@ -2,7 +2,7 @@
 
     number -> source (`order`) -> epoch, window (`blocks`) -> unit of text -> span (`cuts`) -> segments (`pairs`)
 
-Everything is vectorized over samples. Only the samples of each block are counted in a pass over the corpus.
+Everything is vectorized over samples. Only to count the samples of each block takes a pass over the corpus.
 """
 
 from __future__ import annotations

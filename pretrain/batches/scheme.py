@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +26,7 @@ class MaskingVocabulary:
     # begins; 0 fits all. WordPiece has none: its marks are words without "##".
     first: np.ndarray | None = None
     last: np.ndarray | None = None
+    entries: Sequence[str] = ()  # [V], the text of each id
 
 
 class MaskingScheme:

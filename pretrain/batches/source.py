@@ -132,7 +132,7 @@ class SourceSamples:
         return plan
 
     def _spans(self, epoch: int, window: int, units: Units, within: np.ndarray) -> PairSpans:
-        """The spans of tokens of samples of a window, and their keys."""
+        """The spans and keys of samples of a window; `_of_cells` sets `cell`, `_paired` sets `first` and `at_begin`."""
         shuffle_key = np.broadcast_to(draw(draw(self._shuffle_key, epoch), window), len(within))
         unit, sample = units.find(permute(within, units.samples, shuffle_key))
         identity = self._shard[unit.shard] << _OFFSET_BITS
@@ -147,7 +147,7 @@ class SourceSamples:
             end=places.token(rows, spans.end),
             first=spans.first,
             last=spans.last,
-            at_begin=spans.at_end,  # not known yet
+            at_begin=np.zeros_like(spans.at_end),
             at_end=spans.at_end,
             document=identity + unit.first,
             key=draw(draw(self._sample_key, epoch), index),

@@ -6,11 +6,12 @@
     shards      the documents that stay, in the order of the sources -> shard files
     card        figures; then the manifest, which makes the folder a corpus
 
-The state between runs is in `<dir>/.work`. Every file there is atomic and named after its content; what `documents`
-writes to decide, every run writes again. The coordinating process hands out calls of `stages`, to processes of this
-machine or to tasks of a Ray cluster. Text and tokens stay in those processes. No process's memory grows with the
-corpus, but for a bit for each document on a cluster, which takes all calls at once. The corpus is the same, byte by
-byte, for every number of processes, on one machine or a cluster, and after every interruption.
+The state between runs is in `<dir>/.work`. Files there are atomic, and part files are named after their piece, so
+that a later run finds them. What `documents` writes is written again by every run. The coordinating process hands out
+calls of `stages`, to processes of this machine or to tasks of a Ray cluster. Text and tokens stay in those processes.
+No process's memory grows with the corpus, but for a bit for each document on a cluster, which takes all calls at
+once. The corpus is the same, byte by byte, for every number of processes, on one machine or a cluster, and after
+every interruption.
 """
 
 import collections
@@ -235,10 +236,8 @@ class _Preparation:
         refusal = f"{self._folder}: another `prepare` is running in it. Wait for it, or stop it."
         with locked(self._work / stages.LOCK, refusal):
             settings = self._work / "settings.json"
-            now = self._settings | {
-                "piece_bytes": PIECE_BYTES,
-                "order": "random",
-            }  # part files are known by their piece
+            # Part files are known by their piece.
+            now = self._settings | {"piece_bytes": PIECE_BYTES, "order": "random"}
             if settings.exists():
                 refuse_changes(self._folder, json.loads(settings.read_text(encoding="utf-8")), now)
             else:

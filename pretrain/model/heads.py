@@ -1,4 +1,4 @@
-"""The two pretraining objectives on top of the encoder: masked language modeling and next-sentence prediction.
+"""The heads of pretraining on top of the encoder: masked tokens, and the relation of two segments.
 
 Shape letters: T tokens, S sequences, K masked tokens, H hidden width, V vocabulary.
 """
@@ -26,7 +26,7 @@ class PretrainingBatch(UnpaddedBatch, Protocol):
     @property
     def masked_labels(self) -> Tensor: ...  # int64 [K]
     @property
-    def nsp_labels(self) -> Tensor: ...  # int64 [S]; 0 is next, 1 is random; [0] without NSP
+    def nsp_labels(self) -> Tensor: ...  # int64 [S], as `MicroBatch.nsp_labels`
 
 
 class Losses(NamedTuple):
@@ -34,7 +34,7 @@ class Losses(NamedTuple):
 
     mlm_loss: Tensor  # cross-entropy in nats
     nsp_loss: Tensor
-    mlm_correct: Tensor  # number of masked tokens whose label has the highest score
+    mlm_correct: Tensor  # masked tokens whose label has the highest score; a tie counts as its share
     nsp_correct: Tensor
 
 

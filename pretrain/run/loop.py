@@ -252,8 +252,8 @@ class _Fit(Generic[S]):
         totals: Tensor | None = None
         flops, weights = 0.0, task.loss_weights(step)
         for position, micro_batch in enumerate(step.micro_batches):
-            part = self.forward_backward.run(micro_batch, weights, last=position == len(step.micro_batches) - 1)
-            totals = part if totals is None else totals + part
+            added = self.forward_backward.run(micro_batch, weights, last=position == len(step.micro_batches) - 1)
+            totals = added if totals is None else totals + added
             flops += task.flops(micro_batch)
         assert totals is not None
         rate = self.plan.learning_rate(number)

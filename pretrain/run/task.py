@@ -49,7 +49,7 @@ class TrainingTask(Protocol[S]):
         ...
 
     def loss_weights(self, step: S) -> tuple[float, ...]:
-        """What the losses of each micro-batch of a step are multiplied by: one over their global counts, and shares."""
+        """What each loss of a micro-batch is multiplied by: its weight over its global count."""
         ...
 
     def loss(self, output: Any, weights: Sequence[float] | Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class Masker:
     """Masks tokens of each sequence, at most as many as `counts` gives, never a special one.
 
     Args:
-        text: the corpus, or the vocabulary of texts that are in none.
+        text: a corpus; or a vocabulary alone, for texts outside of any corpus.
         masking: the scheme and its shares.
         sequence_length: of the longest sequences; the default limit is the share of it.
         max_predictions: tokens to predict in a sequence at most; 0 for that limit.
@@ -131,6 +131,6 @@ def _vocabulary(shards: TokenShards) -> MaskingVocabulary:
     mask = shards.special_ids["mask"]
     if is_byte_vocabulary(entries):
         edges = word_edges(entries)
-        return MaskingVocabulary(mask, ordinary, edges.continues, edges.first, edges.last)
+        return MaskingVocabulary(mask, ordinary, edges.continues, edges.first, edges.last, entries)
     continues = np.array([entry.startswith("##") for entry in entries])
-    return MaskingVocabulary(mask, ordinary, continues)
+    return MaskingVocabulary(mask, ordinary, continues, entries=entries)

@@ -1,7 +1,7 @@
 """A model under DeepSpeed: forward, backward, step, and the optimizer's state as named fragments.
 
-DeepSpeed averages gradients over workers and over accumulation steps. Here a loss is already divided by its
-count over all ranks and micro-batches. So the engine undoes the average over workers and disables that over steps.
+A loss is already divided by its count over all ranks and micro-batches, so gradients are only summed: in ZeRO 1 and 2
+by `gradient_sums`, otherwise by DeepSpeed, whose average over workers `backward` undoes. That over steps is disabled.
 """
 
 import contextlib

@@ -42,7 +42,7 @@ class GradientSums:
     each piece and owner, and waits for the device before each (stage_1_and_2.py, allreduce_and_copy).
 
     Attributes:
-        own_B: fp32 [owner's part], this rank's sums of each bucket, complete after `finish`.
+        own_parts: fp32 [owner's part], this rank's sums of each bucket, complete after `finish`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GradientSums:
         self._whole = whole or dist.get_world_size() == 1
         self._buckets = [_Bucket(parameters, weights, self._whole) for parameters, weights in buckets]
         self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket.places}
-        self.own_B = [bucket.own for bucket in self._buckets]
+        self.own_parts = [bucket.own for bucket in self._buckets]
         self._to_send: deque[_Bucket] = deque()  # of this backward pass, in order
         self._pending: deque[_InFlight] = deque()
         deepspeed_patches.replace_gradient_sums(deepspeed.optimizer, self._add)
@@ -74,10 +74,9 @@ class GradientSums:
         return self._whole
 
     def nonzero(self) -> list[Tensor]:
-        """`own_B`, of tables that got rows of gradients only these."""
-        return [
-            own if (table := self.table(n)) is None else table[0][table[1]].view(-1) for n, own in enumerate(self.own_B)
-        ]
+        """`own_parts`, of tables that got rows of gradients only these."""
+        tables = map(self.table, range(len(self.own_parts)))
+        return [own if t is None else t[0][t[1]].view(-1) for own, t in zip(self.own_parts, tables, strict=True)]
 
     def table(self, number: int) -> tuple[Tensor, Tensor] | None:
         """Of a bucket that is one table, which got rows of gradients: (sums [V, H], numbers of these rows)."""

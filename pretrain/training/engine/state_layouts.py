@@ -91,7 +91,7 @@ class StateLayout(ABC):
     """The storage of master weights and moments in one ZeRO stage, and its optimizer step.
 
     Attributes:
-        deepspeed_clips: DeepSpeed clips gradients, unless its sums are replaced; else `step` does.
+        deepspeed_clips: DeepSpeed clips gradients if it also sums them (`sums` is None); otherwise `step` does.
         deepspeed_scales: DeepSpeed scales the loss in fp16, as it does for its ZeRO optimizers (scale_if_loss).
         sums_apart: DeepSpeed sums gradients in a separate buffer, whose type can be chosen.
         shared: every rank holds the whole state.
@@ -351,7 +351,7 @@ class Stage1Layout(OwnStepLayout):
     def _take_step(self) -> None:
         assert self.sums is not None
         self._norm = global_norm(self.sums.nonzero(), self._parts.sum_over_workers)
-        if self._update(self.flats(), self.sums.own_B, self._norm):
+        if self._update(self.flats(), self.sums.own_parts, self._norm):
             self._spread_weights()
 
     def _step_tables(self, norm: Tensor) -> set[int]:
