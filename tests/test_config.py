@@ -739,3 +739,8 @@ def test_remote_addresses_are_refused(write, name: str, address: str):
         f"--set {name}={address}: {name}: {address!r} is a remote address; only local paths are supported. "
         "Mount or copy it, and give the local path."
     ]
+
+
+def test_an_alias_that_refers_to_itself_is_one_line(write):
+    with pytest.raises(InputError, match=r"run.yaml: nested too deeply, or an alias \(\*\) refers to itself"):
+        load_config(write("name: &a [*a]\n"))

@@ -480,7 +480,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, int]]:
         hand_out(tasks, poll, result)
 
     def result(task: Any) -> float:
-        config = task.payload["config"]
+        config = task.training.config
         handed.append((Path(config["start_from"]).name, config["random_weights"], config["seed"]))
         return 0.5 + 0.01 * config["seed"] if config["random_weights"] else 0.6 + 0.1 * config["seed"]
 

@@ -39,7 +39,7 @@ class Runs:
         hand_out(tasks, poll, self._result)
 
     def _result(self, task: Any) -> float | RunError:
-        config = task.payload["config"]
+        config = task.training.config
         random, rate, seed = config["random_weights"], config["training"]["learning_rate"], config["seed"]
         error = self.errors.get(rate)
         if not isinstance(error, StoppedError):

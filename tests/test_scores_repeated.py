@@ -205,7 +205,7 @@ class Runs:
         hand_out(tasks, poll, self._result)
 
     def _result(self, task: Any) -> float | RunError:
-        config = task.payload["config"]
+        config = task.training.config
         self.names.append(config["name"])
         self.folders.append(task.run_dir)
         fails = config["random_weights"] and config["seed"] in self.seeds

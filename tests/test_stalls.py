@@ -67,7 +67,7 @@ def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
 
     recorder = SimpleNamespace(log=lambda record: look("log"), rewind=lambda step: look("rewind"))
     tracking = SimpleNamespace(log_every_steps=1)
-    saving = SimpleNamespace(keep_last=1)
+    saving = SimpleNamespace(keep_last=1, keep_at=(), keep_every_tokens=0)
     config: Any = SimpleNamespace(seed=0, tracking=tracking, checkpoint=saving, address="")
     plan = TrainingPlan(config, 2, lambda _: 0.0, evaluate_every_steps=9, checkpoint_every_steps=9)
     task: Any = SimpleNamespace(batches=batches, stalled_seconds=lambda: 0.0, validation_set=lambda: "dev")

@@ -62,7 +62,12 @@ def load(config: AnyConfig, kind: type[S], overrides: Overrides = (), *, imports
         InputError: one line per problem, each with the line of the file or the override that causes it.
     """
     source = _Document(config, kind, overrides)
-    settings = source.validate()
+    try:
+        settings = source.validate()
+    except RecursionError:
+        raise InputError(
+            f"{source.origin}: nested too deeply, or an alias (*) refers to itself. Write it out."
+        ) from None
     if imports:
         import_named(settings, source.folder, lambda keys: f"{source.where(keys)}: ")
         if (narrowed := settings.narrowed()) is not kind:
