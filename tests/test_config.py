@@ -744,3 +744,10 @@ def test_remote_addresses_are_refused(write, name: str, address: str):
 def test_an_alias_that_refers_to_itself_is_one_line(write):
     with pytest.raises(InputError, match=r"run.yaml: nested too deeply, or an alias \(\*\) refers to itself"):
         load_config(write("name: &a [*a]\n"))
+    with pytest.raises(InputError, match=r"run.yaml: not valid YAML: nested too deeply"):
+        load_config(write(f"name: {'[' * 5000}\n"))
+
+
+def test_a_text_that_is_given_as_a_config_is_not_read(write):
+    with pytest.raises(InputError, match=r"run.yaml: more than 1 MiB. Give a YAML file with settings"):
+        load_config(write("words " * 200_000))

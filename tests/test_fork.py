@@ -160,6 +160,7 @@ def test_a_fork_has_a_group_and_a_past(parent: Path, corpus: Path, tmp_path: Pat
     second = {**settings(corpus, tmp_path / "b"), "name": "b", "fork_from": f"{tmp_path / 'a'}@{FORKED}"}
     assert begin_fork(PretrainConfig.model_validate(second))
     assert read_fork(tmp_path / "b") == {
+        "id": read_fork(tmp_path / "b")["id"],
         "run": str(tmp_path / "a"),
         "name": "trial",
         "step": FORKED,
@@ -170,6 +171,8 @@ def test_a_fork_has_a_group_and_a_past(parent: Path, corpus: Path, tmp_path: Pat
     assert (tmp_path / "b" / FORK_FILE).is_file()
     trained = {**second, "run_dir": str(tmp_path / "b")}
     assert run_workers(1, starts, [Start(trained, resume=True)]) == [[""]]
+    state = store.read_state(store.list_checkpoints(tmp_path / "b/checkpoints")[-1])
+    assert state["run_id"] == read_fork(tmp_path / "b")["id"] != read_fork(tmp_path / "b")["run_id"]
     assert not begin_fork(PretrainConfig.model_validate(trained))
 
 

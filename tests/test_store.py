@@ -327,6 +327,15 @@ def test_a_torn_state_stops_neither_pruning_nor_resuming(tmp_path: Path) -> None
     assert store.newest(tmp_path) == tmp_path / store.name_of(2)
 
 
+def test_kept_checkpoints_stay_and_a_damaged_old_state_stops_nothing(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    for step, text in ((10, '{"kept": true}'), (20, "not JSON")):
+        (tmp_path / store.name_of(step) / "state.json").write_text(text)
+    store.prune(tmp_path, 1)
+    assert [store.step_of(path) for path in store.list_checkpoints(tmp_path)] == [10, 40]
+
+
 def test_nothing_is_pruned_while_the_best_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = [save(tmp_path, step, loss=float(step)) for step in (1, 2, 3)]
     read = Path.read_text

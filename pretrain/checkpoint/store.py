@@ -312,13 +312,19 @@ def prune(folder: Path, keep_last: int, saved: Path | None = None) -> None:
     checkpoints = list_checkpoints(folder)
     keep = {*checkpoints[-keep_last:], best(folder), saved}
     for path in checkpoints:
-        if path not in keep and not read_state(path).get("kept"):
+        if path not in keep and not _is_kept(path):
             # Renamed first, so that an interrupted removal leaves nothing that looks like a checkpoint.
             removed = path.with_name(f".{path.name}.tmp")
             shutil.rmtree(removed, ignore_errors=True)
             path.replace(removed)
             shutil.rmtree(removed, ignore_errors=True)
     remove_leftovers(folder)
+
+
+def _is_kept(checkpoint: Path) -> bool:
+    with contextlib.suppress(InputError):  # a damaged one is of no use
+        return bool(read_state(checkpoint).get("kept"))
+    return False
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -10,10 +10,14 @@ import yaml
 from pretrain.common.errors import InputError, printable
 from pretrain.common.setting_errors import shown
 
+_MOST_BYTES = 1 << 20  # of a config, far above the settings of any run
+
 
 def read_text(path: Path) -> str:
-    """The text of a YAML file. Raises `InputError` if it cannot be read or is not UTF-8."""
+    """The text of a YAML file. Raises `InputError` if it cannot be read, is too large or is not UTF-8."""
     try:
+        if path.stat().st_size > _MOST_BYTES:  # such as a text to train on, given by mistake
+            raise InputError(f"{path}: more than {_MOST_BYTES >> 20} MiB. Give a YAML file with settings.")
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
@@ -37,6 +41,8 @@ def parse(text: str, where: str) -> tuple[yaml.Node | None, Any]:
         try:
             root = loader.get_single_node()
             return root, loader.construct_document(root) if root is not None else None
+        except RecursionError:
+            raise InputError(f"{where}: not valid YAML: nested too deeply.") from None
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:

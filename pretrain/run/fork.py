@@ -22,6 +22,7 @@ from pretrain.common.files import (
 from pretrain.common.records import read_records
 from pretrain.common.run_files import FORK_FILE, METRICS, START_FILE, read_fork
 from pretrain.config import PretrainConfig, changed_for_resume
+from pretrain.tracking.mirror import new_id
 
 
 def begin_fork(config: PretrainConfig) -> bool:
@@ -40,6 +41,8 @@ def begin_fork(config: PretrainConfig) -> bool:
         if names or (config.address and StoredRun(config.address, config.folder).names()):
             return names == [f"step-{read_fork(config.folder).get('step', -1):08d}"]  # which was not begun yet
         step, checkpoint = find_fork(config)
+        if is_remote(run := _run_of(config)):
+            StoredRun(run, local_run(run)).download_checkpoints([checkpoint.name])
         _check(config, step, checkpoint)
         with disk_errors(config.folder):
             _take(config, step, checkpoint)
@@ -47,13 +50,12 @@ def begin_fork(config: PretrainConfig) -> bool:
 
 
 def find_fork(config: PretrainConfig) -> tuple[int, Path]:
-    """(step, checkpoint) of `fork_from`, fetched if it is at an address; raises `InputError` if there is none."""
+    """(step, checkpoint) of `fork_from`, not fetched; raises `InputError` if there is none, or no step is left."""
     from pretrain.storage.runs import StoredRun
 
-    run, _, number = config.fork_from.rpartition("@")
-    step = int(number)
-    folder, stored = (local_run(run), StoredRun(run, local_run(run))) if is_remote(run) else (find_run(run), None)
-    names = stored.names() if stored else checkpoint_names(folder)
+    run, step = _run_of(config), int(config.fork_from.rpartition("@")[2])
+    folder = find_run(local_run(run))
+    names = StoredRun(run, folder).names() if is_remote(run) else checkpoint_names(folder)
     name = f"step-{step:08d}"
     if name not in names:
         steps = sorted((int(one.removeprefix("step-")) for one in names), key=lambda one: abs(one - step))[:2]
@@ -67,9 +69,11 @@ def find_fork(config: PretrainConfig) -> tuple[int, Path]:
             f"fork_from: step {step} is not before the end of the phases, which have {config.total_steps} steps. Add "
             "what the run is to do after it."
         )
-    if stored:
-        stored.download_checkpoints([name])
     return step, folder / "checkpoints" / name
+
+
+def _run_of(config: PretrainConfig) -> str:
+    return config.fork_from.rpartition("@")[0]
 
 
 def _check(config: PretrainConfig, step: int, checkpoint: Path) -> None:
@@ -92,8 +96,9 @@ def _take(config: PretrainConfig, step: int, checkpoint: Path) -> None:
     earlier, before = read_fork(parent), state["config"]
     with atomic_open(folder / METRICS, "w") as file:
         file.writelines(f"{json.dumps(one)}\n" for one in read_records(parent) if one.get("step", 0) <= step)
-    run = config.fork_from.rpartition("@")[0]
+    run = _run_of(config)
     fork = {
+        "id": new_id(config),  # of W&B's run, however often the first start is repeated
         "run": run if is_remote(run) else str(parent.resolve()),
         "name": before["name"],
         "step": step,

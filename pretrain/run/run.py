@@ -80,7 +80,7 @@ def run(
     tracker = Tracker(
         config,
         config.folder,
-        run_id=None if fork else state.get("run_id"),
+        run_id=fork.get("id") or state.get("run_id"),
         step=progress.step if state else None,
         card=training.card,
         job_type=training.job_type,

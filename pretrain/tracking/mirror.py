@@ -4,6 +4,7 @@ import logging
 import netrc
 import os
 import queue
+import secrets
 import statistics
 import threading
 from pathlib import Path
@@ -113,6 +114,11 @@ def _wandb_key_set() -> bool:
         return netrc.netrc(logins).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def new_id(config: RunConfig) -> str:
+    """W&B's id of a new run."""
+    return config.tracking.run_id or f"{config.name[:ID_NAME]}-{secrets.token_hex(4)}"
 
 
 def wandb_arguments(

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +12,7 @@ from pretrain.common.files import append_open, disk_errors
 from pretrain.common.records import keep_until, read_records
 from pretrain.common.run_files import METRICS
 from pretrain.config import RunConfig
-from pretrain.tracking.mirror import ID_NAME, WandbMirror, wandb_arguments, wandb_mode
+from pretrain.tracking.mirror import WandbMirror, new_id, wandb_arguments, wandb_mode
 from pretrain.tracking.rows import MetricRows
 
 
@@ -45,7 +44,7 @@ class Tracker:
         job_type: str,
         enabled: bool,
     ) -> None:
-        self.run_id = run_id or config.tracking.run_id or f"{config.name[:ID_NAME]}-{secrets.token_hex(4)}"
+        self.run_id = run_id or new_id(config)
         self._file = None
         self._wandb = None
         self._step = step or 0
