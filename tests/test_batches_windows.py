@@ -42,7 +42,7 @@ def read_by_phases(shards: TokenShards, config: PretrainConfig, skipped: tuple[i
 def test_a_phase_goes_on_where_the_one_before_it_ends(pairs, monkeypatch):
     """At the same length with the next sample; at another one with the next window of which nothing was read."""
     monkeypatch.setattr("pretrain.batches.sampler.WINDOW_BLOCKS", 2)
-    monkeypatch.setattr("pretrain.batches.sampler.BLOCK_TOKENS", 2000)
+    monkeypatch.setattr("pretrain.corpus.blocks.BLOCK_TOKENS", 2000)
     shards = numbered([[[10] * 20] * 300, [[10] * 7] * 300], sources=[0, 1], weights=(1.0, 1.0))  # 81,000 tokens
     alike = phases((64, 40), (64, 40), (64, 40), **pairs)
     assert read_by_phases(shards, alike).max() == 1
@@ -123,5 +123,5 @@ def test_samples_are_shuffled_within_windows_that_hold_a_batch():
     large = sampler(shards, 64, more={"block_tokens": 1000, "window_blocks": 5, "batch": 400}, **SINGLE)
     assert min(window_reads(large, shards, 400, 1000)) >= 20
     begins = [made.plan(epoch(made, number)).begin_a for number in range(2)]
-    assert abs(np.corrcoef(begins[0], begins[1])[0, 1]) < 0.1
+    assert abs(np.corrcoef(begins[0], begins[1])[0, 1]) < 0.25  # mostly that of 100 blocks
     assert abs(np.corrcoef(begins[0], np.arange(len(begins[0])))[0, 1]) < 0.25

@@ -295,6 +295,7 @@ class BatchMaker:
         if settings.ramp_from:
             first = f"phases.{self._phase}.ramp_from"
             _check_balance(self._config, self._phase, first, settings.ramp_from, self.world_size)
+        self.sampler.check_cache(f"phases.{self._phase}")
         if self.samples_per_epoch < settings.global_sequences:
             raise InputError(
                 f"{where}: {settings.global_sequences}, but {self._folder} holds only {self.samples_per_epoch} samples "

@@ -11,20 +11,22 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pretrain.batches.blocks import BLOCK_TOKENS, WINDOW_BLOCKS, cut_blocks, sample_counts, window_blocks_for
+from pretrain.batches.blocks import WINDOW_BLOCKS, Blocks, blocks_of, sample_counts, window_blocks_for
 from pretrain.batches.cuts import Cutting
 from pretrain.batches.order import Mixture
 from pretrain.batches.plan import Rows, SamplePlan, gather
 from pretrain.batches.replay import mixture_weights
-from pretrain.batches.source import SourceProgress, SourceSamples
+from pretrain.batches.source import Machine, SourceProgress, SourceSamples, StreamedBlocks
 from pretrain.batches.text import ShardText
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 from pretrain.config import PairsConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
-SAMPLER = 2
-"""Which samples a number means. A run with other ones cannot be resumed; 1 did not read every token."""
+SAMPLER = 3
+"""Which samples a number means. A run with other ones cannot be resumed; 1 did not read every token, and 2 shuffled the
+samples of a window without regard to their blocks.
+"""
 
 
 def phase_sampler(
@@ -72,8 +74,9 @@ class Sampler:
         weights: replaces those of the sources that it names; `where` is their place in the config.
         start: how far each source was read before, from `read_after`.
         batch: samples that are read together; windows are never smaller.
-        block_tokens: tokens of a block; by default `BLOCK_TOKENS`.
-        window_blocks: blocks of a window, at least; by default `WINDOW_BLOCKS`.
+        block_tokens: tokens of a block; by default those of the corpus.
+        window_blocks: blocks of the windows of all sources together, at least; by default `WINDOW_BLOCKS`.
+        machine: only its samples can be planned (`owners`).
 
     Raises `InputError` if the corpus has no sample, or no source of such a name.
     """
@@ -91,6 +94,7 @@ class Sampler:
         batch: int = 1,
         block_tokens: int = 0,
         window_blocks: int = 0,
+        machine: Machine = Machine(),  # noqa: B008 - frozen
     ) -> None:
         if not shards.shards:
             raise InputError(f"{shards.folder}: no text in this split. Prepare the corpus again.")
@@ -104,8 +108,10 @@ class Sampler:
         cutting = Cutting(self.capacity, 2 if self.paired or joined else 1, pairs.short_share, joined)
         own = [shards.of_source(source) for source in range(len(shards.sources))]
         self._check_partners(own)
-        blocks = [cut_blocks(self._text, one, block_tokens or BLOCK_TOKENS) for one in own]
+        blocks = [blocks_of(shards.shards, one, block_tokens) for one in own]
         counts = sample_counts(self._text, blocks, cutting, shards)
+        self._mixture = Mixture(self._shares([int(each.sum()) for each in counts], weights or {}, where))
+        most = window_blocks or WINDOW_BLOCKS
         self.sources = [
             SourceSamples(
                 self._text,
@@ -116,16 +122,27 @@ class Sampler:
                 pairs=pairs,
                 fingerprint=shards.source_fingerprint(number),
                 seed=seed,
-                window_blocks=window_blocks_for(its_counts, batch, window_blocks or WINDOW_BLOCKS),
+                window_blocks=window_blocks_for(its_counts, batch, share / self._mixture.period, most),
+                machine=machine,
+                held=_streamed(shards, its_blocks),
             )
-            for number, (one, its_blocks, its_counts) in enumerate(zip(own, blocks, counts, strict=True))
+            for number, (one, its_blocks, its_counts, share) in enumerate(
+                zip(own, blocks, counts, self._mixture.shares, strict=True)
+            )
         ]
-        self._mixture = Mixture(self._shares(weights or {}, where))
         self._start = list(start) or [None] * len(own)
         self._first = [
             source.first_after(before) if share else 0
             for source, before, share in zip(self.sources, self._start, self._mixture.shares, strict=True)
         ]
+
+    def check_cache(self, where: str) -> None:
+        """Raise `InputError` if what is read at a time is more than the cache of a streamed corpus."""
+        caches = {id(shard.cache): shard.cache for shard in self.shards.shards if shard.cache}
+        pairs = zip(self.sources, self._mixture.shares, strict=True)
+        least = sum(source.held_bytes() for source, share in pairs if share)
+        for cache in caches.values():
+            cache.check_fits(least, where)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -145,8 +162,19 @@ class Sampler:
             for source, first, count, before in zip(self.sources, self._first, counts, self._start, strict=True)
         ]
 
+    def owners(self, samples: np.ndarray) -> np.ndarray:
+        """The machine that each of `samples` belongs to, int64 [B]. Machines have the same number, to within a few."""
+        source, before = self._mixture.locate(samples)
+        owner = np.zeros_like(samples)
+        for number in np.unique(source).tolist():
+            own = np.flatnonzero(source == number)
+            owner[own] = self.sources[number].owners(before[own] + self._first[number])
+        return owner
+
     def plan(self, samples: np.ndarray) -> SamplePlan:
-        """Plan `samples` (int64 [B], counted across epochs); reads sentence and document offsets, no tokens."""
+        """Plan `samples` of this machine (int64 [B], counted across epochs); reads sentence and document offsets, no
+        tokens.
+        """
         self._text.looked_up(len(samples))
         source, before = self._mixture.locate(samples)
         plans, rows = [], []
@@ -171,11 +199,19 @@ class Sampler:
                 "need at least two. Add documents or set pairs.objective: none."
             )
 
-    def _shares(self, weights: Mapping[str, float], where: str) -> list[int]:
-        """Samples of each source in an epoch of the mixture."""
-        counts = [source.samples for source in self.sources]
+    def _shares(self, counts: list[int], weights: Mapping[str, float], where: str) -> list[int]:
+        """Samples of each source in an epoch of the mixture, from those of its own epoch."""
         mixture = mixture_weights(self.shards.sources, self.shards.weights(weights, where), counts)
         shares = [max(1, round(w * n)) if w and n else 0 for w, n in zip(mixture, counts, strict=True)]
         if not sum(shares):
             raise InputError(f"{self.shards.folder}: no document has the two tokens that a sample needs. Add text.")
         return shares
+
+
+def _streamed(shards: TokenShards, blocks: Blocks) -> StreamedBlocks | None:
+    """Where the blocks of a source are held; None if it is not streamed."""
+    cache = shards.shards[int(blocks.shard[0])].cache if len(blocks) else None
+    if cache is None:
+        return None
+    first = np.searchsorted(blocks.shard, blocks.shard)  # neighbors are of the same shard
+    return StreamedBlocks(cache, cache.numbers(blocks.shard, np.arange(len(blocks)) - first))

@@ -107,6 +107,17 @@ class ObjectStore:
 
         return self._retried(address, "read", work)
 
+    def read_range(self, address: str, begin: int, end: int) -> bytes:
+        """The bytes from `begin` to before `end` of an object."""
+
+        def work() -> bytes:
+            chunk = _system(address).cat_file(_name(address), start=begin, end=end)
+            if len(chunk) != end - begin:
+                raise OSError(f"{len(chunk)} bytes came, not {end - begin}")
+            return chunk
+
+        return self._retried(address, "read", work)
+
     def write(self, address: str, content: bytes) -> None:
         """Write a small object."""
         self._retried(address, "written", lambda: _system(address).pipe_file(_name(address), content))
@@ -209,15 +220,7 @@ class ObjectStore:
         """Add what `part` lacks of the object's `size` bytes."""
         with part.open("ab") as file:
             while (position := file.tell()) < size:
-                end = min(size, position + _CHUNK_BYTES)
-
-                def work(position: int = position, end: int = end) -> bytes:
-                    chunk = _system(address).cat_file(_name(address), start=position, end=end)
-                    if len(chunk) != end - position:
-                        raise OSError(f"{len(chunk)} bytes came, not {end - position}")
-                    return chunk
-
-                file.write(self._retried(address, "read", work))
+                file.write(self.read_range(address, position, min(size, position + _CHUNK_BYTES)))
             file.flush()
             os.fsync(file.fileno())
 
