@@ -119,7 +119,7 @@ def shards_of(folder: Path, manifest: dict[str, Any], split: str) -> TokenShards
         special_ids=manifest["special_ids"],
         sources=manifest["sources"],
         shards=[_open_shard(folder, entry, manifest) for entry in manifest["shards"] if entry["split"] == split],
-        fingerprints=tuple(_source_fingerprint(manifest, number) for number in range(len(manifest["sources"]))),
+        fingerprints=tuple(source_fingerprint(manifest, number) for number in range(len(manifest["sources"]))),
     )
 
 
@@ -147,7 +147,7 @@ def verify_shards(folder: Path) -> None:
             write_json(folder / _PROVEN, proofs)
 
 
-def _source_fingerprint(manifest: dict[str, Any], source: int) -> str:
+def source_fingerprint(manifest: dict[str, Any], source: int) -> str:
     """A digest of the vocabulary and of the contents of a source's shards."""
     files = manifest["files"]
     names = [entry["name"] for entry in manifest["shards"] if entry["source"] == source]
