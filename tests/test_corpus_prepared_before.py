@@ -89,6 +89,7 @@ def test_the_same_sources_give_the_same_documents(folder: Path) -> None:
     assert documents_of(Path("again")) == documents_of(folder)
     made, before = (json.loads((one / "card.json").read_text()) for one in (Path("again"), folder))
     assert made["sources"][2].pop("left_out") == {"paragraphs": 8, "characters": 64, "read_characters": 1917}
+    assert all(len(source.pop("fingerprint")) == 64 for source in made["sources"])
     for card in (made, before):
         del card["totals"]["shards"]
         card["sources"] = [as_now("sources", source) for source in card["sources"]]

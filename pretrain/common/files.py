@@ -256,7 +256,13 @@ def write_manifest(folder: Path, extra: dict[str, Any], hashes: dict[str, str] |
 
 def put_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write `manifest` to `folder` together with its own SHA-256, which `verify_manifest` checks."""
-    write_json(folder / MANIFEST, {**manifest, _OWN_HASH: _own_hash(manifest)})
+    with atomic_open(folder / MANIFEST) as file:
+        file.write(signed(manifest))
+
+
+def signed(manifest: dict[str, Any]) -> bytes:
+    """The content of a file with `manifest` and its own SHA-256."""
+    return f"{json.dumps({**manifest, _OWN_HASH: _own_hash(manifest)}, indent=2, ensure_ascii=False)}\n".encode()
 
 
 def is_signed(manifest: Any) -> bool:

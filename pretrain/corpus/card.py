@@ -65,26 +65,31 @@ def write_card(
     extension: dict[str, Any] | None = None,
     filtered: list[dict[str, Any]] | None = None,
     evaluation: list[dict[str, Any]] | None = None,
+    before: dict[str, Any] | None = None,
+    not_compared: list[str] | None = None,
 ) -> None:
     """Write card.json and card.md.
 
     `hashes` has {path: SHA-256} of each source's files, `extension` further facts about an extended vocabulary,
-    `filtered` what filters did, `evaluation` the evaluation sets whose text was looked for.
+    `filtered` what filters did, `evaluation` the evaluation sets whose text was looked for. `before` is the card of the
+    corpus that this one grew from, whose sources come first and have no `hashes`; `not_compared` what was not compared.
     """
+    earlier = (before or {}).get("sources", [])
     totals = {key: sum(source[key] for source in sources) for key in _COUNTS}
     totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)  # pyright: ignore[reportArgumentType]
     totals["shards"] = len(shards)
     case = {"lowercase": lowercase}
     if strip_accents not in (None, lowercase):
         case["strip_accents"] = bool(strip_accents)
-    listed = [
+    listed = [{**one, **source} for one, source in zip(earlier, sources, strict=False)] + [
         {
             **source,
             "files": len(files),
             "file_hashes": {shown(path): digest for path, digest in list(files.items())[:_MAX_LISTED_FILES]},
         }
-        for source, files in zip(sources, hashes, strict=True)
+        for source, files in zip(sources[len(earlier) :], hashes, strict=True)
     ]
+    faults = [*(before or {}).get("problems", []), *problems]
     card = {
         "vocabulary": {
             "size": vocabulary_size,
@@ -95,8 +100,10 @@ def write_card(
         "language": language,
         "totals": totals,
         "sources": listed,
-        "problems": [{**problem, "path": shown(problem["path"])} for problem in problems],
+        "problems": [{**problem, "path": shown(problem["path"])} for problem in faults],
     }
+    if lines := [*(before or {}).get("not_compared", []), *(not_compared or [])]:
+        card["not_compared"] = lines
     if readings:
         card["readings"] = readings
     if filtered:  # cards without filters stay as they were before there were any
@@ -171,6 +178,7 @@ def _markdown(card: dict[str, Any]) -> str:
         "# Corpus card",
         "",
         *_overview(card),
+        *card.get("not_compared", []),
         "",
         *_sources(card["sources"]),
         *reading_lines(card.get("readings", [])),

@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pretrain.common.addresses import is_remote
-from pretrain.common.files import MANIFEST, read_manifest
+from pretrain.common.files import MANIFEST
 from pretrain.config import CorpusConfig, PretrainConfig
 from pretrain.corpus import sources
 from pretrain.corpus.filters import check_filters
@@ -58,6 +58,7 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
     corpus, folder = config.corpus, config.corpus.folder
     refuse_other_content(folder)
     state = "finished" if prepared_manifest(corpus) else "started" if (folder / WORK).exists() else "new"
+    new = list(range(len(corpus.sources)))  # places of the sources that are read
     found = [sources.list_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
     if state != "finished":
         check_filters(corpus.filters)
@@ -66,9 +67,12 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
         inputs = found if compared else [[] for _ in found]
         settings = fingerprint_settings(corpus, inputs, tokenizer or given_tokenizer(corpus))
         if compared:
-            accepted_manifest(folder, found, settings, None if corpus.vocabulary.added_words else tokenizer)
-        elif tokenizer is None:
-            refuse_changed_settings(folder, read_manifest(folder)["settings"], settings)
+            same = None if corpus.vocabulary.added_words else tokenizer
+            manifest, numbers = accepted_manifest(folder, corpus.sources, found, settings, same)
+            new = [place for place, number in enumerate(numbers) if number >= len(manifest["sources"])]
+        else:
+            new = refuse_changed_settings(folder, corpus.sources, settings, vocabulary=tokenizer is None)
+        state = f"grows by {' and '.join(source_name(corpus.sources[place]) for place in new)}" if new else state
     rows = [
         {
             "name": source_name(source),
@@ -86,7 +90,7 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
         "sources_compared": compared,
         "processes": processes(config),
         "address": config.scheduling.address,
-        "bytes": sum(row["bytes"] for row in rows),
+        "bytes": sum(rows[place]["bytes"] for place in new),
         "text_bytes": sum(row["text_bytes"] for row in rows),
         "sources": rows,
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
 from pretrain.common.wording import counted
-from pretrain.corpus.filters.near_duplicates import NearDuplicates
+from pretrain.corpus.filters.near_duplicates import NearDuplicates, are_among
 from pretrain.corpus.filters.report import MOST_EXAMPLES, Report
 from pretrain.corpus.inputs import LEFT_OUT, first_faults
 from pretrain.corpus.partitions import Partitions, partition_of
@@ -30,6 +30,7 @@ _MOST_DOCUMENTS = 1 << 21  # compared at once: about 150 MB
 _KEPT = "kept"  # in the work folder: a byte for each document, in the order of the corpus
 _HASHED = np.dtype([("hash", "<u8", 2), ("document", "<u8")])
 _DROPPED = np.dtype([("document", "<u8"), ("near", "?")])
+_KNOWN = np.dtype([("first", "<u8"), ("second", "<u8")])  # a hash, in an order
 _SAMPLE_BITS = 16  # of a hash: bins of the histogram that a sample is cut from
 _ORDER_BITS = 16  # of a place in the random order: bins that shards are cut from
 _SHIFT = 64 - _ORDER_BITS
@@ -136,7 +137,8 @@ class Documents:
         self._first = np.cumsum([0, *(count_documents(work / part) for part, _ in self._parts)])
         self._count = int(self._first[-1])
         self._held_out_sources = {number for number, is_held_out in enumerate(held_out) if is_held_out}
-        self._only_held_out = bool(held_out) and all(held_out)  # as a corpus that is only evaluated on may be
+        # As a corpus that is only evaluated on may be.
+        self._only_held_out = bool(held_out) and all(held_out[summary.source] for summary in read)
         self._last_held_out = -1  # the highest hash of those that are held out
         self._near: NearDuplicates | None = None
         self._near_counts = np.zeros(1 + max((one.source for one in read), default=-1), np.int64)
@@ -150,23 +152,25 @@ class Documents:
         held_out: Sequence[bool] = (),
         near_duplicates: NearDuplicates | None = None,
         faults: Sequence[dict[str, Any]] = (),
+        known: Sequence[Path] = (),
     ) -> Documents:
         """Read the tables of all part files and decide which documents are kept and which are held out.
 
         `held_out` says of each source whether all of its documents are, besides `validation_fraction` of the others.
-        `near_duplicates` are not kept. `faults` of the input, entries of `Problems`, explain an empty corpus.
+        `near_duplicates` are not kept. `faults` of the input, entries of `Problems`, explain an empty corpus. Documents
+        whose hashes are in the files `known`, which `write_hashes` wrote, are in the corpus already and not kept.
         """
         documents = cls(work, summaries, held_out)
         if not documents._count:
             raise _empty(summaries, faults)
-        documents._drop(near_duplicates)
+        documents._drop(near_duplicates, [_hashes(path) for path in known])
         documents._hold_out(validation_fraction)
         return documents
 
     # ------------------------------------------------------------ decisions
 
-    def _drop(self, near_duplicates: NearDuplicates | None) -> None:
-        """Keep the first of every group of equal documents, unless it is nearly equal to an earlier one."""
+    def _drop(self, near_duplicates: NearDuplicates | None, known: Sequence[np.ndarray]) -> None:
+        """Keep the first of every group of equal documents, unless it is known or nearly equal to an earlier one."""
         self._near = near_duplicates
         count = max(1, -(-self._count // _MOST_DOCUMENTS))
         hashed = Partitions(self._work / "hashed", _HASHED, count)
@@ -177,7 +181,7 @@ class Documents:
             hashed.add(records, partition_of(hashes[:, 0], count))
         dropped = Partitions(self._work / "dropped", _DROPPED, count)
         for records in hashed.drain():
-            found = _dropped(records, near_duplicates)
+            found = _dropped(records, near_duplicates, known)
             dropped.add(found, found["document"] // np.uint64(_MOST_DOCUMENTS))
         with atomic_open(self._work / _KEPT) as file:
             for number, found in enumerate(dropped.drain()):
@@ -200,6 +204,11 @@ class Documents:
             first = part.table["hash"][part.kept, 0]
             held_out += int((first < below).sum())
             lowest = np.sort(np.append(lowest, first))[:_MIN_VALIDATION_DOCUMENTS]
+        if not len(lowest):
+            raise InputError(
+                f"corpus.sources: none of {counted(self._count, 'document')} is new, all are in the corpus already. "
+                "Remove the sources that add nothing from the config."
+            )
         enough = fraction == 0 or held_out >= _MIN_VALIDATION_DOCUMENTS
         self._last_held_out = int(below) - 1 if enough else int(lowest[-1])
         if not self._has_training_documents() and not self._only_held_out:
@@ -267,10 +276,27 @@ class Documents:
             return np.uint64((place << int(shift)) - 1)
         return ordered["hash"][max(1, fitting) - 1, 1]
 
-    def plan(self, shard_tokens: int) -> list[ShardPlan]:
+    def write_hashes(self, source: int, path: Path) -> None:
+        """Write the hashes of all documents of a source to `path`: uint64 [D, 2], ascending.
+
+        Of those that are not kept, the corpus has an equal or nearly equal one.
+        """
+        own = [number for number, (_, its_source) in enumerate(self._parts) if its_source == source]
+        begin, end = (int(self._first[own[0]]), int(self._first[own[-1] + 1])) if own else (0, 0)
+        count = max(1, -(-(end - begin) // _MOST_DOCUMENTS))
+        found = Partitions(self._work / "signatures", _KNOWN, count)
+        for number in own:
+            hashes = np.ascontiguousarray(load_documents(self._work / self._parts[number][0])["hash"])
+            found.add(hashes.view(_KNOWN).reshape(-1), partition_of(hashes[:, 0], count))
+        with atomic_open(path) as file:
+            for hashes in found.drain():
+                np.unique(hashes).tofile(file)
+
+    def plan(self, shard_tokens: int, first: Mapping[str, int] | None = None) -> list[ShardPlan]:
         """Cut the random order of every source's documents of each split into shards of at most `shard_tokens` tokens.
 
-        Only a shard of one bin of the order has more. The parts of each source are listed in the work folder.
+        Only a shard of one bin of the order has more. The parts of each source are listed in the work folder. The
+        numbers of shards begin at `first` of their split.
         """
         plans: dict[str, list[ShardPlan]] = {split: [] for split in SPLITS}
         for source in sorted({source for _, source in self._parts}):
@@ -280,7 +306,7 @@ class Documents:
             totals = self._totals(int(self._first[own[0]]), int(self._first[own[-1] + 1]))
             for split, its_totals in zip(SPLITS, totals, strict=True):
                 for low, high, sums in _cut(its_totals, shard_tokens):
-                    name = f"{split}-{len(plans[split]):05d}"
+                    name = f"{split}-{(first or {}).get(split, 0) + len(plans[split]):05d}"
                     held_out = source in self._held_out_sources
                     choice = DocumentRange(source, split, low, high, held_out, self._last_held_out)
                     plans[split].append(ShardPlan(name, choice, sums))
@@ -384,16 +410,23 @@ def _empty(read: Sequence[PieceSummary], faults: Sequence[dict[str, Any]]) -> In
     return InputError(f"corpus.sources: none of {documents:,} documents remains.{found} {advice}.")
 
 
-def _dropped(records: np.ndarray, near_duplicates: NearDuplicates | None) -> np.ndarray:
+def _dropped(records: np.ndarray, near_duplicates: NearDuplicates | None, known: Sequence[np.ndarray]) -> np.ndarray:
     """Those of the documents that are not kept, _DROPPED; all with an equal hash are among `records`."""
     hashes = records["hash"]
     records = records[np.lexsort((records["document"], hashes[:, 1], hashes[:, 0]))]
     hashes = records["hash"]
     copy = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(records)]
+    for one in known:
+        copy |= are_among(one, hashes)
     near = near_duplicates.are(hashes) & ~copy if near_duplicates else np.zeros(len(records), bool)
     found = np.zeros(int((copy | near).sum()), _DROPPED)
     found["document"], found["near"] = records["document"][copy | near], near[copy | near]
     return found
+
+
+def _hashes(path: Path) -> np.ndarray:
+    """What `write_hashes` wrote, memory-mapped; an empty file cannot be."""
+    return np.memmap(path, np.uint64, "r").reshape(-1, 2) if path.stat().st_size else np.zeros((0, 2), np.uint64)
 
 
 def are_held_out(table: np.ndarray, last: int, *, whole: bool) -> np.ndarray:

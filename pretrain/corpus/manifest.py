@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,13 @@ from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus.card import CARD_FILES
 from pretrain.corpus.filters import filter_settings
 from pretrain.corpus.inputs import Input
-from pretrain.corpus.shards import FORMAT, token_dtype
+from pretrain.corpus.shards import FORMAT, source_fingerprint, token_dtype
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.vocabulary import TOKENIZER_FILES, vocabulary_size
 
 VOCABULARY_BYTES = 1 << 30  # of text, at most, on which a vocabulary is trained; sampled by document hash
 _OTHER_FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")  # of models
+_SOURCE = re.compile(r"corpus\.sources\.(\d+)\.(.+)")
 
 
 def make_manifest(
@@ -31,11 +34,16 @@ def make_manifest(
     settings: dict[str, Any],
     hashes: dict[str, str],
     declared: dict[str, Any],
+    others: Sequence[str] = (),
+    before: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The manifest of the files in `folder`, without the card.
 
-    `hashes` has {name: SHA-256} of the shards' files, `declared` what `special_ids` takes.
+    `hashes` has {name: SHA-256} of the shards' files, `declared` what `special_ids` takes, `others` names further
+    files. `before` has the files of the corpus that this one grew from; they are not looked at.
     """
+    kept = {name: entry for name, entry in (before or {}).items() if name not in CARD_FILES}
+    written = [name for name in [*hashes, *TOKENIZER_FILES, *others] if name not in kept]
     size = vocabulary_size(tokenizer)
     manifest = {
         "format": FORMAT,
@@ -47,15 +55,26 @@ def make_manifest(
         "shards": shards,
         "settings": settings,
         "files": {
-            name: {
-                "bytes": (folder / name).stat().st_size,
-                "sha256": hashes.get(name) or sha256_file(folder / name),
-            }
-            for name in [*hashes, *TOKENIZER_FILES]
+            **kept,
+            **{
+                name: {
+                    "bytes": (folder / name).stat().st_size,
+                    "sha256": hashes.get(name) or sha256_file(folder / name),
+                }
+                for name in written
+            },
         },
     }
     manifest["fingerprint"] = fingerprint(manifest)
+    for number, source in enumerate(sources):
+        source["fingerprint"] = source_fingerprint(manifest, number)
     return manifest
+
+
+def without_card(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest without the files of the card, which can then be replaced while the corpus is in use."""
+    files = {name: entry for name, entry in manifest["files"].items() if name not in CARD_FILES}
+    return {**manifest, "files": files}
 
 
 def with_card(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -108,45 +127,141 @@ def fingerprint_settings(
     for key, value in filter_settings(corpus.filters).items():
         settings[f"corpus.filters.{key}"] = value
     for number, (source, its_inputs) in enumerate(zip(corpus.sources, inputs, strict=True)):
-        for key in ("kind", "subset", "split", "revision", "text_column"):
-            settings[f"corpus.sources.{number}.{key}"] = getattr(source, key)
-        if is_own(source.kind):
-            settings[f"corpus.sources.{number}.module"] = hashes().get(source.kind)
-        if source.held_out:  # corpora from before there was this setting stay as they are
-            settings[f"corpus.sources.{number}.held_out"] = True
-        settings[f"corpus.sources.{number}.path"] = _files_state(its_inputs)
+        settings |= numbered(number, _source_settings(source, its_inputs))
     return settings
 
 
+def _source_settings(source: SourceConfig, inputs: list[Input]) -> dict[str, Any]:
+    """The settings of a source that decide its tokens, and the state of its files."""
+    settings = {key: getattr(source, key) for key in ("kind", "subset", "split", "revision", "text_column")}
+    if is_own(source.kind):
+        settings["module"] = hashes().get(source.kind)
+    if source.held_out:  # corpora from before there was this setting stay as they are
+        settings["held_out"] = True
+    return {**settings, "path": _files_state(inputs)}
+
+
+def numbered(number: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a source by their names in the config, where it has this number."""
+    return {f"corpus.sources.{number}.{key}": value for key, value in settings.items()}
+
+
+def by_source(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """Deciding settings as (those of the whole corpus, those of each source by its number)."""
+    general, own = {}, {}
+    for key, value in settings.items():
+        if match := _SOURCE.fullmatch(key):
+            own.setdefault(int(match[1]), {})[match[2]] = value
+        else:
+            general[key] = value
+    return general, own
+
+
 def accepted_manifest(
-    folder: Path, inputs: list[list[Input]], settings: dict[str, Any], same_tokenizer: Tokenizer | None = None
-) -> dict[str, Any]:
-    """The manifest of a finished corpus; `InputError` if its settings or the content of its sources were others.
+    folder: Path,
+    sources: Sequence[SourceConfig],
+    inputs: list[list[Input]],
+    settings: dict[str, Any],
+    same_tokenizer: Tokenizer | None = None,
+) -> tuple[dict[str, Any], list[int]]:
+    """The manifest of a finished corpus, and the number in it of each source of the config; new ones follow.
 
     Args:
         same_tokenizer: the tokenizer that the corpus must have, however its vocabulary was made; otherwise the settings
             of the vocabulary must be the same.
+
+    Raises `InputError` if its settings, or the content of sources that it has, were others.
     """
     manifest = read_manifest(folder)
     if same_tokenizer is not None:
         check_same_tokenizer(folder, same_tokenizer)
-    refuse_other_settings(folder, manifest, inputs, settings, vocabulary=same_tokenizer is None)
-    return manifest
+    return manifest, recognized(folder, manifest, sources, inputs, settings, vocabulary=same_tokenizer is None)
 
 
-def refuse_other_settings(
-    folder: Path, manifest: dict[str, Any], inputs: list[list[Input]], now: dict[str, Any], *, vocabulary: bool
-) -> None:
-    """Raise `InputError` if the settings of a manifest, or the content of its sources, are others.
+def recognized(
+    folder: Path,
+    manifest: dict[str, Any],
+    sources: Sequence[SourceConfig],
+    inputs: list[list[Input]],
+    now: dict[str, Any],
+    *,
+    vocabulary: bool,
+) -> list[int]:
+    """The number in the corpus of each source of the config; those that it has not follow its own.
 
-    Copies of the sources are the same, and the manifest takes their state. Without `vocabulary`, the settings that
-    describe it may differ.
+    A source is known by its settings and the state of its files, else by its content (of copies the manifest takes the
+    state), else by its name. Without `vocabulary`, the settings that describe it may differ.
+
+    Raises `InputError` if the settings of a manifest, or the content of a source that it has, are others.
     """
-    _accept_copies(manifest, inputs, now)
-    before = manifest["settings"]
+    (general, own), (before, old) = by_source(now), by_source(manifest["settings"])
     if not vocabulary:
-        before, now = _without_vocabulary(before), _without_vocabulary(now)
-    refuse_changes(folder, before, now)
+        general, before = _without_vocabulary(general), _without_vocabulary(before)
+    numbers = _matched(manifest, sources, inputs, own, old)
+    for place, number in numbers.items():
+        before |= numbered(place, old[number])
+    own = {place: settings for place, settings in own.items() if place in numbers}
+    for place, settings in own.items():
+        general |= numbered(place, settings)
+    refuse_changes(folder, before, general)
+    names, count = [entry["name"] for entry in manifest["sources"]], len(manifest["sources"])
+    for place, source in enumerate(sources):
+        if place not in numbers:
+            name = source_name(source)
+            if name in names:
+                raise InputError(
+                    f"corpus.sources.{place}: {folder} has another source with the name {name}. Give it a name of its "
+                    "own (name: ...) to add it."
+                )
+            names.append(name)
+            numbers[place] = count
+            count += 1
+    return [numbers[place] for place in range(len(sources))]
+
+
+def _matched(
+    manifest: dict[str, Any],
+    sources: Sequence[SourceConfig],
+    inputs: list[list[Input]],
+    now: dict[int, dict[str, Any]],
+    old: dict[int, dict[str, Any]],
+) -> dict[int, int]:
+    """The number in the manifest of each source of the config that it has; of copies, `old` takes the state."""
+    entries, found = manifest["sources"], {}
+    named = [source_name(source) for source in sources]
+
+    def match(fits: Callable[[int, int], bool]) -> None:
+        for place in range(len(sources)):
+            free = (n for n in range(len(entries)) if n not in found.values() and n in old)
+            number = None if place in found else next((n for n in free if fits(place, n)), None)
+            if number is not None:
+                found[place] = number
+
+    def is_named(place: int, number: int) -> bool:
+        return named[place] == entries[number]["name"]
+
+    def is_copy(place: int, number: int) -> bool:
+        state = {"path": now[place]["path"]}
+        copied = {**old[number], **state} == now[place] and _is_content(inputs[place], entries[number])
+        if copied and "path" in old[number]:
+            old[number] |= state
+            manifest["settings"] |= numbered(number, state)
+        return copied
+
+    match(lambda place, number: now[place] == old[number] and is_named(place, number))
+    match(lambda place, number: now[place] == old[number])
+    match(lambda place, number: is_named(place, number) and is_copy(place, number))
+    match(is_copy)
+    match(is_named)
+    return found
+
+
+def _is_content(inputs: list[Input], entry: dict[str, Any]) -> bool:
+    """Whether the files have the content of a source in the manifest."""
+    if sum(item.bytes for item in inputs) != entry.get("input_bytes"):
+        return False
+    paths = [path for item in inputs if not item.is_remote for path in item.paths]
+    return bool(paths) and content_state({path: sha256_file(Path(path)) for path in paths}) == entry["content"]
 
 
 def readable_manifest(folder: Path) -> dict[str, Any] | None:
@@ -177,13 +292,21 @@ def refuse_other_content(folder: Path) -> None:
         raise InputError(f"{folder}: holds something else than a corpus ({other.name}). Choose another corpus.dir.")
 
 
-def refuse_changed_settings(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """As `refuse_changes`, without a look at the files of the sources."""
-    refuse_changes(folder, *({key: x for key, x in one.items() if not _is_files(key)} for one in (before, now)))
-
-
-def _is_files(key: str) -> bool:
-    return key.startswith("corpus.sources.") and key.endswith(".path")
+def refuse_changed_settings(
+    folder: Path, sources: Sequence[SourceConfig], now: dict[str, Any], *, vocabulary: bool
+) -> list[int]:
+    """As `recognized`, without a look at the files: sources are known by their names. The places of the new ones."""
+    manifest = read_manifest(folder)
+    (general, own), (before, old) = by_source(now), by_source(manifest["settings"])
+    if not vocabulary:
+        general, before = _without_vocabulary(general), _without_vocabulary(before)
+    numbers = {entry["name"]: number for number, entry in enumerate(manifest["sources"])}
+    for place, source in enumerate(sources):
+        if (number := numbers.get(source_name(source))) is not None:
+            before |= numbered(place, {**old[number], "path": None})
+            general |= numbered(place, {**own[place], "path": None})
+    refuse_changes(folder, before, general)
+    return [place for place, source in enumerate(sources) if source_name(source) not in numbers]
 
 
 def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -197,9 +320,10 @@ def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) ->
     else:
         what = f"{key}: was {before.get(key)!r}, is {now.get(key)!r}"
     others = f" (and {len(changed) - 1} more)" if changed[1:] else ""
+    added = "give a source that changed a name of its own to add it, " if _SOURCE.fullmatch(key) else ""
     raise InputError(
         f"{folder}: prepared with other settings. {what}{others}. "
-        "Restore them, choose another corpus.dir, or delete this folder to prepare it again."
+        f"Restore them, {added}choose another corpus.dir, or delete this folder to prepare it again."
     )
 
 
@@ -270,17 +394,3 @@ def _files_state(inputs: list[Input]) -> str:
 def _without_vocabulary(settings: dict[str, Any]) -> dict[str, Any]:
     """The deciding settings besides those of the vocabulary."""
     return {key: value for key, value in settings.items() if not key.startswith("corpus.vocabulary.")}
-
-
-def _accept_copies(manifest: dict[str, Any], inputs: list[list[Input]], now: dict[str, Any]) -> None:
-    """Copy the state of files from `now` into the manifest if their content is the same: copies have new times."""
-    before = manifest["settings"]
-    for number, its_inputs in enumerate(inputs):
-        key = f"corpus.sources.{number}.path"
-        if number < len(manifest["sources"]) and before.get(key) != now[key]:
-            paths = [path for item in its_inputs if not item.is_remote for path in item.paths]
-            if (
-                content_state({path: sha256_file(Path(path)) for path in paths})
-                == manifest["sources"][number]["content"]
-            ):
-                before[key] = now[key]

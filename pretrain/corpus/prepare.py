@@ -1,5 +1,7 @@
 """`prepare`: raw text to vocabulary, token shards and corpus card, in stages that can each be resumed.
 
+Of a corpus that is prepared, only the sources that it has not are (`growth`).
+
     read        pieces of the sources, filtered -> part files; if asked for, near-duplicates by their sketches
     vocabulary  counts of the words of the documents that stay -> a vocabulary, unless one is given
     tokenize    part files of words -> part files of tokens, unless a vocabulary is given
@@ -22,7 +24,7 @@ import signal
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,39 +42,37 @@ from pretrain.corpus.description import WORK, given_settings, given_tokenizer, p
 from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.filters import check_filters
-from pretrain.corpus.filters.evaluation_sets import TABLE, set_names, write_table
+from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
+from pretrain.corpus.finish import EXTENSION, CountReadings, Prepared
+from pretrain.corpus.growth import Growth
 from pretrain.corpus.inputs import PIECE_BYTES, Input, Piece, Problems
 from pretrain.corpus.manifest import (
     VOCABULARY_BYTES,
     accepted_manifest,
-    content_state,
+    by_source,
     fingerprint,
     fingerprint_settings,
-    make_manifest,
+    numbered,
     readable_manifest,
+    recognized,
     refuse_changes,
     refuse_other_content,
-    refuse_other_settings,
     source_facts,
-    with_card,
+    source_name,
 )
 from pretrain.corpus.near_search import find_near_duplicates, near_duplicates
 from pretrain.corpus.parallel import Pool, result_of
-from pretrain.corpus.shards import TokenShards, shards_of, token_dtype, verify_shards
-from pretrain.corpus.special_tokens import check_special_tokens, special_ids
+from pretrain.corpus.shards import token_dtype, verify_shards
+from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stored import kept_at_address
 from pretrain.corpus.vocabulary import (
     save_tokenizer,
     train_byte_vocabulary,
     train_vocabulary,
-    vocabulary_size,
 )
 
-_EXTENSION = "extension.json"  # facts about an extended vocabulary, for the card
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; above it the rarest are dropped
-
-CountReadings = Callable[[TokenShards], Sequence[dict[str, Any]]]
 
 
 def prepare(
@@ -102,9 +102,10 @@ def prepare(
     """
     import_named(config)
     folder = config.corpus.folder
-    with kept_at_address(config.corpus):
+    with kept_at_address(config.corpus) as stored:
         if config.corpus.sources:
-            return _Preparation(config, bar or StageBar(quiet=quiet), tokenizer, declared or {}, count_readings).run()
+            bar = bar or StageBar(quiet=quiet)
+            return _Preparation(config, bar, tokenizer, declared or {}, count_readings, stored=stored).run()
         if (folder / MANIFEST).exists():
             return card.summary_line(folder, "already prepared")
     raise InputError(f"corpus.sources: empty, and {folder} is not prepared. Give at least one source.")
@@ -120,8 +121,10 @@ class _Preparation:
         tokenizer: Tokenizer | None,
         declared: Mapping[str, Any],
         count_readings: CountReadings | None,
+        *,
+        stored: bool,
     ) -> None:
-        self._count_readings = count_readings
+        self._count_readings, self._stored = count_readings, stored
         self._corpus = corpus = config.corpus
         self._address = config.scheduling.address
         self._processes = processes(config)
@@ -129,12 +132,17 @@ class _Preparation:
         self._work = self._folder / WORK
         self._bar = bar
         self._problems = Problems()
-        self._inputs = [sources.find_inputs(one, f"corpus.sources.{n}") for n, one in enumerate(corpus.sources)]
+        self._all = tuple(corpus.sources)
+        self._all_inputs = [sources.find_inputs(one, f"corpus.sources.{n}") for n, one in enumerate(corpus.sources)]
+        # What is prepared, by the number in the corpus; only new sources if it grows.
+        self._sources, self._inputs = dict(enumerate(self._all)), dict(enumerate(self._all_inputs))
+        self._growth: Growth | None = None
+        self._new: dict[str, Any] = {}  # settings of the new sources
         self._of_start, added = tokenizer, corpus.vocabulary.added_words
         tokenizer = tokenizer or given_tokenizer(corpus)
         if tokenizer is not None and added:
             check_extension(tokenizer, added)
-        self._settings = fingerprint_settings(corpus, self._inputs, tokenizer)
+        self._settings = fingerprint_settings(corpus, self._all_inputs, tokenizer)
         self._byte_level = is_byte_level(tokenizer) if tokenizer else corpus.vocabulary.kind == "byte_bpe"
         self._released = tokenizer is not None and is_released(tokenizer)
         self._declared, self._unknown_id = {}, -1
@@ -160,7 +168,9 @@ class _Preparation:
                 # Another process may have finished it since.
                 if self._manifest_bytes() == manifest or not self._is_finished():
                     self._stages(pool)
-                    outcome = f"prepared in {time.monotonic() - started:.1f} s"
+                    names = " and ".join(source_name(source) for source in self._sources.values())
+                    done = f"{names} added" if self._growth else "prepared"
+                    outcome = f"{done} in {time.monotonic() - started:.1f} s"
                 shutil.rmtree(self._work, ignore_errors=True)  # within the lock: it may be another process's later
         return card.summary_line(self._folder, outcome)
 
@@ -171,48 +181,98 @@ class _Preparation:
     def _is_finished(self) -> bool:
         """Whether the corpus is prepared and whole. One that is damaged may be prepared again with its own settings.
 
-        Names, weights and licenses of sources may change: the manifest takes them. Raises `InputError` if it was
-        prepared with other settings.
+        Names, weights and licenses of sources may change: the manifest takes them. One that lacks sources of the config
+        is to grow. Raises `InputError` if it was prepared with other settings.
         """
         if not (self._folder / MANIFEST).exists():
             return False
         try:
-            verify_shards(self._folder)
+            if not self._stored:  # otherwise it was verified when it came, and its shards may not be here
+                verify_shards(self._folder)
         except InputError as error:
             if manifest := readable_manifest(self._folder):
-                refuse_other_settings(
-                    self._folder, manifest, self._inputs, self._settings, vocabulary=self._of_start is None
-                )
+                self._expect_all(manifest, error)
             self._bar.say(f"{error} Preparing it again.")
             return False
         same_tokenizer = None if self._of_start is None else self._tokenizer
-        manifest = accepted_manifest(self._folder, self._inputs, self._settings, same_tokenizer)
+        manifest, numbers = accepted_manifest(self._folder, self._all, self._all_inputs, self._settings, same_tokenizer)
         before = read_manifest(self._folder)
         for one in (manifest, before):
             one["sources"] = [as_now("sources", entry) for entry in one["sources"]]
-        for number, entry in enumerate(manifest["sources"]):
-            entry |= source_facts(self._corpus.sources[number])
+        for source, number in zip(self._all, numbers, strict=True):
+            if number < len(manifest["sources"]):
+                manifest["sources"][number] |= source_facts(source)
         manifest["fingerprint"] = fingerprint(manifest)
         if manifest != before:
             put_manifest(self._folder, manifest)
-        return True
+        self._grow(manifest, numbers)
+        return not self._sources
+
+    def _expect_all(self, manifest: dict[str, Any], damage: InputError) -> None:
+        """Raise `InputError` unless a damaged corpus can be prepared again from the sources of the config."""
+        is_own = self._of_start is None
+        numbers = recognized(
+            self._folder, manifest, self._all, self._all_inputs, dict(self._settings), vocabulary=is_own
+        )
+        if "grown" in manifest or numbers != list(range(len(manifest["sources"]))):
+            raise InputError(
+                f"{damage} It cannot be prepared again as it was: sources were added to it, or are not in the config. "
+                f"Restore the file, or delete {self._folder} to prepare all sources into a new corpus."
+            )
+
+    def _grow(self, manifest: dict[str, Any], numbers: list[int]) -> None:
+        """Prepare the sources that the corpus has not, with its vocabulary."""
+        count = len(manifest["sources"])
+        new = {number: place for place, number in enumerate(numbers) if number >= count}
+        self._sources = {number: self._all[place] for number, place in new.items()}
+        self._inputs = {number: self._all_inputs[place] for number, place in new.items()}
+        if not new:
+            return
+        self._growth = Growth(self._folder, manifest)
+        self._tokenizer = tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+        self._byte_level, self._released = is_byte_level(tokenizer), is_released(tokenizer)
+        self._declared = declared_settings(self._folder) if self._released else {}
+        if self._released:
+            self._unknown_id = special_ids(tokenizer, self._declared).get("unk", -1)
+        own = by_source(self._settings)[1]
+        self._new = {key: x for number, place in new.items() for key, x in numbered(number, own[place]).items()}
 
     def _stages(self, pool: Pool) -> None:
         contamination = self._corpus.filters.contamination
         self._evaluation_texts = write_table(contamination, self._work / TABLE) if contamination.sets else []
         hashing = self._begin_hashing(pool)
         summaries = self._read(pool)
+        if self._growth and self._corpus.filters.near_duplicates.enabled:
+            self._growth.link_sketches(self._work)
         find_near_duplicates(pool, self._work, self._corpus.filters.near_duplicates, self._bar)
         hashes = self._end_hashing(hashing)
         tokenizer = self._tokenizer or self._vocabulary(pool, summaries)
         if self._tokenizer is None:
             self._tokenize(pool, summaries)
         documents = self._documents(summaries)
-        plan = documents.plan(self._corpus.shard_tokens)
-        (self._folder / MANIFEST).unlink(missing_ok=True)  # of a damaged corpus, readable until now
+        plan = documents.plan(self._corpus.shard_tokens, self._growth and self._growth.first_shards)
+        if not self._growth:
+            (self._folder / MANIFEST).unlink(missing_ok=True)  # of a damaged corpus, readable until now
         results = self._write_shards(pool, documents, plan)
         pool.finish()
-        self._finish(tokenizer, documents, plan, results, hashes)
+        self._remove_leftovers()  # a cluster continues without killed processes
+        prepared = Prepared(
+            self._corpus,
+            self._work,
+            self._sources,
+            self._inputs,
+            self._growth.manifest["settings"] | self._new if self._growth else self._settings,
+            self._growth,
+            tokenizer=tokenizer,
+            declared=self._declared,
+            documents=documents,
+            plan=plan,
+            results=results,
+            hashes=hashes,
+            problems=self._problems,
+            evaluation_texts=self._evaluation_texts,
+        )
+        prepared.write(self._count_readings, self._bar.say)
 
     # ------------------------------------------------------------ settings
 
@@ -235,15 +295,30 @@ class _Preparation:
         """Lock the work folder for this run; create it if it is missing."""
         refusal = f"{self._folder}: another `prepare` is running in it. Wait for it, or stop it."
         with locked(self._work / stages.LOCK, refusal):
-            settings = self._work / "settings.json"
-            # Part files are known by their piece.
-            now = self._settings | {"piece_bytes": PIECE_BYTES, "order": "random"}
-            if settings.exists():
-                refuse_changes(self._folder, json.loads(settings.read_text(encoding="utf-8")), now)
-            else:
-                write_json(settings, now)
+            self._begin_work()
             self._remove_leftovers()
             yield
+
+    def _begin_work(self) -> None:
+        """Go on with what the work folder has. Raises `InputError` if that was begun with other settings."""
+        path, growth = self._work / "settings.json", self._growth
+        # Part files are known by their piece.
+        now = self._settings | {"piece_bytes": PIECE_BYTES, "order": "random"}
+        if growth:
+            now = by_source(now)[0] | self._new | {"grows": growth.identity}
+        before = _read_json(path)
+        if before is not None and growth and before.get("grows") != now["grows"]:
+            # It is of the corpus as it is now, or of what it was before other sources were added.
+            for one in self._work.iterdir():
+                if one.name != stages.LOCK:
+                    shutil.rmtree(one) if one.is_dir() else one.unlink()
+            before = None
+        if before is None:
+            if growth:
+                growth.keep_card(self._work)
+            write_json(path, now)
+        else:
+            refuse_changes(self._work if growth else self._folder, before, now)
 
     def _remove_leftovers(self) -> None:
         """Delete the half-written files of killed processes."""
@@ -265,17 +340,17 @@ class _Preparation:
                     summaries.append(PieceSummary(**summary))
                     summaries[-1].drop_surplus(examples, seen)
                 advance(piece.bytes)
-        for number, source in enumerate(self._corpus.sources):
+        for number, source in self._sources.items():
             if not any(summary.documents for summary in summaries if summary.source == number):
                 self._problems.add(source.path or source.dataset, f"no document in this source of kind {source.kind}")
         return summaries
 
     def _input_bytes(self) -> int:
-        return sum(item.bytes for inputs in self._inputs for item in inputs)
+        return sum(item.bytes for inputs in self._inputs.values() for item in inputs)
 
     def _pieces(self) -> Iterator[tuple[Piece]]:
-        for number, (source, inputs) in enumerate(zip(self._corpus.sources, self._inputs, strict=True)):
-            for input_number, item in enumerate(inputs):
+        for number, source in self._sources.items():
+            for input_number, item in enumerate(self._inputs[number]):
                 # No text is sent to a cluster: the task that prepares a stream reads it there.
                 for piece in sources.cut(source, number, input_number, item, streams=bool(self._address)):
                     yield (piece,)
@@ -289,7 +364,7 @@ class _Preparation:
         known = _read_json(self._work / "hashes.json") or [{} for _ in self._inputs]
         return [
             (number, item, pool.submit(stages.hash_files, (item.paths,)))
-            for number, (inputs, hashes) in enumerate(zip(self._inputs, known, strict=True))
+            for number, (inputs, hashes) in enumerate(zip(self._inputs.values(), known, strict=True))
             for item in inputs
             if not item.is_remote and not hashes.keys() >= set(item.paths)
         ]
@@ -332,10 +407,13 @@ class _Preparation:
         return tokenizer
 
     def _documents(self, summaries: list[PieceSummary]) -> Documents:
-        held_out = [source.held_out for source in self._corpus.sources]
+        held_out = [False] * max(self._sources, default=-1) + [False]
+        for number, source in self._sources.items():
+            held_out[number] = source.held_out
         near = near_duplicates(self._work, self._corpus.filters.near_duplicates)
         fraction, faults = self._corpus.validation_fraction, self._problems.entries()
-        return Documents.load(self._work, summaries, fraction, held_out, near, faults)
+        known = self._growth.hashes if self._growth else ()
+        return Documents.load(self._work, summaries, fraction, held_out, near, faults, known)
 
     def _extended(self, counts: collections.Counter[bytes]) -> Tokenizer | None:
         """The checkpoint's tokenizer with further words, if there is one; what they save goes to the work folder."""
@@ -344,7 +422,7 @@ class _Preparation:
         extension = extend_vocabulary(self._of_start, counts, self._corpus.vocabulary.added_words)
         share = 1 - extension.tokens_after / max(1, extension.tokens_before)
         facts = {"added": len(extension.words), "saved_share": round(share, 6), "first_added": extension.words[:20]}
-        write_json(self._work / _EXTENSION, facts)
+        write_json(self._work / EXTENSION, facts)
         return extension.tokenizer
 
     def _tokenize(self, pool: Pool, summaries: list[PieceSummary]) -> None:
@@ -376,79 +454,6 @@ class _Preparation:
                 results.append(result)
                 advance(shard.totals["tokens"] * width)
         return results
-
-    def _finish(
-        self,
-        tokenizer: Tokenizer,
-        documents: Documents,
-        plan: list[ShardPlan],
-        results: list[dict[str, Any]],
-        hashes: list[dict[str, str]],
-    ) -> None:
-        """Tokenizer files, card, and last the manifest."""
-        self._remove_leftovers()  # a cluster continues without killed processes
-        save_tokenizer(self._folder, tokenizer, self._declared)
-        entries = self._source_entries(documents, plan, results, hashes)
-        shards = [{"name": s.name, "split": s.split, "source": s.source, **s.totals} for s in plan]
-        shard_hashes = {name: digest for result in results for name, digest in result["hashes"].items()}
-        manifest = make_manifest(
-            self._folder,
-            tokenizer,
-            sources=entries,
-            shards=shards,
-            settings=self._settings,
-            hashes=shard_hashes,
-            declared=self._declared,
-        )
-        card.write_card(
-            self._folder,
-            entries,
-            hashes,
-            self._problems.entries(),
-            vocabulary_size=vocabulary_size(tokenizer),
-            kind="byte_bpe" if self._byte_level else "wordpiece",
-            lowercase=self._corpus.vocabulary.lowercase,
-            strip_accents=getattr(tokenizer.normalizer, "strip_accents", None),
-            language=self._corpus.language,
-            shards=shards,
-            readings=self._readings(manifest),
-            extension=_read_json(self._work / _EXTENSION),
-            filtered=documents.filtered(len(entries)),
-            evaluation=documents.evaluation(self._evaluation_texts, set_names(self._corpus.filters.contamination)),
-        )
-        put_manifest(self._folder, with_card(self._folder, manifest))
-
-    def _readings(self, manifest: dict[str, Any]) -> list[dict[str, Any]]:
-        """How often epochs read a token, if the caller counts it; text may be too short for that."""
-        train = shards_of(self._folder, manifest, "train")
-        with contextlib.suppress(InputError):
-            return list(self._count_readings(train)) if self._count_readings and train.shards else []
-        return []
-
-    def _source_entries(
-        self,
-        documents: Documents,
-        plan: list[ShardPlan],
-        results: list[dict[str, Any]],
-        hashes: list[dict[str, str]],
-    ) -> list[dict[str, Any]]:
-        """The fields of each source in the manifest and the card."""
-        figures = documents.figures(len(self._corpus.sources))
-        entries = []
-        for number, (source, inputs) in enumerate(zip(self._corpus.sources, self._inputs, strict=True)):
-            own_results = [result for shard, result in zip(plan, results, strict=True) if shard.source == number]
-            entries.append(
-                {
-                    **source_facts(source),
-                    "revision": source.revision,
-                    "content": content_state(hashes[number]),
-                    "input_bytes": sum(item.bytes for item in inputs),
-                    **figures[number],
-                    **({"left_out": left_out} if (left_out := documents.left_out(number)) else {}),
-                    **card.shard_figures(own_results),
-                }
-            )
-        return entries
 
 
 def _trained_vocabulary(counts: dict[bytes, int], settings: VocabularyConfig) -> Tokenizer:

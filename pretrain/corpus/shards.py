@@ -170,10 +170,10 @@ def verify_shards(folder: Path) -> None:
 
 def source_fingerprints(manifest: dict[str, Any]) -> tuple[str, ...]:
     """Of each source of a manifest, in their order."""
-    return tuple(_source_fingerprint(manifest, number) for number in range(len(manifest["sources"])))
+    return tuple(source_fingerprint(manifest, number) for number in range(len(manifest["sources"])))
 
 
-def _source_fingerprint(manifest: dict[str, Any], source: int) -> str:
+def source_fingerprint(manifest: dict[str, Any], source: int) -> str:
     """A digest of the vocabulary and of the contents of a source's shards."""
     files = manifest["files"]
     names = [entry["name"] for entry in manifest["shards"] if entry["source"] == source]

@@ -16,6 +16,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, allow_open_files, atomic_open, check_manifest, read_manifest
 from pretrain.config import CorpusConfig
 from pretrain.corpus.block_cache import BlockCache, StoredArray, StoredShard, remove_unused
+from pretrain.corpus.card import CARD_FILES
 from pretrain.corpus.shards import (
     COUNTS,
     NO_DESCRIPTOR,
@@ -136,23 +137,38 @@ def prepared_manifest(corpus: CorpusConfig) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def kept_at_address(corpus: CorpusConfig) -> Iterator[None]:
-    """Around a preparation: fetch the corpus before it, if it has an address and was prepared, and store it after.
+def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
+    """Around a preparation: fetch what it needs of a corpus at an address, and store the corpus after it.
+
+    Yields whether the folder has what is stored there, of which the tokens are not fetched.
 
     Raises `InputError` if the address cannot be written to.
     """
     if not is_remote(corpus.dir):
-        yield
+        yield False
         return
     try:
         check_address(corpus.dir, written=True)
     except ValueError as error:
         raise InputError(f"corpus.dir: {error}") from None
-    if folders.read_stored_manifest(corpus.dir, ObjectStore()) is not None:
-        folders.fetch(corpus.dir)
-    yield
-    folders.store(corpus.folder, corpus.dir)
+    theirs = folders.read_stored_manifest(corpus.dir, ObjectStore())
+    if theirs is not None and not _has_all(corpus.folder, theirs):
+        folders.fetch(corpus.dir, but=("*.npy",))
+        with atomic_open(corpus.folder / MANIFEST) as file:
+            file.write(theirs)
+    yield theirs is not None
+    folders.store(corpus.folder, corpus.dir, replaced=CARD_FILES)
     _store_counts(corpus)
+    if any(not (corpus.folder / name).is_file() for name in read_manifest(corpus.folder)["files"]):
+        (corpus.folder / MANIFEST).unlink()  # who reads the tokens fetches the others
+
+
+def _has_all(folder: Path, manifest: bytes) -> bool:
+    """Whether the corpus in a folder is the one of this manifest, or has grown from it and was not stored yet."""
+    if not (folder / MANIFEST).is_file():
+        return False
+    here, there = read_manifest(folder), folders.files_of(manifest)
+    return all(here["files"].get(name) == entry for name, entry in there.items() if name not in CARD_FILES)
 
 
 def _store_counts(corpus: CorpusConfig) -> None:

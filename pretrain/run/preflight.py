@@ -49,14 +49,18 @@ def check_corpus(config: PretrainConfig) -> None:
         InputError: the corpus is missing, damaged, or was prepared with other source weights or another vocabulary, or
             lacks a source that a phase weighs.
     """
+    from pretrain.corpus.manifest import source_name
     from pretrain.corpus.shards import verify_shards
     from pretrain.corpus.stored import fetch_corpus, is_streamed, open_corpus
 
     folder = fetch_corpus(config.corpus)
     shards = open_corpus(config.corpus, "train", tokens=False)
     size = shards.vocabulary_size
-    weights, prepared = ([s.weight for s in config.corpus.sources], [s["weight"] for s in shards.sources])
-    if weights and weights != prepared:
+    weights = {source_name(source): source.weight for source in config.corpus.sources}
+    prepared = {source["name"]: source["weight"] for source in shards.sources if source.get("name") in weights}
+    if missing := [name for name in weights if name not in prepared]:
+        raise InputError(f"{folder}: has no source {missing[0]}. Run `prepare` again; it adds sources to the corpus.")
+    if weights != prepared:
         raise InputError(
             f"{folder}: was prepared with source weights {prepared}, but the config has {weights}. "
             "Run `prepare` again; it keeps the tokens and updates the weights."

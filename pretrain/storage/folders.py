@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from pretrain.common.files import (
     locked,
     read_manifest,
     sha256_file,
+    signed,
     write_json,
 )
 from pretrain.storage.objects import ListedObject, ObjectStore, bytes_to_fetch
@@ -105,11 +106,12 @@ def read_stored_manifest(address: str, objects: ObjectStore) -> bytes | None:
     return objects.read(join(address, MANIFEST))
 
 
-def store(folder: Path, address: str, objects: ObjectStore | None = None) -> None:
+def store(folder: Path, address: str, objects: ObjectStore | None = None, *, replaced: Collection[str] = ()) -> None:
     """Store the folder with a manifest at `address`, the manifest last; files that are there already are kept.
 
-    An interrupted call goes on where it stopped. A manifest that is there is deleted first, if files change. Files of
-    an earlier manifest that this one has not are deleted at the end.
+    An interrupted call goes on where it stopped. New files come first. Before others are replaced, the manifest that is
+    there is deleted; if they are all among `replaced`, it only stops naming them, so that the rest can be fetched. At
+    the end, files of an earlier manifest that this one has not are deleted.
     """
     objects, manifest = objects or ObjectStore(), read_manifest(folder)
     content, theirs = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
@@ -117,8 +119,7 @@ def store(folder: Path, address: str, objects: ObjectStore | None = None) -> Non
         return
     before = files_of(theirs)
     changed = [name for name, entry in manifest["files"].items() if before.get(name) != entry]
-    if theirs is not None and changed:
-        objects.delete(join(address, MANIFEST))
+    others = [name for name in changed if name in before]
     with _Uploaded(folder, address) as uploaded:
 
         def put(name: str) -> None:
@@ -128,7 +129,14 @@ def store(folder: Path, address: str, objects: ObjectStore | None = None) -> Non
                 objects.upload(folder / name, join(address, name))
                 uploaded.add(name, entry["sha256"])
 
-        _all(put, changed)
+        _all(put, [name for name in changed if name not in before])
+        if theirs is not None and others:
+            if set(others) <= set(replaced):
+                rest = {**json.loads(theirs), "files": {n: e for n, e in before.items() if n not in others}}
+                objects.write(join(address, MANIFEST), signed(rest))
+            else:
+                objects.delete(join(address, MANIFEST))
+        _all(put, others)
         objects.write(join(address, MANIFEST), content)
     for name in before.keys() - manifest["files"].keys():
         objects.delete(join(address, name))

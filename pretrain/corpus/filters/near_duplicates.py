@@ -97,24 +97,53 @@ def _gram_sets(texts: Sequence[str], columns: TextColumns, n: int) -> tuple[np.n
     return np.concatenate(pieces), np.maximum(1, counts)
 
 
+def join_sketches(parts: Sequence[Path], out: Path) -> None:
+    """Write the sketches of several files, one after the other, as one file."""
+    with atomic_open(out) as file:
+        for number in range(4):
+            arrays = [_mapped(path, number) for path in parts]
+            axis = 1 if number == 1 else 0  # of the documents
+            shape = list(arrays[0].shape)
+            shape[axis] = sum(array.shape[axis] for array in arrays)
+            described = {"descr": np.lib.format.dtype_to_descr(arrays[0].dtype), "fortran_order": False}
+            np.lib.format.write_array_header_1_0(file, {**described, "shape": tuple(shape)})  # pyright: ignore[reportArgumentType]
+            for row in range(shape[0] if axis else 1):
+                for array in arrays:
+                    np.ascontiguousarray(array[row] if axis else array).tofile(file)
+
+
 # ---------------------------------------------------------------- the search
 
 
 class SketchFiles:
-    """The sketches of all parts in the folder `work`, in the order of the corpus, read from their files as needed."""
+    """The sketches of all parts in the folder `work`, in the order of the corpus, read from their files as needed.
+
+    Files that are named by a source alone are of a corpus that grows. Their documents are the `known` first ones.
+    """
 
     def __init__(self, work: Path) -> None:
-        self._paths = sorted(work.glob("*" + SUFFIX), key=lambda path: tuple(map(int, path.stem.split("-"))))
+        named = sorted((tuple(map(int, path.stem.split("-"))), path) for path in work.glob("*" + SUFFIX))
+        self._paths = [path for _, path in named]
         self.first = np.cumsum([0, *(len(_mapped(path, 0)) for path in self._paths)])
+        self._known = sum(len(place) == 1 for place, _ in named)
+        self.known = int(self.first[self._known])
 
     def band(self, band: int, share: int, shares: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys of one band that are `share` modulo `shares`, and the documents that have them."""
-        keys, documents = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
-        for start, path in zip(self.first.tolist(), self._paths, strict=False):
-            own = np.asarray(_mapped(path, 1)[band])
+        """Keys of one band that are `share` modulo `shares`, and the documents that have them.
+
+        Of known documents, only those that share their key with one that is not.
+        """
+        found: dict[int, tuple[np.ndarray, np.ndarray]] = {-1: (np.zeros(0, np.uint64), np.zeros(0, np.uint64))}
+        new = np.zeros(0, np.uint64)
+        for number in [*range(self._known, len(self._paths)), *range(self._known)]:
+            if number == 0:
+                new = np.unique(np.concatenate([keys for keys, _ in found.values()]))
+            own = np.asarray(_mapped(self._paths[number], 1)[band])
             chosen = np.flatnonzero(own % np.uint64(shares) == share)
-            keys.append(own[chosen])
-            documents.append(chosen.astype(np.uint64) + np.uint64(start))
+            if number < self._known:
+                chosen = chosen[np.isin(own[chosen], new)]
+            found[number] = own[chosen], chosen.astype(np.uint64) + np.uint64(self.first[number])
+        keys, documents = zip(*(found[number] for number in sorted(found)), strict=True)
         return np.concatenate(keys), np.concatenate(documents)
 
     def rows(self, number: int, documents: np.ndarray) -> np.ndarray:
@@ -143,6 +172,8 @@ def find_pairs(work: Path, out: Path, band: int, share: int, shares: int, thresh
     """
     files = SketchFiles(work)
     later, earlier = _candidates(files, *files.band(band, share, shares))
+    is_new = later >= np.uint64(files.known)
+    later, earlier = later[is_new], earlier[is_new]
     involved, place = np.unique(np.concatenate([later, earlier]), return_inverse=True)
     minima = files.rows(2, involved)
     equal = _equal_bits(minima, place[: len(later)], place[len(later) :])
@@ -255,12 +286,17 @@ class NearDuplicates:
 
     def are(self, hashes: np.ndarray) -> np.ndarray:
         """bool [D]: whether documents with `hashes`, uint64 [D, 2] with the first ascending, are to be dropped."""
-        if not len(hashes):
-            return np.zeros(0, bool)
-        begin = bisect.bisect_left(self.hashes, hashes[0, 0], key=lambda row: row[0])
-        end = bisect.bisect_right(self.hashes, hashes[-1, 0], lo=begin, key=lambda row: row[0])
-        known = np.array(self.hashes[begin:end])
-        if not len(known):
-            return np.zeros(len(hashes), bool)
-        place = np.searchsorted(known[:, 0], hashes[:, 0]).clip(max=len(known) - 1)
-        return (known[place] == hashes).all(axis=1)
+        return are_among(self.hashes, hashes)
+
+
+def are_among(known: np.ndarray, hashes: np.ndarray) -> np.ndarray:
+    """bool [D]: which of `hashes` are known; both uint64 [N, 2] with the first ascending."""
+    if not len(hashes):
+        return np.zeros(0, bool)
+    begin = bisect.bisect_left(known, hashes[0, 0], key=lambda row: row[0])
+    end = bisect.bisect_right(known, hashes[-1, 0], lo=begin, key=lambda row: row[0])
+    known = np.array(known[begin:end])
+    if not len(known):
+        return np.zeros(len(hashes), bool)
+    place = np.searchsorted(known[:, 0], hashes[:, 0]).clip(max=len(known) - 1)
+    return (known[place] == hashes).all(axis=1)

@@ -1,0 +1,147 @@
+"""The last stage of `prepare`: tokenizer files, signatures, card, and last the manifest, which makes the corpus."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from pretrain.common.addresses import is_remote
+from pretrain.common.errors import InputError
+from pretrain.common.files import put_manifest
+from pretrain.config import CorpusConfig, SourceConfig
+from pretrain.corpus import card
+from pretrain.corpus.byte_level import is_byte_level
+from pretrain.corpus.documents import Documents, ShardPlan
+from pretrain.corpus.filters.evaluation_sets import set_names
+from pretrain.corpus.growth import Growth, grown_filters, grown_sets, write_signatures
+from pretrain.corpus.inputs import Input, Problems
+from pretrain.corpus.manifest import content_state, make_manifest, source_facts, with_card
+from pretrain.corpus.shards import TokenShards, shards_of
+from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
+
+EXTENSION = "extension.json"  # in the work folder: facts about an extended vocabulary, for the card
+_EXTENSION_FACTS = ("added", "saved_share", "first_added")
+
+CountReadings = Callable[[TokenShards], Sequence[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the other stages made of sources, which are given by their numbers in the corpus.
+
+    Attributes:
+        settings: of the whole corpus, for the manifest.
+        growth: the corpus that they are added to; None if they are all that it has.
+        declared: what `save_tokenizer` takes.
+        results: of writing each shard of the plan.
+        hashes: {path: SHA-256} of the files of each source, in its order.
+        evaluation_texts: of each evaluation set.
+    """
+
+    corpus: CorpusConfig
+    work: Path
+    sources: dict[int, SourceConfig]
+    inputs: dict[int, list[Input]]
+    settings: dict[str, Any]
+    growth: Growth | None
+    tokenizer: Tokenizer
+    declared: dict[str, Any]
+    documents: Documents
+    plan: list[ShardPlan]
+    results: list[dict[str, Any]]
+    hashes: list[dict[str, str]]
+    problems: Problems
+    evaluation_texts: Sequence[int]
+
+    def write(self, count_readings: CountReadings | None, say: Callable[[str], None]) -> None:
+        """Write what is left. `say` tells people what was not compared, `count_readings` is that of `prepare`."""
+        growth, folder = self.growth, self.corpus.folder
+        before: dict[str, Any] = growth.manifest if growth else {"sources": [], "shards": [], "files": {}}
+        if not growth:
+            save_tokenizer(folder, self.tokenizer, self.declared)
+        new = [{"name": s.name, "split": s.split, "source": s.source, **s.totals} for s in self.plan]
+        signatures = [
+            write_signatures(folder, self.work, self.documents, number, nearly=self._nearly) for number in self.sources
+        ]
+        manifest = make_manifest(
+            folder,
+            self.tokenizer,
+            sources=[*before["sources"], *self._source_entries()],
+            shards=[*before["shards"], *new],
+            settings=self.settings,
+            hashes={name: digest for result in self.results for name, digest in result["hashes"].items()},
+            declared=self.declared,
+            others=[name for names in signatures for name in names],
+            before=before["files"],
+        )
+        if growth:
+            manifest["grown"] = 1 + growth.manifest.get("grown", 0)
+            growth.begin_card()
+        self._write_card(manifest, self._readings(manifest, count_readings), say)
+        put_manifest(folder, with_card(folder, manifest))
+
+    @property
+    def _nearly(self) -> bool:
+        return self.corpus.filters.near_duplicates.enabled
+
+    def _write_card(self, manifest: dict[str, Any], readings: list[dict[str, Any]], say: Callable[[str], None]) -> None:
+        before = self.growth.card(self.work) if self.growth else {}
+        not_compared = self.growth.not_compared(nearly=self._nearly) if self.growth else []
+        for line in not_compared:
+            say(line)
+        count, path = len(manifest["sources"]), self.work / EXTENSION
+        extension = {key: x for key, x in before.get("vocabulary", {}).items() if key in _EXTENSION_FACTS}
+        evaluation = self.documents.evaluation(self.evaluation_texts, set_names(self.corpus.filters.contamination))
+        card.write_card(
+            self.corpus.folder,
+            manifest["sources"],
+            self.hashes,
+            self.problems.entries(),
+            vocabulary_size=vocabulary_size(self.tokenizer),
+            kind="byte_bpe" if is_byte_level(self.tokenizer) else "wordpiece",
+            lowercase=self.corpus.vocabulary.lowercase,
+            strip_accents=getattr(self.tokenizer.normalizer, "strip_accents", None),
+            language=self.corpus.language,
+            shards=manifest["shards"],
+            readings=readings,
+            extension=extension or (json.loads(path.read_text(encoding="utf-8")) if path.exists() else None),
+            filtered=grown_filters(before.get("filters", []), self.documents.filtered(count), count),
+            evaluation=grown_sets(before.get("evaluation_sets", []), evaluation),
+            before=before,
+            not_compared=not_compared,
+        )
+
+    def _readings(self, manifest: dict[str, Any], count: CountReadings | None) -> list[dict[str, Any]]:
+        """How often epochs read a token, if the caller counts it; text may be too short for that."""
+        if self.growth and is_remote(self.corpus.dir):  # the other shards need not be here
+            return self.growth.card(self.work).get("readings", [])
+        train = shards_of(self.corpus.folder, manifest, "train")
+        with contextlib.suppress(InputError):
+            return list(count(train)) if count and train.shards else []
+        return []
+
+    def _source_entries(self) -> list[dict[str, Any]]:
+        """The fields of each source in the manifest and the card."""
+        figures = self.documents.figures(1 + max(self.sources, default=-1))
+        entries = []
+        for (number, source), hashes in zip(self.sources.items(), self.hashes, strict=True):
+            results = [result for shard, result in zip(self.plan, self.results, strict=True) if shard.source == number]
+            left_out = self.documents.left_out(number)
+            entries.append(
+                {
+                    **source_facts(source),
+                    "revision": source.revision,
+                    "content": content_state(hashes),
+                    "input_bytes": sum(item.bytes for item in self.inputs[number]),
+                    **figures[number],
+                    **({"left_out": left_out} if left_out else {}),
+                    **card.shard_figures(results),
+                }
+            )
+        return entries

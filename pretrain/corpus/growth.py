@@ -1,0 +1,138 @@
+"""A corpus that grows: the sources that it has stay as they are, further ones are prepared with its vocabulary.
+
+Each source keeps the signatures of its documents: their hashes (`source-00003.hashes`, uint64 [D, 2], ascending) and,
+where near-duplicates are searched, their sketches. New documents are compared with them, so a text that the corpus has,
+for training or held out, is not taken again. The manifest is replaced last, in one rename.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.common.files import put_manifest, write_json
+from pretrain.common.wording import counted
+from pretrain.corpus.documents import SPLITS, Documents
+from pretrain.corpus.filters import near_duplicates
+from pretrain.corpus.manifest import without_card
+from pretrain.corpus.shards import source_fingerprint
+
+_CARD = "card-before.json"  # in the work folder
+_HASHES, _SKETCHES = ".hashes", near_duplicates.SUFFIX
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What a preparation adds to.
+
+    Attributes:
+        folder: of the corpus.
+        manifest: of the corpus as it is.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def sources(self) -> int:
+        """How many the corpus has, which is the number of the first new one."""
+        return len(self.manifest["sources"])
+
+    @property
+    def first_shards(self) -> dict[str, int]:
+        """The first number of each split that no shard has."""
+        numbers = {split: [-1] for split in SPLITS}
+        for shard in self.manifest["shards"]:
+            numbers[shard["split"]].append(int(shard["name"].rpartition("-")[2]))
+        return {split: 1 + max(own) for split, own in numbers.items()}
+
+    @property
+    def identity(self) -> list[str]:
+        """The fingerprints of its sources: work that was begun for other ones is of no use."""
+        return [source_fingerprint(self.manifest, number) for number in range(self.sources)]
+
+    def signatures(self, suffix: str) -> dict[int, Path]:
+        """The files of signatures with this suffix that the corpus has, by source."""
+        names = {number: f"{_stem(number)}{suffix}" for number in range(self.sources)}
+        return {number: self.folder / name for number, name in names.items() if name in self.manifest["files"]}
+
+    @property
+    def hashes(self) -> list[Path]:
+        """Of the documents of each source that has them."""
+        return list(self.signatures(_HASHES).values())
+
+    def link_sketches(self, work: Path) -> None:
+        """Put the sketches that the corpus has into the work folder, before those of the new documents."""
+        for number, path in self.signatures(_SKETCHES).items():
+            target = work / f"{number:03d}{_SKETCHES}"
+            target.unlink(missing_ok=True)
+            try:
+                os.link(path, target)
+            except OSError:  # a file system without links
+                shutil.copyfile(path, target)
+
+    def not_compared(self, *, nearly: bool) -> list[str]:
+        """What is not compared with the new text, for people: sources from before there were signatures."""
+        lines = []
+        for suffix, what in ((_HASHES, "equal"), *(((_SKETCHES, "nearly equal"),) if nearly else ())):
+            have = self.signatures(suffix)
+            without = [source["name"] for n, source in enumerate(self.manifest["sources"]) if n not in have]
+            if without:
+                lines.append(
+                    f"{self.folder}: {counted(len(without), 'source')} of an earlier version ({', '.join(without)}) "
+                    f"kept no signatures, so documents {what} to theirs are not noticed."
+                )
+        return lines
+
+    def keep_card(self, work: Path) -> None:
+        """Copy the card to the work folder: an interrupted growth may have replaced it."""
+        card = json.loads((self.folder / "card.json").read_text(encoding="utf-8"))
+        write_json(work / _CARD, {**card, "sources": card["sources"][: self.sources]})
+
+    def card(self, work: Path) -> dict[str, Any]:
+        """The card of the corpus as it is."""
+        return json.loads((work / _CARD).read_text(encoding="utf-8"))
+
+    def begin_card(self) -> None:
+        """Let the corpus do without its card, which is replaced before the manifest is."""
+        put_manifest(self.folder, without_card(self.manifest))
+
+
+def write_signatures(folder: Path, work: Path, documents: Documents, source: int, *, nearly: bool) -> list[str]:
+    """Write the signatures of a source that was prepared in `work`; the names of the files."""
+    names = [f"{_stem(source)}{_HASHES}"]
+    documents.write_hashes(source, folder / names[0])
+    parts = sorted(work.glob(f"{source:03d}-*{_SKETCHES}")) if nearly else []
+    if parts:
+        names.append(f"{_stem(source)}{_SKETCHES}")
+        near_duplicates.join_sketches(parts, folder / names[-1])
+    return names
+
+
+def grown_filters(before: list[dict[str, Any]], added: list[dict[str, Any]], sources: int) -> list[dict[str, Any]]:
+    """What filters did with the sources of a corpus, and with those that were added; entries of the card."""
+    entries: dict[tuple[str, str], dict[str, Any]] = {}
+    for entry in before:
+        by_source = [*entry["by_source"], *[0] * (sources - len(entry["by_source"]))]
+        entries[entry["filter"], entry["rule"]] = {**entry, "by_source": by_source}
+    for entry in added:
+        earlier = entries.setdefault((entry["filter"], entry["rule"]), {**entry, "documents": 0, "by_source": []})
+        earlier["documents"] += entry["documents"]
+        own = earlier["by_source"] or [0] * sources
+        earlier["by_source"] = [a + b for a, b in zip(own, entry["by_source"], strict=True)]
+    return list(entries.values())
+
+
+def grown_sets(before: list[dict[str, Any]], added: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Evaluation sets and how many of their texts were found: the most that one preparation found."""
+    earlier: Mapping[str, int] = {one["name"]: one["found"] for one in before}
+    return [{**one, "found": max(one["found"], earlier.get(one["name"], 0))} for one in added]
+
+
+def _stem(source: int) -> str:
+    return f"source-{source:05d}"
