@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_scores import make_masked_lm
 from tiny_checkpoints import SPECIALS
 from tokenizers import Tokenizer
 
@@ -29,6 +28,7 @@ from finetune.scores.view import score_notes, score_rows
 from finetune.scores.whole_words import score_whole_words
 from finetune.scores.word_scores import word_scores
 from pretrain.corpus.vocabulary import train_byte_vocabulary, train_vocabulary
+from tests.scores.test_scores import make_masked_lm
 
 SHA_256 = "5edbcf74a02665cac570f587cf0ad0f3ff88d786c65172b42b6f1896f14838cb"
 

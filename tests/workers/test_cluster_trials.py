@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cluster import CORES, ROOT, _wait_for_port
 
 from cluster.workers.launch import end_session
 from cluster.workers.trials.launch import run_trials
@@ -17,6 +16,7 @@ from cluster.workers.trials.request import TrialEvent, TrialRequest
 from pretrain.common.errors import DivergedError, InputError, MachineError
 from pretrain.common.worker import TrainingRequest
 from tests.distributed import free_port
+from tests.workers.test_cluster import CORES, ROOT, _wait_for_port
 
 TRIALS = (
     {"name": "a", "do": "meet", "other": "b"},
