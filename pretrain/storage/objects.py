@@ -86,14 +86,15 @@ class ObjectStore:
     """Objects by address.
 
     Args:
-        retry_seconds: how long an operation that fails is tried again; the first attempt does not count.
+        retry_seconds: how long an operation that fails is tried again, by default `RETRY_SECONDS`; the first attempt
+            does not count.
 
     Its methods raise `AccessError` for wrong credentials, a missing bucket and a missing package, and `MachineError` if
     the store still fails after `retry_seconds`.
     """
 
-    def __init__(self, retry_seconds: float = RETRY_SECONDS) -> None:
-        self._retry_seconds = retry_seconds
+    def __init__(self, retry_seconds: float | None = None) -> None:
+        self._retry_seconds = RETRY_SECONDS if retry_seconds is None else retry_seconds
 
     def read(self, address: str) -> bytes | None:
         """The content of a small object; None if there is none."""

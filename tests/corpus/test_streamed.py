@@ -179,7 +179,7 @@ def test_a_cache_that_is_removed_or_damaged_changes_no_sample(proxy, tmp_path):
     assert same_samples(sampler(here), sampler(streamed(corpus)), stop=300)
 
 
-def test_text_that_is_not_as_it_was_prepared_is_refused(proxy, tmp_path):
+def test_text_that_is_not_as_it_was_prepared_is_refused(proxy, tmp_path, monkeypatch):
     stored(tmp_path)
     name = f"{ADDRESS}/train-00000.tokens.npy"
     content = ObjectStore().read(name)
@@ -189,8 +189,8 @@ def test_text_that_is_not_as_it_was_prepared_is_refused(proxy, tmp_path):
     with pytest.raises(MachineError, match=r"train-00000.tokens.npy: the checksum of its block \d+ is wrong"):
         made.plan(np.arange(made.samples_per_epoch))
     ObjectStore().write(name, content[:-5000])  # the manifest says more
+    monkeypatch.setattr("pretrain.storage.objects.RETRY_SECONDS", 0.5)
     made = sampler(streamed(CorpusConfig.model_validate({"dir": ADDRESS, "cache": "50MB"})))
-    made.sources[0]._held.cache._objects = ObjectStore(0.5)
     with pytest.raises(MachineError, match=r"train-00000.tokens.npy: cannot be read"):
         made.plan(np.arange(made.samples_per_epoch))
 
