@@ -16,10 +16,10 @@ from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.run.fork import begin_fork
 from pretrain.run.train import _check_read
+from tests.corpus.test_growth import config, source, write_lines
+from tests.corpus.test_prepare import text
 from tests.distributed import run_workers
 from tests.starts import Start, pretraining, records, starts
-from tests.test_corpus_growth import config, source, write_lines
-from tests.test_corpus_prepare import text
 
 NAMES = ("one", "two", "three", "four")
 ZERO = {"three": 0.0, "four": 0.0}
