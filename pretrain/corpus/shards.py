@@ -79,6 +79,7 @@ class TokenShards:
     shards: list[Shard]
     fingerprints: tuple[str, ...] = ()  # of each source: what decides its tokens
     split: str = "train"
+    grown: int = 0  # how often sources were added
 
     def of_source(self, source: int) -> list[int]:
         """The shards of a source, by their place in `shards`."""
@@ -141,6 +142,7 @@ def shards_of(folder: Path, manifest: dict[str, Any], split: str) -> TokenShards
         shards=[_open_shard(folder, entry, manifest) for entry in manifest["shards"] if entry["split"] == split],
         fingerprints=source_fingerprints(manifest),
         split=split,
+        grown=manifest.get("grown", 0),
     )
 
 
