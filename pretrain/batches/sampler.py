@@ -225,7 +225,7 @@ class Sampler:
 
 
 def _uncapped_shares(shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[int], where: str) -> list[float]:
-    """The share of each source in the samples of a phase, whatever was read before: it decides how large windows are."""
+    """The share of each source in the samples of a phase, whatever was read before; it decides the size of windows."""
     uncapped = None if phase is None else phase.model_copy(update={"max_epochs": 0})
     shares = plan_mix(shards, uncapped, samples, [0] * len(samples), where).shares
     return [share / sum(shares) for share in shares]
