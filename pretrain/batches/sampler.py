@@ -31,7 +31,13 @@ samples of a window without regard to their blocks.
 
 
 def phase_sampler(
-    shards: TokenShards, config: PretrainConfig, phase: int, *, seed: int, skipped: Sequence[int] = ()
+    shards: TokenShards,
+    config: PretrainConfig,
+    phase: int,
+    *,
+    seed: int,
+    skipped: Sequence[int] = (),
+    machine: Machine = Machine(),  # noqa: B008 - frozen
 ) -> Sampler:
     """The samples of a phase, which go on where those of the phase before it end.
 
@@ -39,6 +45,7 @@ def phase_sampler(
 
     Args:
         skipped: samples of each phase that a rollback skips; phases without an entry skip none.
+        machine: only its samples can be planned (`Sampler.owners`).
 
     Raises `InputError` if the corpus has no sample for a phase.
     """
@@ -53,6 +60,7 @@ def phase_sampler(
             where=f"phases.{number}",
             start=start,
             batch=settings.global_sequences,
+            machine=machine,
         )
         if number < phase:
             start = sampler.read_after(settings.sequences + sum(skipped[number : number + 1]))

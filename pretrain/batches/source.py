@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
@@ -129,7 +130,7 @@ class SourceSamples:
         for here, window, within in self._by_window(samples):
             block, _ = window.samples.locate(within)
             groups = window.groups
-            owner[here] = block % groups + groups * (within % (self._machine.count // groups))
+            owner[here] = window.share[block] % groups + groups * (within % (self._machine.count // groups))
         return owner
 
     def _by_window(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, _OpenWindow, np.ndarray]]:
@@ -146,12 +147,12 @@ class SourceSamples:
             numbers = self.order.blocks(epoch, window)
             key = draw(draw(self._shuffle_key, epoch), window)
             samples = Window(numbers, self.order.counts[numbers], key)
-            shares, own = self._shares(len(numbers))
-            groups = math.gcd(shares, self._machine.count)
+            share = self._shares(numbers)
+            groups, own = self._own(share)
             lease = self._hold(epoch, window, own) if self._held else None
             units = Units(self._text, self._blocks, numbers[own], self._cutting)
             first = int(self.order.epoch(epoch).samples[window])
-            found = _OpenWindow(epoch, first, samples, shares, groups, own, units, lease)
+            found = _OpenWindow(epoch, first, samples, share, groups, own, units, lease)
             self._windows.put((epoch, window), found)
         return found
 
@@ -160,18 +161,27 @@ class SourceSamples:
         numbers, blocks = self.order.blocks(epoch, window), self._blocks
         return blocks.shard[numbers].astype(np.int64), blocks.begin[numbers], blocks.end[numbers]
 
-    def _shares(self, blocks: int) -> tuple[int, np.ndarray]:
-        """(shares of a window of so many blocks, places of this machine's blocks in it)."""
-        shares = 1 << max(0, (blocks // _SHARE_BLOCKS).bit_length() - 1)
-        groups = math.gcd(shares, self._machine.count)
-        return shares, np.arange(self._machine.number % groups, blocks, groups)
+    def _shares(self, numbers: np.ndarray) -> np.ndarray:
+        """The share of a window that each of its blocks is in, int64 [W]; 2^n shares have almost as many tokens each."""
+        loads = [(0, share) for share in range(1 << max(0, (len(numbers) // _SHARE_BLOCKS).bit_length() - 1))]
+        sizes = self._blocks.end[numbers] - self._blocks.begin[numbers]
+        shares = np.zeros(len(numbers), np.int64)
+        for place in np.argsort(-sizes, kind="stable").tolist():  # the largest first, to the share with the fewest
+            tokens, shares[place] = loads[0]
+            heapq.heapreplace(loads, (tokens + int(sizes[place]), int(shares[place])))
+        return shares
+
+    def _own(self, share: np.ndarray) -> tuple[int, np.ndarray]:
+        """(groups of machines that read a window with these shares, places of this machine's blocks in it)."""
+        groups = math.gcd(1 + int(share.max(initial=0)), self._machine.count)
+        return groups, np.flatnonzero(share % groups == self._machine.number % groups)
 
     def _hold(self, epoch: int, window: int, own: np.ndarray) -> Lease:
         """Wait for this machine's blocks of a window, and let those of the next one come."""
         assert self._held is not None
         lease = self._held.cache.hold(self._held.numbers[self.order.blocks(epoch, window)[own]])
         following = self.order.blocks(*divmod(epoch * self.order.windows + window + 1, self.order.windows))
-        self._held.cache.fetch_ahead(self._held.numbers[following[self._shares(len(following))[1]]])
+        self._held.cache.fetch_ahead(self._held.numbers[following[self._own(self._shares(following))[1]]])
         return lease
 
     def held_bytes(self) -> int:
@@ -179,9 +189,9 @@ class SourceSamples:
         if self._held is None:
             return 0
         whole = self._held.cache.bytes_of(self._held.numbers)
-        blocks = -(-len(self._blocks) // self.order.windows)
+        window = self.order.blocks(0, self.order.windows - 1)  # as large as any
         largest = self._held.cache.largest(self._held.numbers)
-        return min(whole, 2 * len(self._shares(blocks)[1]) * largest)
+        return min(whole, 2 * (len(self._own(self._shares(window))[1]) + 1) * largest)
 
     def _of_window(self, window: _OpenWindow, within: np.ndarray) -> SamplePlan:
         """Samples of a window; `within` int64 [B] counts in its order."""
@@ -190,7 +200,8 @@ class SourceSamples:
             return self._single(*self._spans(window, within, block, sample))
         counts = window.samples.counts
         # A layer has a cell of each share. Blocks are read at the same pace, so its samples are neighbors.
-        layers = max(1, window.samples.samples // (window.shares * _CELL_LENGTHS * self._cutting.capacity))
+        shares = 1 + int(window.share.max())
+        layers = max(1, window.samples.samples // (shares * _CELL_LENGTHS * self._cutting.capacity))
         layer = ((sample + 1) * layers - 1) // counts[block]
         wanted, plans, rows = np.unique(layer).tolist(), [], []
         for number in wanted:
@@ -211,7 +222,7 @@ class SourceSamples:
             block = np.repeat(window.own, (high - low)[window.own])
             sample = ranges(low[window.own], (high - low)[window.own])
             spans, _ = self._spans(window, window.samples.index(block, sample), block, sample)
-            plan = self._paired(replace(spans, cell=block % window.shares))
+            plan = self._paired(replace(spans, cell=window.share[block]))
             self._layers.put(name, plan)
         return plan
 
@@ -223,7 +234,7 @@ class SourceSamples:
         """
         shuffle_key = draw(draw(self._shuffle_key, window.epoch), window.samples.blocks[block])
         shuffled = permute(sample, window.samples.counts[block], shuffle_key)
-        unit, number = window.units.find(block // window.groups, shuffled)
+        unit, number = window.units.find(np.searchsorted(window.own, block), shuffled)
         identity = self._shard[unit.shard] << _OFFSET_BITS
         key = draw(draw(self._cut_key, window.epoch), identity + unit.begin)
         places = (JoinedPlaces if self._cutting.joined else DocumentPlaces)(self._text, unit)
@@ -304,7 +315,7 @@ class _OpenWindow:
     epoch: int
     first: int  # sample of the epoch
     samples: Window
-    shares: int  # share s has the blocks s, s + `shares`, ...; couples of pairs stay within one
+    share: np.ndarray  # of each block, int64 [W]; couples of pairs stay within one
     groups: int  # of machines; each reads as many shares
     own: np.ndarray  # places of this machine's blocks in the window, int64
     units: Units  # of those
