@@ -162,7 +162,7 @@ class SourceSamples:
         return blocks.shard[numbers].astype(np.int64), blocks.begin[numbers], blocks.end[numbers]
 
     def _shares(self, numbers: np.ndarray) -> np.ndarray:
-        """The share of a window that each of its blocks is in, int64 [W]; 2^n shares have almost as many tokens each."""
+        """The share of a window that each of its blocks is in, int64 [W]; 2^n shares of almost as many tokens."""
         loads = [(0, share) for share in range(1 << max(0, (len(numbers) // _SHARE_BLOCKS).bit_length() - 1))]
         sizes = self._blocks.end[numbers] - self._blocks.begin[numbers]
         shares = np.zeros(len(numbers), np.int64)

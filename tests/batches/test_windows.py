@@ -144,7 +144,7 @@ def test_machines_share_the_blocks_of_a_window_and_make_the_same_batch(machines,
         assert all(maker.needs_exchange(2048) for maker in makers)
         made = [maker.share(first, 2048) for maker in makers]
         tokens = [sum(sum(batch.real_lengths) for batch in share.micro_batches) for share in made]
-        assert max(tokens) < (1.04 if machines < 8 else 1.1) * min(tokens)  # of 1,024, 512 and 256 sequences each
+        assert max(tokens) < (1.04 if machines < 8 else 1.15) * min(tokens)  # of 1,024, 512 and 256 sequences each
         here, there = (
             np.sort(np.concatenate([b.token_keys.numpy() for one in some for b in one.micro_batches]))
             for some in (made, [whole.make(first, 2048)])
