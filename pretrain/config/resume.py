@@ -35,8 +35,6 @@ _FREE_ON_RESUME = (
     "fork_from",
     # The corpus is compared by the fingerprint in the checkpoint.
     "corpus",
-    "adaptation.finetuning",
-    "adaptation.finetuning_seeds",
     "evaluation.every_steps",
     # Learning rates: a diverged run is resumed with lower ones.
     "phases.*.peak_learning_rate",

@@ -32,12 +32,13 @@ from pretrain.training.watchdog import Watchdog
 _OTHER_FILES = 256  # that a worker holds open: libraries, shards, logs, connections of collectives
 _CONNECT_TIMEOUT = timedelta(minutes=30)
 _TIMEOUT = timedelta(hours=1)  # of a collective: a compilation, for which other ranks wait, may take half an hour
-_ENDLESS = timedelta(days=365)
 # With which a user sets up torch's allocator of device memory; it takes either.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Where things are, of which `check_same_data` compares the contents: a machine may have paths of its own.
 _PLACES = ("corpus.dir", "start_from", "adaptation.replay_corpus", *READ_BY_OBJECTIVES)
-_WATCHED = ("hang_seconds", "data_stall_seconds")  # the settings of `scheduling` that workers read
+_WATCHED = ("hang_seconds",)  # the settings of `scheduling` that workers read
+# A restart rarely helps a worker that waits for a batch or for storage: so many times hang_seconds.
+_STALL_FACTOR = 10
 # A machine may have a run_dir of its own, too, if it leads to the same folder (`_check_shared`).
 _OF_A_MACHINE = (
     "run_dir",
@@ -123,12 +124,7 @@ def process_group(worker: Worker) -> Iterator[None]:
 
 def collective_timeout(config: RunConfig) -> timedelta:
     """After which a collective fails: later than the watchdog's limits, as only the watchdog names the cause."""
-    limits = config.scheduling
-    if not limits.hang_seconds:
-        return _TIMEOUT
-    if not limits.data_stall_seconds:
-        return _ENDLESS
-    return max(_TIMEOUT, 2 * timedelta(seconds=max(limits.hang_seconds, limits.data_stall_seconds)))
+    return max(_TIMEOUT, timedelta(seconds=2 * _STALL_FACTOR * config.scheduling.hang_seconds))
 
 
 def _check_open_files(worker: Worker) -> None:
@@ -328,7 +324,7 @@ def watched(config: RunConfig, worker: Worker, launching: Sequence[str]) -> Iter
         worker.world_size,
         config.folder / "logs",
         config.scheduling.hang_seconds,
-        stall_seconds=config.scheduling.data_stall_seconds,
+        stall_seconds=_STALL_FACTOR * config.scheduling.hang_seconds,
         compiles=config.engine.compiled,
         on_gpu=torch.cuda.is_available(),
         launching=(*LAUNCHING, *launching),

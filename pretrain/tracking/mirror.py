@@ -132,7 +132,6 @@ def wandb_arguments(
         "name": run_id,
         "group": config.tracking.group or fork.get("group") or config.name,
         "job_type": job_type,
-        "tags": list(config.tracking.tags),
         "dir": str(run_dir),
         "config": {**config.model_dump(mode="json"), **card, **({"fork": fork} if fork else {})},
     }

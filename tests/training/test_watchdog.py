@@ -313,10 +313,7 @@ def test_modules_that_launch_kernels_exist() -> None:
             assert f"def {function}(" in inspect.getsource(importlib.import_module(module)), name
 
 
-@pytest.mark.parametrize(("hang", "stall"), [(180.0, 1800.0), (30.0, 7200.0), (180.0, 0.0), (0.0, 1800.0)])
-def test_collectives_fail_later_than_the_watchdog(hang: float, stall: float) -> None:
-    config = run_config(scheduling={"hang_seconds": hang, "data_stall_seconds": stall})
-    seconds = collective_timeout(config).total_seconds()
-    assert seconds >= 1.5 * 1800, "a compilation, or a start"
-    if hang:
-        assert seconds >= 1.5 * (max(hang, stall) if stall else 1e6)
+@pytest.mark.parametrize("hang", [0.0, 30.0, 180.0, 7200.0])
+def test_collectives_fail_later_than_the_watchdog(hang: float) -> None:
+    seconds = collective_timeout(run_config(scheduling={"hang_seconds": hang})).total_seconds()
+    assert seconds >= max(1.5 * 1800, 15 * hang), "a compilation, a start, a wait for data"

@@ -159,21 +159,19 @@ class _Stages:
 
     def finetune(self, config: PretrainConfig) -> None:
         """Make the fine-tunings that are not finished, and write what all of them came to."""
-        named = config.adaptation.finetuning
+        named, seeds = [str(path) for path in self._arguments.finetune or ()], self._arguments.seeds or 1
         if not named:
             return
         self._print_title("fine-tuning before and after")
         starts = {"before": config.start_from, "after": str(self._out / "model")}
         for path in named:
-            for seed in range(config.adaptation.finetuning_seeds):
+            for seed in range(seeds):
                 for when, start in starts.items():
                     folder = _folder(self._out, path, when, seed)
                     if not (folder / MODEL / MANIFEST).is_file():
                         settings = _settings(folder, start, seed)
                         print(finetuning.train(path, overrides=settings, resume=True, no_ray=True))
-        write_json(
-            config.folder / COMPARED, [self._compared(path, config.adaptation.finetuning_seeds) for path in named]
-        )
+        write_json(config.folder / COMPARED, [self._compared(path, seeds) for path in named])
 
     def _compared(self, path: str, seeds: int) -> dict[str, Any]:
         """The scores of a fine-tuning before and after, for the report."""
