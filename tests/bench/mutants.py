@@ -32,7 +32,7 @@ ROOMS = {
 }
 SLOWER = 3  # times the time without a change counts as killed
 _SPARE_SECONDS = 60
-_SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+_SWAPS: dict[type[ast.AST], Any] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
     ast.Gt: ast.GtE,

@@ -12,7 +12,7 @@ import yaml
 
 from pretrain.common.earlier import RENAMED, as_before, as_now
 from pretrain.config import PretrainConfig, changed_for_resume, load_config
-from pretrain.reporting.report import _card
+from pretrain.reporting.report import card_page
 from pretrain.run.progress import Progress
 
 PRETRAINING = {
@@ -92,7 +92,7 @@ def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
 
 
 def test_the_card_of_an_earlier_version_is_shown() -> None:
-    page = _card({"sources": [{"name": "wiki", "licence": "CC0"}]})
+    page = card_page({"sources": [{"name": "wiki", "licence": "CC0"}]})
     assert dict(zip(page["source_columns"], page["sources"][0], strict=True))["license"] == "CC0"
 
 

@@ -97,7 +97,7 @@ def test_a_text_becomes_a_model_that_predicts(place: Path) -> None:
 
 def test_ctrl_c_saves_a_checkpoint_and_is_an_exception(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = {**TINY, "name": "long", "phases": [{**TINY["phases"][0], "steps": 100_000}]}
-    poll = live._Progress.poll
+    poll = live.LiveProgress.poll
 
     def interrupt(progress: Any) -> None:
         poll(progress)
@@ -106,7 +106,7 @@ def test_ctrl_c_saves_a_checkpoint_and_is_an_exception(place: Path, monkeypatch:
             os.kill(os.getpid(), signal.SIGINT)
 
     stopped, before = threading.Event(), signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(live._Progress, "poll", interrupt)
+    monkeypatch.setattr(live.LiveProgress, "poll", interrupt)
     with pytest.raises(pretrain.StoppedError, match=r"checkpoint step-\d+ is saved"):
         pretrain.train(long, no_ray=True)
     assert signal.getsignal(signal.SIGINT) is before
