@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,12 @@ from corpora import make_corpus
 from numbered import NEXT, SINGLE, epoch, numbered, random_documents, sampler, times_read
 
 from pretrain.batches.loader import BatchMaker
-from pretrain.batches.reading import count_reading, count_readings
+from pretrain.batches.reading import count_reading
 from pretrain.batches.sampler import Sampler, phase_sampler
 from pretrain.config import PretrainConfig
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.planning.text import counts_readings
 
 
 def phases(*lengths_and_steps: tuple[int, int], **pairs: Any) -> PretrainConfig:
@@ -102,7 +102,7 @@ def test_the_card_says_how_often_a_token_is_read(tmp_path, monkeypatch):
     source = {"kind": "jsonl", "path": "a.jsonl"}
     corpus = {"dir": "c", "sources": [source], "vocabulary": {"size": 300}, "min_document_words": 0}
     config = PretrainConfig.model_validate({**phases((64, 1), (32, 1), **SINGLE).model_dump(), "corpus": corpus})
-    prepare(config, quiet=True, count_readings=partial(count_readings, config=config))
+    prepare(config, quiet=True, count_readings=counts_readings(config))
     readings = json.loads((tmp_path / "c/card.json").read_text())["readings"]
     assert [one["sequence_length"] for one in readings] == [32, 64]
     assert all((one["reads"], one["unread"], one["twice"]) == (1.0, 0.0, 0.0) for one in readings)

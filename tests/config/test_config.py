@@ -408,10 +408,11 @@ def test_a_resumed_run_may_change_the_rate_of_muon(write):
     assert len(changed_for_resume(muon, momentum, 12)) == 1
 
 
-def test_a_resumed_run_keeps_the_weight_of_a_source_that_is_named_like_a_setting(write):
+def test_weights_are_compared_by_what_they_make_a_phase_read(write):
+    """By the state of the checkpoint, not here: other weights may read the same of a corpus that has grown."""
     path = write(GOOD)
-    before, after = (load_config(path, [f"phases.0.weights.decay={weight}"]) for weight in (1, 5))
-    assert changed_for_resume(before, after, 12) == ["phases.0.weights.decay (1.0 -> 5.0)"]
+    before, after = (load_config(path, [f"phases.0.weights.books={weight}"]) for weight in (1, 5))
+    assert not changed_for_resume(before, after, 12)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2])

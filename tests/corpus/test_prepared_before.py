@@ -117,4 +117,4 @@ def test_runs_of_the_former_order_of_samples_are_refused(folder: Path) -> None:
     """In one line, before anything is trained."""
     shards = open_shards(folder, "train")
     with pytest.raises(InputError, match=r"order of another version of bertrain\. Finish the run with"):
-        check_state({"fingerprint": shards.fingerprint}, Path("run"), make_prepared_corpus.config(), shards)
+        check_state({"fingerprint": shards.fingerprint}, Path("run"), make_prepared_corpus.config(), shards, [])

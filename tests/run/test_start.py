@@ -23,7 +23,7 @@ from pretrain.checkpoint.mapping import MappedTensor
 from pretrain.checkpoint.start import log_frequencies, read_start, start_overrides, weights_table
 from pretrain.common.errors import InputError
 from pretrain.common.yaml_text import Dumper
-from pretrain.config import AdaptationConfig, PairsConfig, PretrainConfig, load_config, run_folder
+from pretrain.config import AdaptationConfig, PairsConfig, PhaseConfig, PretrainConfig, load_config, run_folder
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.vocabulary import load_vocabulary, tokenizer_digest
@@ -346,7 +346,8 @@ def test_weights_of_a_phase_leave_replayed_sources_of_the_same_name_alone(
 
     def shares(weights: dict[str, float]) -> tuple[int, ...]:
         pairs = PairsConfig(objective="none")
-        return Sampler(mixed, pairs, sequence_length=64, seed=0, weights=weights).shares
+        phase = PhaseConfig(sequence_length=64, global_sequences=1, steps=1, peak_learning_rate=1e-3, weights=weights)
+        return Sampler(mixed, pairs, sequence_length=64, seed=0, phase=phase).mix.shares
 
     first, second, _ = shares({})
     found = shares(weights)
