@@ -27,7 +27,6 @@ from pretrain.corpus.blocks import cut_blocks
 from pretrain.corpus.shards import COUNTS, Shard, TokenShards
 
 WINDOW_BLOCKS = 64
-_LEAST_KEPT = 64  # blocks; the samples of fewer are counted at once
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ def blocks_of(shards: Sequence[Shard], numbers: Sequence[int], tokens: int = 0) 
 def _table(shard: Shard, tokens: int) -> np.ndarray:
     if shard.blocks is not None and not tokens:
         return shard.blocks
-    int64 = (np.asarray(array).view(np.int64) for array in (shard.documents, shard.sentences))
-    return cut_blocks(*int64, tokens)
+    documents, sentences = (np.asarray(array).view(np.int64) for array in (shard.documents, shard.sentences))
+    return cut_blocks(documents, sentences, tokens)
 
 
 class Units:
@@ -217,7 +216,7 @@ def window_blocks_for(counts: np.ndarray, batch: float, share: float, most: int 
 
 
 def sample_counts(text: ShardText, blocks: Sequence[Blocks], cutting: Cutting, shards: TokenShards) -> list[np.ndarray]:
-    """How many samples each block of each source has, uint32 [N]. Large sources keep them beside the shards."""
+    """How many samples each block of each source has, uint32 [N]. Those of training text are kept beside it."""
     return [_counts_of(text, its, cutting, shards, source) for source, its in enumerate(blocks)]
 
 
@@ -241,7 +240,7 @@ def _counts_of(text: ShardText, blocks: Blocks, cutting: Cutting, shards: TokenS
     each = (Units(text, blocks, np.array([number]), cutting).samples for number in range(len(blocks)))
     counts = np.fromiter(each, np.uint32, len(blocks))
     text.forget()
-    if len(counts) >= _LEAST_KEPT and shards.folder.exists():
+    if shards.split == "train" and shards.folder.exists():
         with contextlib.suppress(OSError, InputError, MachineError), atomic_open(path) as file:
             np.save(file, counts, allow_pickle=False)
     return counts

@@ -41,7 +41,6 @@ def proxy(server: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     server.reset()
     monkeypatch.setattr("pretrain.corpus.blocks.BLOCK_TOKENS", BLOCK)
     monkeypatch.setattr("pretrain.batches.sampler.WINDOW_BLOCKS", 4)
-    monkeypatch.setattr("pretrain.batches.blocks._LEAST_KEPT", 1)
     return server
 
 
