@@ -356,10 +356,10 @@ def _streaming_line(manifest: dict[str, Any], cache: int) -> str:
     files = (f"{shard['name']}.{part}.npy" for shard in shards for part in PARTS)
     size, blocks = sum(manifest["files"][name]["bytes"] for name in files), sum(map(_blocks, shards))
     held = min(blocks, WINDOW_BLOCKS + len(manifest["sources"]))
-    requests = len(PARTS) * blocks
+    least, requests = min(blocks, 2 * held) * size / max(1, blocks), len(PARTS) * blocks
     return (
         f"streamed: {size / 1e9:,.3g} GB in {counted(blocks, 'block')}, a machine keeps {cache / 1e9:,.3g} GB and "
-        f"needs {min(blocks, 2 * held) * size / max(1, blocks) / 1e9:,.3g} GB at least, less if machines divide the text. "
+        f"needs {least / 1e9:,.3g} GB at least, less if machines divide the text. "
         f"A pass takes {requests:,} requests, ${requests * _DOLLARS_A_REQUEST:,.2f} at S3's price without transfer"
     )
 
