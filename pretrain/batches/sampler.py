@@ -7,6 +7,7 @@ Everything is vectorized over samples. Only to count the samples of each block t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -169,6 +170,16 @@ class Sampler:
             source.progress(first + count) if count else before
             for source, first, count, before in zip(self.sources, self._first, counts, self._start, strict=True)
         ]
+
+    def counts(self, samples: int) -> list[int]:
+        """How many of the first `samples` are from each source."""
+        return self._mixture.counts(samples)
+
+    def only(self, counts: Sequence[int]) -> Sampler:
+        """The sampler of which the first samples are so many of each source, its first ones."""
+        other = copy.copy(self)
+        other._mixture = Mixture(counts)
+        return other
 
     def plan(self, samples: np.ndarray) -> SamplePlan:
         """Plan `samples` (int64 [B], counted across epochs); reads sentence and document offsets, no tokens."""
