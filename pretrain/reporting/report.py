@@ -362,6 +362,7 @@ def _card(card: dict[str, Any]) -> dict[str, Any]:
     for one in card.get("readings", []):
         shares = f"{one['reads']:.3f} ({one['unread']:.2%} of the tokens unread, {one['twice']:.2%} twice)"
         facts[f"reads of a token in an epoch, length {one['sequence_length']}"] = shares
+    facts.update(line.split(": ", 1) for line in card.get("phases", []))
     return {
         "facts": [(_label(key), _cell(key, value)) for key, value in facts.items() if value is not None],
         "source_columns": [_label(column) for column in _SOURCE_COLUMNS],
