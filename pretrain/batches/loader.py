@@ -35,10 +35,10 @@ from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
+_LEAST_SEQUENCES = 16  # of held-out text whose loss is told apart
 _PREFETCH_TOKENS = 1 << 22  # of one rank; a token is 28 bytes here, so this is 120 MB
 _COUNTED_AT_ONCE = 1 << 16  # gathered at a time when masked tokens are counted from the text
 _EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
-_LEAST_SEQUENCES = 16  # whose loss is told apart
 
 
 M = TypeVar("M", "StepBatch", "RankShare")

@@ -163,14 +163,6 @@ class Sampler:
             if counts[number]
         ]
 
-    def read_after(self, samples: int) -> list[SourceProgress | None]:
-        """How far each source is read after so many samples; the `start` of a sampler that goes on from there."""
-        counts = self._mixture.counts(samples)
-        return [
-            source.progress(first + count) if count else before
-            for source, first, count, before in zip(self.sources, self._first, counts, self._start, strict=True)
-        ]
-
     def counts(self, samples: int) -> list[int]:
         """How many of the first `samples` are from each source."""
         return self._mixture.counts(samples)
@@ -180,6 +172,14 @@ class Sampler:
         other = copy.copy(self)
         other._mixture = Mixture(counts)
         return other
+
+    def read_after(self, samples: int) -> list[SourceProgress | None]:
+        """How far each source is read after so many samples; the `start` of a sampler that goes on from there."""
+        counts = self._mixture.counts(samples)
+        return [
+            source.progress(first + count) if count else before
+            for source, first, count, before in zip(self.sources, self._first, counts, self._start, strict=True)
+        ]
 
     def plan(self, samples: np.ndarray) -> SamplePlan:
         """Plan `samples` (int64 [B], counted across epochs); reads sentence and document offsets, no tokens."""
