@@ -68,7 +68,7 @@ def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: in
     The choice depends on the shards only, so reports of different runs on one corpus are comparable.
     """
     chosen: list[MaskedSentence] = []
-    maskable = _maskable_bytes if is_byte_vocabulary(vocabulary) else _maskable
+    maskable = maskable_byte_words if is_byte_vocabulary(vocabulary) else maskable_words
     seen: set[tuple[int, ...]] = set()
     for tokens in _spread_sentences(shards, 40 * count):
         words = maskable(tokens, vocabulary)
@@ -106,7 +106,7 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
         # Padded rows stand for no token.
         probabilities = model.masked_logits(batch)[:, : len(vocabulary)].softmax(-1).tolist()
     by_number = dict(zip(order, probabilities, strict=True))
-    return [_filling(sentence, by_number[number], vocabulary) for number, sentence in enumerate(sentences)]
+    return [filling(sentence, by_number[number], vocabulary) for number, sentence in enumerate(sentences)]
 
 
 def readable(tokens: Sequence[str]) -> str:
@@ -131,7 +131,7 @@ def _spread_sentences(shards: TokenShards, count: int) -> Iterator[tuple[int, ..
         yield tuple(int(token) for token in shard.tokens[begin:end])
 
 
-def _maskable(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int]:
+def maskable_words(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int]:
     """Indices of whole words of at least three letters; [] if the sentence is not suitable to be shown."""
     if not 10 <= len(tokens) <= 40:
         return []
@@ -147,8 +147,8 @@ def _maskable(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int]:
     ]
 
 
-def _maskable_bytes(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int]:
-    """`_maskable` of a byte-level vocabulary: a whole word is one token that begins with a blank."""
+def maskable_byte_words(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int]:
+    """`maskable_words` of a byte-level vocabulary: a whole word is one token that begins with a blank."""
     if not 10 <= len(tokens) <= 40:
         return []
     texts = spelled([vocabulary[token] for token in tokens])
@@ -191,7 +191,7 @@ def _as_batch(sentences: Sequence[MaskedSentence], special: Mapping[str, int]) -
     )
 
 
-def _filling(sentence: MaskedSentence, probabilities: list[float], vocabulary: Sequence[str]) -> Filling:
+def filling(sentence: MaskedSentence, probabilities: list[float], vocabulary: Sequence[str]) -> Filling:
     words = [vocabulary[token] for token in sentence.tokens]
     bytewise = is_byte_vocabulary(vocabulary)
     spaced = spelled(words) if bytewise else _spaced(words)
