@@ -57,7 +57,7 @@ def stored(tmp_path: Path, *kinds: dict[str, Any], **corpus: Any) -> tuple[Token
     folders.store(folder, ADDRESS)
     for path in (folder / ".samples").iterdir():
         ObjectStore().upload(path, f"{ADDRESS}/.samples/{path.name}")
-    return here, CorpusConfig.model_validate({"dir": ADDRESS, "cache": "80KB"})
+    return here, CorpusConfig.model_validate({"dir": ADDRESS, "cache": "90KB"})
 
 
 def streamed(corpus: CorpusConfig) -> TokenShards:
