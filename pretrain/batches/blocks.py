@@ -227,6 +227,8 @@ def counts_file(shards: TokenShards, source: int, cutting: Cutting, blocks: int)
 
 
 def _counts_of(text: ShardText, blocks: Blocks, cutting: Cutting, shards: TokenShards, source: int) -> np.ndarray:
+    if not len(blocks):
+        return np.zeros(0, np.uint32)
     path = counts_file(shards, source, cutting, len(blocks))
     with contextlib.suppress(OSError, ValueError):
         kept = np.load(path, allow_pickle=False)

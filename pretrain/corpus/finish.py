@@ -128,6 +128,10 @@ class Prepared:
     ) -> tuple[list[dict[str, Any]], list[str]]:
         """How often epochs read a token, if the caller counts it; text may be too short for that."""
         if self.growth and is_remote(self.corpus.dir):  # the other shards need not be here
+            shards = [entry for entry in manifest["shards"] if entry["source"] in self.sources]
+            with contextlib.suppress(InputError):
+                if count:  # for the samples of each block, which it keeps
+                    count(shards_of(self.corpus.folder, {**manifest, "shards": shards}, "train"))
             return self.growth.card(self.work).get("readings", []), []
         train = shards_of(self.corpus.folder, manifest, "train")
         with contextlib.suppress(InputError):

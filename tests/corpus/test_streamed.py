@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from corpora import make_corpus
 from numbered import JOINED, NEXT, ORDER, SINGLE
 
+import pretrain
 from pretrain.batches.sampler import Sampler
 from pretrain.common.errors import InputError, MachineError
 from pretrain.config import CorpusConfig, PairsConfig
@@ -214,3 +216,25 @@ def test_what_a_user_can_do_wrong_is_one_line(proxy, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(MachineError, match="disk full"):
         sampler(streamed(corpus.model_copy(update={"cache": 90_000}))).plan(np.arange(here.shards[0].tokens.size // 80))
+
+
+def test_what_prepare_stores_is_streamed_also_after_it_has_grown(proxy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, words in (("a", "green hills and"), ("b", "old ships at")):
+        lines = (json.dumps({"text": f"{name}{n} {words * (n % 40 + 1)}. It ends with {n}."}) for n in range(300))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    sources = [{"kind": "jsonl", "name": name, "path": f"{name}.jsonl"} for name in ("a", "b")]
+    phase = {"sequence_length": LENGTH, "global_sequences": 8, "steps": 5, "peak_learning_rate": 1e-3}
+    config = {"name": "x", "pairs": SINGLE, "phases": [phase], "run_dir": str(tmp_path / "run")}
+    corpus = {"dir": ADDRESS, "cache": "1MB", "vocabulary": {"size": 200}, "min_document_words": 0}
+    for known in (1, 2):
+        pretrain.prepare({**config, "corpus": {**corpus, "sources": sources[:known]}})
+        shutil.rmtree(tmp_path / "cache")
+        shards = streamed(CorpusConfig.model_validate(corpus))
+        assert [source["name"] for source in shards.sources] == ["a", "b"][:known]
+        made = sampler(shards)
+        plan = made.plan(np.arange(made.samples_per_epoch))
+        assert plan.ordinary.sum() == sum(len(shard.tokens) for shard in shards.shards)
+        del made, shards
+    with pytest.raises(InputError, match="Run `prepare` with this config where the corpus was prepared"):
+        sampler(streamed(CorpusConfig.model_validate(corpus)), NEXT)
