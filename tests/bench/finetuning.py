@@ -54,10 +54,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--peer", metavar="RESULT", help=argparse.SUPPRESS)  # this process is the baseline
     options = parser.parse_args(argv)
-    overrides = [
-        *options.set,
-        *([f"start_from={json.dumps(options.start_from)}"] if options.start_from else []),
-    ]
+    overrides = [*options.set, *([f"start_from={json.dumps(options.start_from)}"] if options.start_from else [])]
     config, _ = resolve_here(load_config(options.config, overrides))
     if options.peer:
         Path(options.peer).write_text(json.dumps(_train_baseline(config)))
@@ -298,10 +295,7 @@ def _features(windows: Any, head: str) -> list[dict[str, Any]]:
             continue  # truncated
         begin, end = windows.starts[number], windows.starts[number + 1]
         rows = slice(queries_of[number], queries_of[number + 1])
-        one = {
-            "input_ids": windows.ids[begin:end].tolist(),
-            "token_type_ids": windows.types[begin:end].tolist(),
-        }
+        one = {"input_ids": windows.ids[begin:end].tolist(), "token_type_ids": windows.types[begin:end].tolist()}
         labels = windows.labels[rows]
         if head == "sequence":
             one["labels"] = labels[0].tolist()
@@ -328,10 +322,7 @@ def collate_windows(features: list[dict[str, Any]], pad: int, *, segments: bool,
         return torch.tensor([value + [pad] * (longest - len(value)) for value in values])
 
     ids = [one["input_ids"] for one in features]
-    batch = {
-        "input_ids": padded(ids, pad),
-        "attention_mask": padded([[1] * len(value) for value in ids], 0),
-    }
+    batch = {"input_ids": padded(ids, pad), "attention_mask": padded([[1] * len(value) for value in ids], 0)}
     if segments:
         batch["token_type_ids"] = padded([one["token_type_ids"] for one in features], 0)
     for name in ("labels", "start_positions", "end_positions"):

@@ -26,13 +26,7 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 def write_config(root: Path, **values: Any) -> Path:
     path = root / "run.yaml"
-    settings = {
-        "name": "run",
-        "run_dir": str(root / "run"),
-        "max_length": 32,
-        "tracking": {"wandb": "off"},
-        **values,
-    }
+    settings = {"name": "run", "run_dir": str(root / "run"), "max_length": 32, "tracking": {"wandb": "off"}, **values}
     path.write_text(yaml.safe_dump(settings))
     return path
 

@@ -236,13 +236,7 @@ class TestMetricsFile:
                 if step == 20:
                     print("twenty", flush=True)
         """
-        command = [
-            sys.executable,
-            "-c",
-            textwrap.dedent(program),
-            make_config().model_dump_json(),
-            str(tmp_path),
-        ]
+        command = [sys.executable, "-c", textwrap.dedent(program), make_config().model_dump_json(), str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"twenty\n"
@@ -520,12 +514,7 @@ class TestWandb:
         ],
     )
     def test_online_only_where_a_key_is_set(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        setting: str,
-        environment: dict[str, str],
-        mode: str,
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, environment: dict[str, str], mode: str
     ) -> None:
         monkeypatch.chdir(tmp_path)
         Path("netrc").write_text("machine wandb.example.org login user password secret\n")
@@ -638,11 +627,7 @@ class TestFollow:
     def test_earlier_records_are_not_reported_again(self, run: Path) -> None:
         append(run, {"step": 40, "loss": 3.0}, {"step": 40, "split": "validation", "mlm_loss": 9.0, "loss": 9.0})
         with following(run) as screen:
-            append(
-                run,
-                {"step": 50, "loss": 2.0},
-                {"step": 50, "split": "validation", "mlm_loss": 9.5, "loss": 9.5},
-            )
+            append(run, {"step": 50, "loss": 2.0}, {"step": 50, "split": "validation", "mlm_loss": 9.5, "loss": 9.5})
         text = screen.getvalue()
         assert "9.000" not in text
         assert "mlm loss 9.500" in text
