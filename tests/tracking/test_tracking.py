@@ -325,11 +325,12 @@ class TestWandb:
         }
 
     @pytest.mark.usefixtures("patient")
-    def test_an_offline_run_holds_everything(self, tmp_path: Path) -> None:
+    def test_an_offline_run_holds_everything(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WANDB_TAGS", "tag-one,tag-two")
         export = tmp_path / "export"
         export.mkdir()
         (export / "model.safetensors").write_text("weights")
-        tracker = start(tmp_path / "run", wandb="offline", group="sweep", tags=("a", "b"))
+        tracker = start(tmp_path / "run", wandb="offline", group="sweep")
         for step in range(10, 60, 10):
             tracker.log({"step": step, "loss": 1 / step})
         tracker.log({"step": 50, "split": "validation", "loss": 0.5})
@@ -338,7 +339,15 @@ class TestWandb:
 
         (log,) = (tmp_path / "run" / "wandb").glob(f"offline-run-*-{tracker.run_id}/run-{tracker.run_id}.wandb")
         content = log.read_bytes()
-        for expected in ("train/global_step", "eval/loss", "sweep", "corpus_card", f"model-{tracker.run_id}"):
+        for expected in (
+            "train/global_step",
+            "eval/loss",
+            "sweep",
+            "tag-one",
+            "tag-two",
+            "corpus_card",
+            f"model-{tracker.run_id}",
+        ):
             assert expected.encode() in content, expected
         assert content.count(b"train/loss") >= 5
 
