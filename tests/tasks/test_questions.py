@@ -852,6 +852,15 @@ def test_details():
     json.dumps(found)
 
 
+def test_the_files_of_the_scripts_hold_answers_and_probabilities_of_none():
+    made = predictions(("1", "cat", -2.0), ("2", "dog", 0.0), ("3", "ox", 1e4))
+    files = task(unanswerable=True, threshold=0.5).scorer_files([], made)
+    assert json.loads(files[".answers.json"]) == {"1": "cat", "2": "dog", "3": ""}
+    probabilities = json.loads(files[".no-answer.json"])
+    assert probabilities == {"1": pytest.approx(1 / (1 + np.exp(2.0))), "2": 0.5, "3": 1.0}
+    assert task(unanswerable=False).scorer_files([], made).keys() == {".answers.json"}
+
+
 def test_it_is_a_task():
     one: Task[Question] = task()
     assert (one.kind, one.head, one.objective, one.labels, one.outputs) == ("questions", "spans", "span", (), 2)
