@@ -266,16 +266,6 @@ class TestPage:
         for expected in ("Training: step 30 of 60", "7.000", "2,000", "0:30 left at this speed"):
             assert expected in text, expected
 
-    def test_a_run_of_an_older_version_shows_its_mfu(self, run: Path) -> None:
-        metrics = run / "metrics.jsonl"
-        metrics.write_text(metrics.read_text().replace('"mfu"', '"peak_fraction"'))
-        dashboard.write_dashboard(str(run))
-        assert charts_of(run / "dashboard.html")["MFU"][0]["y"] == [0.4, 0.4, 0.4]
-        assert "40.0% MFU" in Page((run / "dashboard.html").read_text()).text
-        sections = workspace.read(run / "dashboard.json").sections
-        (plot,) = [one for section in sections for one in section.panels if getattr(one, "title", "") == "MFU"]
-        assert [one.name for one in getattr(plot, "y", [])] == ["throughput/device/mfu"]
-
     def test_strangers_text_stays_text(self, tmp_path: Path) -> None:
         records = [training(1), {"event": HOSTILE, "step": 1, "message": HOSTILE}]
         run = write_run(tmp_path / "<b>&", records, phases=[{"steps": 5, "sequence_length": 8}])

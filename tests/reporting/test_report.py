@@ -128,14 +128,6 @@ class TestPage:
         ):
             assert expected in text, expected
 
-    def test_a_run_of_an_older_version_shows_its_mfu(self, run: Path, tmp_path: Path) -> None:
-        metrics = run / "metrics.jsonl"
-        metrics.write_text(metrics.read_text().replace('"mfu"', '"peak_fraction"'))
-        page = Page(report.write_report(run, tmp_path / "report.html").read_text())
-        assert "40% MFU" in page.text
-        assert len(page.charts) == 8
-        assert "40% MFU" in report.summary(run)
-
     def test_draws_every_curve_there_is(self, run: Path, tmp_path: Path) -> None:
         page = Page(report.write_report(run, tmp_path / "report.html").read_text())
         # The gradient norm was never finite: there is no curve of it, and no error.
