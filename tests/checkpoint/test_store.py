@@ -92,6 +92,13 @@ def test_any_range_of_any_parameter_reads_back(tmp_path: Path) -> None:
     assert {name: list(tensor.shape) for name, tensor in weights.items()} == SHAPES
 
 
+def damage_flip(checkpoint: Path) -> None:
+    path = next(checkpoint.glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
 def damage_manifest(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text("{")
 
@@ -223,7 +230,7 @@ def test_a_checkpoint_of_a_later_version_is_refused_and_not_set_aside(tmp_path: 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_a_new_one(tmp_path: Path) -> None:
     for step in (10, 20):
-        damage_truncate(save(tmp_path, step))
+        damage_manifest(save(tmp_path, step))
     with pytest.raises(InputError, match=r"all checkpoints are damaged: step-00000010, step-00000020\."):
         store.newest(tmp_path)
     for _ in range(2):
@@ -278,7 +285,7 @@ def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path: Path) ->
     assert store.best_intact(tmp_path) == first
     assert (tmp_path / "damaged-step-00000002").is_dir()
     for checkpoint in (first, worse):
-        damage_truncate(checkpoint)
+        damage_manifest(checkpoint)
     assert store.best_intact(tmp_path) == last, "none is evaluated"
     damage_flip(last)
     with pytest.raises(InputError, match="all checkpoints are damaged"):
