@@ -7,6 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -771,11 +772,13 @@ def test_windows_of_one_example_share_its_label_and_weight(tokenizer: Tokenizer,
     assert set(tokens) == {tokenizer.token_to_id(word) for word in WORDS}
 
 
-def test_a_class_without_examples_has_weight_one_and_a_warning(write: Callable[..., str], caplog: Any) -> None:
+def test_a_class_without_examples_has_weight_one_and_a_warning(
+    tokenizer: Tokenizer, write: Callable[..., str], caplog: Any
+) -> None:
     absent = task(train=write("a.jsonl", sayings("a", "a", "c")), labels=("a", "b", "c"), class_weights="balanced")
-    absent.read_train()
-    assert absent._source.class_weights is not None
-    assert absent._source.class_weights.tolist() == [0.75, 1.0, 1.5]
+    (a, _, c) = absent.read_train()
+    windows = absent.windows([a, replace(a, label="b"), c], TextEncoder(tokenizer, 16), training=True)
+    assert windows.weights.tolist() == [0.75, 1.0, 1.5]
     assert "a.jsonl: 1 label has no training example: 'b'." in caplog.text
 
 
