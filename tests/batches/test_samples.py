@@ -19,19 +19,7 @@ import pytest
 from corpora import make_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbered import (
-    JOINED,
-    NEXT,
-    ORDER,
-    SINGLE,
-    SPECIAL,
-    Text,
-    epoch,
-    numbered,
-    random_documents,
-    sampler,
-    times_read,
-)
+from numbered import JOINED, NEXT, ORDER, SINGLE, SPECIAL, Text, epoch, numbered, random_documents, sampler, times_read
 
 from pretrain.batches import text as texts
 from pretrain.batches.pairs import IGNORED
