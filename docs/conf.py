@@ -17,6 +17,7 @@ NAVIGATION = {
         "guides/data",
         "guides/corpus",
         "guides/storage",
+        "guides/large-corpora",
         "guides/pretraining",
         "guides/recipes",
         "guides/budget",

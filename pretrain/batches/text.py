@@ -43,8 +43,9 @@ class ShardText:
         self._tables = [np.asarray(shard.documents).view(np.int64) for shard in shards]
         self.tokens = JoinedArrays([shard.tokens for shard in shards])
         self._counts = np.array([len(table) - 1 for table in self._tables])
-        self._mapped = [array for shard in shards for array in (shard.sentences, shard.documents, shard.tokens)]
-        self._large = sum(array.nbytes for array in self._mapped) > _KEEP_MAPPED
+        mapped = [array for shard in shards for array in (shard.sentences, shard.documents, shard.tokens)]
+        files = {id(array.base): array.base for array in mapped if isinstance(array.base, mmap.mmap)}
+        self._mapped = list(files.values()) if sum(array.nbytes for array in mapped) > _KEEP_MAPPED else []
         self._looked_up = 0
 
     def looked_up(self, samples: int) -> None:
@@ -56,8 +57,8 @@ class ShardText:
     def forget(self) -> None:
         """Unmap what was looked up of a large corpus."""
         self._looked_up = 0
-        for array in self._mapped if self._large else ():
-            _forget(array)
+        for mapping in self._mapped:
+            mapping.madvise(mmap.MADV_DONTNEED)  # so that the pages do not count as this process's memory
 
     def document_count(self, shard: int) -> int:
         return int(self._counts[shard])
@@ -211,9 +212,3 @@ class JoinedArrays:
         if (index.view(np.uint64) >= self._lengths[which].view(np.uint64)).any():
             raise IndexError(_DAMAGED)
         return self._begins[which] + index
-
-
-def _forget(array: np.ndarray) -> None:
-    """Release the pages of a mapped file, so that they do not count as this process's memory."""
-    if isinstance(array.base, mmap.mmap):
-        array.base.madvise(mmap.MADV_DONTNEED)

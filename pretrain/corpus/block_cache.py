@@ -1,14 +1,13 @@
 """Blocks of shards at an address, fetched by range into files of this machine that all its processes share.
 
-The files have the sizes of the whole arrays and are sparse: a block is written to its place when it is needed, and its
-place is made a hole again when it is the one that was used longest ago. So what reads an array is the same as for a
-full copy, and holds a `Lease` of the blocks that it reads. Two processes never fetch one block twice, of one run or of
-several.
+The files are as large as all arrays and sparse: a block is written to its place when it is needed, and its place is
+made a hole again when it is the one that was used longest ago. So what reads an array is the same as for a full copy,
+and holds a `Lease` of the blocks that it reads. Two processes never fetch one block twice, of one run or of several.
 
-    <folder>/<shard>.<array>.npy  the array, with holes
-    <folder>/state                _STATE [blocks], under the lock of <folder>/lock
-    <folder>/held                 bool [_SLOTS, blocks], which process needs which block
-    <folder>/slot-<n>             locked by the process that has the slot; the kernel unlocks it if that process dies
+    <folder>/tokens, sentences, documents  an array of all shards, each from a page on: three files, however many shards
+    <folder>/state     _STATE [blocks], under the lock of <folder>/lock
+    <folder>/held      bool [_SLOTS, blocks], which process needs which block
+    <folder>/slot-<n>  locked by the process that has the slot; the kernel unlocks it if that process dies
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import ctypes
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import shutil
 import threading
@@ -65,19 +65,22 @@ class StoredShard:
 
 
 @dataclass
-class _File:
+class _Place:
+    """Where an array of a shard is in the file of all shards."""
+
     descriptor: int
-    begins: np.ndarray  # int64 [B], first byte of each block of the shard
-    ends: np.ndarray  # int64 [B], one past the last byte
+    base: int  # byte of the file
+    begins: np.ndarray  # int64 [B], byte of the file at which each block of the shard begins
+    ends: np.ndarray  # int64 [B], one past its last byte
 
     def range_of(self, block: int) -> tuple[int, int]:
-        """[begin, end) of a block, in bytes."""
+        """[begin, end) of a block, in bytes of the file."""
         return int(self.begins[block]), int(self.ends[block])
 
 
 @dataclass
 class _Shard:
-    files: dict[str, _File]
+    files: dict[str, _Place]
     first: int  # block, counted over all shards
 
 
@@ -126,7 +129,9 @@ class BlockCache:
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             self._state = _shared(folder / "state", _STATE, (len(self._bytes),))
             self._held = _shared(folder / "held", np.dtype(bool), (_SLOTS, len(self._bytes)))
-            self._shards = [self._opened(shard, int(first)) for shard, first in zip(shards, self._firsts, strict=False)]
+            self._files = {name: os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644) for name in PARTS}
+            self._shards = self._placed()
+            self._mappings = {name: mmap.mmap(file, 0, access=mmap.ACCESS_READ) for name, file in self._files.items()}
         self._slot = self._take_slot()
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="blocks")
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="blocks-ahead")
@@ -137,9 +142,9 @@ class BlockCache:
         """Of all blocks."""
         return int(self._bytes.sum())
 
-    def array(self, shard: int, name: str) -> tuple[int, int]:
-        """(descriptor, bytes before the first element) of an array's file, to be mapped."""
-        return self._shards[shard].files[name].descriptor, self._stored[shard].arrays[name].header
+    def array(self, shard: int, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        """An array of a shard, read-only, with zeros where no block is held."""
+        return np.ndarray(shape, dtype, self._mappings[name], offset=self._shards[shard].files[name].base)
 
     def numbers(self, shard: np.ndarray, block: np.ndarray) -> np.ndarray:
         """Blocks of shards, counted over all shards; int64."""
@@ -282,7 +287,7 @@ class BlockCache:
         shard, block = self._place(number)
         stored, files = self._stored[shard], self._shards[shard].files
         for retries_left in (1, 0):
-            parts = {name: self._read(stored.arrays[name].name, *file.range_of(block)) for name, file in files.items()}
+            parts = {name: self._read(stored.arrays[name], file, block) for name, file in files.items()}
             if block_digest(iter(parts.values())) == stored.blocks[block]["digest"].tobytes():
                 break
             if not retries_left:
@@ -308,8 +313,9 @@ class BlockCache:
         shard = int(np.searchsorted(self._firsts, number, side="right")) - 1
         return shard, number - int(self._firsts[shard])
 
-    def _read(self, name: str, begin: int, end: int) -> bytes:
-        content = self._objects.read_range(join(self._address, name), begin, end)
+    def _read(self, array: StoredArray, place: _Place, block: int) -> bytes:
+        begin, end = (byte - place.base + array.header for byte in place.range_of(block))
+        content = self._objects.read_range(join(self._address, array.name), begin, end)
         self.fetched_bytes += len(content)
         return content
 
@@ -331,16 +337,21 @@ class BlockCache:
 
     # ------------------------------------------------------------ files and processes
 
-    def _opened(self, shard: StoredShard, first: int) -> _Shard:
-        parts = [parts_of(block) for block in shard.blocks]
-        files = {}
-        for name in PARTS:
-            array = shard.arrays[name]
-            bounds = np.array([part[name] for part in parts], np.int64).reshape(-1, 2) * array.width + array.header
-            descriptor = os.open(self._folder / array.name, os.O_RDWR | os.O_CREAT, 0o644)
-            os.ftruncate(descriptor, array.bytes)
-            files[name] = _File(descriptor, bounds[:, 0].copy(), bounds[:, 1].copy())
-        return _Shard(files, first)
+    def _placed(self) -> list[_Shard]:
+        """The places of all shards; the files become as large as they need."""
+        shards, bases = [], dict.fromkeys(PARTS, 0)
+        for stored, first in zip(self._stored, self._firsts.tolist(), strict=False):
+            parts = [parts_of(block) for block in stored.blocks]
+            files = {}
+            for name, base in bases.items():
+                array = stored.arrays[name]
+                bounds = base + np.array([part[name] for part in parts], np.int64).reshape(-1, 2) * array.width
+                files[name] = _Place(self._files[name], base, bounds[:, 0].copy(), bounds[:, 1].copy())
+                bases[name] = base + -(-(array.bytes - array.header) // _PAGE) * _PAGE
+            shards.append(_Shard(files, first))
+        for name, size in bases.items():
+            os.ftruncate(self._files[name], max(size, _PAGE))
+        return shards
 
     def _take_slot(self) -> int:
         self._slots: dict[int, int] = {}

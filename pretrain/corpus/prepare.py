@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from pretrain.common.addresses import is_remote
 from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest, write_json
@@ -44,7 +43,7 @@ from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.filters import check_filters
 from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
-from pretrain.corpus.finish import EXTENSION, CountReadings, Prepared
+from pretrain.corpus.finish import EXTENSION, CountReadings, Prepared, count_again
 from pretrain.corpus.growth import Growth, expect_all, known_at_addresses
 from pretrain.corpus.inputs import PIECE_BYTES, Input, Piece, Problems
 from pretrain.corpus.manifest import (
@@ -63,7 +62,7 @@ from pretrain.corpus.manifest import (
 )
 from pretrain.corpus.near_search import find_near_duplicates, near_duplicates
 from pretrain.corpus.parallel import Pool, result_of
-from pretrain.corpus.shards import open_shards, token_dtype, verify_shards
+from pretrain.corpus.shards import token_dtype, verify_shards
 from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stored import kept_at_address
@@ -164,7 +163,7 @@ class _Preparation:
         manifest, outcome = self._manifest_bytes(), "already prepared"
         if self._is_finished():
             shutil.rmtree(self._work, ignore_errors=True)
-            self._count_again()
+            count_again(self._corpus, self._count_readings)
         else:
             check_filters(self._corpus.filters)
             # The pool comes first: forked processes would hold the lock, too, and catch signals meant for this one.
@@ -178,14 +177,6 @@ class _Preparation:
                     outcome = f"{done} in {time.monotonic() - started:.1f} s"
                 shutil.rmtree(self._work, ignore_errors=True)  # within the lock: it may be another process's later
         return card.summary_line(self._folder, outcome)
-
-    def _count_again(self) -> None:
-        """Count how many samples the blocks of a corpus at an address have at the lengths of this config, if its text
-        is here: a machine that streams it cannot.
-        """
-        if is_remote(self._corpus.dir) and self._count_readings is not None:
-            with contextlib.suppress(InputError):
-                self._count_readings(open_shards(self._folder, "train"))
 
     def _manifest_bytes(self) -> bytes:
         path = self._folder / MANIFEST

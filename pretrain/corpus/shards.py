@@ -45,7 +45,7 @@ _ARRAYS = ("tokens", "sentences", "documents")
 BLOCKS = "blocks"
 COUNTS = ".samples"  # folder of a corpus: how many samples each block has, by source and by how sequences are cut
 # A mapping needs no descriptor, but before Python 3.13 mmap always keeps one.
-NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+_NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
@@ -243,7 +243,7 @@ def _mapped(path: Path) -> np.ndarray:
             shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
             if fortran or dtype.hasobject:
                 raise ValueError("another layout than written here")
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **NO_DESCRIPTOR)
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **_NO_DESCRIPTOR)
             return np.ndarray(shape, dtype, mapping, offset=file.tell())
     except (ValueError, TypeError) as error:
         raise InputError(f"{path}: damaged ({error}). Prepare the corpus again.") from None

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import math
-import mmap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +12,12 @@ import numpy as np
 
 from pretrain.common.addresses import check_address, is_remote, join
 from pretrain.common.errors import InputError
-from pretrain.common.files import MANIFEST, allow_open_files, atomic_open, check_manifest, read_manifest
+from pretrain.common.files import MANIFEST, atomic_open, check_manifest, read_manifest
 from pretrain.config import CorpusConfig
 from pretrain.corpus.block_cache import BlockCache, StoredArray, StoredShard, remove_unused
 from pretrain.corpus.card import CARD_FILES
 from pretrain.corpus.shards import (
     COUNTS,
-    NO_DESCRIPTOR,
     Shard,
     TokenShards,
     array_types,
@@ -88,12 +86,9 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
     folder = corpus.folder / _STREAMED / hashlib.sha256(content).hexdigest()[:16]
     remove_unused(folder)
     stored = [StoredShard(_arrays(entry, manifest), table) for entry, table in zip(entries, tables, strict=True)]
-    allow_open_files(6 * len(stored))
     cache = BlockCache(corpus.dir, folder, stored, most_bytes=int(corpus.cache))
     shards = [
-        Shard(
-            entry["name"], split, entry["source"], *_mapped(cache, number, entry, manifest), blocks=table, cache=cache
-        )
+        Shard(entry["name"], split, entry["source"], *_views(cache, number, entry, manifest), blocks=table, cache=cache)
         for number, (entry, table) in enumerate(zip(entries, tables, strict=True))
     ]
     return replace(described, fingerprints=fingerprints, shards=shards)
@@ -109,15 +104,11 @@ def _arrays(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Stored
     return arrays
 
 
-def _mapped(
+def _views(
     cache: BlockCache, shard: int, entry: dict[str, Any], manifest: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, sentences and documents of a shard, which have zeros where no block is held."""
-    arrays = {}
-    for part, (dtype, shape) in array_types(entry, manifest).items():
-        descriptor, header = cache.array(shard, part)
-        mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ, **NO_DESCRIPTOR)
-        arrays[part] = np.ndarray(shape, dtype, mapping, offset=header)
+    """Tokens, sentences and documents of a shard."""
+    arrays = {part: cache.array(shard, part, *kind) for part, kind in array_types(entry, manifest).items()}
     return arrays["tokens"], arrays["sentences"], arrays["documents"]
 
 

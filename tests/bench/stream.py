@@ -328,8 +328,8 @@ def _start(arguments: argparse.Namespace, this: list[str], scratch: Path, port: 
         print("  " + "  ".join(f"{name} {value}" for name, value in result.items()))
     for machine in range(arguments.machines):
         its = [one for one in results if one["rank"] * arguments.machines // arguments.ranks == machine]
-        folders = (scratch / f"machine-{machine}").rglob("train-*.npy")
-        used = sum(512 * path.stat().st_blocks for path in folders if "blocks" not in path.name)
+        files = (scratch / f"machine-{machine}").rglob(".streamed/*/*")
+        used = sum(512 * path.stat().st_blocks for path in files)
         fetched = sum(one["fetched_mb"] for one in its)
         print(f"  machine {machine}: fetched {fetched:,.1f} MB; cache {used / 1e6:,.0f} MB")
 

@@ -46,11 +46,11 @@ def test_names_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture
     assert main(["speed"]) == 2
     assert capsys.readouterr().err == (
         "error: bench: 'speed' is not a benchmark; choose from step, prepare, loader, finetune, workers, gpu, scale, "
-        "speedrun, law.\n"
+        "stream, speedrun, law.\n"
     )
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert capsys.readouterr().out.count("\n  s") == 3
+    assert capsys.readouterr().out.count("\n  s") == 4
 
 
 def test_the_product_imports_no_benchmark() -> None:
