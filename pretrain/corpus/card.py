@@ -116,7 +116,7 @@ def write_card(
         file.write(_markdown(card))
 
 
-_KINDS = {"wordpiece": "WordPiece", "byte_bpe": "Byte-level BPE"}
+_KINDS = {"wordpiece": "WordPiece", "byte_bpe": "Byte-level BPE", "released": "Released"}
 
 
 def _kind_of(kind: str) -> dict[str, str]:
