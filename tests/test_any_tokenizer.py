@@ -13,6 +13,7 @@ import pytest
 from piece_tokenizers import CODE, LANGUAGES, PieceKind, make_pieces, save_pieces
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from pretrain.__main__ import main
 from pretrain.batches.masking import Masker
 from pretrain.common.errors import InputError
 from pretrain.config import MaskingConfig, PretrainConfig, VocabularyConfig
@@ -24,7 +25,8 @@ from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.tokenize import WordTable
 from pretrain.corpus.vocabulary import entries_of, load_vocabulary, save_tokenizer
 from pretrain.corpus.whole_documents import DocumentEncoder, measured
-from tests.test_released_tokenizers import odd_texts
+from tests.test_released_tokenizers import assert_logits, odd_texts
+from tests.test_start import write_config
 
 KINDS: tuple[PieceKind, ...] = get_args(PieceKind)
 # What a cut at blanks could get wrong: characters that join a blank or become one, marks, and ends of lines.
@@ -298,3 +300,105 @@ def test_a_vocabulary_without_line_breaks_is_refused(kind: Any, code: Path, tmp_
         vocabulary = {"kind": "released", "path": str(tmp_path / "start")}
     with pytest.raises(InputError, match=r"line_breaks: keep, but line breaks and indentation are no tokens"):
         prepare(config(tmp_path, str(code), vocabulary, line_breaks="keep"), quiet=True)
+
+
+# ---------------------------------------------------------------- runs
+
+
+def released_model(folder: Path, kind: PieceKind) -> Tokenizer:
+    """A checkpoint for masked language modeling of random weights, in the family that has such a tokenizer."""
+    import torch
+    import transformers
+
+    tokenizer = save_pieces(folder, kind)
+    torch.manual_seed(0)
+    ids = special_ids(tokenizer)
+    common: dict[str, Any] = {
+        "vocab_size": tokenizer.get_vocab_size() + 4,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "pad_token_id": ids["pad"],
+        "bos_token_id": ids["cls"],
+        "eos_token_id": ids["sep"],
+    }
+    if kind == "xlm_roberta":
+        shape = transformers.XLMRobertaConfig(**common, max_position_embeddings=66, type_vocab_size=1)
+        model: Any = transformers.XLMRobertaForMaskedLM(shape)
+    elif kind == "mmbert":
+        common |= {"cls_token_id": ids["cls"], "sep_token_id": ids["sep"]}
+        shape = transformers.ModernBertConfig(**common, max_position_embeddings=64, local_attention=16)
+        model = transformers.ModernBertForMaskedLM(shape)
+    else:
+        common |= {"max_position_embeddings": 64, "type_vocab_size": 0, "position_biased_input": False}
+        common |= {"relative_attention": True, "position_buckets": 16, "pos_att_type": "p2c|c2p"}
+        shape = transformers.DebertaV2Config(**common, norm_rel_ebd="layer_norm", share_att_key=True)
+        model = transformers.DebertaV2ForMaskedLM(shape)
+    torch.nn.init.normal_(next(iter(model.parameters())), std=0.3)
+    model.save_pretrained(folder)
+    return tokenizer
+
+
+def write_run(folder: Path, start: Path | str, **changes: Any) -> Path:
+    text = folder / "text.jsonl"
+    text.write_text(
+        "".join(json.dumps({"text": f"{document} {n}"}) + "\n" for n, document in enumerate(documents() * 3))
+    )
+    changes |= {"pairs__objective": "none", "masking__scheme": "whole_words", "corpus__min_document_words": 0}
+    source = {"kind": "jsonl", "path": str(text)}
+    path = folder / "trial.yaml"
+    return write_config(path, folder / "corpus", text, Path(start), corpus__sources=[source], **changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_released_checkpoint_is_continued_and_exported(kind: PieceKind, tmp_path: Path) -> None:
+    """prepare --from, pretrain --from, export: the layout, the padded rows and the tokenizer are the released ones."""
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    tokenizer = released_model(tmp_path / "start", kind)
+    path = write_run(tmp_path, tmp_path / "start")
+    assert main(["prepare", str(path)]) == 0
+    assert main(["pretrain", str(path), "--no-ray"]) == 0
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "trial"), str(out)]) == 0
+    before, after = (AutoModelForMaskedLM.from_pretrained(tmp_path / name).eval() for name in ("start", "out"))
+    assert type(before) is type(after)
+    shapes = [{name: list(tensor.shape) for name, tensor in model.state_dict().items()} for model in (before, after)]
+    assert shapes[0] == shapes[1]
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id", "type_vocab_size", "max_position_embeddings"):
+        assert getattr(after.config, key, None) == getattr(before.config, key, None), key
+    theirs = AutoTokenizer.from_pretrained(out)
+    for text in (*LANGUAGES.values(), CODE, *TRAPS):
+        assert theirs(text)["input_ids"] == tokenizer.encode(text).ids
+    assert_logits(out, after, tokenizer)
+    assert main(["report", str(tmp_path / "trial")]) == 0
+
+
+def test_xlm_r_is_pretrained_from_random_weights(tmp_path: Path) -> None:
+    """Family and tokenizer make the export XLM-R's: positions after the padding's, one segment, its class."""
+    import torch
+    import transformers
+
+    tokenizer = save_pieces(tmp_path / "tokenizer", "xlm_roberta")
+    path = write_run(
+        tmp_path,
+        "",
+        start_from="",
+        corpus__vocabulary={"kind": "released", "path": str(tmp_path / "tokenizer")},
+        model={"family": "roberta", "size": "custom", "layers": 2, "hidden": 32, "heads": 2, "max_positions": 64},
+    )
+    assert main(["prepare", str(path)]) == 0
+    assert main(["pretrain", str(path), "--no-ray"]) == 0
+    assert main(["export", str(tmp_path / "trial"), str(tmp_path / "out")]) == 0
+    loaded, report = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    assert type(loaded) is transformers.XLMRobertaForMaskedLM
+    values = loaded.config
+    assert (values.max_position_embeddings, values.type_vocab_size, values.layer_norm_eps) == (66, 1, 1e-5)
+    assert (values.pad_token_id, values.bos_token_id, values.eos_token_id) == (1, 0, 2)
+    assert_logits(tmp_path / "out", loaded.eval(), tokenizer)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    with torch.inference_mode():
+        guesses = transformers.pipeline("fill-mask", model=loaded, tokenizer=theirs)("All human <mask> are born")
+    assert len(guesses) == 5

@@ -23,7 +23,7 @@ from pretrain.run import api
 from tests.test_finetune_predict import save_untrained
 
 ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = ("bert", "modernbert", "eurobert", "nomic_bert", "gte", "deberta")
+FAMILIES = ("bert", "roberta", "modernbert", "eurobert", "nomic_bert", "gte", "deberta")
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -86,11 +86,11 @@ def given_entries(path: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
         if path.suffix != ".json":
             return split_entries(text)
-        model = json.loads(text)["model"]
-        # Beside a WordPiece, added tokens are not taken over.
-        if model.get("type") == "BPE":
+        described = json.loads(text)
+        if not is_bert(described):
             return entries_of(Tokenizer.from_str(text))
-        vocabulary: dict[str, int] = model["vocab"]
+        # Beside BERT's, added tokens are not taken over.
+        vocabulary: dict[str, int] = described["model"]["vocab"]
         return sorted(vocabulary, key=vocabulary.__getitem__)
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{path}: cannot be read as a vocabulary ({error}).") from None
