@@ -41,7 +41,7 @@ Without arguments: run ruff check, ruff format --check, pyright and pytest. With
 
 examples:
   ./launch.sh test
-  ./launch.sh test tests/test_config.py
+  ./launch.sh test tests/config/test_config.py
   ./launch.sh test -k precision
 
 .venv/bin/python -m pytest --help lists the arguments of pytest.

@@ -10,7 +10,7 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 
-# The navigation: headings and pages, without `.md`. `tests/test_docs.py` checks that every page is in it.
+# The navigation: headings and pages, without `.md`. `tests/docs/test_docs.py` checks that every page is in it.
 NAVIGATION = {
     "Start": ["quickstart", "guides/install"],
     "Guides": [

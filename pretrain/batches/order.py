@@ -68,7 +68,8 @@ class Mixture:
 
     `shares[s]` samples of source s go into one period. In any stretch of it, a source has its share of the samples to
     within a few: the sources are halved again and again, and each half gets its samples at even distances. So the
-    source of a sample, and how many samples of this source come before it, are known from its number alone.
+    source of a sample, and how many samples of this source come before it, are known from its number alone. A source
+    without a share changes nothing: it may be added to a corpus later.
 
     Args:
         shares: samples of each source in a period; at least one is above 0.
@@ -78,19 +79,22 @@ class Mixture:
         scale = max(1.0, sum(shares) / _LONGEST_PERIOD)
         self.shares = tuple(max(1, int(share / scale)) if share else 0 for share in shares)
         self.period = sum(self.shares)
+        self._read = np.flatnonzero(self.shares)  # the sources that have a share
+        self._parts = [share for share in self.shares if share]
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, samples of this source before) of samples that are counted from 0; int64 [B] each."""
         period, within = np.divmod(samples, self.period)
         source, before = np.empty_like(samples), np.empty_like(samples)
-        self._halve(0, len(self.shares), np.arange(len(samples)), within, source, before)
-        return source, before + period * np.array(self.shares)[source]
+        self._halve(0, len(self._parts), np.arange(len(samples)), within, source, before)
+        return self._read[source], before + period * np.array(self._parts)[source]
 
     def counts(self, samples: int) -> list[int]:
         """How many of the first `samples` are from each source."""
         period, within = divmod(samples, self.period)
-        own = self._counts(0, len(self.shares), within)
-        return [period * share + count for share, count in zip(self.shares, own, strict=True)]
+        counts = np.zeros(len(self.shares), np.int64)
+        counts[self._read] = self._counts(0, len(self._parts), within)
+        return (period * np.array(self.shares) + counts).tolist()
 
     def _halve(
         self, low: int, high: int, rows: np.ndarray, index: np.ndarray, source: np.ndarray, before: np.ndarray
@@ -101,7 +105,7 @@ class Mixture:
             source[rows], before[rows] = low, index
             return
         middle = (low + high) // 2
-        first, both = sum(self.shares[low:middle]), sum(self.shares[low:high])
+        first, both = sum(self._parts[low:middle]), sum(self._parts[low:high])
         of_first = index * first // both
         is_first = (index + 1) * first // both > of_first
         self._halve(low, middle, rows[is_first], of_first[is_first], source, before)
@@ -111,8 +115,7 @@ class Mixture:
         if high - low == 1:
             return [samples]
         middle = (low + high) // 2
-        both = sum(self.shares[low:high])
-        first = samples * sum(self.shares[low:middle]) // both if both else 0
+        first = samples * sum(self._parts[low:middle]) // sum(self._parts[low:high])
         return [*self._counts(low, middle, first), *self._counts(middle, high, samples - first)]
 
 

@@ -46,6 +46,11 @@ def with_replay(shards: TokenShards, general: TokenShards, share: float) -> Toke
     )
 
 
+def is_replayed(source: Mapping[str, Any]) -> bool:
+    """Whether a source is of the second corpus."""
+    return _SHARE in source
+
+
 def mixture_weights(sources: Sequence[Mapping[str, Any]], weights: list[float], samples: Sequence[int]) -> list[float]:
     """How many epochs of each source go into an epoch of the mixture.
 

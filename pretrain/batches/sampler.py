@@ -7,20 +7,21 @@ Everything is vectorized over samples. Only to count the samples of each block t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from pretrain.batches.blocks import BLOCK_TOKENS, WINDOW_BLOCKS, cut_blocks, sample_counts, window_blocks_for
 from pretrain.batches.cuts import Cutting
+from pretrain.batches.mixing import SourceReading, plan_mix
 from pretrain.batches.order import Mixture
 from pretrain.batches.plan import Rows, SamplePlan, gather
-from pretrain.batches.replay import mixture_weights
 from pretrain.batches.source import SourceProgress, SourceSamples
 from pretrain.batches.text import ShardText
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
-from pretrain.config import PairsConfig, PretrainConfig
+from pretrain.config import PairsConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
 SAMPLER = 2
@@ -46,8 +47,8 @@ def phase_sampler(
             config.pairs,
             sequence_length=settings.sequence_length,
             seed=seed,
-            weights=settings.weights,
-            where=f"phases.{number}.weights",
+            phase=settings,
+            where=f"phases.{number}",
             start=start,
             batch=settings.global_sequences,
         )
@@ -66,10 +67,10 @@ class Sampler:
     """The samples of one split of a corpus at one sequence length.
 
     A sample is a pure function of its source's fingerprint, `seed`, the source's epoch and its index in it, and of how
-    sequences are cut. Which of them is sample n follows from `weights` and `start`.
+    sequences are cut. Which of them is sample n follows from the `phase` and `start`.
 
     Args:
-        weights: replaces those of the sources that it names; `where` is their place in the config.
+        phase: says how much is read of each source, otherwise the corpus does; `where` is its place in the config.
         start: how far each source was read before, from `read_after`.
         batch: samples that are read together; windows are never smaller.
         block_tokens: tokens of a block; by default `BLOCK_TOKENS`.
@@ -85,8 +86,8 @@ class Sampler:
         *,
         sequence_length: int,
         seed: int,
-        weights: Mapping[str, float] | None = None,
-        where: str = "weights",
+        phase: PhaseConfig | None = None,
+        where: str = "",
         start: Sequence[SourceProgress | None] = (),
         batch: int = 1,
         block_tokens: int = 0,
@@ -120,22 +121,46 @@ class Sampler:
             )
             for number, (one, its_blocks, its_counts) in enumerate(zip(own, blocks, counts, strict=True))
         ]
-        self._mixture = Mixture(self._shares(weights or {}, where))
         self._start = list(start) or [None] * len(own)
         self._first = [
-            source.first_after(before) if share else 0
-            for source, before, share in zip(self.sources, self._start, self._mixture.shares, strict=True)
+            source.first_after(before) if source.samples else 0
+            for source, before in zip(self.sources, self._start, strict=True)
         ]
+        self.mix = plan_mix(shards, phase, [source.samples for source in self.sources], self._first, where)
+        self._mixture = Mixture(self.mix.shares)
 
     @property
     def samples_per_epoch(self) -> int:
         """Samples of one pass over the corpus."""
-        return self._mixture.period
+        return self.mix.epoch
 
     @property
-    def shares(self) -> tuple[int, ...]:
-        """Samples of each source in such a pass."""
-        return self._mixture.shares
+    def identity(self) -> list[list[Any]]:
+        """What decides which sample has a number: [name, fingerprint, share] of each source that is read."""
+        return [
+            [source.get("name", ""), self.shards.source_fingerprint(number), share]
+            for number, (source, share) in enumerate(zip(self.shards.sources, self._mixture.shares, strict=True))
+            if share
+        ]
+
+    def readings(self, samples: int) -> list[SourceReading]:
+        """What the first `samples` read of each source."""
+        counts, tokens = np.array(self._mixture.counts(samples)), np.zeros(len(self.sources))
+        for shard in self.shards.shards:
+            tokens[shard.source] += len(shard.tokens)
+        each = np.array([max(1, source.samples) for source in self.sources])
+        shares = counts * tokens / each
+        return [
+            SourceReading(
+                source.get("name", "replayed text"),
+                float(shares[number] / shares.sum()),
+                float(counts[number] / each[number]),
+                float((self._first[number] + counts[number]) / each[number]),
+                self.mix.capped[number],
+            )
+            for number, source in enumerate(self.shards.sources)
+            if counts[number]
+        ]
 
     def read_after(self, samples: int) -> list[SourceProgress | None]:
         """How far each source is read after so many samples; the `start` of a sampler that goes on from there."""
@@ -170,12 +195,3 @@ class Sampler:
                 f"{self.shards.folder}: {counted(most, 'document')} in its largest source, but random next sentences "
                 "need at least two. Add documents or set pairs.objective: none."
             )
-
-    def _shares(self, weights: Mapping[str, float], where: str) -> list[int]:
-        """Samples of each source in an epoch of the mixture."""
-        counts = [source.samples for source in self.sources]
-        mixture = mixture_weights(self.shards.sources, self.shards.weights(weights, where), counts)
-        shares = [max(1, round(w * n)) if w and n else 0 for w, n in zip(mixture, counts, strict=True)]
-        if not sum(shares):
-            raise InputError(f"{self.shards.folder}: no document has the two tokens that a sample needs. Add text.")
-        return shares

@@ -13,6 +13,9 @@ from pretrain.config.objectives import READ_BY_OBJECTIVES
 from pretrain.config.run import PretrainConfig, R, RunConfig
 from pretrain.config.schedule import PhaseConfig
 
+MIXING = ("weights", "temperature", "max_epochs")
+"""The settings of a phase that decide what it reads of each source."""
+
 FREE_ON_RESUME = (
     "name",
     "run_dir",
@@ -33,8 +36,9 @@ FREE_ON_RESUME = (
 _FREE_ON_RESUME = (
     *FREE_ON_RESUME,
     "fork_from",
-    # The corpus is compared by the fingerprint in the checkpoint.
+    # What is read of the corpus is compared by what the checkpoint says of it.
     "corpus",
+    *(f"phases.*.{name}" for name in MIXING),
     "adaptation.finetuning",
     "adaptation.finetuning_seeds",
     "evaluation.every_steps",

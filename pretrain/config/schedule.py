@@ -118,6 +118,20 @@ class PhaseConfig(Section):
         "corpus.sources.*.weight, such as {wiki: 2, books: 0.5}. 0 leaves a source out; sources not named keep theirs. "
         "Evaluations keep the weights of the corpus.",
     )
+    temperature: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="A source gets tokens in proportion to weight x size^temperature. 1 takes weights for epochs; 0 "
+        "for shares of the tokens, such as {wiki: 0.7, books: 0.3}, and leaves out what they do not name; values "
+        "between favor small sources (0.3 is XLM-R's).",
+    )
+    max_epochs: float = Field(
+        default=0.0,
+        ge=0,
+        description="Most passes over a source from the start of the run to the end of this phase. What a source "
+        "cannot give, the others do, in proportion; if weights name it, that is an error. 0 has no limit.",
+    )
     masking_probability: float = Field(
         default=0.0,
         ge=0,

@@ -61,7 +61,7 @@ def write_card(
     strip_accents: bool | None = None,
     language: str,
     shards: list[dict[str, Any]],
-    readings: list[dict[str, Any]] | None = None,
+    readings: tuple[list[dict[str, Any]], list[str]] = ([], []),
     extension: dict[str, Any] | None = None,
     filtered: list[dict[str, Any]] | None = None,
     evaluation: list[dict[str, Any]] | None = None,
@@ -81,14 +81,8 @@ def write_card(
     case = {"lowercase": lowercase}
     if strip_accents not in (None, lowercase):
         case["strip_accents"] = bool(strip_accents)
-    listed = [{**one, **source} for one, source in zip(earlier, sources, strict=False)] + [
-        {
-            **source,
-            "files": len(files),
-            "file_hashes": {shown(path): digest for path, digest in list(files.items())[:_MAX_LISTED_FILES]},
-        }
-        for source, files in zip(sources[len(earlier) :], hashes, strict=True)
-    ]
+    listed = [{**one, **source} for one, source in zip(earlier, sources, strict=False)]
+    listed += map(_with_files, sources[len(earlier) :], hashes)
     faults = [*(before or {}).get("problems", []), *problems]
     card = {
         "vocabulary": {
@@ -104,8 +98,9 @@ def write_card(
     }
     if lines := [*(before or {}).get("not_compared", []), *(not_compared or [])]:
         card["not_compared"] = lines
-    if readings:
-        card["readings"] = readings
+    for key, of_readings in zip(("readings", "phases"), readings, strict=True):
+        if of_readings:
+            card[key] = of_readings
     if filtered:  # cards without filters stay as they were before there were any
         card["filters"] = filtered
         totals["filtered"] = sum(entry["documents"] for entry in filtered if entry["dropped"])
@@ -114,6 +109,12 @@ def write_card(
     write_json(folder / "card.json", card)
     with atomic_open(folder / "card.md", "w") as file:
         file.write(_markdown(card))
+
+
+def _with_files(source: dict[str, Any], hashes: dict[str, str]) -> dict[str, Any]:
+    """A source with the number of its files and the first of their hashes."""
+    first = list(hashes.items())[:_MAX_LISTED_FILES]
+    return {**source, "files": len(hashes), "file_hashes": {shown(path): digest for path, digest in first}}
 
 
 _KINDS = {"wordpiece": "WordPiece", "byte_bpe": "Byte-level BPE", "released": "Released"}
@@ -181,7 +182,7 @@ def _markdown(card: dict[str, Any]) -> str:
         *card.get("not_compared", []),
         "",
         *_sources(card["sources"]),
-        *reading_lines(card.get("readings", [])),
+        *reading_lines(card.get("readings", []), card.get("phases", [])),
         *left_out_lines(card["sources"]),
         *filter_lines(card.get("filters", []), card["sources"]),
         *evaluation_lines(card.get("evaluation_sets", [])),

@@ -76,8 +76,8 @@ def _examples(filtered: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def reading_lines(readings: list[dict[str, Any]]) -> list[str]:
-    """How often an epoch reads each token, a row for each sequence length."""
+def reading_lines(readings: list[dict[str, Any]], phases: list[str]) -> list[str]:
+    """How often an epoch reads each token, a row for each sequence length, and what phases read of the sources."""
     if not readings:
         return []
     names = (
@@ -104,4 +104,15 @@ def reading_lines(readings: list[dict[str, Any]]) -> list[str]:
         for one in readings
     ]
     counted = f"An epoch, counted on {readings[0]['tokens']:,} tokens by planning all of their samples."
-    return ["## Reading", "", counted, "", table_row(*names), table_row(*["---"] * len(names)), *rows, ""]
+    return [
+        "## Reading",
+        "",
+        counted,
+        "",
+        table_row(*names),
+        table_row(*["---"] * len(names)),
+        *rows,
+        "",
+        *(f"- {one}" for one in phases),
+        *([""] if phases else []),
+    ]

@@ -28,7 +28,8 @@ from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
 EXTENSION = "extension.json"  # in the work folder: facts about an extended vocabulary, for the card
 _EXTENSION_FACTS = ("added", "saved_share", "first_added")
 
-CountReadings = Callable[[TokenShards], Sequence[dict[str, Any]]]
+CountReadings = Callable[[TokenShards], tuple[list[dict[str, Any]], list[str]]]
+"""How often an epoch reads a token, as the card has it, and lines on what phases read of each source."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,12 @@ class Prepared:
     def _nearly(self) -> bool:
         return self.corpus.filters.near_duplicates.enabled
 
-    def _write_card(self, manifest: dict[str, Any], readings: list[dict[str, Any]], say: Callable[[str], None]) -> None:
+    def _write_card(
+        self,
+        manifest: dict[str, Any],
+        readings: tuple[list[dict[str, Any]], list[str]],
+        say: Callable[[str], None],
+    ) -> None:
         before = self.growth.card(self.work) if self.growth else {}
         not_compared = self.growth.not_compared(nearly=self._nearly) if self.growth else []
         for line in not_compared:
@@ -117,14 +123,16 @@ class Prepared:
             not_compared=not_compared,
         )
 
-    def _readings(self, manifest: dict[str, Any], count: CountReadings | None) -> list[dict[str, Any]]:
+    def _readings(
+        self, manifest: dict[str, Any], count: CountReadings | None
+    ) -> tuple[list[dict[str, Any]], list[str]]:
         """How often epochs read a token, if the caller counts it; text may be too short for that."""
         if self.growth and is_remote(self.corpus.dir):  # the other shards need not be here
-            return self.growth.card(self.work).get("readings", [])
+            return self.growth.card(self.work).get("readings", []), []
         train = shards_of(self.corpus.folder, manifest, "train")
         with contextlib.suppress(InputError):
-            return list(count(train)) if count and train.shards else []
-        return []
+            return count(train) if count and train.shards else ([], [])
+        return [], []
 
     def _source_entries(self) -> list[dict[str, Any]]:
         """The fields of each source in the manifest and the card."""

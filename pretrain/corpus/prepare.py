@@ -67,11 +67,7 @@ from pretrain.corpus.shards import token_dtype, verify_shards
 from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stored import kept_at_address
-from pretrain.corpus.vocabulary import (
-    save_tokenizer,
-    train_byte_vocabulary,
-    train_vocabulary,
-)
+from pretrain.corpus.vocabulary import save_tokenizer, train_byte_vocabulary, train_vocabulary
 
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; above it the rarest are dropped
 

@@ -70,6 +70,7 @@ class TokenShards:
     sources: list[dict[str, Any]]
     shards: list[Shard]
     fingerprints: tuple[str, ...] = ()  # of each source: what decides its tokens
+    grown: int = 0  # how often sources were added
 
     def of_source(self, source: int) -> list[int]:
         """The shards of a source, by their place in `shards`."""
@@ -120,6 +121,7 @@ def shards_of(folder: Path, manifest: dict[str, Any], split: str) -> TokenShards
         sources=manifest["sources"],
         shards=[_open_shard(folder, entry, manifest) for entry in manifest["shards"] if entry["split"] == split],
         fingerprints=tuple(source_fingerprint(manifest, number) for number in range(len(manifest["sources"]))),
+        grown=manifest.get("grown", 0),
     )
 
 

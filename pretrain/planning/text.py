@@ -5,7 +5,7 @@ Sequences are planned, not read: a dry run needs no torch and takes a moment.
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -93,7 +93,9 @@ def read_text(config: PretrainConfig) -> RunText:
 
 
 def reading_lines(config: PretrainConfig) -> list[str]:
-    """How often an epoch of the prepared corpus reads a token, by sequence length; [] if it is not prepared.
+    """How often an epoch of the prepared corpus reads a token, by sequence length, and what phases read of each source.
+
+    [] if the corpus is not prepared.
 
     Raises `InputError` as `measured_phases`.
     """
@@ -101,12 +103,30 @@ def reading_lines(config: PretrainConfig) -> list[str]:
         return []
     shards = _training_shards(config)
     lengths = sorted({phase.sequence_length for phase in config.phases})
-    return [count_reading(shards, config, length).line for length in lengths]
+    return [*(count_reading(shards, config, length).line for length in lengths), *phase_lines(shards, config)]
+
+
+def phase_lines(shards: TokenShards, config: PretrainConfig) -> list[str]:
+    """What each phase reads of each source; [] for a corpus of one.
+
+    Raises `InputError` as `measured_phases`.
+    """
+    if len(shards.sources) == 1:
+        return []
+    lines = []
+    for number, phase in enumerate(config.phases):
+        readings = phase_sampler(shards, config, number, seed=config.seed).readings(phase.sequences)
+        lines.append(f"phases.{number}: {'; '.join(one.line for one in readings)}")
+    return lines
 
 
 def counts_readings(config: PretrainConfig) -> CountReadings:
-    """What counts how often an epoch reads a token, for the card of the corpus that is prepared."""
-    return partial(count_readings, config=config)
+    """What counts how often epochs and phases read text, for the card of the corpus that is prepared."""
+
+    def count(shards: TokenShards) -> tuple[list[dict[str, Any]], list[str]]:
+        return count_readings(shards, config), phase_lines(shards, config)
+
+    return count
 
 
 def _training_shards(config: PretrainConfig) -> TokenShards:

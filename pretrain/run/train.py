@@ -23,8 +23,10 @@ from pretrain.checkpoint import hf
 from pretrain.checkpoint.start import read_frozen
 from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
+from pretrain.common.wording import counted
 from pretrain.common.worker import TrainingRequest, Worker
-from pretrain.config import PretrainConfig, changed_for_resume
+from pretrain.config import PhaseConfig, PretrainConfig, changed_for_resume
+from pretrain.config.resume import MIXING
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.stored import fetch_corpus
 from pretrain.model.encoder import Encoder
@@ -75,18 +77,21 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         )
         objective.to(engine.device, torch_dtype(config.engine.resolved_precision))
 
+        task = Pretraining(config, corpora, objective, engine, device)
+        continuation.identity["mixtures"] = task.mixtures
+
         def begin() -> None:
             continuation.begin(engine)
             if first := objective.first_weights():
                 engine.load(InitialWeights(first))
 
         def check(state: dict[str, Any], checkpoint: Path) -> None:
-            _check_state(state, checkpoint, config, corpora.training)
+            _check_state(state, checkpoint, config, corpora.training, task.mixtures)
             objective.check_resumed(state, checkpoint)
             continuation.resume(engine, state)
 
         training = Training(
-            Pretraining(config, corpora, objective, engine, device),
+            task,
             _plan(config),
             job_type="pretrain",
             card={"corpus_card": _card(config)},
@@ -143,10 +148,13 @@ class Pretraining:
         self._exchange: Exchange | None = None
         self._validation: dict[int, list[StepBatch]] = {}
         self._general: dict[int, list[StepBatch]] = {}
+        self._grown = corpora.held_out.grown
+        self.mixtures: list[list[list[Any]]] = []  # of each phase, as `Sampler.identity`
         place: dict[str, Any] = {"rank": engine.rank, "world_size": engine.world_size}
         for number, phase in enumerate(config.phases):  # report errors of later phases now, not after hours of training
             maker = BatchMaker(self._shards, config, number, seed=config.seed, **place)
             maker.check_batch()
+            self.mixtures.append(maker.sampler.identity)
             if self._exchange is None and maker.needs_exchange(phase.global_sequences):
                 self._exchange = Exchange(engine.workers.aside())
             self._validation[number] = validation_batches(corpora.held_out, config, number, **place)
@@ -238,7 +246,7 @@ class Pretraining:
         return means["loss"]
 
     def validation_set(self) -> str:
-        return f"phase {self._phase}"
+        return f"phase {self._phase}" + (f", corpus grown {counted(self._grown, 'time')}" if self._grown else "")
 
     def stalled_seconds(self) -> float:
         return self._stalled_before + (self._loader.stall_seconds if self._loader else 0.0)
@@ -279,22 +287,99 @@ class Pretraining:
         self._stalled_before += time.perf_counter() - began
 
 
-def _check_state(state: dict[str, Any], checkpoint: Path, config: PretrainConfig, shards: TokenShards) -> None:
-    if state["fingerprint"] != shards.fingerprint:
-        raise InputError(
-            f"{checkpoint}: was trained on another corpus (fingerprint {state['fingerprint'][:12]}, "
-            f"{config.corpus.dir} has {shards.fingerprint[:12]}). Prepare the same corpus again or start a new run."
-        )
+def _check_state(
+    state: dict[str, Any],
+    checkpoint: Path,
+    config: PretrainConfig,
+    shards: TokenShards,
+    mixtures: Sequence[list[list[Any]]],
+) -> None:
     if state.get("sampler", 1) != SAMPLER:
-        raise InputError(
-            f"{checkpoint}: was trained on samples in the order of another version of bertrain. Finish the run with "
-            "that version, or export it and start a new run with start_from: the exported folder."
-        )
+        raise _other_order(checkpoint)
+    _check_read(state, checkpoint, config, shards, mixtures)
     check_settings(state, checkpoint, config, changed_for_resume)
     if state["step"] > config.total_steps:
         raise InputError(
             f"{checkpoint}: is at step {state['step']}, past the {config.total_steps} steps of the config's phases."
         )
+
+
+def _other_order(checkpoint: Path) -> InputError:
+    return InputError(
+        f"{checkpoint}: was trained on samples in the order of another version of bertrain. Finish the run with "
+        "that version, or export it and start a new run with start_from: the exported folder."
+    )
+
+
+def _check_read(
+    state: dict[str, Any],
+    checkpoint: Path,
+    config: PretrainConfig,
+    shards: TokenShards,
+    mixtures: Sequence[list[list[Any]]],
+) -> None:
+    """Raise `InputError` if the phases that have begun would have read other text. Sources may have been added."""
+    if "mixtures" in state:
+        has = {shards.source_fingerprint(number) for number in range(len(shards.sources))}
+        for number, before in zip(_begun(config, state["step"]), state["mixtures"], strict=False):
+            if why := _other_reading(before, mixtures[number], number, has):
+                raise InputError(f"{checkpoint}: {why}")
+    elif state["fingerprint"] != shards.fingerprint:
+        raise InputError(
+            f"{checkpoint}: was trained on another corpus (fingerprint {state['fingerprint'][:12]}, "
+            f"{config.corpus.dir} has {shards.fingerprint[:12]}). Prepare the same corpus again or start a new run."
+        )
+    else:  # of an earlier version
+        for number, before in zip(_begun(config, state["step"]), state["config"]["phases"], strict=False):
+            phase = config.phases[number]
+            # The order of four or more sources depended on those without a share.
+            if len(mixtures[number]) < len(shards.sources) > 3:
+                raise _other_order(checkpoint)
+            if any(getattr(phase, name) != before.get(name, PhaseConfig.model_fields[name].default) for name in MIXING):
+                raise InputError(
+                    f"{checkpoint}: was trained with other weights of the sources in phases.{number} "
+                    f"({before.get('weights') or 'none'}). Set {', '.join(MIXING)} to the old values."
+                )
+
+
+def _begun(config: PretrainConfig, step: int) -> range:
+    """The phases of the first `step` steps."""
+    if step >= config.total_steps:
+        return range(len(config.phases))
+    number, within = config.phase_at(step)
+    return range(number + (within > 0))
+
+
+def _other_reading(before: list[list[Any]], now: list[list[Any]], phase: int, has: set[str]) -> str:
+    """What a phase that has begun reads otherwise than before; "" if nothing.
+
+    Both are as `Sampler.identity`; `has` are the fingerprints of the corpus.
+    """
+    if before == now:
+        return ""
+    where, names = f"phases.{phase}", {fingerprint: name for name, fingerprint, _ in now}
+    known = {fingerprint: name for name, fingerprint, _ in before}
+    added = [name for fingerprint, name in names.items() if fingerprint not in known]
+    if lost := [name for fingerprint, name in known.items() if fingerprint not in has]:
+        return (
+            f"has read {' and '.join(lost)} in {where}, which the corpus lacks or has with other text. Restore the "
+            "corpus, or start a new run."
+        )
+    if gone := [name for fingerprint, name in known.items() if fingerprint not in names]:
+        return (
+            f"has read {' and '.join(gone)} in {where}, which now has no weight there. Restore it; later phases may "
+            "leave it out."
+        )
+    if added:
+        zero = ", ".join(f"{name}: 0" for name in added)
+        return (
+            f"has not read {' and '.join(added)} in {where}, which has begun. Set {where}.weights: {{{zero}}}; phases "
+            "that have not begun may read it."
+        )
+    return (
+        f"has read the sources of {where} in other shares than its weights, temperature and max_epochs now make. Set "
+        "them, and the steps if max_epochs binds, to the old values; end the phase here to go on with others."
+    )
 
 
 def _card(config: PretrainConfig) -> dict[str, Any]:

@@ -1,0 +1,127 @@
+"""The order of samples across phases, windows and workers, and what an epoch reads (invariant 1)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from corpora import make_corpus
+from numbered import NEXT, SINGLE, epoch, numbered, random_documents, sampler, times_read
+
+from pretrain.batches.loader import BatchMaker
+from pretrain.batches.reading import count_reading
+from pretrain.batches.sampler import Sampler, phase_sampler
+from pretrain.config import PretrainConfig
+from pretrain.corpus.prepare import prepare
+from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.planning.text import counts_readings
+
+
+def phases(*lengths_and_steps: tuple[int, int], **pairs: Any) -> PretrainConfig:
+    """A config with phases of 8 sequences a step."""
+    made = [
+        {"sequence_length": length, "global_sequences": 8, "steps": steps, "peak_learning_rate": 1e-3}
+        for length, steps in lengths_and_steps
+    ]
+    return PretrainConfig.model_validate({"name": "x", "corpus": {"dir": "nowhere"}, "phases": made, "pairs": pairs})
+
+
+def read_by_phases(shards: TokenShards, config: PretrainConfig, skipped: tuple[int, ...] = ()) -> np.ndarray:
+    times = 0
+    for number, phase in enumerate(config.phases):
+        made = phase_sampler(shards, config, number, seed=0, skipped=skipped)
+        first = sum(skipped[number : number + 1])
+        times = times + times_read(shards, made, first + np.arange(phase.sequences))
+    return np.asarray(times)
+
+
+@pytest.mark.parametrize("pairs", [SINGLE, NEXT], ids=["single", "nsp"])
+def test_a_phase_goes_on_where_the_one_before_it_ends(pairs, monkeypatch):
+    """At the same length with the next sample; at another one with the next window of which nothing was read."""
+    monkeypatch.setattr("pretrain.batches.sampler.WINDOW_BLOCKS", 2)
+    monkeypatch.setattr("pretrain.batches.sampler.BLOCK_TOKENS", 2000)
+    shards = numbered([[[10] * 20] * 300, [[10] * 7] * 300], sources=[0, 1], weights=(1.0, 1.0))  # 81,000 tokens
+    alike = phases((64, 40), (64, 40), (64, 40), **pairs)
+    assert read_by_phases(shards, alike).max() == 1
+    alone = numbered([[[10] * 20] * 300])
+    whole = phase_sampler(alone, phases((64, 120), **pairs), 0, seed=0)
+    assert np.array_equal(read_by_phases(alone, alike), times_read(alone, whole, np.arange(960)))
+    assert read_by_phases(shards, alike, (16, 0, 8)).max() == 1  # what a rollback skips is not read later
+    others = phases((64, 30), (128, 12), (32, 60), **pairs)
+    read = read_by_phases(shards, others)
+    assert read.max() == 1
+    planned = 0
+    for number, phase in enumerate(others.phases):
+        planned += int(phase_sampler(shards, others, number, seed=0).plan(np.arange(phase.sequences)).ordinary.sum())
+    assert read.sum() == planned
+
+
+@pytest.mark.parametrize("pairs", [SINGLE, NEXT], ids=["single", "nsp"])
+def test_the_workers_of_a_run_read_every_token_once_together(tmp_path, pairs):
+    """Labels in place of masks give back the text: an epoch of 1 to 7 workers has every document's tokens once."""
+    shards = open_shards(make_corpus(tmp_path / "c", documents=40, vocabulary_size=300), "train")
+    config = phases((64, 500), **pairs)
+    wanted = np.bincount(np.concatenate([shard.tokens for shard in shards.shards]), minlength=300)
+    wanted[:5] = 0
+    for world_size in range(1, 8):
+        makers = [BatchMaker(shards, config, 0, seed=0, rank=rank, world_size=world_size) for rank in range(world_size)]
+        found, first, epoch = np.zeros(300, int), 0, makers[0].samples_per_epoch
+        while first < epoch:
+            # The last batch is what is left of the epoch, or more sequences by one if there were fewer than workers.
+            sequences = epoch - first if epoch - first < 16 + world_size else 16
+            for batch in (micro for maker in makers for micro in maker.make(first, sequences).micro_batches):
+                ids = batch.input_ids.numpy().copy()
+                ids[batch.masked_rows.numpy()] = batch.masked_labels.numpy()
+                found += np.bincount(ids, minlength=300)
+            first += sequences
+        assert np.array_equal(found[5:], wanted[5:])
+
+
+def test_how_often_tokens_are_read_is_counted():
+    shards = numbered([random_documents(60, 1), [[1]] * 50, [[1, 1]] * 50], sources=[0, 0, 1], weights=(1.0, 1.0))
+    shards = replace(shards, sources=[{"name": "a", "weight": 1.0}, {"name": "b", "weight": 1.0}])
+    tokens = sum(len(shard.tokens) for shard in shards.shards)
+    single, pairs = (count_reading(shards, phases((64, 1), **kind), 64) for kind in (SINGLE, NEXT))
+    assert (single.tokens, single.reads, single.unread, single.twice) == (tokens, 1.0, 0.0, 0.0)
+    assert pairs.unread == pytest.approx(50 / tokens)
+    assert pairs.reads == 1 - pairs.unread
+    assert 0.9 < pairs.labeled <= 1
+    assert f"{pairs.labeled:.1%} have a label of their pair." in pairs.line
+    assert "label" not in single.line
+    made = sampler(shards, 64, **SINGLE)
+    assert single.mean_length == pytest.approx(made.plan(epoch(made)).lengths.mean())
+
+
+def test_the_card_says_how_often_a_token_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"text": f"Number {n} is a text. {'word ' * (n % 300)}It ends."}) for n in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    source = {"kind": "jsonl", "path": "a.jsonl"}
+    corpus = {"dir": "c", "sources": [source], "vocabulary": {"size": 300}, "min_document_words": 0}
+    config = PretrainConfig.model_validate({**phases((64, 1), (32, 1), **SINGLE).model_dump(), "corpus": corpus})
+    prepare(config, quiet=True, count_readings=counts_readings(config))
+    readings = json.loads((tmp_path / "c/card.json").read_text())["readings"]
+    assert [one["sequence_length"] for one in readings] == [32, 64]
+    assert all((one["reads"], one["unread"], one["twice"]) == (1.0, 0.0, 0.0) for one in readings)
+    assert readings[0]["tokens"] == sum(len(shard.tokens) for shard in open_shards(tmp_path / "c", "train").shards)
+    assert "| 64 | doc_sentences | 1.000 | 0.00% | 0.00% |" in (tmp_path / "c/card.md").read_text()
+
+
+def window_reads(made: Sampler, shards: TokenShards, batch: int, block: int) -> list[int]:
+    """How many blocks' worth of text each batch of an epoch touches."""
+    whole = range(0, made.samples_per_epoch - batch, batch)
+    return [len(np.unique(made.plan(np.arange(batch) + first).begin_a // block)) for first in whole]
+
+
+def test_samples_are_shuffled_within_windows_that_hold_a_batch():
+    shards = numbered([[[10] * 20] * 500])  # 100,000 tokens: 100 blocks
+    made = sampler(shards, 64, more={"block_tokens": 1000, "window_blocks": 5}, **SINGLE)
+    assert max(window_reads(made, shards, 50, 1000)) <= 2 * 2 * 5  # two windows at most; blocks move to document ends
+    large = sampler(shards, 64, more={"block_tokens": 1000, "window_blocks": 5, "batch": 400}, **SINGLE)
+    assert min(window_reads(large, shards, 400, 1000)) >= 20
+    begins = [made.plan(epoch(made, number)).begin_a for number in range(2)]
+    assert abs(np.corrcoef(begins[0], begins[1])[0, 1]) < 0.1
+    assert abs(np.corrcoef(begins[0], np.arange(len(begins[0])))[0, 1]) < 0.25

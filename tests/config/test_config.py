@@ -1,0 +1,754 @@
+"""Reading a run's YAML: what is accepted, and the error message for each mistake."""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+from pretrain.common.earlier import INSTEAD, LEFT_AFTER
+from pretrain.common.errors import InputError
+from pretrain.common.sections import Section, is_section
+from pretrain.common.settings import dump
+from pretrain.config import ModelConfig, PretrainConfig, changed_for_resume, load_config
+from pretrain.run import preflight
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "pretrain").glob("*.yaml"))
+
+GOOD = """\
+name: trial
+corpus:
+  dir: corpora/trial
+  sources:
+    - kind: books
+      path: data/*.txt
+phases:
+  - sequence_length: 64
+    global_sequences: 8
+    steps: 10
+    peak_learning_rate: 1e-4
+  - sequence_length: 128
+    global_sequences: 8
+    steps: 5
+    peak_learning_rate: 5.0e-05
+engine:
+  zero_stage: 1
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(InputError) as caught:
+        load_config(path, overrides)
+    return str(caught.value).replace(str(path.parent) + "/", "").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "project=team/project",
+            "project: 'team/project' must be at most 128 characters without / \\ # ? % :",
+        ),
+        ("run_id=team/exp", "run_id: 'team/exp' must have none of"),
+        ("run_id=' exp'", "run_id: ' exp' must have none of"),
+        (f"tags=[a, {65 * 'b'}]", f"tags: the tag '{65 * 'b'}' must have 1 to 64 characters"),
+        ("tags=['']", "tags: the tag '' must have 1 to 64 characters"),
+    ],
+)
+def test_what_wandb_refuses_is_refused_where_a_run_starts_and_read_where_one_is(
+    write, tmp_path: Path, setting: str, message: str
+):
+    path, folder = write(GOOD), tmp_path / "run"
+    config = load_config(path, [f"tracking.{setting}", f"run_dir={folder}"])
+    with pytest.raises(InputError) as caught:
+        preflight.check_run_folder(config, False, changed_for_resume)
+    assert str(caught.value).startswith(f"tracking.{message}")
+    assert not folder.exists()
+
+    (folder / "checkpoints/step-00000002").mkdir(parents=True)
+    (folder / "checkpoints/step-00000002/manifest.json").write_text("{}")
+    preflight.record_config(config)
+    assert load_config(folder / "config.yaml") == config
+    for changes in ([], [f"tracking.{setting}", "tracking.wandb=off"]):
+        preflight.check_run_folder(load_config(path, [*changes, f"run_dir={folder}"]), True, changed_for_resume)
+
+
+def test_reads_a_run(write):
+    config = load_config(write(GOOD))
+    assert [phase.peak_learning_rate for phase in config.phases] == [1e-4, 5e-5]
+    assert config.folder == Path("runs/trial")
+    assert (config.total_steps, config.phase_at(9), config.phase_at(10)) == (15, (0, 9), (1, 0))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_load_and_are_named_like_their_file(path: Path):
+    assert load_config(path).name == path.stem
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_dumped_config_reads_back_equal(path: Path, write):
+    config = load_config(path)
+    assert load_config(write(dump(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("off", "off"), ("'online'", "online")],  # YAML 1.1 would read off as false
+)
+def test_words_stay_words(write, written: str, read: str):
+    assert load_config(write(f"{GOOD}tracking: {{wandb: {written}}}\n")).tracking.wandb == read
+
+
+@pytest.mark.parametrize(("written", "read"), [("1_000", 1000), ("0x10", 16), ("010", 10), ("+7", 7)])
+def test_whole_numbers(write, written: str, read: int):
+    assert load_config(write(GOOD + f"seed: {written}\n")).seed == read
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            ("zero_stage: 1", "zero_stge: 1"),
+            "run.yaml:17: engine.zero_stge is not a known setting; did you mean zero_stage?",
+        ),
+        (
+            ("name: trial", "name: trial\nzero_stage: 1"),
+            "run.yaml:2: zero_stage is not a known setting; did you mean engine.zero_stage?",
+        ),
+        (
+            ("steps: 5", "warmup_step: 5\n    steps: 5"),
+            "run.yaml:14: phases.1.warmup_step is not a known setting; did you mean warmup_steps?",
+        ),
+        (("steps: 10", "steps: ten"), "run.yaml:10: phases.0.steps is 'ten'; expected a whole number"),
+        (("steps: 10", "steps: '10'"), "run.yaml:10: phases.0.steps is '10'; expected a whole number"),
+        (("steps: 10", "steps: 10.5"), "run.yaml:10: phases.0.steps is 10.5; expected a whole number"),
+        (("steps: 10", "steps: true"), "run.yaml:10: phases.0.steps is true; expected a whole number"),
+        (("steps: 10", "steps:"), "run.yaml:10: phases.0.steps is empty; expected a whole number"),
+        (("steps: 10", "steps: 0"), "run.yaml:10: phases.0.steps is 0; expected at least 1"),
+        (("1e-4", "fast"), "run.yaml:11: phases.0.peak_learning_rate is 'fast'; expected a number"),
+        (("1e-4", ".inf"), "run.yaml:11: phases.0.peak_learning_rate is inf; expected a finite number"),
+        (("zero_stage: 1", "zero_stage: 4"), "run.yaml:17: engine.zero_stage is 4; expected one of 0, 1, 2 or 3"),
+        (
+            ("zero_stage: 1", "compile: yes"),
+            "run.yaml:17: engine.compile is 'yes'; expected one of 'auto', true or false",
+        ),
+        (
+            ("name: trial", "name: 7"),
+            "run.yaml:1: name is 7; expected text; put it in quotes if it looks like a number",
+        ),
+        (
+            ("name: trial", "name: Ärger"),
+            "run.yaml:1: name: 'Ärger' must be 1 to 63 of A-Z, a-z, 0-9 and . _ -, and begin with a letter or digit",
+        ),
+        (
+            ("name: trial", "name: _trial"),
+            "run.yaml:1: name: '_trial' must be 1 to 63 of A-Z, a-z, 0-9 and . _ -, and begin with a letter or digit",
+        ),
+        (
+            ("  zero_stage: 1", "  - zero_stage"),
+            "run.yaml:16: engine is a list of 1; expected a section of `key: value` lines",
+        ),
+        (
+            ("  dir: corpora/trial\n", ""),
+            "run.yaml:2: corpus.dir is missing. Folder of the token shards, tokenizer, manifest and card, or an "
+            "address such as s3://bucket/corpora/wiki.",
+        ),
+        (("      path: data/*.txt\n", ""), "run.yaml:5: corpus.sources.0: kind: books needs path"),
+        (
+            ("kind: books", "kind: bokks"),
+            "run.yaml:5: corpus.sources.0.kind: 'bokks' is not one of books, csv, docstrings, files, huggingface, "
+            "jsonl, mediawiki, parquet, sentences, wikiextractor; did you mean books?",
+        ),
+        (
+            ("kind: books", "kind: 7"),
+            "run.yaml:5: corpus.sources.0.kind is 7; expected text; put it in quotes if it looks like a number",
+        ),
+        (
+            ("steps: 10", "steps: 10\n    warmup_steps: 11"),
+            "run.yaml:11: phases.0: warmup_steps (11) must not exceed steps (10)",
+        ),
+        (
+            ("length: 128", "length: 1024"),
+            "run.yaml:12: phases.1.sequence_length (1024) exceeds model.max_positions (512)",
+        ),
+        (
+            ("zero_stage: 1", "micro_batch_tokens: 100"),
+            "run.yaml:17: engine.micro_batch_tokens (100) is smaller than phases.1.sequence_length (128)",
+        ),
+        (
+            ("zero_stage: 1", "zero_stage: 1\n  zero_stage: 2"),
+            "run.yaml:18: not valid YAML: zero_stage is given twice, first on line 17.",
+        ),
+        (
+            ("zero_stage: 1", "zero_stage: [1"),
+            "run.yaml:18: not valid YAML: expected ',' or ']', but got '<stream end>'.",
+        ),
+        (("zero_stage: 1", "zero_stage: *x"), "run.yaml:17: not valid YAML: found undefined alias 'x'."),
+    ],
+)
+def test_mistakes_are_reported_with_their_line(write, change: tuple[str, str], expected: str):
+    assert change[0] in GOOD
+    assert problems(write(GOOD.replace(*change, 1))) == [expected]
+
+
+def test_every_problem_has_a_line(write):
+    text = GOOD.replace("zero_stage", "zero_stge").replace("steps: 5", "steps: five")
+    assert problems(write(text)) == [
+        "run.yaml:14: phases.1.steps is 'five'; expected a whole number",
+        "run.yaml:17: engine.zero_stge is not a known setting; did you mean zero_stage?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.rotary_base=10000", "rotary_base has no effect with positions: learned. Remove it, or set it to 0"),
+        (
+            "model.size=bass",
+            "size: 'bass' is no size of family bert, which has mini, small, medium, base, large, custom; "
+            "did you mean base?",
+        ),
+    ],
+)
+def test_a_check_of_a_section_names_the_override(write, override: str, expected: str):
+    assert problems(write(GOOD + "model:\n  hidden: 0\n"), override) == [f"--set {override}: model: {expected}"]
+
+
+def test_workers_must_each_have_a_sequence(write):
+    expected = (
+        "--set scheduling.workers=9: phases.0.global_sequences (8) is less than the number of workers (9); "
+        "every worker needs a sequence"
+    )
+    assert problems(write(GOOD), "scheduling.workers=9") == [
+        expected.replace("--set scheduling.workers=9", "run.yaml:9")
+    ]
+
+
+def test_every_number_of_workers_that_there_may_be_must_be_able_to_deal(write):
+    """A node that is lost must not end a run with a mistake of its config's."""
+    elastic = ("scheduling.workers=4", "scheduling.min_workers=2", "engine.micro_batch_tokens=128")
+    found = problems(write(GOOD), *elastic)
+    assert len(found) == 1
+    assert "phases.1.global_sequences (8) is not a multiple of the workers (3)" in found[0]
+    load_config(write(GOOD), [*elastic, "engine.micro_batch_tokens=256"])
+    load_config(write(GOOD), [*elastic, "scheduling.min_workers=0"])
+    found = problems(write(GOOD), "scheduling.workers=2", "scheduling.min_workers=3")
+    assert "min_workers (3) is more than workers (2)" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        ("", "run.yaml: no settings in this file"),
+        ("- a\n", "run.yaml: no settings in this file"),
+        ("name: \x01\n" + GOOD, "run.yaml:1: not valid YAML: the character \\x01 is not allowed here."),
+        ("? [a]\n: 1\n" + GOOD, "run.yaml:1: not valid YAML"),
+        ("7: x\n" + GOOD, "run.yaml:1: 7 is not a known setting"),
+    ],
+)
+def test_files_that_are_not_configs(write, text: str, start: str):
+    [line] = problems(write(text))
+    assert line.startswith(start)
+
+
+def test_unreadable_files(tmp_path: Path):
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xff\n")
+    assert problems(tmp_path / "latin.yaml") == ["latin.yaml: byte 6 is not UTF-8. Save the file as UTF-8."]
+    [line] = problems(tmp_path / "none.yaml")
+    assert line == "none.yaml: cannot be read (No such file or directory). Give a YAML file."
+    [line] = problems(tmp_path)
+    assert "cannot be read (Is a directory)" in line
+
+
+def test_overrides_reach_sections_lists_and_new_places(write):
+    config = load_config(
+        write(GOOD),
+        [
+            "phases.0.steps=77",
+            "phases.1={sequence_length: 32, global_sequences: 4, steps: 1, peak_learning_rate: 2e-3}",
+            "phases.2={sequence_length: 16, global_sequences: 4, steps: 1, peak_learning_rate: 2e-3}",
+            "scheduling.workers=3",
+            "tracking.tags=[a, b]",
+            "tracking.wandb=off",
+            "optimizer.epsilon=1e-8",
+            "corpus.sources.0.name=x=y",
+            "run_dir=",
+            "engine.deepspeed.zero_optimization.overlap_comm=true",
+            "phases.0.weights.2019=2",
+            "phases.0.weights.wiki.en=0.5",
+        ],
+    )
+    assert config.phases[0].weights == {"2019": 2, "wiki.en": 0.5}
+    assert [phase.steps for phase in config.phases] == [77, 1, 1]
+    assert (config.phases[1].peak_learning_rate, config.optimizer.epsilon) == (2e-3, 1e-8)
+    assert (config.scheduling.workers, config.tracking.tags, config.tracking.wandb) == (3, ("a", "b"), "off")
+    assert (config.corpus.sources[0].name, config.run_dir) == ("x=y", "")
+    assert config.engine.deepspeed == {"zero_optimization": {"overlap_comm": True}}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "engine.zero_stge=1",
+            "--set engine.zero_stge=1: engine.zero_stge is not a known setting; did you mean zero_stage?",
+        ),
+        ("engin.zero_stage=1", "--set engin.zero_stage=1: engin is not a known setting; did you mean engine?"),
+        ("phases.0.steps=ten", "--set phases.0.steps=ten: phases.0.steps is 'ten'; expected a whole number"),
+        ("phases.5.steps=1", "--set phases.5.steps=1: phases is a list of 2; 5 is not one of the indices 0 to 2."),
+        ("phases.x=1", "--set phases.x=1: phases is a list of 2; 'x' is not one of the indices 0 to 2."),
+        ("name.x=1", "--set name.x=1: name is 'trial', not a section; 'x' cannot be set in it."),
+        ("engine.zero_stage", "--set engine.zero_stage: expected key.path=value, for example phases.0.steps=10."),
+        ("engine..x=1", "--set engine..x=1: expected key.path=value, for example phases.0.steps=10."),
+        ("seed=[1", "--set seed=[1: not valid YAML: expected ',' or ']', but got '<stream end>'."),
+        ("phases=[]", "--set phases=[]: phases is a list of 0; expected at least 1 item"),
+    ],
+)
+def test_mistaken_overrides_are_named(write, override: str, expected: str):
+    assert problems(write(GOOD), override) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [
+        ("model.layers", 1024),
+        ("model.heads", 8192),
+        ("model.intermediate", 131072),
+        ("model.recursions", 1024),
+        ("model.vocabulary_rows", 16777216),
+        ("corpus.vocabulary.size", 16777216),
+        ("phases.0.global_sequences", 1048576),
+        ("phases.0.steps", 1000000000),
+    ],
+)
+def test_sizes_beyond_any_model_are_refused_at_once(write, key: str, most: int):
+    """What depends on them would be computed for minutes, or not fit into memory."""
+    given = f"{key}=10000000000"
+    assert problems(write(GOOD), given) == [f"--set {given}: {key} is 10000000000; expected at most {most}"]
+
+
+def test_lists_in_deepspeeds_section_stay_lists(write):
+    config = load_config(write(GOOD + "  deepspeed: {betas: [0.9, 0.95]}\n"))
+    assert config.engine.deepspeed == {"betas": [0.9, 0.95]}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("{zero_optimization: {stage: 3}}", "zero_optimization.stage is set by engine.zero_stage"),
+        ("{gradient_clipping: 0.5}", "gradient_clipping is set by engine.gradient_clip_norm"),
+        ("{bf16: {enabled: false}}", "bf16.enabled is set by engine.precision"),
+    ],
+)
+def test_deepspeeds_section_does_not_contradict_ours(write, section: str, message: str):
+    (problem,) = problems(write(GOOD + f"  deepspeed: {section}\n"))
+    assert message in problem
+
+
+def test_every_setting_has_a_description():
+    def undescribed(section: type[Section], prefix: str = "") -> list[str]:
+        missing = []
+        for name, field in section.model_fields.items():
+            if not (field.description or "").endswith("."):
+                missing.append(prefix + name)
+            for annotation in (field.annotation, *typing.get_args(field.annotation)):
+                if is_section(annotation):
+                    missing += undescribed(annotation, f"{prefix}{name}.")
+        return missing
+
+    assert undescribed(PretrainConfig) == []
+
+
+def test_a_size_fills_the_shape():
+    assert (ModelConfig(size="large").layers, ModelConfig(size="large").intermediate) == (24, 4096)
+    assert ModelConfig(size="mini", layers=2).layers == 2
+
+
+def resumed(write, *overrides: str, done: int = 12) -> list[str]:
+    """What must not change after `done` steps, of phases of 10 and 5."""
+    path = write(GOOD)
+    return changed_for_resume(load_config(path), load_config(path, overrides), done)
+
+
+def test_a_resumed_run_may_move_and_change_its_speed(write):
+    assert (
+        resumed(
+            write,
+            "scheduling.workers=4",
+            "run_dir=elsewhere",
+            "engine.zero_stage=3",
+            "engine.micro_batch_tokens=512",
+            "tracking.tags=[x]",
+            "checkpoint.keep_last=9",
+            "phases.1.peak_learning_rate=1e-6",
+            "phases.0.warmup_steps=2",
+        )
+        == []
+    )
+
+
+def test_a_resumed_run_may_change_the_rate_of_muon(write):
+    path = write(GOOD)
+    muon = load_config(path, ["optimizer.name=muon"])
+    slower = load_config(path, ["optimizer.name=muon", "optimizer.muon_lr_scale=0.5"])
+    assert changed_for_resume(muon, slower, 12) == []
+    momentum = load_config(path, ["optimizer.name=muon", "optimizer.beta1=0.5"])
+    assert len(changed_for_resume(muon, momentum, 12)) == 1
+
+
+def test_weights_are_compared_by_what_they_make_a_phase_read(write):
+    """By the state of the checkpoint, not here: other weights may read the same of a corpus that has grown."""
+    path = write(GOOD)
+    before, after = (load_config(path, [f"phases.0.weights.books={weight}"]) for weight in (1, 5))
+    assert not changed_for_resume(before, after, 12)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_general_text_is_fixed_while_it_is_replayed(write, share):
+    path = write(GOOD)
+    common = ["start_from=x", f"adaptation.replay_share={share}"]
+    before, after = (load_config(path, [*common, f"adaptation.replay_corpus={name}"]) for name in ("a", "b"))
+    assert [name.split(" ")[0] for name in changed_for_resume(before, after, 12)] == ["adaptation.replay_corpus"] * (
+        share > 0
+    )
+
+
+def test_a_resumed_run_keeps_what_it_computes(write):
+    changed = resumed(write, "seed=3", "phases.0.steps=9", "model.size=mini", "corpus.dir=elsewhere")
+    assert changed[0] == "seed (0 -> 3)"
+    assert "phases.0.steps (10 -> 9)" in changed
+    assert "model.layers (12 -> 4)" in changed
+    assert not any(name.startswith("corpus") for name in changed)
+
+
+def test_phases_that_have_begun_are_kept_and_later_ones_are_free(write):
+    later = ("phases.1.sequence_length=64", "phases.1.steps=99", "phases.1.global_sequences=16")
+    assert resumed(write, *later, done=10) == []
+    assert [name.split(" ")[0] for name in resumed(write, *later, done=11)] == [
+        "phases.1.sequence_length",
+        "phases.1.global_sequences",
+    ]
+    assert resumed(write, "phases.1.steps=2", done=12) == []  # it may end there,
+    assert resumed(write, "phases.1.steps=99", done=12) == []  # or go on longer
+    assert resumed(write, "phases.1.steps=1", done=12) == ["phases.1.steps (2 -> 1)"]
+    path = write(GOOD)
+    before = load_config(path)
+    after = before.model_copy(update={"phases": before.phases[:1]})
+    assert changed_for_resume(before, after, 10) == []
+    assert any(name.startswith("phases.1.steps (1 -> ") for name in changed_for_resume(before, after, 11))
+
+
+@pytest.mark.parametrize(
+    ("setting", "changes"),
+    [
+        ("optimizer.decay_timescale=0.1", "its weight decay from"),
+        ("phases.0.final_masking_probability=0.3", "its masking"),
+    ],
+)
+def test_a_longer_phase_keeps_what_its_length_decides(write, setting: str, changes: str):
+    path = write(GOOD)
+    before, longer = (load_config(path, [setting, f"phases.0.steps={steps}"]) for steps in (10, 20))
+    (found,) = changed_for_resume(before, longer, 4)
+    assert found.startswith(f"phases.0.steps (10 -> 20, which changes {changes}")
+    shorter = load_config(path, [setting, "phases.0.steps=4"])
+    assert changed_for_resume(before, shorter, 4) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.size=[mini]", "model.size"),
+        ("masking.random_share=0.9", "add up to more than 1"),
+        (
+            "masking.scheme=whole_word",
+            "'whole_word' is not one of tokens, whole_words; did you mean",
+        ),
+        ("optimizer.muon_lr_scale=2", "muon_lr_scale has no effect with name: adamw. Remove it, or set name: muon"),
+        (
+            "model={size: mini, attention_init: neighbors, kv_heads: 2}",
+            "attention_init: neighbors needs kv_heads: 0, not 2",
+        ),
+        (
+            "model={size: mini, attention_init: neighbors, recursions: 2}",
+            "attention_init: neighbors needs recursions: 1 where positions are learned, not 2",
+        ),
+        ("model={size: mini, embedding: 64, mlm_transform: false}", r"embedding \(64\) needs mlm_transform: true"),
+        ("pairs={input_format: full_sentences}", "full_sentences does not fit the objective nsp; use segment_pairs"),
+        (
+            "pairs={objective: none, input_format: segment_pairs}",
+            "segment_pairs does not fit the objective none; use doc_sentences or full_sentences",
+        ),
+    ],
+)
+def test_what_cannot_be_is_a_line(write, override: str, expected: str):
+    with pytest.raises(InputError, match=expected):
+        load_config(write(GOOD), [override])
+
+
+@pytest.mark.parametrize("text", ["08", "1e5", "0x1F", "-.5e3", "1_000", "off", "null", "1:30", "2001-01-01", "~", ""])
+def test_dumped_text_stays_text(text: str, write):
+    config = load_config(CONFIGS[0], [f"tracking.group={json.dumps(text)}"])
+    assert config.tracking.group == text
+    assert load_config(write(dump(config))).tracking.group == text
+
+
+@pytest.mark.parametrize(
+    ("given", "now"),
+    [
+        ("pairs.next_sentence=false", "pairs.objective=none"),
+        ("pairs.next_sentence=true", "pairs.objective=nsp"),
+        ("masking.whole_word=true", "masking.scheme=whole_words"),
+        ("masking.whole_word=false", "masking.scheme=tokens"),
+    ],
+)
+def test_an_old_name_is_read_with_a_remark(given: str, now: str, write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(GOOD)
+    assert load_config(path, [given]) == load_config(path, [now])
+    assert load_config(path, [given]) == load_config(path, [now])
+    new, old = now.replace("=", ": "), given.replace("=", ": ")
+    assert capsys.readouterr().err == f"--set {given}: {old} is now {new}; the old name is read until 0.3\n", "once"
+    # As earlier versions recorded it, with the new name beside it.
+    assert load_config(path, ["pairs={next_sentence: false, objective: sop}"]).pairs.objective == "sop"
+    assert load_config(path, ["pairs={next_sentence: false, objective: ''}"]).pairs.objective == "none"
+
+
+LEFT_WITH_AN_EFFECT = {
+    "model.attention_gate": "head",
+    "model.bigram_rows": "64",
+    "model.norm_before_output": "true",
+    "model.qk_norm": "true",
+    "model.zero_output_init": "true",
+    "masking.shifted_targets": "true",
+    "masking.span_longest": "5",
+    "masking.span_probability": "0.3",
+    "masking.z_loss": "1e-4",
+    "phases.0.causal_share": "0.1",
+    "optimizer.cautious_weight_decay": "true",
+    "engine.flash_attention": "fa3",
+    "engine.fp8": "true",
+    "optimizer.muon_momentum": "0.5",
+    "optimizer.normalised": "true",  # as 0.1 spelled it
+    "checkpoint.background": "false",
+    "guard.spike_share": "0.3",
+    "tracking.straggler_factor": "2",
+    "evaluation.attention": "false",
+    "corpus.vocabulary.training_bytes": "1000",
+    "corpus.filters.language.sample_characters": "100",
+    "corpus.filters.near_duplicates.ngram": "5",
+    "corpus.filters.near_duplicates.bands": "8",
+    "corpus.filters.near_duplicates.rows": "8",
+    "corpus.filters.contamination.ngram": "5",
+    "corpus.filters.contamination.shortest": "5",
+    "adaptation.freeze_embeddings": "true",
+    "adaptation.freeze_layers": "1",
+    "checkpoint.retry_seconds": "0",
+    "corpus.filters.contamination.drop": "false",
+    "corpus.filters.quality.skip": "[max_words]",
+    "distillation.temperature": "1",
+    "distillation.soft_weight": "1",
+    "distillation.mlm_weight": "1",
+    "distillation.cosine_weight": "0",
+    "electra.mlm_weight": "2",
+    "electra.temperature": "2",
+    "engine.max_bad_steps": "1",
+    "engine.static_shapes": "true",
+    "guard.max_rollbacks": "1",
+    "pairs.random_next_share": "0.1",
+    "phases.0.decay_power": "1",
+}
+
+
+def _short(section: str) -> str:
+    """The name of a section in the table of settings that left."""
+    return "phases" if section.startswith("phases") else section.rsplit(".", 1)[-1]
+
+
+@pytest.mark.parametrize(("name", "value"), [*LEFT_WITH_AN_EFFECT.items(), ("masking.scheme", "spans")])
+def test_a_setting_that_left_is_named_with_what_to_do(name: str, value: str, write) -> None:
+    section, key = name.rsplit(".", 1)
+    last = next((commit for commit, left in LEFT_AFTER.items() if key in left.get(_short(section), {})), "02149e8")
+    message = f"left in 0.2; the last commit that had it is {last}; {INSTEAD.get(key, 'remove the line')}"
+    shown = f"{name}: {value}" if name == "masking.scheme" else name
+    with pytest.raises(InputError, match="^" + re.escape(f"--set {name}={value}: {shown} {message}") + "$"):
+        load_config(write(GOOD), [f"{name}={value}"])
+    if "." not in section and section not in ("phases", "engine"):
+        path = write(f"{GOOD}\n{section}:\n  {key}: {value}\n")
+        with pytest.raises(InputError, match=rf"^{re.escape(str(path))}:\d+: {re.escape(shown)} {message}$") as error:
+            load_config(path)
+        line = int(str(error.value).removeprefix(f"{path}:").split(":")[0])
+        assert key in path.read_text().splitlines()[line - 1]
+
+
+def test_what_left_and_had_no_effect_on_a_run_is_read_with_a_remark(write, capsys) -> None:
+    path = write(GOOD)
+    given = write(f"{GOOD}\nscheduling: {{cluster: 8xH100}}\n")
+    assert load_config(given) == load_config(path)
+    remark = "scheduling.cluster left in 0.2, and has no effect; give --on CLUSTER with --dry-run"
+    assert capsys.readouterr().err.endswith(f": {remark}\n")
+
+
+def test_recorded_configs_of_earlier_versions_are_read(write) -> None:
+    """They name all settings; those that left are there without effect."""
+    path = write(GOOD)
+    values = {_short(s): s for s, _ in (name.rsplit(".", 1) for name in LEFT_WITH_AN_EFFECT)}
+    without = [
+        f"{values[section]}.{name}={json.dumps(value)}"
+        for left in LEFT_AFTER.values()
+        for section, of_section in left.items()
+        for name, value in of_section.items()
+        if section in values
+    ]
+    assert len(without) == len(LEFT_WITH_AN_EFFECT)
+    assert load_config(path, without) == load_config(path)
+
+
+def test_thresholds_of_quality_rules_that_stand_beside_them_are_read(write) -> None:
+    """As configs of 0.1 had them, and recorded configs, which name them all."""
+    quality = "corpus.filters.quality"
+    before = load_config(write(GOOD), [f"{quality}.max_words=70", f"{quality}.min_stop_words=2"])
+    assert before == load_config(write(GOOD), [f"{quality}.thresholds.max_words=70"])
+    assert before.corpus.filters.quality.threshold("min_words") == 50
+    for wrong, message in (
+        ("max_word: 7", "did you mean max_words"),
+        ("max_bullet_lines: 90", "above 1, and is a share"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_config(write(GOOD), [f"{quality}.thresholds={{{wrong}}}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            GOOD + "seed: " + "1" * 5000 + "\n",
+            "run.yaml:18: not valid YAML: '" + "1" * 56 + "... does not fit into 64 bits.",
+        ),
+        (
+            GOOD + "seed: 0x" + "f" * 17 + "\n",
+            "run.yaml:18: not valid YAML: '0xfffffffffffffffff' does not fit into 64 bits.",
+        ),
+        (GOOD + "seed: !!int ten\n", "run.yaml:18: not valid YAML: 'ten' is not of type int."),
+        (GOOD + "seed: !!bool ten\n", "run.yaml:18: not valid YAML: 'ten' is not of type bool."),
+        (
+            GOOD + "seed: !!timestamp ten\n",
+            "run.yaml:18: not valid YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:timestamp'.",
+        ),
+    ],
+    ids=lambda value: value[:40] if value.startswith("run") else "",
+)
+def test_odd_yaml_is_a_line(write, text: str, expected: str):
+    assert problems(write(text)) == [expected]
+
+
+def test_aliases_and_merged_sections_are_read(write):
+    text = GOOD + "checkpoint: &c {every_steps: 7}\nevaluation: {<<: *c, sequences: 5}\n"
+    config = load_config(write(text))
+    assert (config.checkpoint.every_steps, config.evaluation.every_steps, config.evaluation.sequences) == (
+        7,
+        7,
+        5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (f"seed={'1' * 5000}", f"--set seed={'1' * 192}...: not valid YAML: '{'1' * 56}... does not fit into 64 bits."),
+        (
+            f"phases.{'1' * 5000}=1",
+            f"--set phases.{'1' * 190}...: phases is a list of 2; '{'1' * 5000}' is not one of the indices 0 to 2.",
+        ),
+        (
+            'run_dir="a\\nb"',
+            "--set run_dir=\"a\\nb\": run_dir is 'a\\nb', which contains control characters (\\n). Remove them.",
+        ),
+        ("run_dir=a\x1b[2J", "--set run_dir=a\\x1b[2J: not valid YAML: the character \\x1b is not allowed here."),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_hostile_overrides_are_a_line(write, override: str, expected: str):
+    assert problems(write(GOOD), override) == [expected]
+
+
+@pytest.mark.parametrize("character", ["\\n", "\\r", "\\t", "\\e", "\\x7f", "\\N", "\\L", "\\P", "\\ud800"])
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ('run_dir: "%s"\n', "run.yaml:18: run_dir is "),
+        ('tracking: {tags: [a, "%s"]}\n', "run.yaml:18: tracking.tags.1 is "),
+        ('  deepspeed: {a: [{b: "%s"}]}\n', "run.yaml:18: engine.deepspeed.a.0.b is "),
+        ('  deepspeed: {"%s": 1}\n', "run.yaml:18: the name "),
+    ],
+)
+def test_control_characters_are_refused_by_name(write, text: str, where: str, character: str):
+    [line] = problems(write(GOOD + text % f"a{character}b"))
+    assert line.startswith(where)
+    assert "control characters (" in line
+    assert line.isprintable()
+
+
+def test_a_character_that_json_writes_as_two_is_read_as_one(write):
+    folder = "runs/\N{SLICE OF PIZZA}"
+    assert load_config(write(GOOD), [f"run_dir={json.dumps(folder)}"]).run_dir == folder
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b/a/", "abfs://c@account.dfs.core.windows.net/a"])
+def test_addresses_of_object_stores_are_read(write, address: str):
+    names = ("run_dir", "corpus.dir", "corpus.sources.0.path")
+    config = load_config(write(GOOD), [f"{name}={address}" for name in (*names, "start_from")])
+    taught = load_config(write(GOOD), [f"distillation.teacher={address}"])
+    places = (config.run_dir, config.corpus.dir, config.corpus.sources[0].path, config.start_from)
+    assert {*places, taught.distillation.teacher} == {address.rstrip("/")}
+    assert config.address == address.rstrip("/")
+    assert config.folder.is_absolute()
+
+
+@pytest.mark.parametrize("name", ["run_dir", "corpus.dir", "corpus.sources.0.path", "start_from"])
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("gs://b", "is not an address of something in a bucket"),
+        ("s3://b/../a", "is not an address of something in a bucket"),
+        ("s3://key:secret@host/a", "is not an address of something in a bucket"),
+        ("hdfs:///a", "is an address of an unknown kind"),
+        ("file:///tmp/a", "is an address of an unknown kind"),
+        ("s3:/bucket", "is a remote address"),
+    ],
+)
+def test_addresses_that_name_nothing_are_refused(write, name: str, address: str, reason: str):
+    (line,) = problems(write(GOOD), f"{name}={address}")
+    assert line.startswith(f"--set {name}={address}: {name}: {address!r} {reason}")
+
+
+@pytest.mark.parametrize("name", ["corpus.vocabulary.path", "adaptation.replay_corpus"])
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b", "hdfs:///a", "file:///tmp/a", "s3:/bucket"])
+def test_remote_addresses_are_refused(write, name: str, address: str):
+    assert problems(write(GOOD), f"{name}={address}") == [
+        f"--set {name}={address}: {name}: {address!r} is a remote address; only local paths are supported. "
+        "Mount or copy it, and give the local path."
+    ]
+
+
+def test_an_alias_that_refers_to_itself_is_one_line(write):
+    with pytest.raises(InputError, match=r"run.yaml: nested too deeply, or an alias \(\*\) refers to itself"):
+        load_config(write("name: &a [*a]\n"))
+    with pytest.raises(InputError, match=r"run.yaml: not valid YAML: nested too deeply"):
+        load_config(write(f"name: {'[' * 5000}\n"))
+
+
+def test_a_text_that_is_given_as_a_config_is_not_read(write):
+    with pytest.raises(InputError, match=r"run.yaml: more than 1 MiB. Give a YAML file with settings"):
+        load_config(write("words " * 200_000))

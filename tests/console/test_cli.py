@@ -1,0 +1,559 @@
+"""The command line: what each command does, refuses and returns. Workers and Ray are stand-ins here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from corpora import make_corpus
+
+from pretrain.__main__ import main
+from pretrain.common import records
+from pretrain.common.commands import usual_workers
+from pretrain.common.errors import DivergedError, MachineError, StoppedError
+from pretrain.common.worker import Worker
+from pretrain.config import load_config
+from pretrain.tracking import live
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run on a small prepared corpus, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    make_corpus(tmp_path / "corpus", documents=20, vocabulary_size=500)
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "name: trial\n"
+        "corpus: {dir: corpus, vocabulary: {size: 500}}\n"
+        "model: {size: custom, layers: 1, hidden: 8, heads: 1}\n"
+        "phases: [{sequence_length: 32, global_sequences: 8, steps: 3, peak_learning_rate: 1e-3}]\n"
+    )
+    return path
+
+
+class Calls(list):
+    """What reached the stand-ins, in order: (who, arguments)."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Stand-ins for train.main, cluster.workers.launch.run, live.follow and records.note_end."""
+    seen = Calls()
+
+    @contextlib.contextmanager
+    def follow(run_dir: Path, total_steps: int, **_: Any):
+        seen.append(("follow", (run_dir, total_steps)))
+        yield
+
+    def stand_in(name: str, **attributes: Any) -> None:
+        module = ModuleType(name)
+        module.__dict__.update(attributes)
+        package, _, leaf = name.rpartition(".")
+        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(sys.modules[package], leaf, module, raising=False)
+
+    from cluster.workers import launch
+
+    stand_in("pretrain.run.train", main=lambda request, worker: seen.append(("train", (request, worker))))
+    monkeypatch.setattr(live, "follow", follow)
+    monkeypatch.setattr(records, "note_end", lambda *given: seen.append(("end", given)))
+    monkeypatch.setattr(launch, "run", lambda *given, **named: seen.append(("run", (given, named))))
+    return seen
+
+
+def cli(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err.strip()
+
+
+def add_checkpoint(folder: Path, name: str = "step-00000002") -> None:
+    (folder / "checkpoints" / name).mkdir(parents=True)
+    (folder / "checkpoints" / name / "manifest.json").write_text("{}")
+
+
+def test_pretrain_records_the_run_and_starts_the_workers(config_file: Path, calls: Calls):
+    assert cli("pretrain", config_file, "--set", "seed=5") == 0
+    (follow, run) = calls
+    assert follow == ("follow", (Path("runs/trial"), 3))
+    (target, request), named = run[1]
+    assert target == "pretrain.run.train:main"
+    assert (request.config["seed"], request.resume) == (5, False)
+    json.dumps(request.config)  # it travels as JSON
+    assert (named["name"], named["run_dir"], named["workers"]) == ("trial", Path("runs/trial"), 1)
+    assert load_config("runs/trial/config.yaml") == load_config(config_file, ["seed=5"])
+    environment = json.loads(Path("runs/trial/environment.json").read_text())
+    assert environment["cpu_cores"] == len(os.sched_getaffinity(0))
+    assert {"torch", "deepspeed", "ray"} <= set(environment["packages"])
+
+
+def test_workers_overrides_the_file_and_set(config_file: Path, calls: Calls):
+    assert cli("pretrain", config_file, "--set", "scheduling.workers=7", "--workers", "1") == 0
+    assert calls[1][1][1]["workers"] == 1
+
+
+def test_without_ray_it_trains_in_this_process(config_file: Path, calls: Calls):
+    assert cli("pretrain", config_file, "--no-ray") == 0
+    assert [name for name, _ in calls] == ["follow", "train"]
+    request, worker = calls[1][1]
+    assert isinstance(worker, Worker)
+    assert (worker.rank, worker.world_size, request.resume) == (0, 1, False)
+
+
+PLACE = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize(("rank", "expected"), [("0", ["follow", "train"]), ("1", ["train"])])
+def test_under_torchrun_only_the_first_worker_checks_and_draws(
+    config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, rank: str, expected: list[str]
+):
+    for name, value in (PLACE | {"RANK": rank, "LOCAL_RANK": rank}).items():
+        monkeypatch.setenv(name, value)
+    assert cli("pretrain", config_file) == 0
+    assert [name for name, _ in calls] == expected
+    assert Path("runs/trial/config.yaml").exists() == (rank == "0")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"RANK": "1"}, "RANK is '1' in the environment, but WORLD_SIZE is not set. Start the"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is '0' in the environment, but MASTER_ADDR is not set. Start the"),
+        (PLACE | {"RANK": "x"}, "RANK is 'x' and WORLD_SIZE '2' in"),
+        (PLACE | {"WORLD_SIZE": ""}, "RANK is '0' in the environment, but WORLD_SIZE is not set. Start the"),
+        (PLACE | {"RANK": "2"}, "RANK is '2' and WORLD_SIZE '2' in"),
+        (PLACE | {"LOCAL_RANK": ""}, "RANK is '0' in the environment, but LOCAL_RANK is not set. Start the"),
+        (
+            PLACE | {"LOCAL_WORLD_SIZE": ""},
+            "RANK is '0' in the environment, but LOCAL_WORLD_SIZE is not set. Start the",
+        ),
+        (PLACE | {"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x' and LOCAL_WORLD_SIZE '2' in"),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--no-ray",)])
+def test_half_of_torchruns_variables_are_refused(
+    config_file: Path,
+    calls: Calls,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys,
+    given: dict[str, str],
+    message: str,
+    options: tuple[str, ...],
+):
+    """Such processes would all train the whole run, in one folder."""
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert cli("pretrain", config_file, *options) == 2
+    assert error_of(capsys).startswith(f"error: {message}")
+    assert not calls
+    assert not Path("runs").exists()
+
+
+def test_a_run_with_checkpoints_is_not_restarted_without_resume(config_file: Path, calls: Calls, capsys):
+    add_checkpoint(Path("runs/trial"))
+    assert cli("pretrain", config_file) == 2
+    assert error_of(capsys) == (
+        "error: runs/trial: already holds checkpoints (newest step-00000002). Add --resume to continue that run, "
+        "or choose another name or run_dir to start a new one."
+    )
+    assert calls == []
+    assert cli("pretrain", config_file, "--set", "name=other") == 0
+
+
+def test_a_config_that_no_run_wrote_is_not_replaced(config_file: Path, calls: Calls, capsys):
+    Path("runs/trial").mkdir(parents=True)
+    own = Path("runs/trial/config.yaml")
+    own.write_text(f"# mine\n{config_file.read_text()}")
+    assert cli("pretrain", own) == 2
+    assert "runs/trial/config.yaml: no run wrote it" in error_of(capsys)
+    assert own.read_text().startswith("# mine")
+    own.unlink()
+    assert cli("pretrain", config_file) == 0
+    assert cli("pretrain", own) == 0  # that of a run which has no checkpoint yet
+
+
+def test_resume_continues_with_other_workers(config_file: Path, calls: Calls):
+    cli("pretrain", config_file)
+    add_checkpoint(Path("runs/trial"))
+    assert cli("pretrain", config_file, "--resume", "--set", "engine.zero_stage=2") == 0
+    assert calls[-1][1][0][1].resume is True
+    assert load_config("runs/trial/config.yaml").engine.zero_stage == 2
+
+
+def test_resume_refuses_another_config(config_file: Path, calls: Calls, capsys):
+    cli("pretrain", config_file)
+    add_checkpoint(Path("runs/trial"))
+    capsys.readouterr()
+    assert cli("pretrain", config_file, "--resume", "--set", "phases.0.steps=4", "--set", "seed=1") == 2
+    assert error_of(capsys) == (
+        "error: runs/trial/config.yaml: the run was started with other settings: seed (0 -> 1). "
+        "Resume with the old values, or choose another name or run_dir to start a new run."
+    )
+    assert load_config("runs/trial/config.yaml").seed == 0
+
+
+def test_resume_before_the_first_checkpoint_begins(config_file: Path, calls: Calls):
+    assert cli("pretrain", config_file, "--resume") == 0
+    assert [name for name, _ in calls] == ["follow", "run"]
+
+
+def test_more_workers_than_cores_are_refused(config_file: Path, calls: Calls, capsys):
+    many = len(os.sched_getaffinity(0)) + 1
+    batch = f"phases.0.global_sequences={many}"
+    assert cli("pretrain", config_file, "--workers", many, "--set", batch) == 3
+    assert f"too few for {many} workers" in error_of(capsys)
+    assert cli("pretrain", config_file, "--workers", many, "--set", batch, "--set", "scheduling.address=h:1") == 0
+
+
+def test_a_run_folder_that_cannot_be_written(config_file: Path, calls: Calls, capsys):
+    Path("runs").write_text("a file")
+    assert cli("pretrain", config_file) == 2
+    assert error_of(capsys).startswith("error: runs/trial: cannot write here (Not a directory).")
+
+
+def test_a_missing_corpus(config_file: Path, calls: Calls, capsys):
+    assert cli("pretrain", config_file, "--set", "corpus.dir=nowhere") == 2
+    assert error_of(capsys).startswith("error: nowhere: not a prepared corpus")
+    assert not Path("runs").exists()
+
+
+def test_a_truncated_corpus(config_file: Path, calls: Calls, capsys):
+    shard = next(Path("corpus").glob("*.tokens.npy"))
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert cli("pretrain", config_file) == 2
+    assert str(shard) in error_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("corpus.vocabulary.size=400", "corpus: has 500 vocabulary entries; the config has 400."),
+        (
+            "corpus.vocabulary.path=other.txt",
+            "corpus: its vocabulary (500 entries) is not other.txt (2 entries).",
+        ),
+        (
+            "corpus.vocabulary.path=other.json",
+            "corpus: its vocabulary (500 entries) is not other.json (3 entries).",
+        ),
+        ("corpus.vocabulary.path=bad.json", "bad.json: cannot be read as a vocabulary"),
+        (
+            "corpus.vocabulary.lowercase=false",
+            "corpus: its vocabulary is uncased; the config has a cased one.",
+        ),
+        (
+            "corpus.vocabulary.strip_accents=false",
+            "corpus: its vocabulary was made with strip_accents: true; the config has false.",
+        ),
+    ],
+)
+def test_another_vocabulary(config_file: Path, calls: Calls, capsys, override: str, expected: str):
+    Path("other.txt").write_text("a\nb\n")
+    Path("other.json").write_text(json.dumps({"model": {"vocab": {"b": 1, "a": 0, "c": 2}}}))
+    Path("bad.json").write_text("[]")
+    assert cli("pretrain", config_file, "--set", override) == 2
+    assert error_of(capsys).startswith(f"error: {expected}")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "corpus.vocabulary.size=900",
+        "corpus.vocabulary.path=corpus/vocab.txt",
+        "corpus.vocabulary.path=corpus/tokenizer.json",
+    ],
+)
+def test_the_same_vocabulary(config_file: Path, calls: Calls, override: str):
+    assert cli("pretrain", config_file, "--set", override) == 0
+
+
+def test_each_mistake_in_the_config_is_a_line(config_file: Path, capsys):
+    assert cli("pretrain", config_file, "--set", "sed=1", "--set", "model.hiden=2") == 2
+    assert error_of(capsys).splitlines() == [
+        "error: --set sed=1: sed is not a known setting; did you mean seed?",
+        "error: --set model.hiden=2: model.hiden is not a known setting; did you mean hidden?",
+    ]
+
+
+def raise_in_run(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run(*given: Any, **named: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("cluster.workers.launch.run", run)
+
+
+@pytest.mark.parametrize(("error", "code"), [(MachineError("m"), 3), (DivergedError("d"), 4), (StoppedError("s"), 75)])
+def test_the_end_of_the_workers_is_the_exit_code(
+    config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys, error: Exception, code: int
+):
+    raise_in_run(monkeypatch, error)
+    assert cli("pretrain", config_file) == code
+    assert error_of(capsys) == f"error: {error}"
+    events = [given[1:] for what, given in calls if what == "end"]
+    assert events == {3: [], 4: [("diverged", "d")], 75: [("stop", "s")]}[code]
+
+
+def test_an_end_that_cannot_be_recorded_keeps_its_exit_code(
+    config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    def note_end(*_: Any) -> None:
+        raise MachineError("disk full")
+
+    raise_in_run(monkeypatch, StoppedError("s"))
+    monkeypatch.setattr(records, "note_end", note_end)
+    assert cli("pretrain", config_file) == 75
+    assert error_of(capsys) == "warning: the end of the run is not recorded: disk full\nerror: s"
+
+
+def test_interruption_is_130(config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch):
+    raise_in_run(monkeypatch, KeyboardInterrupt())
+    assert cli("pretrain", config_file) == 130
+
+
+def test_a_bug_keeps_its_traceback(config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch):
+    raise_in_run(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        cli("pretrain", config_file)
+
+
+def test_dry_run_touches_nothing(config_file: Path, calls: Calls, capsys):
+    assert cli("pretrain", config_file, "--dry-run", "--on", "8xH100", "--mean-length", "20") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Run\n  runs/trial: new\n\n")
+    assert "Resolved config" not in text
+    for part in (
+        "Precision",
+        "Parameters",
+        "Memory per worker",
+        "Work",
+        "8 x H100",
+        "20 documents",
+    ):
+        assert part in text
+    assert cli("pretrain", config_file, "--dry-run", "--show-config") == 0
+    resolved = capsys.readouterr().out.split("Resolved config\n")[1]
+    assert yaml.safe_load(resolved)["model"]["intermediate"] == 32
+    assert calls == []
+    assert not Path("runs").exists()
+
+
+def test_prepare_prepares_or_describes(config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    from pretrain.corpus import prepare
+
+    monkeypatch.setattr(prepare, "prepare", lambda config, **_: f"prepared {config.corpus.dir}")
+    assert cli("prepare", config_file) == 0
+    line = re.compile(r"phases\.0: [\d,]+ sequences in an epoch, of \d+\.\d tokens in the mean \(\d+ at most\)")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "prepared corpus"
+    assert line.fullmatch(second), second
+    Path("a.txt").write_text("x" * 1_500_000)
+    sources = "corpus.sources=[{kind: books, path: a.txt, name: novel}]"
+    assert cli("prepare", config_file, "--dry-run", "--set", sources, "--set", "corpus.dir=new") == 0
+    text = capsys.readouterr().out
+    assert "novel: books, 1 file, 1.5 MB, weight 1" in text
+    assert "new: new; 1.5 MB to read" in text
+
+
+def test_two_at_once_in_one_run_folder_are_refused(config_file: Path, calls: Calls, capsys):
+    from pretrain.run import preflight
+
+    with preflight.only_run(Path("runs/trial")):
+        assert cli("pretrain", config_file) == 2
+    assert error_of(capsys).startswith("error: runs/trial: another process is training in it.")
+    assert calls == []
+    assert cli("pretrain", config_file) == 0
+
+
+def test_several_workers_need_ray_or_torchrun(config_file: Path, calls: Calls, capsys):
+    assert cli("pretrain", config_file, "--no-ray", "--set", "scheduling.workers=2") == 2
+    assert error_of(capsys).startswith("error: --no-ray: trains in one process, but scheduling.workers is 2.")
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "nearest"), [("norm", "layernorm", "layer_norm"), ("activation", "geluu", "gelu")]
+)
+def test_an_unknown_part_of_the_model_is_refused_before_workers_start(
+    field: str, value: str, nearest: str, config_file: Path, calls: Calls, capsys
+):
+    assert cli("pretrain", config_file, "--set", f"model.{field}={value}") == 2
+    message = error_of(capsys)
+    assert message.startswith(f"error: model.{field}: '{value}' is not one of ")
+    assert f"did you mean {nearest}?" in message
+    assert calls == []
+
+
+def test_report_writes_into_the_run_folder_by_default(monkeypatch: pytest.MonkeyPatch, capsys):
+    from pretrain.reporting import report
+
+    seen = []
+    monkeypatch.setattr(report, "write_report", lambda run, out: seen.append((run, out)) or out)
+    monkeypatch.setattr(report, "summary", lambda run: "short")
+    assert cli("report", "runs/a") == 0
+    assert cli("report", "runs/a", "--out", "b.html") == 0
+    assert seen == [(Path("runs/a"), Path("runs/a/report.html")), (Path("runs/a"), Path("b.html"))]
+    assert "short" in capsys.readouterr().out
+
+
+def test_export_names_run_folder_and_checkpoint(monkeypatch: pytest.MonkeyPatch):
+    from pretrain.checkpoint import hf
+
+    seen = []
+    monkeypatch.setattr(hf, "export_run", lambda *given, **_: seen.append(given) or "a part")
+    assert cli("export", "runs/a", "out") == 0
+    assert cli("export", "runs/a", "out", "--checkpoint", "best") == 0
+    assert seen == [(Path("runs/a"), Path("out"), None), (Path("runs/a"), Path("out"), "best")]
+
+
+def test_a_run_may_be_given_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from pretrain.checkpoint import hf
+
+    seen = []
+    monkeypatch.setattr(hf, "export_run", lambda run, *_, **__: seen.append(run) or "a part")
+    monkeypatch.chdir(tmp_path)
+    Path("runs/a").mkdir(parents=True)
+    for given in ("a", "runs/a", "b"):
+        assert cli("export", given, "out") == 0
+    assert seen == [Path("runs/a"), Path("runs/a"), Path("b")]
+    Path("a").mkdir()
+    assert cli("export", "a", "out") == 0
+    assert seen[-1] == Path("a"), "a folder comes before a name"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--help"], ["prepare", "--help"], ["pretrain", "--help"], ["export", "--help"]],
+    ids=" ".join,
+)
+def test_help_has_examples_and_imports_nothing_heavy(arguments: list[str]):
+    code = (
+        "import sys; from pretrain.__main__ import main\n"
+        f"try: main({arguments})\n"
+        "except SystemExit: pass\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    loaded = result.stdout.splitlines()[-1]
+    for heavy in ("torch", "ray", "transformers", "numpy", "pydantic", "yaml", "rich", "wandb", "deepspeed"):
+        assert f"'{heavy}'" not in loaded
+    if len(arguments) == 2:
+        assert "examples:\n  ./launch.sh" in result.stdout
+
+
+def test_the_driver_loads_no_torch_before_workers_start(config_file: Path):
+    """Reading and estimating a run must stay quick; only to settle a precision is the machine measured."""
+    code = (
+        "import sys; from pretrain.__main__ import main\n"
+        f"assert main(['pretrain', {str(config_file)!r}, '--dry-run', '--set', 'engine.precision=fp32']) == 0\n"
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["report", "runs/a", "--out", "gs://bucket/page.html"],
+        ["dashboard", "s3://bucket/run"],
+        ["dashboard", "runs/a", "--out", "s3://bucket/page.html"],
+        ["prepare", "s3://bucket/run.yaml"],
+    ],
+)
+def test_remote_addresses_are_refused(arguments: list[str], capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is a remote address; only local paths are supported." in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_message_quotes_does_nothing_to_the_terminal(capsys):
+    assert main(["prepare", "no\x1b[2J\u2028such.yaml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: no\\x1b[2J\\u2028such.yaml: cannot be read")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["predict", "runs/a", "--text", "x", "--out", "s3://bucket/lines.jsonl"],
+        ["evaluate", "runs/a", "--out", "s3://bucket/scores"],
+        ["glue", "--submission", "s3://bucket/out"],
+    ],
+)
+def test_fine_tuning_refuses_remote_addresses(
+    arguments: list[str], capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from finetune.__main__ import main as finetune
+
+    monkeypatch.chdir(tmp_path)
+    assert finetune(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is a remote address; only local paths are supported." in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("what", "backend", "code", "late"),
+    [
+        ("raise InputError('wrong')", "nccl", 2, False),
+        ("raise RuntimeError('a bug')", "nccl", 1, False),
+        ("raise InputError('wrong')", "gloo", 2, True),
+        ("print('fine')", "nccl", 0, True),
+    ],
+)
+def test_a_failed_process_does_not_wait_for_a_group_that_is_left(
+    what: str, backend: str, code: int, late: bool
+) -> None:
+    """NCCL's destructor may wait for other ranks; `late` is printed by what runs when the interpreter ends."""
+    program = f"""
+import atexit, sys
+import torch.distributed as dist
+from pretrain.common.commands import exit_code
+from pretrain.common.errors import InputError
+dist.is_initialized, dist.get_backend = lambda: True, lambda: {backend!r}
+atexit.register(lambda: print("late"))
+def run():
+    {what}
+sys.exit(exit_code(run))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("late" in done.stdout) == late
+    assert not code or ("error: wrong" in done.stderr) or ("RuntimeError: a bug" in done.stderr)
+
+
+def test_a_stopped_stage_leaves_the_advice_to_its_command() -> None:
+    again = StoppedError(f"stopped at step 2 of 4.{StoppedError.CONTINUE}").again()
+    assert str(again) == "stopped at step 2 of 4. Run the same command again to continue."
+
+
+@pytest.mark.parametrize(("gpus", "cores", "expected"), [(0, 1, 1), (0, 2, 2), (0, 64, 2), (1, 16, 1), (8, 16, 8)])
+def test_every_gpu_has_a_worker(gpus: int, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert usual_workers() == expected

@@ -1,0 +1,181 @@
+"""Contamination: which documents share words with evaluation sets of each format, and what the card says of it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.common.errors import InputError
+from pretrain.config import ContaminationConfig, EvaluationSetConfig
+from pretrain.corpus.filters.contamination import Contamination
+from pretrain.corpus.filters.evaluation_sets import write_table
+from pretrain.corpus.filters.text_columns import text_columns
+from pretrain.corpus.filters.verdicts import Verdicts
+from pretrain.corpus.prepare import prepare
+from tests.corpus.test_filters import filtered, prose, write_lines
+from tests.corpus.test_prepare import card
+
+QUESTION = "In which year did the last glacier of the northern valley melt away and form the lake?"
+SHORT = "Green stones of the winter garden sing at night."  # 9 words
+
+
+def judge(folder: Path, texts: list[str], *sets: EvaluationSetConfig, **settings: Any) -> Verdicts:
+    config = ContaminationConfig(sets=sets, **settings)
+    write_table(config, folder / "table")
+    return Contamination(config, folder / "table").judge(texts, text_columns(texts))
+
+
+def _squad(text: str) -> str:
+    paragraph = {"context": prose(50), "qas": [{"question": text, "id": "1"}]}
+    return json.dumps({"data": [{"title": "x", "paragraphs": [paragraph]}]})
+
+
+FILES = {
+    "set.txt": (f"{prose(40)}\n{QUESTION}\n", ()),
+    "set.csv": (f'id,question,label\n1,"{QUESTION}",yes\n', ("question",)),
+    "set.tsv": (f"question\tlabel\n{QUESTION}\tyes\n", ()),
+    "set.jsonl": (json.dumps({"id": 3, "question": QUESTION}) + "\n\n", ()),
+    "set.json": (_squad(QUESTION), ("question",)),
+    "set.conll": ("-DOCSTART- O\n\n" + "".join(f"{word} X O\n" for word in QUESTION.split()) + "\nRiver X O\n", ()),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_text_is_found_in_each_format(name: str, tmp_path: Path) -> None:
+    text, columns = FILES[name]
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    spoken = QUESTION.upper().replace(" ", ",\n ")
+    texts = [prose(1), f"{prose(2)} {spoken} {prose(3)}", QUESTION[: QUESTION.index(" form")], prose(50)]
+    verdicts = judge(tmp_path, texts, EvaluationSetConfig(path=str(tmp_path / name), columns=columns))
+    assert verdicts.broken.tolist() == [-1, 0, 0, -1]
+    assert str(verdicts.found[1]).startswith("IN,\n WHICH,")
+
+
+def _texts_in(path: Path, *columns: str) -> int:
+    config = ContaminationConfig(sets=(EvaluationSetConfig(path=str(path), columns=columns),))
+    return write_table(config, path.with_suffix(".npz"))[0]
+
+
+def test_a_quote_at_the_beginning_of_a_tsv_cell_swallows_no_rows(tmp_path: Path) -> None:
+    lines = [f"{n}\t" + '"' * (n == 3) + f"{prose(n)}\n" for n in range(20)]
+    (tmp_path / "bare.tsv").write_text("id\tquestion\n" + "".join(lines))
+    assert _texts_in(tmp_path / "bare.tsv", "question") == 20
+    (tmp_path / "quoted.tsv").write_text('question\tid\n"One of\ntwo ""lines""."\t1\nAnother one.\t2\n')
+    assert _texts_in(tmp_path / "quoted.tsv", "question") == 2
+
+
+def test_a_long_cell_of_a_csv_file_is_read_and_an_open_quote_refused(tmp_path: Path) -> None:
+    (tmp_path / "long.csv").write_text(f"id,context\n1,{'word ' * 30_000}\n2\n")
+    assert _texts_in(tmp_path / "long.csv", "context") == 1
+    (tmp_path / "open.csv").write_text('id,context\n1,"It never ends.\n2,Another one.\n')
+    with pytest.raises(InputError, match=r"open\.csv: cannot be read as an evaluation set \(line 2: not CSV"):
+        _texts_in(tmp_path / "open.csv")
+
+
+def test_linked_folders_belong_to_an_evaluation_set(tmp_path: Path) -> None:
+    for name in ("set", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"{QUESTION}\n")
+    (tmp_path / "set" / "linked").symlink_to(tmp_path / "other")
+    assert _texts_in(tmp_path / "set") == 2
+
+
+def test_thirteen_words_are_needed_but_of_shorter_texts_all(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(f"{QUESTION}\n{SHORT}\nToo short to be looked for.\n")
+    words = QUESTION.split()
+    texts = [
+        " ".join(words[:12]),
+        " ".join(words[2:15]),
+        SHORT,
+        SHORT.replace("sing", "hum"),
+        "Too short to be looked for.",
+    ]
+    verdicts = judge(tmp_path, texts, EvaluationSetConfig(path=str(tmp_path / "a.txt")))
+    assert verdicts.broken.tolist() == [-1, 0, 0, -1, -1]
+    assert verdicts.seen.tolist() == [0, 1]
+
+
+def test_words_of_two_documents_are_no_sequence(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(QUESTION)
+    words = QUESTION.split()
+    verdicts = judge(
+        tmp_path, [" ".join(words[:8]), " ".join(words[8:])], EvaluationSetConfig(path=str(tmp_path / "a.txt"))
+    )
+    assert verdicts.broken.tolist() == [-1, -1]
+
+
+def test_the_first_set_and_the_first_place_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(SHORT)
+    with gzip.open(tmp_path / "b.txt.gz", "wt") as file:
+        file.write(QUESTION)
+    sets = [EvaluationSetConfig(path=str(tmp_path / name)) for name in ("a.txt", "b.txt.gz")]
+    verdicts = judge(tmp_path, [f"{QUESTION} {SHORT}", QUESTION], *sets)
+    assert verdicts.broken.tolist() == [0, 1]
+    assert verdicts.found == [SHORT[:-1], " ".join(QUESTION.split()[:13])]
+    assert list(verdicts.rules) == ["a", "b"]
+
+
+# ---------------------------------------------------------------- prepare
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("contaminated")
+    write_lines(folder / "a.jsonl", [prose(seed) for seed in range(20)] + [f"{prose(21)} {QUESTION}"])
+    write_lines(folder / "b.jsonl", [prose(seed) for seed in range(30, 40)])
+    write_lines(folder / "c.jsonl", [f"{SHORT} {prose(seed)}" for seed in range(50, 52)] + [prose(60), prose(61)])
+    (folder / "quiz.txt").write_text(f"{QUESTION}\n{SHORT}\n{prose(99)[:100]}\n")
+    return folder
+
+
+def test_the_card_reports_the_sets(sources: Path, tmp_path: Path) -> None:
+    sets = [{"path": str(sources / "quiz.txt"), "name": "quiz"}]
+
+    prepare(filtered(sources, tmp_path / "out", {"contamination": {"sets": sets}}), quiet=True)
+    (entry,) = card(tmp_path / "out")["filters"]
+    assert (entry["filter"], entry["rule"], entry["dropped"], entry["by_source"]) == (
+        "contamination",
+        "quiz",
+        True,
+        [1, 2],
+    )
+    assert entry["examples"][1]["found"] == SHORT[:-1]
+    assert card(tmp_path / "out")["evaluation_sets"] == [{"name": "quiz", "texts": 3, "found": 2}]
+    totals = card(tmp_path / "out")["totals"]
+    assert (totals["documents"], totals["too_short"]) == (32, 0)
+    assert "| quiz | 3 | 2 | 66.67 % |" in (tmp_path / "out" / "card.md").read_text()
+
+
+def test_another_content_of_a_set_is_another_setting(sources: Path, tmp_path: Path) -> None:
+
+    (tmp_path / "quiz.txt").write_text(QUESTION)
+    filters = {"contamination": {"sets": [{"path": str(tmp_path / "quiz.txt")}]}}
+    prepare(filtered(sources, tmp_path / "out", filters), quiet=True)
+    (tmp_path / "quiz.txt").write_text(SHORT)
+    with pytest.raises(InputError, match=r"corpus\.filters\.contamination\.sets\.0: was"):
+        prepare(filtered(sources, tmp_path / "out", filters), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("gone.txt", None, r"contamination\.sets\.0\.path: .*gone\.txt: no such file or folder"),
+        ("set.pdf", "x", r"set\.pdf: unknown format. Give one of \.txt, \.csv"),
+        ("set.json", "{", r"set\.json: cannot be read as an evaluation set"),
+        ("set.csv", "a,b\n1,2\n", r"set\.csv: cannot be read .*no column 'text'; it has a, b"),
+        ("set.txt", "\n\n", r"set\.txt: no text in this evaluation set"),
+    ],
+)
+def test_mistakes_are_one_line(name: str, text: str | None, message: str, sources: Path, tmp_path: Path) -> None:
+
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    columns = ["text"] if name.endswith(".csv") else []
+    sets = [{"path": str(tmp_path / name), "columns": columns}]
+    with pytest.raises(InputError, match=message) as error:
+        prepare(filtered(sources, tmp_path / "out", {"contamination": {"sets": sets}}), quiet=True)
+    assert "\n" not in str(error.value)

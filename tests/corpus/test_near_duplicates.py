@@ -1,0 +1,187 @@
+"""Near-duplicates: how many of a planted set are found, which document of a pair stays, and the same bytes always."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from pretrain.config import FiltersConfig, NearDuplicatesConfig
+from pretrain.corpus.filters import Filters
+from pretrain.corpus.filters import near_duplicates as near
+from pretrain.corpus.filters.report import Report
+from pretrain.corpus.prepare import prepare
+from pretrain.corpus.shards import open_shards
+from tests.corpus.test_filters import filtered, prose, write_lines
+from tests.corpus.test_prepare import card, content
+
+ON = {"near_duplicates": {"enabled": True}}
+
+
+def changed(text: str, share: float, seed: int) -> str:
+    """`text` with a share of its words, drawn at random, left out, replaced or followed by another."""
+    draw = random.Random(seed)
+    words = []
+    for word in text.split(" "):
+        other = "".join(draw.choices("abcdefghij", k=5))
+        edits = [[], [other], [word, other]]
+        words += draw.choice(edits) if draw.random() < share else [word]
+    return " ".join(words)
+
+
+def zipf_documents(count: int, seed: int) -> list[str]:
+    """Documents of 60 to 400 words of a vocabulary of 5,000 with Zipf's law, as in natural text."""
+    draw = np.random.default_rng(seed)
+    ranks = 1 / np.arange(1, 5001)
+    vocabulary = np.array([f"w{n}" for n in range(5000)])
+    sizes = draw.integers(60, 400, count)
+    words = vocabulary[draw.choice(5000, int(sizes.sum()), p=ranks / ranks.sum())]
+    return [" ".join(part) for part in np.split(words, np.cumsum(sizes)[:-1])]
+
+
+def search(texts: list[str], folder: Path, *, per_part: int = 400, shares: int = 1) -> dict[int, int]:
+    """Document -> the earliest one that it is similar to, with the settings' defaults."""
+    config = FiltersConfig(near_duplicates=NearDuplicatesConfig(enabled=True))
+    folder.mkdir()
+    for number, first in enumerate(range(0, len(texts), per_part)):
+        kept, sketches = Filters(config, folder).keep(texts[first : first + per_part], Report())
+        assert sketches is not None
+        hashes = np.array([[hash(text) & (2**63 - 1), 0] for text in kept], np.uint64)
+        sketches.save(folder / f"000-000000-{number:06d}-0000{near.SUFFIX}", hashes)
+    pairs = np.zeros(0, near.PAIR)
+    for band in range(near.BANDS):
+        for share in range(shares):
+            near.find_pairs(folder, folder / "pairs.npy", band, share, shares, config.near_duplicates.threshold)
+            pairs = np.append(pairs, np.load(folder / "pairs.npy"))
+    pairs = pairs[np.lexsort((pairs["earlier"], pairs["document"]))[::-1]]
+    return {int(pair["document"]): int(pair["earlier"]) for pair in pairs}
+
+
+def test_a_planted_set_is_found(tmp_path: Path) -> None:
+    """5 % of the documents are copies of others with 5 to 10 % of their words changed."""
+    draw = random.Random(1)
+    texts = zipf_documents(2000, 0)
+    planted = draw.sample(range(2000), 100)
+    copies = [changed(texts[number], draw.uniform(0.05, 0.10), number) for number in planted]
+    found = search(texts + copies, tmp_path / "all")
+    right = {
+        document for document, earlier in found.items() if document >= 2000 and earlier == planted[document - 2000]
+    }
+    assert len(right) / len(planted) >= 0.95
+    assert len(right) / len(found) >= 0.99
+    assert search(texts + copies, tmp_path / "shares", per_part=300, shares=3) == found
+
+
+def test_pairs_need_the_threshold(tmp_path: Path) -> None:
+    texts = zipf_documents(40, 2)
+    found = search(texts + [changed(text, 0.3, 1) for text in texts], tmp_path / "far")
+    assert not found
+
+
+def test_copies_do_not_hide_or_drop_their_original(tmp_path: Path) -> None:
+    """Of an original, a similar text, a copy of the original and another similar text, only the similar ones go."""
+    text = prose(1)
+    similar = [changed(text, 0.05, seed) for seed in (1, 2)]
+    found = search([text, similar[0], text, similar[1]], tmp_path / "four")
+    assert found == {1: 0, 3: 0}
+
+
+def test_texts_without_a_known_letter_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    adlam = [" ".join(chr(0x1E900 + (7 * number * k) % 60) * 3 for k in range(1, 30)) for number in range(1, 8)]
+    assert not search(adlam, tmp_path / "work")
+
+
+def test_short_and_empty_documents_have_sketches(tmp_path: Path) -> None:
+    found = search(["One two.", "one two", "three four", "5", "", "…"], tmp_path / "short")
+    assert found.items() >= {1: 0}.items()
+    assert not {2, 3} & found.keys()
+
+
+# ---------------------------------------------------------------- prepare
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """30 documents in a and b, 2 of them copies; c has 20 others, then 10 of a with 4 % of the words changed."""
+    folder = tmp_path_factory.mktemp("near")
+    texts = [prose(seed) for seed in range(28)]
+    write_lines(folder / "a.jsonl", texts[:20])
+    write_lines(folder / "b.jsonl", texts[20:] + texts[:2])
+    similar = [changed(text, 0.04, 5) for text in texts[:10]]
+    write_lines(folder / "c.jsonl", [prose(seed) for seed in range(100, 120)] + similar)
+    return folder
+
+
+def _documents(folder: Path) -> set[str]:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = set()
+    for split in ("train", "validation"):
+        for shard in open_shards(folder, split).shards:
+            ends = shard.documents[:, 1].astype(int).tolist()
+            texts |= {tokenizer.decode(shard.tokens[a:b].tolist()) for a, b in itertools.pairwise(ends)}
+    return texts
+
+
+def test_the_first_document_stays_across_sources(sources: Path, tmp_path: Path) -> None:
+    prepare(filtered(sources, tmp_path / "one", ON), quiet=True)
+    entry = card(tmp_path / "one")["filters"][0]
+    assert (entry["filter"], entry["documents"], entry["by_source"]) == ("near_duplicates", 10, [0, 10])
+    assert " to: The of " in entry["examples"][0]["found"]
+    ab, c = card(tmp_path / "one")["sources"]
+    assert (ab["documents"], ab["duplicates"]) == (28, 2)
+    assert (c["documents"], c["duplicates"], c["too_short"]) == (20, 0, 0)
+    write_lines(tmp_path / "c.jsonl", [prose(seed) for seed in range(100, 120)])
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes((sources / name).read_bytes())
+    prepare(filtered(tmp_path, tmp_path / "plain", {}, vocabulary={"path": str(tmp_path / "one")}), quiet=True)
+    assert _documents(tmp_path / "one") == _documents(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("vocabulary", ["trained", "given", "bytes"])
+def test_the_bytes_do_not_depend_on_the_processes(vocabulary: str, sources: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"vocabulary": {"kind": "byte_bpe", "size": 300}} if vocabulary == "bytes" else {}
+    if vocabulary == "given":
+        prepare(filtered(sources, tmp_path / "first", ON), quiet=True)
+        changes = {"vocabulary": {"path": str(tmp_path / "first")}}
+    for name, processes in (("one", 1), ("two", 2)):
+        prepare(filtered(sources, tmp_path / name, ON, processes=processes, **changes), quiet=True)
+        assert card(tmp_path / name)["filters"][0]["documents"] == 10
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+
+
+def test_the_bytes_do_not_depend_on_how_many_are_compared_at_once(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(filtered(sources, tmp_path / "together", ON), quiet=True)
+    for name in ("filters.near_duplicates.MOST_DOCUMENTS", "near_search.MOST_DOCUMENTS", "documents._MOST_DOCUMENTS"):
+        monkeypatch.setattr(f"pretrain.corpus.{name}", 7)
+    prepare(filtered(sources, tmp_path / "apart", ON), quiet=True)
+    assert content(tmp_path / "together") == content(tmp_path / "apart")
+    assert card(tmp_path / "apart")["filters"][0]["by_source"] == [0, 10]
+
+
+def test_a_stopped_search_goes_on(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pretrain.corpus import stages
+
+    prepare(filtered(sources, tmp_path / "whole", ON), quiet=True)
+    calls: list[str] = []
+    find = stages.find_pairs
+
+    def stop(name: str, *rest: Any) -> None:
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        calls.append(name)
+        find(name, *rest)
+
+    monkeypatch.setattr(stages, "find_pairs", stop)
+    with pytest.raises(Exception, match="stopped"):
+        prepare(filtered(sources, tmp_path / "twice", ON), quiet=True)
+    monkeypatch.setattr(stages, "find_pairs", lambda name, *rest: (calls.append(name), find(name, *rest)))
+    prepare(filtered(sources, tmp_path / "twice", ON), quiet=True)
+    assert len(calls) == len(set(calls)) == 32
+    assert content(tmp_path / "twice") == content(tmp_path / "whole")

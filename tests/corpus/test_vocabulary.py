@@ -1,0 +1,174 @@
+"""Vocabularies: the same counts give the same ids in every process; what is taken over is checked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+
+from pretrain.common.errors import InputError
+from pretrain.corpus.vocabulary import (
+    SPECIAL_TOKENS,
+    count_normal_words,
+    load_vocabulary,
+    save_tokenizer,
+    special_ids,
+    train_vocabulary,
+)
+
+COUNTS = {
+    word.encode(): 1 + (7 * number) % 23
+    for number, word in enumerate(
+        [
+            "low",
+            "lower",
+            "lowest",
+            "new",
+            "newer",
+            "newest",
+            "wide",
+            "wider",
+            "widest",
+            "slow",
+            "slower",
+            "slowest",
+            "window",
+            "newly",
+            "widely",
+            ",",
+            ".",
+            "!",
+            "é",
+            "naïve",
+            "漢字",
+        ]
+    )
+}
+TRAIN = (
+    "from tests.corpus.test_vocabulary import COUNTS; from pretrain.corpus.vocabulary import train_vocabulary; "
+    "print(train_vocabulary(COUNTS, 90, lowercase=True, min_frequency=1).to_str())"
+)
+
+
+def trained(size: int = 90, lowercase: bool = True):
+    return train_vocabulary(COUNTS, size, lowercase=lowercase, min_frequency=1)
+
+
+def test_training_gives_the_same_ids_in_every_process() -> None:
+    """`tokenizers` alone numbers the ## characters differently each time: five processes would not agree."""
+    outputs = {
+        subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, check=True, text=True).stdout
+        for _ in range(5)
+    }
+    assert len(outputs) == 1
+
+
+def test_training_merges_the_most_frequent_first() -> None:
+    vocabulary = trained().get_vocab()
+    assert [token for token, _ in sorted(vocabulary.items(), key=lambda item: item[1])][:5] == list(SPECIAL_TOKENS)
+    assert {"low", "wide", "slow", "naive"} & set(vocabulary) >= {"low", "wide", "slow"}
+    assert "ï" not in vocabulary  # uncased strips accents
+    assert trained(size=64).get_vocab_size() == 64
+    assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_words_are_normalized_as_by_bert_one_by_one(lowercase: bool) -> None:
+    normalizer, cut = BertNormalizer(lowercase=lowercase), BertPreTokenizer()
+    words = [
+        "low",
+        "Low",
+        "1999",
+        "r2d2",
+        ",",
+        "é",
+        "ÉTÉ",
+        "naïve",
+        "漢字",
+        "x\u0301",
+        "\x7f",
+        "\xa0a",
+        "b\u2019s",
+    ]
+    words += ["a" * 100, "a" * 101]
+    expected: Counter[str] = Counter()
+    for word in words:
+        for piece, _ in cut.pre_tokenize_str(normalizer.normalize_str(word)):
+            expected[piece] += 3 * (len(piece) <= 100)
+    found = count_normal_words({word.encode(): 3 for word in words}, normalizer)
+    assert found == dict(sorted((+expected).items()))
+
+
+def test_a_vocabulary_smaller_than_the_alphabet_still_fits() -> None:
+    counts = {bytes([letter]) + b"a": 5 for letter in range(97, 123)} | {
+        chr(n).encode(): 1 for n in range(0x400, 0x450)
+    }
+    tokenizer = train_vocabulary(counts, 64, lowercase=True, min_frequency=1)
+    assert tokenizer.get_vocab_size() <= 64
+
+
+def test_transformers_loads_what_is_written(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, BertTokenizer
+
+    ours = trained()
+    save_tokenizer(tmp_path, ours)
+    for theirs in (AutoTokenizer.from_pretrained(tmp_path), BertTokenizer.from_pretrained(tmp_path)):
+        assert theirs.get_vocab() == ours.get_vocab()
+        encoded = theirs("Lower, newest!", "Window")
+        ids = ours.encode("Lower, newest!", "Window").ids
+        assert encoded["input_ids"] == ids
+        assert ids[0] == special_ids(ours)["cls"]
+        assert encoded["token_type_ids"] == [0] * ids.index(3) + [0] + [1] * (len(ids) - ids.index(3) - 1)
+        assert theirs.mask_token_id == special_ids(ours)["mask"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", ""])
+def test_taking_over_gives_the_same_tokenizer(tmp_path: Path, name: str) -> None:
+    for lowercase in (True, False):
+        ours = trained(lowercase=lowercase)
+        save_tokenizer(tmp_path, ours)
+        taken = load_vocabulary(tmp_path / name, lowercase=lowercase)
+        for text in ("Lower NEWEST naïve 漢字 window.", "x" * 101):
+            assert taken.encode(text).ids == ours.encode(text).ids
+
+
+def _write(path: Path, tokens: list[str]) -> Path:
+    path.write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
+    return path
+
+
+def test_only_a_newline_ends_a_token(tmp_path: Path) -> None:
+    tokens = [*SPECIAL_TOKENS, "a", "\u2028", "\x85", "b"]
+    assert load_vocabulary(_write(tmp_path / "vocab.txt", tokens), lowercase=True).get_vocab()["b"] == 8
+
+
+def test_vocabularies_other_than_berts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere\.txt: not found"):
+        load_vocabulary(tmp_path / "nowhere.txt", lowercase=True)
+    with pytest.raises(InputError, match=r"\[CLS\], \[MASK\] missing"):
+        load_vocabulary(_write(tmp_path / "v.txt", ["[PAD]", "[UNK]", "[SEP]", "a"]), lowercase=True)
+    with pytest.raises(InputError, match="'a' occurs twice"):
+        load_vocabulary(_write(tmp_path / "v.txt", [*SPECIAL_TOKENS, "a", "a"]), lowercase=True)
+    (tmp_path / "v.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_vocabulary(tmp_path / "v.txt", lowercase=True)
+    (tmp_path / "t.json").write_text("{}")
+    with pytest.raises(InputError, match=r"not a tokenizer\.json"):
+        load_vocabulary(tmp_path / "t.json", lowercase=True)
+
+
+def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
+    description = json.loads(trained().to_str())
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(description | {"pre_tokenizer": {"type": "Whitespace"}}))
+    with pytest.raises(InputError, match="is a vocabulary of kind released"):
+        load_vocabulary(path, lowercase=True)
+    path.write_text(json.dumps(description))
+    with pytest.raises(InputError, match=r"lowercase: false, but .* has true"):
+        load_vocabulary(path, lowercase=False)

@@ -1,0 +1,247 @@
+"""The queue of jobs on a cluster: which job starts next, and how little it costs to wait."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from cluster.jobs import job_queue
+from cluster.jobs.job_queue import Queue, WaitingJob, leaves_capacity, wait_in_queue
+from pretrain.common.errors import InputError, MachineError, StoppedError
+
+ROOT = Path(__file__).parents[2]
+EIGHT_CPUS = [(8, 0)]
+TWO_NODES = [(4, 0), (4, 0)]
+
+
+def wants(low: int, high: int = 0, cpus: int = 1) -> WaitingJob:
+    return WaitingJob("job", low, high or low, cpus)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ahead", "mine", "fits"),
+    [
+        (EIGHT_CPUS, [wants(1, 8)], wants(1), False),  # an elastic job may take all
+        (EIGHT_CPUS, [wants(4)], wants(1, 8), True),  # and begins with the fewest
+        (EIGHT_CPUS, [wants(4), wants(8)], wants(1), False),  # the one before it is not overtaken
+        (EIGHT_CPUS, [wants(1, cpus=0)], wants(1), False),  # unnamed: all there are
+        (TWO_NODES, [wants(2, cpus=3)], wants(1, cpus=2), False),  # two CPUs are free, on two nodes
+        (TWO_NODES, [wants(2, cpus=3)], wants(2, cpus=1), True),
+        (TWO_NODES, [wants(1, cpus=2)], wants(1, cpus=4), True),  # on the other node
+        ([(8, 0), (2, 0)], [wants(1, cpus=2)], wants(1, cpus=8), True),  # the fullest node on which it fits is chosen
+        (TWO_NODES, [wants(1)], wants(1, cpus=5), False),  # no node is that large
+        (TWO_NODES, [wants(12)], wants(1), False),  # it waits for nodes, which are its own then
+        ([(64, 4), (64, 4)], [wants(6, cpus=8)], wants(2, cpus=8), True),
+        ([(64, 4), (64, 4)], [wants(6, cpus=8)], wants(3, cpus=8), False),  # CPUs are free, GPUs are not
+        ([(9, 4), (64, 4)], [wants(4, cpus=8)], wants(2, cpus=8), False),  # and the other way round
+        ([], [wants(1)], wants(1), False),  # a cluster that an autoscaler is to start
+    ],
+)
+def test_a_job_starts_when_its_bundles_fit(
+    nodes: list[tuple[int, int]], ahead: list[WaitingJob], mine: WaitingJob, fits: bool
+) -> None:
+    assert leaves_capacity(nodes, ahead, mine) == fits
+
+
+class _Cluster:
+    """A dashboard of 8 CPUs and jobs of 4 workers each, which records the requests."""
+
+    def __init__(self, jobs: int) -> None:
+        self.states = {f"job-{number}": "RUNNING" for number in range(jobs)}
+        self.submitted = {name: number for number, name in enumerate(self.states, 1)}
+        self.requests: list[str] = []
+
+    def jobs(self) -> list[dict[str, Any]]:
+        self.requests.append("all")
+        jobs = [job for name in self.states if (job := self.job(name)) is not None]
+        self.requests = self.requests[: -len(self.states)]
+        return jobs[::-1]  # Ray has no order
+
+    def job(self, name: str) -> dict[str, Any] | None:
+        self.requests.append(name)
+        if self.states[name] == "DELETED":
+            return None
+        needs = {"workers": "4", "most_workers": "4", "cpus_per_worker": "1"}
+        return {
+            "submission_id": name,
+            "status": self.states[name],
+            "start_time": self.submitted[name],
+            "metadata": needs,
+        }
+
+    def nodes(self) -> list[tuple[int, int]]:
+        self.requests.append("nodes")
+        return EIGHT_CPUS
+
+
+def queue(name: str, cluster: Any) -> Queue:
+    return Queue(name, cluster)
+
+
+def test_jobs_start_in_the_order_of_their_submission() -> None:
+    cluster = _Cluster(4)
+    assert queue("job-1", cluster).poll(), "two fit"
+    third, last = queue("job-2", cluster), queue("job-3", cluster)
+    assert not third.poll()
+    assert not last.poll()
+    cluster.states["job-1"] = "FAILED"
+    assert third.poll()
+    assert not last.poll()
+    cluster.states["job-0"] = "SUCCEEDED"
+    assert last.poll()
+
+
+@pytest.mark.parametrize("end", ["DELETED", "STOPPED"])
+def test_a_job_that_was_submitted_again_is_behind(end: str) -> None:
+    cluster = _Cluster(3)
+    waiting = queue("job-2", cluster)
+    assert not waiting.poll()
+    if end == "DELETED":
+        cluster.states["job-0"] = end
+    else:
+        cluster.submitted["job-0"] = 99
+    assert waiting.poll()
+
+
+def test_a_poll_reads_two_jobs_however_many_there_are() -> None:
+    cluster = _Cluster(100)
+    waiting = queue("job-99", cluster)
+    assert not waiting.poll()
+    assert cluster.requests[0] == "all"
+    assert cluster.requests.count("nodes") == 1
+    cluster.requests.clear()
+    for _ in range(98):
+        assert not waiting.poll()
+    assert len(cluster.requests) == 2 * 98, "all jobs and the nodes are not listed again"
+    assert set(cluster.requests) == {f"job-{number}" for number in range(99)}, "every job is polled in time"
+
+
+def test_finished_jobs_are_skipped_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a night of many short jobs: the job would start minutes late."""
+    cluster = _Cluster(20)
+    listed = cluster.jobs
+
+    def jobs() -> list[dict[str, Any]]:
+        jobs = listed()
+        cluster.states.update(dict.fromkeys(list(cluster.states)[:-1], "SUCCEEDED"))
+        return jobs
+
+    monkeypatch.setattr(cluster, "jobs", jobs)
+    monkeypatch.setattr(job_queue, "_sleep", lambda *_: pytest.fail("it waits, though it may start"))
+    job_queue._wait("job-19", cluster, lambda: False)  # type: ignore[arg-type]
+    assert "nodes" not in cluster.requests
+
+
+def test_a_hundred_waiting_jobs_ask_little_of_the_dashboard() -> None:
+    assert sum(2 / job_queue.pause(ahead) for ahead in range(1, 101)) < 25
+    assert job_queue.pause(1) < 3
+
+
+def test_an_unknown_job() -> None:
+    with pytest.raises(InputError, match="mine: Ray has no such job"):
+        queue("mine", _Cluster(2))
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_waiting_job_outlives_a_silent_head_and_stops(monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
+    """A stop that comes while the head is polled must not be lost, though the job may start."""
+    answers: list[Any] = [MachineError("away"), False, True]
+
+    class Answers:
+        ahead: ClassVar = ["other"]
+
+        def poll(self) -> bool:
+            answer = answers.pop(0)
+            if not answers and stopped:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    monkeypatch.setattr(job_queue, "_dashboard", lambda: "http://127.0.0.1:9")
+    monkeypatch.setattr(job_queue, "Queue", lambda *_: Answers())
+    monkeypatch.setattr(job_queue, "pause", lambda _: 0.01)
+    with pytest.raises(StoppedError) if stopped else contextlib.nullcontext():
+        wait_in_queue("mine")
+    assert not answers
+
+
+class _Answers(http.server.BaseHTTPRequestHandler):
+    """A dashboard with a job that runs for two questions and one that waits for it."""
+
+    left = 2
+
+    def do_GET(self) -> None:
+        needs = {"workers": "1", "most_workers": "8", "cpus_per_worker": "0", "config": "x" * 4000}
+        job = {"submission_id": "first", "status": "RUNNING", "start_time": 1, "metadata": needs}
+        mine = {**job, "submission_id": "mine", "start_time": 2}
+        driver = {**job, "submission_id": None, "metadata": None}
+        nodes = [
+            {"state": "ALIVE", "resources_total": {"CPU": 8.0}},
+            {"state": "DEAD", "resources_total": {"CPU": 8.0}},
+        ]
+        if self.headers["Authorization"] != "Bearer secret":
+            self._answer(401, {})
+        elif self.path == "/api/jobs/":
+            self._answer(200, [mine, driver, job])
+        elif self.path == "/api/jobs/first":
+            type(self).left -= 1
+            self._answer(200 if self.left >= 0 else 404, job)
+        elif self.path.startswith("/api/v0/nodes?"):
+            self._answer(200, {"data": {"result": {"result": nodes}}})
+
+    def _answer(self, status: int, value: Any) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def dashboard() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_wait_loads_nothing_heavy(dashboard: str) -> None:
+    """Each job that waits is a process on the cluster's head."""
+    script = (
+        "import sys; from cluster.jobs import entrypoint, job_queue\n"
+        f"job_queue._dashboard = lambda: {dashboard!r}\n"
+        "job_queue.pause = lambda _: 0.01\n"
+        "job_queue.wait_in_queue('mine')\n"
+        "loaded = {name.split('.')[0] for name in sys.modules}\n"
+        "print({'ray', 'torch', 'pydantic', 'numpy', 'requests', 'psutil'} & loaded)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "RAY_AUTH_TOKEN": "secret"},
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["mine: queued behind first", "mine: starts", "set()"]
+
+
+def test_a_token_that_is_refused(dashboard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")
+    with pytest.raises(MachineError, match="answered with HTTP 401"):
+        job_queue.Dashboard(dashboard).jobs()

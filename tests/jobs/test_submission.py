@@ -1,0 +1,718 @@
+"""What is checked before a job is sent, and the one-line errors of a client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.server
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import psutil
+import pytest
+import requests
+import yaml
+from ray.job_submission import JobStatus
+
+from cluster.jobs import client, entrypoint
+from cluster.jobs.client import Job
+from cluster.jobs.command import _follow
+from cluster.jobs.submission import make_job, read_words
+from cluster.workers import local
+from cluster.workers.address import check_dashboard
+from cluster.workers.launch import check_address
+from cluster.workers.local import LocalCluster, NodeProcess
+from finetune.cli import job_kinds, main
+from pretrain.common.errors import InputError, MachineError
+from pretrain.config import load_config
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    values = {
+        "name": "trial",
+        "corpus": {"dir": "corpora/one"},
+        "phases": [{"sequence_length": 32, "global_sequences": 8, "steps": 4, "peak_learning_rate": 1e-3}],
+    }
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def read(config: Path, *more: str, workers: str | None = None) -> Job:
+    command, path, given = read_words(["pretrain", str(config), *more], job_kinds())
+    return make_job(command, path, job_kinds(), folder="/shared", workers=workers, **given)
+
+
+def test_a_checkpoint_on_the_cluster_decides_model_and_vocabulary(config: Path) -> None:
+    """Defaults of this machine would contradict it there."""
+    job = read(config, "--from", "/shared/bert", "--set", "model.hidden_dropout=0.0")
+    assert job.config["start_from"] == "/shared/bert"
+    given = read(config).config["model"]
+    assert job.config["model"]["hidden_dropout"] == 0.0
+    assert len(job.config["model"]) < len(given)
+    assert "lowercase" not in job.config["corpus"]["vocabulary"]
+
+
+def test_a_run_has_one_name_everywhere(config: Path) -> None:
+    job = read(config, "--set", "seed=7")
+    assert (job.name, job.config["tracking"]["run_id"], job.config["seed"]) == ("trial", "trial", 7)
+    assert job.run_dir == "runs/trial"
+    assert json.loads(json.dumps(job.config)) == job.config
+
+
+def test_a_run_at_an_address_is_known_by_it(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it trains, the cluster decides; this machine can see what is in the folder that it would have here."""
+    monkeypatch.setenv("BERTRAIN_RUNS", str(tmp_path / "shared"))
+    metadata = client._metadata(read(config, "--set", "run_dir=s3://bucket/trial"))
+    assert metadata["runs"] == str(tmp_path / "shared")
+    assert metadata["run_dir"] == "s3://bucket/trial"
+    assert client._metadata(read(config))["run_dir"] == "/shared/runs/trial"
+    job: Any = SimpleNamespace(
+        submission_id="trial",
+        metadata=metadata,
+        status=SimpleNamespace(value="RUNNING"),
+        start_time=0,
+        end_time=0,
+        driver_exit_code=None,
+        message="",
+    )
+    assert "run folder s3://bucket/trial" in client.describe(job)
+    assert client.progress(job) == []
+    folder = tmp_path / "shared/s3/bucket/trial"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 2.0, "tokens_per_second": 7}) + "\n")
+    assert client.progress(job) == ["step 3, loss 2.0000, 7 tokens/s"]
+
+
+@pytest.mark.parametrize(
+    ("of_cluster", "mine", "expected"), [("", "/mine", "/mine"), ("/its", "/mine", "/its"), ("", "", "")]
+)
+def test_a_job_trains_where_the_cluster_says_or_its_client(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_cluster: str, mine: str, expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BERTRAIN_RUNS", mine)
+    job = make_job("pretrain", config, job_kinds(), folder=tmp_path)
+    metadata = {**client._metadata(job), "job_submission_id": "trial"}
+    monkeypatch.setenv("BERTRAIN_RUNS", of_cluster)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(entrypoint, "wait_in_queue", lambda _: None)
+    monkeypatch.setattr("pretrain.run.api.train", lambda config, resume: None)
+    entrypoint._run(metadata)
+    assert os.environ["BERTRAIN_RUNS"] == expected
+
+
+def test_a_job_calls_what_the_command_line_calls(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its config in memory: a job that is killed leaves no file behind."""
+    job = make_job("prepare", config, job_kinds(), overrides={"seed": 5}, folder=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr("pretrain.run.api.prepare", load_config)
+    entrypoint._run({**client._metadata(job), "job_submission_id": "trial"})
+    printed = capsys.readouterr().out
+    assert "seed=5" in printed
+    assert "address='127.0.0.1:1'" in printed
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, (1, 1)), ("3", (3, 3)), ("2-4", (2, 4)), ("2-2", (2, 2))])
+def test_workers(config: Path, given: str | None, expected: tuple[int, int]) -> None:
+    assert read(config, workers=given).workers == expected
+
+
+@pytest.mark.parametrize("given", ["0", "4-2", "two", "1-", "-3", ""])
+def test_workers_that_are_none(config: Path, given: str) -> None:
+    with pytest.raises(InputError, match="expected a number of at least 1, or a range"):
+        read(config, workers=given)
+
+
+def test_a_name_that_wandb_refuses_is_refused_before_anything_is_sent(config: Path) -> None:
+    with pytest.raises(InputError, match=r"tracking\.project: 'team/bert' must be at most"):
+        read(config, "--set", "tracking.project=team/bert", "--set", "tracking.wandb=auto")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"{{{name}: hunter2}}" for name in ("apikey", "WANDB_API_KEY", "x-api-key", "HF_TOKEN", "dbPassword")),
+        *(f"{{{name}: hunter2}}" for name in ("passwd", "Authorization", "credentials", "client-secret", "AWS_SECRET")),
+        "{token: [hunter2]}",
+        "{password: {value: hunter2}}",
+        "{secrets: [{a: [hunter2]}]}",
+    ],
+)
+def test_a_secret_in_a_config_is_refused(config: Path, text: str) -> None:
+    with pytest.raises(InputError, match=r"engine\.deepspeed\.any\.[A-Za-z_-]+[\w.]* looks like a secret") as caught:
+        read(config, "--set", f"engine.deepspeed={{any: {text}}}")
+    assert not re.search("hunter2", str(caught.value))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{tokens: 2000}",
+        "{max_tokens: 128, token_count: 5, num_keys: 3, keys: 7}",
+        "{token_path: /run/token}",
+        "{token: null, password: '', use_auth_token: true}",
+        "{monkey: a, hotkeys: b, compass: north, tokenizer: x}",
+    ],
+)
+def test_what_only_resembles_a_secret_is_none(config: Path, text: str) -> None:
+    assert read(config, "--set", f"engine.deepspeed={{any: {text}}}")
+
+
+def test_settings_about_tokens_are_not_secrets(config: Path) -> None:
+    assert read(config, "--set", "corpus.shard_tokens=2000").config["corpus"]["shard_tokens"] == 2000
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "-x", "x" * 64, "a b", "$(id)"])
+def test_a_name_stays_a_name(config: Path, name: str) -> None:
+    with pytest.raises(InputError, match="name"):
+        read(config, "--set", f"name={json.dumps(name)}")
+
+
+# ---- the command line, against what answers
+
+
+def run(tmp_path: Path, *arguments: str, **environment: str) -> tuple[int, str, float]:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "finetune.cli", *arguments],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path), **environment},
+        timeout=300,
+    )
+    return done.returncode, done.stdout, time.monotonic() - began
+
+
+class _Refuses(http.server.BaseHTTPRequestHandler):
+    """A dashboard that knows nobody's token."""
+
+    def do_GET(self) -> None:
+        self.send_response(403)
+        self.end_headers()
+        self.wfile.write(b"Forbidden")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+class _Ray(http.server.BaseHTTPRequestHandler):
+    """A dashboard with no jobs. It asks for a token where the server has one, and keeps what it was sent."""
+
+    def do_GET(self) -> None:
+        sent = self.headers.get("Authorization")
+        self.server.seen.append(sent)  # type: ignore[attr-defined]
+        wanted = self.server.token  # type: ignore[attr-defined]
+        version = {"version": "4", "ray_version": "2.60.0", "ray_commit": "x", "session_name": "s"}
+        if self.path == "/api/version":
+            self._answer(200, version)
+        elif wanted and sent != f"Bearer {wanted}":
+            self._answer(403 if sent else 401, {})
+        elif urlsplit(self.path).path == "/api/v0/nodes" and self.server.nodes:  # type: ignore[attr-defined]
+            self._answer(200, self._nodes(parse_qs(urlsplit(self.path).query)))
+        else:
+            self._answer(200 if self.path == "/api/jobs/" else 500, [])
+
+    def _nodes(self, query: dict[str, list[str]]) -> dict[str, Any]:
+        """As Ray's aggregator does it: filtered, sorted by id, and cut."""
+        filters = list(zip(query.get("filter_keys", ()), query.get("filter_values", ()), strict=True))
+        found = [
+            node
+            for node in self.server.nodes  # type: ignore[attr-defined]
+            if all(node[key] == value for key, value in filters)
+        ]
+        cut = sorted(found, key=lambda node: node["node_id"])[: int(query["limit"][0])]
+        counts = dict.fromkeys(("total", "num_after_truncation", "num_filtered"), len(found))
+        return {"result": True, "msg": "", "data": {"result": {"result": cut, **counts}}}
+
+    def _answer(self, status: int, value: object) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def dashboard(token: str = "", nodes: Sequence[dict[str, Any]] = ()) -> Iterator[tuple[str, list[str | None]]]:
+    """The URL of a dashboard and the Authorization of each request that it gets."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Ray)
+    server.token, server.nodes, server.seen = token, nodes, []  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", server.seen  # type: ignore[attr-defined]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("token", ["", "c0ffee" * 10])
+def test_a_cluster_without_a_token_is_warned_of(tmp_path: Path, config: Path, token: str) -> None:
+    with dashboard(token) as (address, seen):
+        given = {"RAY_AUTH_TOKEN": token} if token else {}
+        _, output, _ = run(tmp_path, "submit", "--address", address, "--", "pretrain", str(config), **given)
+    warned = f"warning: {address}: this cluster accepts jobs without a token"
+    assert (warned in output) == (not token)
+    assert "did not report its nodes" in output  # it continued
+    assert set(seen) == ({None, f"Bearer {token}"} if token else {None})
+    assert "Traceback" not in output
+    assert "c0ffee" not in output
+
+
+@pytest.mark.parametrize("variable", ["RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "http_proxy"])
+def test_only_the_given_address_gets_requests(tmp_path: Path, config: Path, variable: str) -> None:
+    """The environment may name another cluster, or a proxy, which would get the token."""
+    token = "c0ffee" * 10
+    with dashboard(token) as (address, seen), dashboard() as (other, seen_there):
+        given = {"RAY_AUTH_TOKEN": token, "no_proxy": "", "NO_PROXY": "", variable: other}
+        _, output, _ = run(tmp_path, "submit", "--address", address, "--", "pretrain", str(config), **given)
+    assert output.startswith(f"error: {address}: did not report its nodes")
+    assert seen_there == []
+    assert f"Bearer {token}" in seen
+
+
+def test_a_proxy_is_avoided_for_one_host_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "inside.example")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    for _ in range(2):
+        with pytest.raises(MachineError, match="No cluster answers"):
+            check_dashboard("http://127.0.0.1:9")
+    assert os.environ["no_proxy"] == "inside.example,127.0.0.1"
+
+
+def test_the_own_cluster_gets_its_own_token(tmp_path: Path) -> None:
+    """Nobody else can know it, so RAY_AUTH_TOKEN is another cluster's."""
+    (tmp_path / "token").write_text("c0ffee" * 10)
+    (tmp_path / "bertrain").mkdir()
+    with dashboard("c0ffee" * 10) as (address, _):
+        this_process = asdict(NodeProcess.of(os.getpid(), cpus=1))
+        cluster = {"folder": str(tmp_path), "address": "127.0.0.1:1", "dashboard": address, "nodes": [this_process]}
+        (tmp_path / "bertrain/cluster.json").write_text(json.dumps(cluster))
+        assert run(tmp_path, "list", RAY_AUTH_TOKEN="of another cluster")[:2] == (0, "no jobs\n")
+
+
+def test_a_token_is_not_sent_unencrypted(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The name is resolved, but nothing is sent by http to another machine, even if it is only one of two addresses."""
+    addresses = {"far": ["10.1.2.3"], "both": ["127.0.0.1", "10.1.2.3"], "near": ["127.0.0.1", "::1"]}
+    requested: list[str] = []
+
+    def get(url: str, **_: object) -> None:
+        requested.append(url)
+        raise requests.ConnectionError("nobody there")
+
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_: [(0, 0, 0, "", (one, 0)) for one in addresses[host]])
+    monkeypatch.setattr(requests, "get", get)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "c0ffee")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    refused = "over http the token, or the password, would leave this machine unencrypted"
+    for command in (["status", "x"], ["submit", "--", "pretrain", str(config)], ["doctor"], ["list"]):
+        for address in ("http://far:8265", "http://both:8265"):
+            assert main([command[0], "--address", address, *command[1:]]) == 2
+            errors = capsys.readouterr().err
+            assert errors.startswith(f"error: {address}: {refused}")
+            assert errors.count("\n") == 1
+            assert requested == []
+    for allowed in (["http://near:8265"], ["https://far:8265"], ["http://far:8265", "--allow-plain-http"]):
+        assert main(["list", "--address", *allowed]) == 3
+        assert requested.pop().startswith(allowed[0])
+        assert "No cluster answers" in capsys.readouterr().err
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert main(["list", "--address", "http://far:8265"]) == 3  # there is no secret to protect
+    requested.clear()
+    for secret in ("me:hunter2", "hunter2", ":hunter2"):  # but a password, or a token in its place
+        assert main(["list", "--address", f"http://{secret}@far:8265"]) == 2
+        errors = capsys.readouterr().err
+        assert requested == []
+        assert "http://***@far:8265" in errors
+        assert "hunter2" not in errors
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://me:hunter2@127.0.0.1:9",
+        "http://me:hunter2@127.0.0.1:x",
+        "http://me:hunter2@[::1",
+        "me:hunter2@127.0.0.1:9",
+        "ftp://me:hunter2@127.0.0.1",
+        "http://me:hun/hunter2@127.0.0.1:9",
+        "http://hunter2@127.0.0.1:9",
+        "http://me:a@hunter2@x:0",
+        "http://me:hunter2@127.0.0.1:9/#@",
+    ],
+)
+def test_a_password_in_an_address_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], address: str
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for command in (["list"], ["doctor"]):
+        assert main([*command, "--address", address]) in (2, 3)
+        output = capfd.readouterr()
+        assert "hunter2" not in output.out + output.err
+        assert output.err.count("\n") == 1
+    with pytest.raises(InputError, match=r"scheduling\.address") as caught:
+        check_address(address)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_refused_password_is_not_shown(tmp_path: Path, refusing: str) -> None:
+    address = refusing.replace("//", "//me:hunter2@")
+    code, output, _ = run(tmp_path, "list", "--address", address)
+    assert code == 2
+    assert "//***@127.0.0.1" in output
+    assert "hunter2" not in output
+
+
+def test_an_address_that_is_not_a_url_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for address in ("http://[::1", "http://", "http://x:99999", "http:///a", "//x", "http://\ufffd:y"):
+        assert main(["list", "--address", address]) == 2
+        errors = capsys.readouterr().err
+        assert "is not the URL of a Ray dashboard" in errors
+        assert errors.count("\n") == 1
+
+
+def test_no_cluster(tmp_path: Path, config: Path) -> None:
+    code, output, _ = run(tmp_path, "submit", "--", "pretrain", str(config))
+    assert (code, output) == (
+        2,
+        "error: No cluster is running on this machine. Give --address URL, or start one with ./launch.sh up.\n",
+    )
+
+
+def test_nobody_there(tmp_path: Path, config: Path) -> None:
+    code, output, _ = run(tmp_path, "submit", "--address", "http://127.0.0.1:9", "--", "pretrain", str(config))
+    assert code == 3
+    assert output.startswith("error: No cluster answers at http://127.0.0.1:9 (")
+
+
+def test_a_server_that_does_not_answer(tmp_path: Path, config: Path) -> None:
+    """Ray's own client would wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        code, output, _ = run(tmp_path, "submit", "--address", address, "--", "pretrain", str(config))
+    assert code == 3
+    assert output.startswith(f"error: No cluster answers at {address} (")
+    assert output.count("\n") == 1
+
+
+def test_a_wrong_token(tmp_path: Path, config: Path, refusing: str) -> None:
+    code, output, _ = run(tmp_path, "submit", "--address", refusing, "--", "pretrain", str(config))
+    assert code == 2
+    assert output.startswith(f"error: {refusing}: the cluster rejects this token. Put the cluster's token into RAY_")
+    assert output.count("\n") == 1
+    output = run(tmp_path, "list", "--address", refusing, RAY_AUTH_TOKEN="wrong")[1]
+    assert "rejects this token. Unset RAY_AUTH_TOKEN, which is preferred to files, and put the" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["submit", "--address", "auto", "--", "pretrain", "{config}"], "is not the URL of a Ray dashboard"),
+        (
+            ["submit", "--address", "http://[::1", "--", "pretrain", "{config}"],
+            "is not the URL of a Ray dashboard",
+        ),
+        (
+            ["submit", "--address", "http://h:99999", "--", "pretrain", "{config}"],
+            "is not the URL of a Ray dashboard",
+        ),
+        (
+            ["submit", "--workers", "1" * 5000, "--", "pretrain", "{config}"],
+            "expected a number of at least 1, or a range",
+        ),
+        (["submit", "--", "finetune", "{config}", "--from", "s3://b"], "is not an address of"),
+        (["submit", "--dir", "s3://b/f", "--", "pretrain", "{config}"], "is a remote address"),
+        (["submit", "--", "pretrain", "nowhere.yaml"], "nowhere.yaml"),
+        (["submit", "--", "pretrain", "{config}", "--workers", "2"], "such as --workers, go before it"),
+        (["submit", "--", "pretrain", "{config}", "--resume"], "a job resumes without --resume"),
+        (["submit", "--", "pretrain", "{config}", "--set", "phasess=1"], "did you mean phases"),
+    ],
+)
+def test_mistakes_are_reported_before_anything_is_sent(
+    tmp_path: Path, config: Path, arguments: list[str], expected: str
+) -> None:
+    code, output, _ = run(tmp_path, *(part.format(config=config) for part in arguments))
+    assert code == 2
+    assert expected in output
+    assert "Traceback" not in output
+
+
+def test_the_list_of_jobs_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Whoever reaches the cluster names jobs."""
+
+    status = SimpleNamespace(value="RUNNING")
+    job = SimpleNamespace(
+        submission_id="[/red]a\x1b[2J",
+        metadata={"bertrain": "[bold]"},
+        status=status,
+        driver_exit_code=None,
+        start_time=0,
+        end_time=None,
+        message="",
+    )
+    monkeypatch.setattr(client, "Jobs", lambda *_, **__: SimpleNamespace(all=lambda: [job], queued=lambda _: {}))
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert "[/red]a\\x1b[2J" in shown
+    assert "[bold]" in shown
+
+
+def test_a_job_that_waits_is_named_as_such(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """To Ray it is running, like the job that it waits for and one that has waited."""
+
+    outputs = {
+        "first": "step 1\n",
+        "started": "started: queued behind first\nstarted: starts\n",
+        "waits": "waits: queued behind first, started\n",
+    }
+    jobs: list[Any] = [
+        SimpleNamespace(
+            submission_id=name,
+            metadata={"bertrain": "pretrain", "workers": "1"},
+            status=JobStatus.RUNNING,
+            driver_exit_code=None,
+            start_time=number,
+            end_time=None,
+            message="",
+        )
+        for number, name in enumerate(outputs)
+    ]
+    cluster = client.Jobs.__new__(client.Jobs)
+    cluster.shown = "http://127.0.0.1:8265"
+    cluster._client = SimpleNamespace(list_jobs=lambda: jobs[::-1], get_job_logs=outputs.__getitem__)  # type: ignore[assignment]
+    monkeypatch.setattr(client, "Jobs", lambda *_, **__: cluster)
+    assert main(["list"]) == 0
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[1:]] == ["running", "running", "queued"]
+    assert main(["status", "waits"]) == 0
+    assert capsys.readouterr().out.startswith("waits: queued behind first, started\n")
+
+
+# ---- the cluster of `up`
+
+
+@pytest.fixture
+def session() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that leads a session of its own, as a node does."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        yield process
+        process.kill()
+
+
+def test_a_node_is_known_by_more_than_its_id(session: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the time of day, which may be set while it runs. After a reboot its id is anybody's."""
+    node = NodeProcess.of(session.pid, cpus=1)
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: 0.0)
+    assert node.is_alive()
+    for other in (replace(node, boot="an earlier one"), replace(node, ticks=node.ticks - 1)):
+        assert not other.is_alive()
+        other.end()
+    assert session.poll() is None
+    node.end()
+    assert session.wait(10) == -signal.SIGKILL
+    assert not node.is_alive()
+
+
+def test_a_session_without_its_first_process_is_ended() -> None:
+    """A killed node leaves its raylet, in a session that has the node's id: only of this boot it is the node's."""
+    code = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        child = psutil.Process(int(first.stdout.readline()))
+        node = NodeProcess.of(first.pid, cpus=1)
+        first.wait()
+        replace(node, boot="an earlier one").end()
+        assert child.is_running()
+        node.end()
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_up_with_an_unusable_state_folder(tmp_path: Path) -> None:
+    """It leaves no folder with a token behind."""
+    (tmp_path / "file").touch()
+    before = set(Path("/tmp").glob("bertrain-*/token"))
+    code, output, _ = run(tmp_path, "up", XDG_STATE_HOME=str(tmp_path / "file"))
+    assert code == 2
+    assert "cluster.json: cannot write here" in output
+    assert output.count("\n") == 1
+    assert not set(Path("/tmp").glob("bertrain-*/token")) - before
+
+
+def test_up_ends_the_rest_of_a_cluster_without_its_head(
+    tmp_path: Path, session: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(local, "_start_node", lambda *_: pytest.fail("that is for the new one to do"))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):  # `up` sets them
+        monkeypatch.setenv(name, "")
+    (tmp_path / "old").mkdir()
+    node = NodeProcess.of(session.pid, cpus=1)
+    local._write(
+        LocalCluster(str(tmp_path / "old"), "127.0.0.1:1", "http://127.0.0.1:1", (replace(node, boot=""), node))
+    )
+    with pytest.raises(pytest.fail.Exception, match="for the new one"):
+        local.up(1, 1, host="127.0.0.1")
+    assert session.wait(10) == -signal.SIGKILL
+    assert not (tmp_path / "old").exists()
+    assert local.down() is None  # nor is anything of the one that did not start left
+
+
+def test_nodes_start_from_a_path_without_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray splits the commands of its own processes at spaces. A node that joins finds the link there already."""
+    (tmp_path / "two words").mkdir()
+    python = Path(sys.executable)
+    (tmp_path / "two words/venv").symlink_to(python.parent.parent)
+    monkeypatch.setattr(sys, "executable", f"{tmp_path}/two words/venv/{python.parent.name}/{python.name}")
+    started: list[tuple[str, str]] = []
+    real: Any = subprocess.Popen
+
+    def start(command: list[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append((command[0], env["PATH"].partition(":")[0]))
+        return real(["true"], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    (tmp_path / "cluster").mkdir()
+    cluster = LocalCluster(str(tmp_path / "cluster"), "127.0.0.1:1", "http://127.0.0.1:1", ())
+    for _ in range(2):
+        local._start_node(cluster, [], 1, "127.0.0.1")
+    for program, folder in started:
+        assert " " not in program + folder
+        assert Path(program).samefile(python)
+        assert Path(folder).samefile(python.parent)
+
+
+# ---- the output of a job
+
+
+def following(monkeypatch: pytest.MonkeyPatch, ray: Any) -> client.Jobs:
+    cluster = client.Jobs.__new__(client.Jobs)
+    cluster.address = cluster.shown = "http://127.0.0.1:8265"
+    cluster._client = ray
+    monkeypatch.setattr(client.Jobs, "get", lambda *_: None)
+    return cluster
+
+
+def test_a_lost_connection_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ray:
+        async def tail_job_logs(self, _: str) -> AsyncIterator[str]:
+            yield "step 1\n"
+            raise RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
+
+    pieces = following(monkeypatch, Ray()).follow("mini")
+    assert next(pieces) == "step 1\n"
+    with pytest.raises(
+        MachineError, match=r"8265: the connection was lost \(.* 1006\)\. mini may still be running: `logs"
+    ):
+        next(pieces)
+
+
+def test_ctrl_c_ends_following_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Ray:
+        closed = False
+
+        async def tail_job_logs(self, _: str) -> AsyncIterator[str]:
+            try:
+                yield "step 1\n"
+                asyncio.get_running_loop().call_soon(signal.default_int_handler, signal.SIGINT, None)
+                await asyncio.sleep(60)
+            finally:
+                self.closed = True
+
+    ray = Ray()
+    assert _follow(following(monkeypatch, ray), "mini") == 130
+    assert ray.closed
+    assert "mini: still running" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [requests.ConnectionError, requests.Timeout, ConnectionError])
+def test_a_head_that_is_away_is_not_a_stranger(error: type[Exception]) -> None:
+    cluster = client.Jobs.__new__(client.Jobs)
+    cluster.address = cluster.shown = "http://127.0.0.1:8265"
+    advice = r"the cluster does not answer now .* run the same command again later"
+    with pytest.raises(MachineError, match=advice), cluster._answers():
+        raise error("refused")
+
+
+# ---- what a cluster holds
+
+
+def test_dead_nodes_hide_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray lists 100 nodes unless more are requested, and remembers a thousand dead ones."""
+    others = {
+        **dict.fromkeys(("node_ip", "node_name", "state_message"), ""),
+        **dict.fromkeys(("start_time_ms", "end_time_ms"), 0),
+        "resources_total": {},
+        "labels": {},
+    }
+    nodes = [
+        {**others, "node_id": f"{number:04}", "state": state, "is_head_node": False}
+        for state, numbers in (("DEAD", range(150)), ("ALIVE", range(150, 300)))
+        for number in numbers
+    ]
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with dashboard(nodes=nodes) as (address, _):
+        assert [node["node_id"] for node in client.nodes_of(address)] == [node["node_id"] for node in nodes[150:]]
+
+
+def a_node(cpus: float, memory_gib: float = 0, *, head: bool = False) -> dict[str, Any]:
+    return {"resources_total": {"CPU": cpus, "memory": memory_gib * 2**30}, "is_head_node": head}
+
+
+def test_a_cluster_that_is_too_small_may_be_waited_for(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    cluster = client.Jobs.__new__(client.Jobs)
+    cluster.address = cluster.shown = "http://127.0.0.1:8265"
+    monkeypatch.setattr(client.Jobs, "all", lambda _: [])
+    monkeypatch.setattr(client.Jobs, "start", lambda _, name, *__: started.append(name))
+    monkeypatch.setattr(client, "nodes_of", lambda _: [a_node(0, 8, head=True)])
+    with pytest.raises(MachineError, match=r"has 0 CPU cores.* If nodes will be added, use --wait-for-nodes\."):
+        cluster.submit(read(config))
+    assert not started
+    cluster.submit(read(config), wait_for_nodes=True)
+    assert started == ["trial"]
+
+
+def test_a_head_is_not_filled_with_jobs_that_wait() -> None:
+    nodes = [a_node(64, 900), a_node(4, 5, head=True)]
+    client._check_head(nodes, 50, "http://head:8265")
+    with pytest.raises(
+        MachineError,
+        match=r"has 60 running or queued jobs, the most that its head node's memory allows \(5\.0 GiB, 90 MiB each\)",
+    ):
+        client._check_head(nodes, 60, "http://head:8265")

@@ -1,0 +1,1123 @@
+"""Manifests: valid by the schemas of those who read them, true to the config, and without secrets."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from cluster.manifests import kuberay as kuberay_manifest
+from cluster.manifests.base import RUN_COMMANDS, ManifestJob, ManifestSettings
+from cluster.manifests.command import KINDS
+from cluster.manifests.render import KIND_SETTINGS
+from cluster.manifests.render import render as render_manifest
+from cluster.workers.actors import PROCESS_TITLE
+from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
+from finetune.cli import main
+from finetune.training.config import config_type
+from finetune.training.config import load_config as load_finetuning
+from pretrain.common.errors import InputError
+from pretrain.config import load_config
+
+ROOT = Path(__file__).parents[2]
+KUBERAY = json.loads((Path(__file__).parents[1] / "schemas" / "kuberay.json").read_text())
+LOCK = (ROOT / "requirements.lock").read_text()
+
+PRETRAINING = """
+name: my-run
+corpus: {dir: corpora/x, sources: [{kind: books, path: "it's/*.txt", license: none}]}
+phases: [{sequence_length: 128, global_sequences: 256, steps: 10, peak_learning_rate: 1e-3}]
+scheduling: {workers: 16, cpus_per_worker: 6}
+"""
+FINETUNING = """
+name: my-task
+start_from: exported/bert
+classification: {train: train.csv, dev: dev.csv, text_column: text, label_column: label}
+scheduling: {workers: 4}
+"""
+EFA = [
+    "place.private=true",
+    "place.subnet=subnet-1a",
+    "place.security_group=sg-1a",
+    "place.placement_group=near",
+]
+NEEDED = {"kuberay": [], "rayup": ["place.file_system=fs-0123abcd", *EFA], "slurm": []}
+
+
+def render(kind: str, config: Path | str, overrides: Sequence[str] = ()) -> str:
+    """The manifest of a run, as the command line makes it."""
+    return render_manifest(kind, config_type(Path(config)), config, overrides)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(PRETRAINING)
+    return path
+
+
+@pytest.fixture
+def finetuning(tmp_path: Path) -> Path:
+    path = tmp_path / "task.yaml"
+    path.write_text(FINETUNING)
+    return path
+
+
+def kuberay(config: Path, *overrides: str) -> dict[str, dict[str, Any]]:
+    """The documents of a KubeRay manifest by kind."""
+    return {one["kind"]: one for one in yaml.safe_load_all(render("kuberay", config, overrides))}
+
+
+def rayup(config: Path, *overrides: str) -> dict[str, Any]:
+    return yaml.safe_load(render("rayup", config, [*NEEDED["rayup"], *overrides]))
+
+
+# KubeRay
+
+
+def pod_templates(value: Any) -> Iterator[dict[str, Any]]:
+    """Every pod template within a RayJob or RayCluster."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if key in ("template", "submitterPodTemplate"):
+            yield item
+        elif isinstance(item, dict | list):
+            yield from pod_templates(item)
+
+
+def check_kuberay(documents: dict[str, dict[str, Any]]) -> None:
+    """Raise where the API server would refuse a document, or drop a field of it."""
+    version = kubernetes_validate.latest_version()
+    for kind, document in documents.items():
+        if not kind.startswith("Ray"):
+            kubernetes_validate.validate(document, version, strict=True)
+            continue
+        jsonschema.validate(document, KUBERAY)
+        for template in pod_templates(document["spec"]):
+            pod = {
+                "apiVersion": "v1",
+                "kind": "PodTemplate",
+                "metadata": {"name": "any"},
+                "template": template,
+            }
+            if "containers" not in template["spec"]:
+                raise AssertionError("a pod without containers")
+            kubernetes_validate.validate(pod, version, strict=True)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["place.kind=RayCluster"],
+        ["place.queue=training", "place.time_limit_seconds=86400", "place.prepare=true"],
+        ["place.redis_address=redis:6379", "place.redis_secret=redis", "place.operator_namespace=kuberay"],
+        ["place.gpus=false", "place.start_limit_seconds=0", "place.node_selector={pool: cpu}"],
+        [
+            "place.service_account=trainer",
+            "place.priority_class=high",
+            "place.image_pull_secrets=[registry, mirror]",
+            "place.annotations={karpenter.sh/do-not-disrupt: 'true'}",
+            "place.worker_annotations={k8s.v1.cni.cncf.io/networks: rdma}",
+            "place.worker_resources={rdma/hca_shared_devices_a: 1, hugepages-2Mi: 5120Mi}",
+            "place.worker_environment={NCCL_IB_HCA: mlx5, NCCL_DEBUG_FILE: /tmp/1e3}",
+        ],
+    ],
+)
+def test_kuberay_is_valid(config: Path, overrides: list[str]) -> None:
+    documents = kuberay(config, *overrides)
+    check_kuberay(documents)
+    assert len(documents) == 3
+    assert len(list(pod_templates(documents.get("RayJob", {"spec": {}})["spec"]))) in (0, 3)
+
+
+def set_at(document: Any, path: str, value: Any) -> None:
+    *keys, last = path.split("/")
+    for key in keys:
+        document = document[int(key) if key.isdecimal() else key]
+    document[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("RayJob/spec/shutdownAfterJobFinish", True),
+        ("RayJob/spec/backoffLimit", "3"),
+        ("RayJob/spec/rayClusterSpec/authOptions/mode", "tokens"),
+        ("RayJob/spec/rayClusterSpec/gcsFaultToleranceOptions", {}),
+        ("RayJob/spec/rayClusterSpec/headGroupSpec/rayStartParams/num-cpus", 0),
+        ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/minReplica", 2),
+        ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/template/spec/toleration", []),
+        ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/template/spec/containers/0/lifecycle/preStop/exe", {}),
+        ("RayJob/spec/submitterPodTemplate/spec/containers/0/securityContext/capabilities/drops", ["ALL"]),
+        ("RayJob/spec/submitterPodTemplate/spec/imagePullSecrets", ["registry"]),
+        ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/template/spec/priorityClass", "high"),
+        ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/template/metadata/annotations", {"count": 1}),
+        ("NetworkPolicy/spec/policyType", ["Ingress"]),
+        ("ConfigMap/data/number", 1),
+    ],
+)
+def test_a_wrong_field_fails(config: Path, path: str, value: Any) -> None:
+    documents = copy.deepcopy(kuberay(config))
+    set_at(documents, path, value)
+    with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+        check_kuberay(documents)
+
+
+def test_kubernetes_has_its_own_form_of_a_name(config: Path) -> None:
+    documents = kuberay(config, *NEEDED["kuberay"], "name=Mini_v1.2-")
+    check_kuberay(documents)
+    assert documents["RayJob"]["metadata"]["name"] == "mini-v1-2"
+    assert documents["ConfigMap"]["metadata"]["name"] == "mini-v1-2-files"
+    assert yaml.safe_load(documents["ConfigMap"]["data"]["config.yaml"])["name"] == "Mini_v1.2-"
+    assert "runs/Mini_v1.2-/stop" in documents["ConfigMap"]["data"]["stop.sh"]
+
+
+def test_kuberay_follows_the_config(config: Path) -> None:
+    job = kuberay(config, "scheduling.workers=12", "place.workers_per_node=4")["RayJob"]
+    cluster = job["spec"]["rayClusterSpec"]
+    group = cluster["workerGroupSpecs"][0]
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert job["metadata"]["name"] == "my-run"
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (3, 3, 3)
+    assert limits == {
+        "cpu": "25",
+        "memory": "128Gi",
+        "nvidia.com/gpu": "4",
+    }  # 4 workers of 6, and the command
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert f"ray=={cluster['rayVersion']}\n" in LOCK
+    assert cluster["authOptions"] == {"mode": "token"}
+
+
+def test_what_a_cluster_asks_of_pods(config: Path) -> None:
+    """All pods have account, priority, pull secrets and annotations. Only workers have RDMA and NCCL settings."""
+    documents = kuberay(
+        config,
+        "place.service_account=trainer",
+        "place.priority_class=high",
+        "place.image_pull_secrets=[registry]",
+        "place.annotations={keep: 'true'}",
+        "place.worker_annotations={k8s.v1.cni.cncf.io/networks: rdma}",
+        "place.worker_resources={rdma/ib: 2, hugepages-2Mi: 5120Mi}",
+        "place.worker_environment={NCCL_IB_HCA: '1e3'}",
+    )
+    templates = list(pod_templates(documents["RayJob"]["spec"]))
+    for template in templates:
+        pod = template["spec"]
+        assert (pod["serviceAccountName"], pod["priorityClassName"]) == ("trainer", "high")
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+        assert pod["automountServiceAccountToken"] is False
+        assert template["metadata"]["annotations"]["keep"] == "true"
+    [worker] = [one for one in templates if one["spec"]["containers"][0]["name"] == "ray-worker"]
+    container = worker["spec"]["containers"][0]
+    assert worker["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rdma"
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert (
+        container["resources"]["limits"].items()
+        >= {"rdma/ib": "2", "hugepages-2Mi": "5120Mi", "nvidia.com/gpu": "8"}.items()
+    )
+    assert {"name": "NCCL_IB_HCA", "value": "1e3"} in container["env"]
+    others = json.dumps([one for one in templates if one is not worker])
+    assert not re.search("rdma|NCCL|hugepages", others)
+
+
+def test_node_labels_are_not_secrets(config: Path) -> None:
+    documents = kuberay(config, "place.node_selector={pool/key: gpu, node-token: a}")
+    selectors = [one["spec"].get("nodeSelector") for one in pod_templates(documents["RayJob"]["spec"])]
+    assert {"pool/key": "gpu", "node-token": "a"} in selectors
+
+
+def test_pods_without_wishes_have_none(config: Path) -> None:
+    for template in pod_templates(kuberay(config)["RayJob"]["spec"]):
+        assert "annotations" not in template["metadata"]
+        assert not {"serviceAccountName", "priorityClassName", "imagePullSecrets"} & template["spec"].keys()
+
+
+def test_text_that_looks_like_a_number_stays_text(config: Path) -> None:
+    """PyYAML leaves 1e3 plain, which is a number for those who read YAML 1.2."""
+    text = render("kuberay", config, ["place.worker_environment={NCCL_A: '1e3', NCCL_B: '0o17', NCCL_C: '-.5e1'}"])
+    assert {"'1e3'", "'0o17'", "'-.5e1'"} <= set(re.findall(r"value: (.*)$", text, re.MULTILINE))
+
+
+def test_a_run_that_may_shrink_needs_fewer_pods(config: Path) -> None:
+    spec = kuberay(config, "scheduling.min_workers=9")["RayJob"]["spec"]["rayClusterSpec"]
+    assert spec["workerGroupSpecs"][0]["minReplicas"] == 2
+    spec = kuberay(config, "scheduling.min_workers=4")["RayJob"]["spec"]["rayClusterSpec"]
+    assert spec["workerGroupSpecs"][0]["minReplicas"] == 1
+
+
+def test_a_small_run_takes_a_part_of_a_node(config: Path) -> None:
+    group = kuberay(config, "scheduling.workers=2")["RayJob"]["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+    assert group["replicas"] == 1
+    assert group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
+
+
+def test_the_config_map_holds_the_run(config: Path, tmp_path: Path) -> None:
+    """What the pods read is the run of the config, with nothing of the place in it."""
+    written = tmp_path / "written.yaml"
+    written.write_text(kuberay(config, "phases.0.steps=7")["ConfigMap"]["data"]["config.yaml"])
+    assert load_config(written) == load_config(config, ["phases.0.steps=7"])
+
+
+def test_a_queue_holds_the_job_back(config: Path) -> None:
+    for kind in ("RayJob", "RayCluster"):
+        queued = kuberay(config, "place.queue=training", f"place.kind={kind}")[kind]
+        assert queued["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
+        assert queued["spec"]["suspend"] is True
+        assert kuberay(config, f"place.kind={kind}")[kind]["spec"]["suspend"] is False
+
+
+def test_where_the_heads_state_lies(config: Path) -> None:
+    def environment(*overrides: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        spec = kuberay(config, *overrides)["RayJob"]["spec"]["rayClusterSpec"]
+        head = spec["headGroupSpec"]["template"]["spec"]["containers"][0]
+        return spec, {one["name"]: one.get("value") for one in head["env"]}
+
+    spec, embedded = environment()
+    assert embedded["RAY_gcs_storage"] == "rocksdb"
+    assert "gcsFaultToleranceOptions" not in spec
+    spec, external = environment("place.redis_address=redis:6379", "place.redis_secret=redis")
+    assert "RAY_gcs_storage" not in external
+    assert spec["gcsFaultToleranceOptions"]["redisPassword"]["valueFrom"]["secretKeyRef"]["name"] == "redis"
+
+
+def test_pods_are_contained(config: Path) -> None:
+    """What the restricted profile of Kubernetes asks for, and time for a checkpoint."""
+    documents = kuberay(config, "place.grace_seconds=120")
+    for template in pod_templates(documents["RayJob"]["spec"]):
+        pod = template["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        container = pod["containers"][0]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        if container["name"] != "ray-job-submitter":
+            assert pod["terminationGracePeriodSeconds"] > 120
+        # The policy selects every pod of the run by the label that it also lets in.
+        policy = documents["NetworkPolicy"]["spec"]
+        assert policy["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        assert policy["ingress"][0]["from"] == [{"podSelector": policy["podSelector"]}]
+
+
+@pytest.mark.parametrize("command", [DRIVER, JOB_ENTRYPOINT, *RUN_COMMANDS])
+def test_a_pod_finds_the_run_by_programs_that_exist(command: str) -> None:
+    """A renamed module would go unnoticed until a pod ends without waiting for its checkpoint."""
+    module, *subcommand = command.split()
+    assert re.fullmatch(f"python {kuberay_manifest._COMMAND}", f"python -m {command}")
+    assert not re.search(kuberay_manifest._COMMAND, f"python -m {command.replace('.', '-')[1:]}")
+    path = ROOT / module.replace(".", "/")
+    path = path / "__main__.py" if subcommand else path.with_suffix(".py")
+    assert 'if __name__ == "__main__":' in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("title", "head", "drains"),
+    [
+        (f"{PROCESS_TITLE}.run", False, True),  # by the name that Ray gives it (test_cluster.py checks a real one)
+        ("python -m finetune finetune", False, False),
+        (f"{PROCESS_TITLE}.run", True, False),
+        (f"python -m {DRIVER}", True, False),
+    ],
+)
+def test_stopping_a_pod_asks_for_a_checkpoint_and_waits(
+    config: Path, tmp_path: Path, title: str, head: bool, drains: bool
+) -> None:
+    """A worker's node is drained first, which fails here. The command, or the head, has none that could go alone."""
+    (tmp_path / "runs/my-run").mkdir(parents=True)
+    documents = kuberay(config, f"place.storage={tmp_path}")
+    data, process = documents["ConfigMap"]["data"], in_a_pod(tmp_path / "bin", title)
+    program(tmp_path / "bin", "ray", f'echo "$@" >>{tmp_path}/calls\nexit 1\n')
+    spec = documents["RayJob"]["spec"]["rayClusterSpec"]
+    group = spec["headGroupSpec"] if head else spec["workerGroupSpecs"][0]
+    variables = {one["name"]: one.get("value", "") for one in group["template"]["spec"]["containers"][0]["env"]}
+    # The run's name is part of its pods' names.
+    environment = with_programs(tmp_path / "bin", **variables, HOSTNAME="multi-head-run-x-1")
+    hook = subprocess.Popen(["bash", "-c", data["stop.sh"]], env=environment)
+    try:
+        while not (tmp_path / "runs/my-run/stop").exists():
+            assert hook.poll() is None
+            time.sleep(0.02)
+        with pytest.raises(subprocess.TimeoutExpired):
+            hook.wait(0.5)
+    finally:
+        process.kill()
+        process.wait()
+    assert hook.wait(60) == 0
+    assert (tmp_path / "calls").exists() == drains
+
+
+def in_a_pod(programs: Path, title: str) -> subprocess.Popen[bytes]:
+    """A process of this title, the only one that pgrep and pkill find; a pod has its own, here others may train."""
+    process = subprocess.Popen(["bash", "-c", f"exec -a {shlex.quote(title)} sleep 60"], start_new_session=True)
+    for name in ("pgrep", "pkill"):
+        program(programs, name, f'exec {shutil.which(name)} -s {process.pid} "$@"\n')
+    while not Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(title.encode()):
+        time.sleep(0.01)
+    return process
+
+
+def test_the_head_of_a_cluster_stops_the_jobs_that_it_runs(config: Path, tmp_path: Path) -> None:
+    """Their runs have other names than the manifest's; the shell of Ray above a launcher must outlive it."""
+    data = kuberay(config, f"place.storage={tmp_path}", "place.kind=RayCluster")["ConfigMap"]["data"]
+    process = in_a_pod(tmp_path / "bin", f"python -m {JOB_ENTRYPOINT}")
+    hook = ["bash", "-c", data["stop.sh"]]
+    environment = with_programs(tmp_path / "bin", BERTRAIN_HEAD="1")
+    try:
+        threading.Thread(target=process.wait).start()  # a pod's first process reaps it, too
+        assert subprocess.run(hook, env=environment, timeout=30).returncode == 0
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGTERM
+    shell = in_a_pod(tmp_path / "bin", f"/bin/sh -c python -m {JOB_ENTRYPOINT}")
+    try:
+        assert subprocess.run(hook, env=environment, timeout=30).returncode == 0
+        assert shell.poll() is None
+    finally:
+        shell.kill()
+        shell.wait()
+
+
+@pytest.mark.parametrize("least", [0, 8])
+@pytest.mark.parametrize("drained", [True, False])
+def test_a_run_continues_without_a_pod(config: Path, tmp_path: Path, least: int, drained: bool) -> None:
+    """Its node is drained, which the run answers by itself, of fixed size or not; a drain that fails stops the run."""
+    (tmp_path / "runs/my-run").mkdir(parents=True)
+    given = [f"place.storage={tmp_path}", f"scheduling.min_workers={least}", "scheduling.workers=16"]
+    data = kuberay(config, *given)["ConfigMap"]["data"]
+    program(tmp_path / "bin", "ray", f'echo "$@" >>{tmp_path}/calls\nexit {0 if drained else 1}\n')
+    # Workers, until the first search; the command is not in this pod.
+    seen = tmp_path / "seen"
+    program(tmp_path / "bin", "pgrep", f'[[ "$*" != *ray::* || -e {seen} ]] && exit 1\ntouch {seen}\n')
+    environment = with_programs(tmp_path / "bin")
+    assert subprocess.run(["bash", "-c", data["stop.sh"]], env=environment, timeout=20).returncode == 0
+    assert (tmp_path / "runs/my-run/stop").exists() != drained
+    assert (tmp_path / "calls").read_text().startswith("drain-node ")
+
+
+def test_a_control_store_that_is_gone_does_not_hold_a_pod_up(config: Path, tmp_path: Path) -> None:
+    """`ray drain-node` waits for minutes then; the hook gives it seconds, and stops the run instead."""
+    (tmp_path / "runs/my-run").mkdir(parents=True)
+    given = [f"place.storage={tmp_path}", "scheduling.min_workers=8", "scheduling.workers=16"]
+    data = kuberay(config, *given)["ConfigMap"]["data"]
+    real, seen = shutil.which("timeout"), tmp_path / "seen"
+    program(tmp_path / "bin", "ray", "exec sleep 600\n")
+    program(tmp_path / "bin", "timeout", f'echo "$@" >>{tmp_path}/limits\nexec {real} 0.2 "${{@:3}}"\n')
+    program(tmp_path / "bin", "pgrep", f'[[ "$*" != *ray::* || -e {seen} ]] && exit 1\ntouch {seen}\n')
+    environment = with_programs(tmp_path / "bin")
+    assert subprocess.run(["bash", "-c", data["stop.sh"]], env=environment, timeout=30).returncode == 0
+    assert (tmp_path / "runs/my-run/stop").exists()
+    assert (tmp_path / "limits").read_text().startswith("--kill-after=5 20 ray drain-node ")
+
+
+def test_a_pod_with_nothing_of_the_run_asks_nothing(config: Path, tmp_path: Path) -> None:
+    """The run may have been started again elsewhere by now, and the request would be taken for its own."""
+    (tmp_path / "runs/my-run").mkdir(parents=True)
+    data = kuberay(config, f"place.storage={tmp_path}")["ConfigMap"]["data"]
+    program(tmp_path / "bin", "pgrep", "exit 1\n")
+    program(tmp_path / "bin", "ray", "exit 1\n")
+    hook = ["bash", "-c", data["stop.sh"]]
+    assert subprocess.run(hook, env=with_programs(tmp_path / "bin"), timeout=20).returncode == 0
+    assert not (tmp_path / "runs/my-run/stop").exists()
+
+
+def test_a_run_at_an_address_trains_in_storage_that_all_nodes_share(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is asked for a checkpoint there, not in the cache of the machine that wrote the manifest."""
+    monkeypatch.setenv("BERTRAIN_CACHE", "/my/cache")
+    monkeypatch.setenv("BERTRAIN_RUNS", "/my/runs")
+    address = "run_dir=s3://bucket/runs/my-run"
+    folder = "stored-runs/s3/bucket/runs/my-run"
+    assert "/my/" not in "".join(render(kind, config, [*needed, address]) for kind, needed in NEEDED.items())
+
+    documents = kuberay(config, address)
+    assert f"touch -- /shared/{folder}/stop" in documents["ConfigMap"]["data"]["stop.sh"]
+    pods = [pod for pod in pod_templates(documents["RayJob"]["spec"]) if "env" in pod["spec"]["containers"][0]]
+    assert len(pods) == 2
+    for pod in pods:
+        variables = {one["name"]: one.get("value") for one in pod["spec"]["containers"][0]["env"]}
+        monkeypatch.setenv("BERTRAIN_RUNS", variables["BERTRAIN_RUNS"])
+        assert load_config(config, [address]).folder == Path("/shared", folder)
+    with pytest.raises(InputError, match="BERTRAIN_RUNS is set for all pods"):
+        kuberay(config, "place.worker_environment={BERTRAIN_RUNS: /tmp}")
+
+    assert "--env=BERTRAIN_RUNS=/shared/stored-runs" in rayup(config, address)["docker"]["run_options"]
+    script = render("slurm", config, [address])
+    assert f"run={folder}\n" in script
+    assert 'export BERTRAIN_RUNS="$PWD/stored-runs"\n' in script
+
+
+# ray up
+
+
+@pytest.fixture(scope="module")
+def ray_schema() -> dict[str, Any]:
+    """Ray's own, located without importing Ray."""
+    spec = importlib.util.find_spec("ray")
+    assert spec is not None
+    assert spec.origin is not None
+    return json.loads((Path(spec.origin).parent / "autoscaler" / "ray-schema.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [
+            "place.spot=true",
+            "place.private=true",
+            "place.zone=us-west-2a",
+            "place.security_group=sg-1a",
+            "place.machine_image=ami-1",
+            "place.netrc=~/.netrc",
+            "place.prepare=true",
+        ],
+        ["place.gpus=false", "place.efa_interfaces=0", "place.instance=m6i.32xlarge"],
+    ],
+)
+def test_rayup_is_valid(config: Path, ray_schema: dict[str, Any], overrides: list[str]) -> None:
+    cluster = rayup(config, *overrides)
+    jsonschema.validate(cluster, ray_schema)
+    assert cluster["head_node_type"] in cluster["available_node_types"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("max_worker", 2),
+        ("auth/ssh_usr", "me"),
+        ("docker/images", "x"),
+        ("available_node_types/workers/minimum", 1),
+        ("max_workers", "2"),
+    ],
+)
+def test_a_wrong_field_of_rayup_fails(config: Path, ray_schema: dict[str, Any], path: str, value: Any) -> None:
+    cluster = rayup(config)
+    set_at(cluster, path, value)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(cluster, ray_schema)
+
+
+def test_rayup_follows_the_config(config: Path) -> None:
+    cluster = rayup(config)
+    workers = cluster["available_node_types"]["workers"]
+    assert cluster["cluster_name"] == "my-run"
+    assert (workers["min_workers"], workers["max_workers"], cluster["max_workers"]) == (2, 2, 2)
+    assert any("fs-0123abcd.efs.us-west-2" in command for command in cluster["initialization_commands"])
+
+
+def test_rayup_opens_nothing(config: Path) -> None:
+    cluster = rayup(config)
+    assert "security_group" not in cluster["provider"]  # Ray's own lets SSH in and nothing else
+    assert "--dashboard-host=127.0.0.1" in cluster["head_start_ray_commands"][-1]
+    assert any("RAY_AUTH_MODE=token" in option for option in cluster["docker"]["run_options"])
+    assert list(cluster["file_mounts"].values()) == ["~/.ray/auth_token"]
+
+
+@pytest.mark.parametrize(("instance", "count"), [("p4d.24xlarge", 4), ("p5.48xlarge", 32), ("p5en.48xlarge", 16)])
+def test_nodes_with_efa_use_it(config: Path, instance: str, count: int) -> None:
+    """As AWS recommends: one interface for IP, one for EFA alone on each card; Ray needs subnet and group in each."""
+    cluster = rayup(config, f"place.instance={instance}")
+    node = cluster["available_node_types"]["workers"]["node_config"]
+    first, *others = node["NetworkInterfaces"]
+    assert (first["NetworkCardIndex"], first["DeviceIndex"], first["InterfaceType"]) == (0, 0, "interface")
+    assert [one["NetworkCardIndex"] for one in others] == list(range(count))
+    assert [one["DeviceIndex"] for one in others] == [1, *[0] * (count - 1)]
+    assert {one["InterfaceType"] for one in others} == {"efa-only"}
+    for one in (first, *others):
+        assert (one["SubnetId"], one["Groups"]) == ("subnet-1a", ["sg-1a"])
+    assert not {"SubnetIds", "SubnetId", "SecurityGroupIds"} & node.keys()
+    assert node["Placement"] == {"GroupName": "near"}
+    options = cluster["docker"]["worker_run_options"]
+    assert {"--device=/dev/infiniband", "--ulimit=memlock=-1:-1"} <= set(options)
+    head = cluster["available_node_types"]["head"]["node_config"]
+    assert (head["SubnetIds"], head["SecurityGroupIds"]) == (["subnet-1a"], ["sg-1a"])
+    assert "NetworkInterfaces" not in head
+    assert "Placement" not in head
+
+
+def test_nodes_without_efa_keep_to_tcp(config: Path) -> None:
+    for given in (["place.efa_interfaces=0"], ["place.instance=g5.48xlarge"], ["scheduling.workers=8"]):
+        cluster = rayup(config, *given)
+        node = cluster["available_node_types"]["workers"]["node_config"]
+        assert "NetworkInterfaces" not in node
+        assert (node["SubnetIds"], node["SecurityGroupIds"]) == (["subnet-1a"], ["sg-1a"])
+        assert "--device=/dev/infiniband" not in cluster["docker"]["worker_run_options"]
+
+
+def test_workers_of_rayup_get_their_gpus(config: Path) -> None:
+    """The image names no GPUs, so NVIDIA's toolkit gives it none unless requested; the head has none."""
+    docker = rayup(config)["docker"]
+    wanted = {
+        "--gpus=all",
+        "--env=NVIDIA_VISIBLE_DEVICES=all",
+        "--env=NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    }
+    assert wanted <= set(docker["worker_run_options"])
+    assert not [option for option in docker["run_options"] if "NVIDIA" in option or "gpus" in option]
+    assert "worker_run_options" not in rayup(config, "place.gpus=false", "place.efa_interfaces=0")["docker"]
+
+
+def test_rayup_writes_config_and_script_on_the_head(config: Path, tmp_path: Path) -> None:
+    for line in rayup(config)["head_setup_commands"]:
+        subprocess.run(["bash", "-c", line.replace("/home/bertrain", str(tmp_path))], check=True)
+    assert load_config(tmp_path / "my-run.yaml") == load_config(config)
+    check_script((tmp_path / "start.sh").read_text())
+
+
+# SLURM and all scripts
+
+
+def check_script(text: str) -> None:
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    if shellcheck := shutil.which("shellcheck"):
+        done = subprocess.run([shellcheck, "-"], input=text, text=True, capture_output=True)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("overrides", [[], ["place.prepare=true", "place.gpus=false"], ["run_dir=two words"]])
+def test_scripts_are_clean(config: Path, overrides: list[str]) -> None:
+    data = kuberay(config, *overrides)["ConfigMap"]["data"]
+    elastic = kuberay(config, *overrides, "scheduling.min_workers=8")["ConfigMap"]["data"]
+    for text in (render("slurm", config, overrides), data["start.sh"], data["stop.sh"], elastic["stop.sh"]):
+        check_script(text)
+
+
+def test_a_constraint_keeps_its_operators(config: Path) -> None:
+    for constraint in ("h100|a100", "[rack1|rack2]", "(h100&nvme)*2"):
+        script = render("slurm", config, [f"place.constraint='{constraint}'"])
+        assert f"#SBATCH --constraint='{constraint}'\n" in script
+    assert "#SBATCH --constraint=h100\n" in render("slurm", config, ["place.constraint=h100"])
+
+
+def test_a_time_limit_of_slurm_may_be_a_number_of_minutes(config: Path) -> None:
+    assert "#SBATCH --time=4\n" in render("slurm", config, ["place.time_limit=4"])
+    with pytest.raises(InputError, match=r"place.time_limit is 4.5; expected text"):
+        render("slurm", config, ["place.time_limit=4.5"])
+
+
+def test_slurm_follows_the_config(config: Path) -> None:
+    script = render("slurm", config, ["place.partition=gpu", "place.time_limit=2-00:00:00", "place.workers_per_node=4"])
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script, re.MULTILINE))
+    wanted = {
+        "job-name": "my-run",
+        "nodes": "4",
+        "gpus-per-node": "4",
+        "cpus-per-task": "24",
+        "partition": "gpu",
+        "time": "2-00:00:00",
+        "signal": "B:USR1@300",
+    }
+    assert options.items() >= wanted.items()
+    assert "account" not in options
+    assert '--min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus=24 --num-gpus=4' in script
+
+
+@pytest.mark.skipif(
+    not shutil.which("sbatch") or subprocess.run(["scontrol", "ping"], capture_output=True).returncode != 0,
+    reason="no SLURM here",
+)
+def test_slurm_accepts_it(config: Path, tmp_path: Path) -> None:
+    overrides = ["scheduling.workers=1", "scheduling.cpus_per_worker=1", "place.gpus=false"]
+    (tmp_path / "job.sh").write_text(render("slurm", config, overrides))
+    tried = subprocess.run(["sbatch", "--test-only", tmp_path / "job.sh"], capture_output=True, text=True)
+    assert tried.returncode == 0, tried.stderr
+
+
+def program(folder: Path, name: str, lines: str) -> None:
+    """A stand-in for a program of that name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\n{lines}")
+    (folder / name).chmod(0o755)
+
+
+def with_programs(folder: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **more}
+
+
+@pytest.fixture
+def slurm_job(config: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts the script as SLURM would, `lines` being the run; what was called comes into tmp_path/calls."""
+    folder, calls = tmp_path / "bin", tmp_path / "calls"
+    place = [
+        f"place.storage={tmp_path}",
+        "place.environment=cd .",
+        "place.grace_seconds=30",
+        "place.prepare=true",
+    ]
+    (tmp_path / "job.sh").write_text(render("slurm", config, place))
+    program(folder, "srun", 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
+    for name in ("scontrol", "scancel"):
+        program(folder, name, f'echo {name} "$@" >>{calls}\n')
+
+    def start(
+        lines: str,
+        ray: str = 'until [[ $1 == -- ]]; do shift; done\nexec "${@:2}"\n',
+        preparing: str = "true",
+    ) -> Any:
+        program(folder, "ray", f'echo "$@" >>{calls}\n{ray}')
+        secret = f'[[ $1 != -c ]] || exec {sys.executable} "$@"\n'
+        first = f"[[ $3 != prepare ]] || {{ {preparing}; exit; }}\n"
+        program(folder, "python", f'{secret}echo "$@" >>{calls}\n{first}{lines}')
+        environment = with_programs(folder, SLURM_JOB_ID="4711", SLURM_JOB_NUM_NODES="2", SLURM_CPUS_PER_TASK="24")
+        return subprocess.Popen(["bash", tmp_path / "job.sh"], env=environment, stderr=subprocess.PIPE, text=True)
+
+    return start
+
+
+def test_slurm_runs_and_returns_the_exit_code(slurm_job: Any, tmp_path: Path) -> None:
+    token = "cp -p runs/my-run/ray-token seen\necho $SRUN_CPUS_PER_TASK >cpus\n"
+    assert slurm_job(f"{token}exit 4\n").wait(20) == 4
+    calls = (tmp_path / "calls").read_text()
+    assert re.search(r"^symmetric-run --address [\d.]+:24711 --min-nodes 2 ", calls)
+    assert re.search(
+        r"pretrain pretrain runs/my-run/submitted.yaml --set scheduling.address=[\d.]+:24711 --resume", calls
+    )
+    assert "scontrol" not in calls
+    assert (tmp_path / "cpus").read_text() == "24\n"  # which srun no longer takes from sbatch
+    assert (tmp_path / "seen").stat().st_mode & 0o777 == 0o600
+    assert re.fullmatch("[0-9a-f]{64}", (tmp_path / "seen").read_text())
+    assert not (tmp_path / "runs/my-run/ray-token").exists()
+
+
+def until_it_has_begun(job: Any, folder: Path) -> None:
+    while not (folder / "begun").exists():
+        assert job.poll() is None
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("asked", "called"),
+    [
+        ("USR1", ["scontrol requeue 4711"]),  # SLURM's warning before the time limit
+        ("stop", ["scancel 4711"]),  # else SLURM would say FAILED
+        ("TERM", []),  # scancel
+        ("USR1 TERM", []),
+    ],
+)
+def test_slurm_queues_itself_again_after_a_warning_only(
+    slurm_job: Any, tmp_path: Path, asked: str, called: list[str]
+) -> None:
+    wait = "touch begun\nuntil [[ -e runs/my-run/stop ]]; do sleep 0.05; done\nsleep 0.5\nexit 75\n"
+    job = slurm_job(wait)
+    until_it_has_begun(job, tmp_path)
+    if asked == "stop":
+        (tmp_path / "runs/my-run/stop").touch()
+    else:
+        for name in asked.split():
+            job.send_signal(signal.Signals[f"SIG{name}"])
+            time.sleep(0.1)
+    assert job.wait(60) == 75
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [line for line in calls if line.startswith("sc")] == called
+
+
+def test_slurm_does_not_call_a_canceled_run_one_that_did_not_start(slurm_job: Any, tmp_path: Path) -> None:
+    """SLURM ends Ray together with the run, which leaves no exit code."""
+    job = slurm_job("", ray="touch begun; until [[ -e calls-end ]]; do sleep 0.05; done; exit 143\n")
+    until_it_has_begun(job, tmp_path)
+    job.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    (tmp_path / "calls-end").touch()
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 143
+    assert "did not start" not in errors
+
+
+def test_slurm_gives_back_a_job_that_prepares(slurm_job: Any, tmp_path: Path) -> None:
+    """There is no checkpoint to ask for, and a file `stop` would end the run when the job comes back."""
+    job = slurm_job("exit 0\n", preparing="touch begun; until [[ -e calls-end ]]; do sleep 0.05; done")
+    until_it_has_begun(job, tmp_path)
+    job.send_signal(signal.SIGUSR1)
+    while "scontrol requeue 4711" not in (tmp_path / "calls").read_text():
+        assert job.poll() is None
+        time.sleep(0.02)
+    job.send_signal(signal.SIGTERM)  # by which SLURM takes it back
+    time.sleep(0.1)
+    assert not (tmp_path / "runs/my-run/stop").exists()
+    (tmp_path / "calls-end").touch()
+    assert job.wait(60) == 0
+    assert not (tmp_path / "runs/my-run/preparing").exists()
+
+
+def test_an_elastic_run_takes_as_many_nodes_as_it_gets(config: Path) -> None:
+    elastic = ["scheduling.min_workers=1", "scheduling.workers=2", "place.workers_per_node=1"]
+    assert "#SBATCH --nodes=1-2\n" in render("slurm", config, elastic)
+    assert "waiting for 1 nodes" in render("rayup", config, [*NEEDED["rayup"], *elastic])
+
+
+def test_slurm_finds_the_heads_address_without_a_resolver(slurm_job: Any, tmp_path: Path) -> None:
+    """The name of a node may be neither in DNS nor in /etc/hosts."""
+    program(tmp_path / "bin", "getent", "exit 2\n")
+    program(tmp_path / "bin", "hostname", '[[ ${1:-} != -I ]] && echo node || echo "10.0.0.7 10.1.0.7"\n')
+    assert slurm_job("exit 0\n").wait(20) == 0
+    assert "symmetric-run --address 10.0.0.7:24711" in (tmp_path / "calls").read_text()
+
+
+def test_slurm_without_ray_is_not_a_success(slurm_job: Any) -> None:
+    """`ray symmetric-run` ends with 0 where `ray start` failed."""
+    assert slurm_job("exit 0\n", ray="exit 0\n").wait(20) == 3
+
+
+# All kinds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_commands_are_ours(config: Path, finetuning: Path, kind: str) -> None:
+    """Every command line in a manifest is one that its parser takes, and resumes."""
+    import finetune.__main__ as finetune_main
+    import pretrain.__main__ as pretrain_main
+
+    parsers = {"pretrain": pretrain_main.build_parser, "finetune": finetune_main.build_parser}
+    for path, count in ((config, 2), (finetuning, 1)):
+        given = [*NEEDED[kind], *(["place.prepare=true"] if path == config else [])]
+        matches = re.findall(
+            r"python -m (pretrain|finetune) ((?:pretrain|prepare|finetune) [^&)\n]*)", render(kind, path, given)
+        )
+        assert len(matches) == count
+        for package, line in matches:
+            arguments = parsers[package]().parse_args(shlex.split(line.replace("'", "")))
+            assert arguments.set[0].startswith("scheduling.address=")
+        assert arguments.resume
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_secret_gets_into_a_manifest(config: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    for name in ("WANDB_API_KEY", "RAY_AUTH_TOKEN", "HF_TOKEN"):
+        monkeypatch.setenv(name, "canary-5f1e")
+    text = render(kind, config, NEEDED[kind])
+    assert "canary-5f1e" not in text
+    assert "kind: Secret" not in text
+    for document in yaml.safe_load_all(text) if kind == "kuberay" else []:
+        for template in pod_templates(document.get("spec", {})):
+            for variable in template["spec"]["containers"][0].get("env", []):
+                assert ("value" in variable) != bool(re.search("KEY|TOKEN|PASSWORD", variable["name"]))
+
+
+def test_a_finetuning_is_known_by_its_keys(finetuning: Path, tmp_path: Path) -> None:
+    data = kuberay(finetuning)["ConfigMap"]["data"]
+    assert "python -m finetune finetune" in data["start.sh"]
+    written = tmp_path / "written.yaml"
+    written.write_text(data["config.yaml"])
+    assert load_finetuning(written) == load_finetuning(finetuning, ["scheduling.cpus_per_worker=8"])
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*/*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configs_have_manifests(path: Path) -> None:
+    start = ["start_from=/shared/bert"] if path.parent.name == "finetune" else []
+    for kind in KINDS:
+        assert render(kind, path, [*NEEDED[kind], *start])
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["cluster", "manifest", *map(str, arguments)])
+    return main()
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "error"),
+    [
+        ("kuberay", ["place.imag=x"], "place.imag is not a known setting; did you mean image?"),
+        ("kuberay", ["name=9lives"], "name: '9lives' must begin with a letter"),
+        ("kuberay", ["scheduling.workers=9"], "multiple of place.workers_per_node (8)"),
+        ("kuberay", ["phases.0.step=1"], "phases.0.step is not a known setting; did you mean"),
+        ("kuberay", ["place.storage=shared"], "place.storage is 'shared'; expected text like ^/"),
+        ("rayup", [], "place.file_system is missing. EFS"),
+        (
+            "rayup",
+            ["place.file_system=fs-1"],
+            "need place.private, place.subnet, place.security_group, place.placement_group",
+        ),
+        ("rayup", [*NEEDED["rayup"], "place.region=$(id)"], "place.region is '$(id)'; expected text like"),
+        ("rayup", [*NEEDED["rayup"], "place.image=x --privileged"], "place.image is 'x --privileged'; expected text"),
+        ("slurm", ["place.storage=s3://bucket/run"], "place.storage: 's3://bucket/run' is a remote address"),
+        (
+            "slurm",
+            ['place.storage="a\\nb"'],
+            "place.storage is 'a\\nb', which contains control characters (\\n)",
+        ),
+        (
+            "slurm",
+            ['run_dir="a\\ntouch canary"'],
+            "run_dir is 'a\\ntouch canary', which contains control characters",
+        ),
+        (
+            "rayup",
+            ["place.file_system=fs-1a", 'place.region="a\\tb"'],
+            "place.region is 'a\\tb', which contains control",
+        ),
+        (
+            "rayup",
+            ["place.file_system=fs-1a", "place.netrc=s3://b/netrc"],
+            "place.netrc is 's3://b/netrc'; expected text like",
+        ),
+        ("slurm", ["place.partition=a b"], "place.partition is 'a b'; expected text like"),
+        ("slurm", ["place.constraint=a;b"], "place.constraint is 'a;b'; expected text like"),
+        ("kuberay", ["place.worker_resources={nvidia.com/gpu: 1}"], "set by place.workers_per_node and place.gpus"),
+        ("kuberay", ["place.worker_resources={rdma/ib: some}"], "is 'some'; expected text like"),
+        ("kuberay", ["place.worker_environment={A-B: x}"], "'A-B'; expected text like"),
+        ("kuberay", ["place.worker_environment={RAY_AUTH_MODE: disabled}"], "RAY_AUTH_MODE belongs to Ray"),
+        ("kuberay", ["place.worker_environment={WANDB_API_KEY: x}"], "looks like a secret"),
+        ("kuberay", ["place.redis_address=':pw@redis:6379'"], "place.redis_address is ':pw@redis:6379'; expected text"),
+        ("kuberay", ["place.service_account=Me"], "place.service_account is 'Me'; expected text like"),
+    ],
+)
+def test_bad_input_is_one_line(
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    overrides: list[str],
+    error: str,
+) -> None:
+    code = run_command(monkeypatch, kind, config, *[word for one in overrides for word in ("--set", one)])
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    assert error in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_the_environment_may_have_several_shell_lines(config: Path) -> None:
+    lines = "module load cuda\nsource .venv/bin/activate\n"
+    assert f"\n{lines}" in render("slurm", config, [f"place.environment={json.dumps(lines)}"])
+
+
+def test_a_finetuning_needs_its_checkpoint(finetuning: Path) -> None:
+    with pytest.raises(InputError, match="start_from is empty"):
+        render("slurm", finetuning, ["start_from="])
+    with pytest.raises(InputError, match="only pretraining prepares a corpus"):
+        render("slurm", finetuning, ["place.prepare=true"])
+
+
+def test_the_command_knows_every_kind() -> None:
+    assert tuple(KIND_SETTINGS) == KINDS  # listed twice, so that --help imports nothing
+
+
+def test_out_writes_what_would_be_printed(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(monkeypatch, "slurm", config) == 0
+    assert run_command(monkeypatch, "slurm", config, "--out", tmp_path / "job.sh") == 0
+    assert (tmp_path / "job.sh").read_text() == capsys.readouterr().out
+    before = config.read_text()
+    assert run_command(monkeypatch, "slurm", config, "--out", config) == 2
+    assert "is also an input" in capsys.readouterr().err
+    assert config.read_text() == before
+
+
+def test_the_container_file_takes_its_versions_from_the_lock() -> None:
+    text = (ROOT / "cluster/manifests/Containerfile").read_text()
+    installs = re.findall(r"pip install .*", text)
+    assert installs
+    assert all("--constraint requirements.lock" in line for line in installs)
+    assert not re.search(r"\w==\d", text)
+    assert re.search(r"^ARG BASE=python:3\.1[0-3]-", text, re.MULTILINE)  # requires-python
+    assert "--uid 1000" in text  # runAsUser of the pods
+
+
+@pytest.mark.skipif(not shutil.which("gpg"), reason="no gpg here")
+@pytest.mark.parametrize("signed", ["by the key", "by another key", "another file"])
+def test_only_a_signed_installer_runs(tmp_path: Path, signed: str) -> None:
+    """The lines of the image that install EFA, with a downloaded installer that writes a file."""
+    text = (ROOT / "cluster/manifests/Containerfile").read_text()
+    lines = text[text.index('RUN if [ -n "$EFA_INSTALLER" ]') + 4 : text.index("WORKDIR")]
+    site, efa = tmp_path / "site", tmp_path / "efa"
+    installer = site / "aws-efa-installer/efa_installer.sh"
+    program(installer.parent, installer.name, f"touch {tmp_path}/ran\n")
+    home = {**os.environ, "GNUPGHOME": str(tmp_path / "keys")}
+    (tmp_path / "keys").mkdir(mode=0o700)
+
+    def call(*command: object) -> str:
+        return subprocess.run(
+            list(map(str, command)), env=home, cwd=site, check=True, capture_output=True, text=True
+        ).stdout
+
+    for name in ("aws", "other"):
+        call("gpg", "--batch", "--passphrase", "", "--quick-generate-key", f"{name}@example.com", "ed25519", "sign")
+    key = re.findall(r"^fpr:+([0-9A-F]{40}):", call("gpg", "--list-keys", "--with-colons"), re.MULTILINE)[0]
+    call("tar", "--create", "--gzip", "--file", "aws-efa-installer-1.tar.gz", "aws-efa-installer")
+    signer = "other" if signed == "by another key" else "aws"
+    call("gpg", "--batch", "--local-user", f"{signer}@example.com", "--detach-sign", "aws-efa-installer-1.tar.gz")
+    (site / "aws-efa-installer.key").write_text(call("gpg", "--armor", "--export"))
+    call("gpgconf", "--kill", "gpg-agent")
+    if signed == "another file":
+        (site / "aws-efa-installer-1.tar.gz").write_bytes(b"replaced")
+    bin_ = tmp_path / "bin"
+    program(bin_, "wget", f'for one in "${{@:2}}"; do cp {site}/"${{one##*/}}" .; done\n')
+    for name in ("apt-get", "ldconfig"):
+        program(bin_, name, "")
+    lines = lines.replace("/tmp/efa", str(efa)).replace("/var/lib/apt/lists", f"{tmp_path}/lists")
+    lines = lines.replace("/opt/amazon", str(tmp_path)).replace("/etc/ld.so.conf.d", str(tmp_path))
+    done = subprocess.run(
+        ["sh", "-c", lines], env=with_programs(bin_, EFA_INSTALLER="1", EFA_KEY=key), capture_output=True
+    )
+    assert ((tmp_path / "ran").exists(), done.returncode == 0) == (signed == "by the key", signed == "by the key"), done
+
+
+def test_the_image_has_what_the_head_starts_nodes_with() -> None:
+    """Ray's autoscaler runs in the head's container: boto3 for AWS, ssh and rsync for the nodes."""
+    text = (ROOT / "cluster/manifests/Containerfile").read_text()
+    assert ".[aws]" in text
+    assert {"openssh-client", "rsync"} <= set(text.split())
+    assert re.search(r"^aws = \[\n +\"boto3", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert re.search(r"^boto3==", LOCK, re.MULTILINE)
+
+
+# Hostile values
+
+_CANARY = "CANARY"  # stands for the path of a file that must not come into being
+HOSTILE = [
+    f"x\ntouch {_CANARY}\n",
+    f"x\r\ntouch {_CANARY}",
+    f"x\u2028touch {_CANARY}\x85touch {_CANARY}",
+    f"x\nCONFIG\ntouch {_CANARY}\n",
+    f"x; touch {_CANARY} #",
+    f"x & touch {_CANARY} | touch {_CANARY}",
+    f"$(touch {_CANARY})",
+    f"`touch {_CANARY}`",
+    f"'; touch {_CANARY}; '",
+    f"'$(touch {_CANARY})'",
+    f'"; touch {_CANARY}; "',
+    f"\\'; touch {_CANARY} \\",
+    f'x\' $(touch {_CANARY}) "$(touch {_CANARY})"',
+    f"${{x:=$(touch {_CANARY})}}",
+    f"x\n#SBATCH --wrap='touch {_CANARY}'\ntouch {_CANARY}",
+    f"-rf $(touch {_CANARY})",
+    f"--privileged --volume=/:/host $(touch {_CANARY})",
+    f"!!python/object/apply:os.system ['touch {_CANARY}']",
+    f"{{a: *b}} # - &b {_CANARY}",
+    "\x1b]0;x\x07 %s %n * ? [a] ~ {a,b}",
+]
+# Executed as it stands, and so described.
+SHELL_LINES = {"environment"}
+
+
+def accepted(settings: type[ManifestSettings], value: str, folder: Path) -> Any:
+    """Settings in which every text that passes their own checks is hostile; a whole config has further checks."""
+    given: dict[str, Any] = {"file_system": "fs-1"} if "file_system" in settings.model_fields else {}
+    given |= {"efa_interfaces": 0} if "efa_interfaces" in settings.model_fields else {}
+    names = [name for name in settings.model_fields if name not in SHELL_LINES]
+    for name in names:
+        for wanted in (value, f"{folder}/{value}", (value,), {value: "x"}, {"x": value}, {"X": value}):
+            with contextlib.suppress(ValidationError):
+                given = settings.model_validate({**given, name: wanted}, strict=True).model_dump(include={*given, name})
+    return settings.model_validate(given)
+
+
+def hostile_job(value: str, canary: Path) -> ManifestJob:
+    return ManifestJob(
+        name="my-run",
+        folder=value,
+        config=f"a: {value!r}\nCONFIG\ntouch {canary}\nCONFIG_\n  touch {canary}\n",
+        subcommands=("pretrain prepare", "pretrain pretrain"),
+        nodes=2,
+        min_nodes=1,
+        workers_per_node=8,
+        cpus_per_worker=2,
+        gpus=True,
+    )
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> dict[str, str]:
+    """An environment in which the programs that a manifest calls only record their arguments in tmp_path/calls."""
+    folder = tmp_path / "bin"
+    record = f'printf "%s\\n" "$0 $*" >>{tmp_path}/calls\n'
+    for name in ("docker", "sudo", "mount", "scontrol", "scancel", "python"):
+        program(folder, name, record)
+    program(folder, "mountpoint", "exit 1\n")
+    program(folder, "pgrep", "exit 1\n")
+    program(folder, "srun", 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
+    program(
+        folder,
+        "ray",
+        f'{record}until [[ -z $1 || $1 == -- ]]; do shift; done\n[[ -z $1 ]] || exec "${{@:2}}"\nexit 1\n',
+    )
+    return with_programs(
+        folder,
+        SLURM_JOB_ID="1",
+        SLURM_JOB_NUM_NODES="2",
+        SLURM_CPUS_PER_TASK="16",
+        HOSTNAME="run-workers-1",
+        RAY_ADDRESS="127.0.0.1:1",
+    )
+
+
+def scripts_of(kind: str, text: str, home: Path) -> list[str]:
+    """Every piece of shell in a manifest, as those who read it would run it."""
+    if kind == "slurm":
+        return [text]
+    if kind == "kuberay":
+        data = next(one for one in yaml.safe_load_all(text) if one["kind"] == "ConfigMap")["data"]
+        return [data["start.sh"], data["stop.sh"]]
+    cluster = yaml.safe_load(text)
+    docker = cluster["docker"]
+    words = [*docker["run_options"], *docker.get("worker_run_options", []), docker["image"]]
+    lines = [
+        *cluster["initialization_commands"],
+        *cluster["setup_commands"],
+        *cluster["head_setup_commands"],
+        f"docker run {' '.join(words)} bash",
+        "bash ~/start.sh",
+    ]
+    return [line.replace("/home/bertrain", str(home)) for line in lines]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: dict[str, str]) -> None:
+    """Whatever a text contains, the scripts of a manifest parse, run, and execute nothing of it."""
+    canary, work = tmp_path / "canary", tmp_path / "work"
+    value = value.replace(_CANARY, str(canary))
+    settings_type, render_job = KIND_SETTINGS[kind]
+    settings = accepted(settings_type, value, work)
+    if kind == "slurm":
+        settings = settings.model_copy(update={"environment": "cd ."})
+    Path(settings.storage if settings.storage.startswith(str(tmp_path)) else work).mkdir(parents=True, exist_ok=True)
+    if not settings.storage.startswith(str(tmp_path)):
+        settings = settings.model_copy(update={"storage": str(work)})
+    job = hostile_job(value, canary)
+    text = render_job(job, settings)
+    (tmp_path / "home").mkdir()
+    for script in scripts_of(kind, text, tmp_path / "home"):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        subprocess.run(
+            ["bash", "-c", script],
+            env={**stand_ins, "HOME": str(tmp_path / "home")},
+            cwd=work,
+            timeout=60,
+            capture_output=True,
+        )
+    assert not canary.exists()
+    assert "-m pretrain pretrain " in (tmp_path / "calls").read_text()  # the script ran to its last line
+    assert written_config(kind, text, Path(settings.storage) / value, tmp_path / "home") == job.config
+
+
+def written_config(kind: str, text: str, run_dir: Path, home: Path) -> str:
+    """The run's config where its command finds it."""
+    if kind == "kuberay":
+        return next(one for one in yaml.safe_load_all(text) if one["kind"] == "ConfigMap")["data"]["config.yaml"]
+    return (run_dir / "submitted.yaml" if kind == "slurm" else home / "my-run.yaml").read_text()

@@ -1,0 +1,443 @@
+"""Estimates against what they estimate: transformers' counts, torch's FLOP counter, the published figures."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from corpora import make_corpus
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
+
+from pretrain.common.errors import InputError
+from pretrain.config import (
+    CorpusConfig,
+    EngineConfig,
+    MaskingConfig,
+    ModelConfig,
+    PairsConfig,
+    PhaseConfig,
+    PretrainConfig,
+    PretrainOptimizerConfig,
+    SchedulingConfig,
+    SourceConfig,
+    VocabularyConfig,
+    load_config,
+)
+from pretrain.model import cost
+from pretrain.model.cost import parameter_count
+from pretrain.model.heads import PretrainingModel
+from pretrain.objectives import objective_of
+from pretrain.planning import estimate, memory, roofline, work
+from pretrain.training.engine import buckets, gradient_sums
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "pretrain"
+
+
+def make_config(folder: Path | str = "nowhere", vocabulary: int = 30522, **sections: Any) -> PretrainConfig:
+    phase = PhaseConfig(sequence_length=128, global_sequences=256, steps=1000, peak_learning_rate=1e-4)
+    values = {
+        "name": "trial",
+        "corpus": CorpusConfig(dir=str(folder), vocabulary=VocabularyConfig(size=vocabulary)),
+        "phases": (phase,),
+    }
+    return PretrainConfig(**{**values, **sections})
+
+
+@pytest.mark.parametrize("next_sentence", [True, False])
+@pytest.mark.parametrize("size", ["mini", "base", "large"])
+def test_parameters_are_transformers_count(size: Any, next_sentence: bool):
+    model = ModelConfig(size=size)  # pyright: ignore[reportArgumentType]
+    config = BertConfig(
+        vocab_size=30522,
+        num_hidden_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        intermediate_size=model.intermediate,
+    )
+    with torch.device("meta"):
+        reference = (BertForPreTraining if next_sentence else BertForMaskedLM)(config)
+    assert parameter_count(model, 30522, next_sentence).total == reference.num_parameters()
+
+
+def test_parts_are_our_models_parts():
+    model = ModelConfig(size="custom", layers=3, hidden=32, heads=2, intermediate=48, max_positions=20)
+    count = parameter_count(model, 99)
+    ours = PretrainingModel(model, 99)
+    assert count.embeddings == sum(p.numel() for p in ours.embeddings.parameters())
+    assert count.layers == sum(p.numel() for p in ours.layers.parameters())
+    assert count.heads == sum(p.numel() for p in ours.heads.parameters())
+
+
+def test_bert_large_is_336_million():
+    assert parameter_count(ModelConfig(size="large"), 30522).total == 336_226_108
+
+
+def test_flops_are_what_torch_counts():
+    """Torch does not look into our attention operator, and our last layer skips rows nobody asks for."""
+    shape = ModelConfig(size="custom", layers=2, hidden=64, heads=2, max_positions=128)
+    vocabulary, length, masked = 300, 40, 6
+    config = make_config(model=shape)
+    batch = SimpleNamespace(
+        input_ids=torch.randint(vocabulary, (length,)),
+        token_types=torch.zeros(length, dtype=torch.long),
+        positions=torch.arange(length),
+        cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
+        token_keys=torch.zeros(length, dtype=torch.int32),
+        lengths=(length,),
+        masked_rows=torch.tensor(sorted(random.Random(0).sample(range(length), masked))),
+        masked_labels=torch.zeros(masked, dtype=torch.long),
+        nsp_labels=torch.zeros(1, dtype=torch.long),
+    )
+    model = PretrainingModel(shape, vocabulary)
+    with FlopCounterMode(display=False) as counter:
+        losses = model(batch)
+        (losses.mlm_loss + losses.nsp_loss).backward()
+    h, f = shape.hidden, shape.intermediate
+    skipped = 6 * (h * h + 2 * h * f) * (length - masked - 1)
+    attention = 3 * 2 * 2 * shape.layers * h * length * length  # forward and backward, scores and context
+    column_sums = 2 * masked * vocabulary  # made as a product with ones
+    counted = counter.get_total_flops() + skipped + attention - column_sums
+    assert objective_of(config, vocabulary).useful_flops([length], masked) == pytest.approx(counted, rel=1e-9)
+
+
+def test_flops_add_up_over_sequences():
+    config = make_config(model=ModelConfig(size="mini"))
+    alone = [objective_of(config, 500).useful_flops([length], 3) for length in (20, 70)]
+    assert objective_of(config, 500).useful_flops([20, 70], 6) == pytest.approx(sum(alone))
+
+
+def test_bert_large_flops_are_the_published_arithmetic():
+    """1,811.9 MFLOP per token in the encoder's matmuls, 37.7 in attention at 128, 193.8 per prediction."""
+    config = make_config(model=ModelConfig(size="large"), pairs=PairsConfig(objective="none"))
+    encoder = objective_of(config, 30522).useful_flops([128], 0) / 128
+    assert encoder / 1e6 == pytest.approx(1811.9 + 37.7, rel=1e-4)
+    assert (objective_of(config, 30522).useful_flops([128], 1) - encoder * 128) / 1e6 == pytest.approx(193.8, rel=1e-3)
+
+
+def test_work_of_the_two_phase_recipe():
+    config = load_config(CONFIGS / "bert-large-phase1-phase2.yaml")
+    first, second = (work.phase_work(config, phase, 30522) for phase in config.phases)
+    assert (first.sequences, second.sequences) == (461_242_368, 51_216_384)
+    full = sum(
+        work.phase_work(config, phase, 30522, mean_length=length).flops
+        for phase, length in zip(config.phases, (128, 254), strict=True)
+    )
+    assert full == pytest.approx(1.36e20, rel=0.01)  # NVIDIA's recipe with Wikipedia's mean of 254 tokens at 512
+
+
+def test_work_and_memory_follow_the_masking_schedule():
+    """Of a falling share the mean counts for the work and the largest for memory."""
+    phase = PhaseConfig(sequence_length=128, global_sequences=256, steps=1000, peak_learning_rate=1e-4)
+
+    def figures(phases: list[dict[str, Any]], **masking: Any) -> tuple[list[float], int]:
+        config = make_config(
+            phases=tuple(phase.model_copy(update=one) for one in phases),
+            masking=MaskingConfig(**masking),
+            pairs=PairsConfig(objective="none"),
+        )
+        flops = [work.phase_work(config, one, 30522).flops for one in config.phases]
+        return flops, memory.memory_bytes(config, 1, 1)["logits"]
+
+    halves = [{"final_masking_probability": 0.3}, {"masking_probability": 0.3, "final_masking_probability": 0.2}]
+    (high, low), logits = figures(halves, probability=0.4)
+    assert high == pytest.approx(figures([{}], probability=0.35)[0][0])
+    assert low == pytest.approx(figures([{}], probability=0.25)[0][0])
+    assert logits == figures([{}], probability=0.4)[1]
+    assert figures([{"masking_probability": 0.25}], probability=0.4)[0][0] == pytest.approx(low)
+
+
+def test_the_mean_length_is_bounded_by_the_phase():
+    config = make_config()
+    assert work.phase_work(config, config.phases[0], 30522).mean_length == pytest.approx(102.4)
+    assert work.phase_work(config, config.phases[0], 30522, mean_length=500).mean_length == 128
+
+
+def states(stage: int, workers: int, **engine: Any) -> dict[str, int]:
+    config = make_config(model=ModelConfig(size="large"), engine=EngineConfig(**engine))
+    return memory.memory_bytes(config, stage, workers, "cuda")
+
+
+def test_recorded_passes_keep_their_memory_beside_that_of_launched_ones():
+    plain, recorded = states(1, 8), states(1, 8, cuda_graphs=True)
+    passes = ("activations", "logits")
+    assert [recorded[name] for name in passes] == [2 * plain[name] for name in passes]
+    assert {**recorded, "activations": 0, "logits": 0} == {**plain, "activations": 0, "logits": 0}
+
+
+def test_buckets_are_those_of_the_engine():
+    """Estimates are made without torch, so they repeat these numbers."""
+    assert memory._BUCKET == roofline._BUCKET == buckets.ENTRIES
+    assert memory._IN_FLIGHT == gradient_sums._IN_FLIGHT
+
+
+def test_states_follow_rajbhandari():
+    """ZeRO (arXiv:1910.02054), section 3: 12 bytes of optimizer state per parameter, divided from stage 1 on."""
+    parameters = 336_226_108
+    assert states(0, 8)["optimizer"] == 12 * parameters
+    for stage in (1, 2, 3):
+        assert states(stage, 8)["optimizer"] == 12 * parameters // 8
+    assert states(1, 8)["gradients"] == 4 * parameters  # fp32 sums
+    assert states(2, 8)["gradients"] == 4 * parameters // 8
+    assert states(2, 8)["weights"] == 2 * parameters
+    assert states(0, 8, precision="fp32")["optimizer"] == 8 * parameters
+
+
+def test_a_narrow_embedding_has_narrow_gradients():
+    models = [ModelConfig(size="large", embedding=width) for width in (1024, 128)]
+    configs = [make_config(model=model, engine=EngineConfig(precision="bf16")) for model in models]
+    wide, narrow = (memory.memory_bytes(config, 1, 2) for config in configs)
+    saved = 30522 * (1024 - 128)
+    assert wide["logits"] - narrow["logits"] == 2 * saved
+    assert wide["copies"] - narrow["copies"] == (2 + 4) * saved
+
+
+def test_muon_keeps_one_moment_of_matrices_and_averages_need_a_copy():
+    """4 bytes less for each entry of the 24 layers' matrices; 4 more for each averaged parameter."""
+    parameters, matrices = 336_226_108, 24 * 12 * 1024**2
+
+    def optimizer(stage: int, **changes: Any) -> int:
+        config = make_config(model=ModelConfig(size="large"), **changes)
+        return memory.memory_bytes(config, stage, 8, "cuda")["optimizer"]
+
+    muon = {"optimizer": PretrainOptimizerConfig(name="muon")}
+    averaging = {"phases": (make_config().phases[0].model_copy(update={"averaged_share": 0.1}),)}
+    assert optimizer(0, **muon) == 12 * parameters - 4 * matrices
+    assert optimizer(1, **muon) == pytest.approx((12 * parameters - 4 * matrices) / 8, abs=8)
+    assert optimizer(0, **averaging) == 16 * parameters
+    assert optimizer(2, **muon, **averaging) == pytest.approx((16 * parameters - 4 * matrices) / 8, abs=8)
+    assert optimizer(1, optimizer=PretrainOptimizerConfig(name="stable_adamw")) == optimizer(1)
+    electra = {"electra": {"generator_width": 0.25}, "pairs": {"objective": "none"}}
+    of_generator = 24 * 12 * 256**2
+    assert optimizer(0, **electra) - optimizer(0, **electra, **muon) == 4 * (matrices + of_generator)
+
+
+def test_the_flops_of_muon_are_those_of_its_products():
+    from pretrain.training.optim.muon import orthogonalize
+
+    config = make_config(
+        model=ModelConfig(size="custom", layers=2, hidden=8, heads=2, intermediate=24),
+        optimizer=PretrainOptimizerConfig(name="muon"),
+    )
+    with FlopCounterMode(display=False) as counter:
+        for shape in [(8, 8)] * 4 + [(24, 8), (8, 24)]:
+            orthogonalize(torch.ones(shape))
+    assert cost.orthogonalization_flops(config.model) == 2 * counter.get_total_flops()
+    assert work.optimizer_flops(config) == cost.orthogonalization_flops(config.model)
+    assert work.optimizer_flops(make_config()) == 0
+    assert "Muon" in estimate.dry_run(config)
+    assert "Muon" not in estimate.dry_run(make_config())
+
+
+def test_a_decay_timescale_is_shown_as_a_decay():
+    shown = estimate.dry_run(make_config(optimizer=PretrainOptimizerConfig(decay_timescale=0.1)))
+    assert "weight decay is 100: alone, it divides the matrices by e in 100 steps" in shown  # 1 / (0.1 * 1000 * 1e-4)
+    assert "weight decay" not in estimate.dry_run(make_config())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_more_workers_need_less_each(stage: int):
+    totals = [sum(states(stage, workers).values()) for workers in (1, 2, 8, 64)]
+    assert totals == sorted(totals, reverse=True)
+    assert len(set(totals)) == 4
+
+
+def saved_bytes(config: PretrainConfig, vocabulary: int) -> int:
+    """Bytes that torch keeps for the backward pass of one full micro-batch."""
+    from pretrain.run.train import full_batch
+
+    dtype = torch.float32 if config.engine.precision == "fp32" else torch.bfloat16
+    model = PretrainingModel(
+        config.model,
+        vocabulary,
+        compile=config.engine.compiled,
+        activation_checkpointing=config.engine.activation_checkpointing,
+    ).to(dtype)
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        losses = model(full_batch(config, [128] * 8, vocabulary))
+    assert losses.mlm_loss.isfinite()
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_activations_are_what_torch_saves(precision: Any, compile: bool, monkeypatch: pytest.MonkeyPatch):
+    """Beside what is saved, the estimate has one layer's working space."""
+    monkeypatch.setattr("pretrain.model.kernels.native.runs_natively", lambda _: False)  # a GPU has no such loops
+    vocabulary = 64
+    config = make_config(
+        vocabulary=vocabulary,
+        model=ModelConfig(size="custom", layers=4, hidden=128, heads=2, hidden_dropout=0.1),
+        engine=EngineConfig(precision=precision, micro_batch_tokens=1024, compile=compile),  # pyright: ignore[reportArgumentType]
+    )
+    width = 4 if precision == "fp32" else 2
+    working = width * 1024 * (2 * 512 + 10 * 128)
+    estimated = memory.memory_bytes(config, 1, 1, "cuda")["activations"] - working
+    assert estimated == pytest.approx(saved_bytes(config, vocabulary), rel=0.05)
+
+
+def test_checkpointing_keeps_the_layers_inputs():
+    model = ModelConfig(size="large")
+    plain = make_config(model=model)
+    less = make_config(model=model, engine=EngineConfig(activation_checkpointing=True))
+    tokens = plain.engine.micro_batch_tokens
+    dropped = [memory.memory_bytes(c, 1, 1, "cuda")["activations"] for c in (plain, less)]
+    assert dropped[1] < dropped[0] / 4
+    assert dropped[1] > 24 * 2 * tokens * 1024
+
+
+@pytest.mark.parametrize("text", ["8xH100", "8 x h100", "8XH100"])
+def test_clusters_are_known_by_count_and_name(text: str):
+    cluster = estimate.parse_cluster(text, make_config())
+    assert (cluster.workers, cluster.peak_flops, cluster.device) == (8, 8 * 989e12, "cuda")
+    assert estimate.parse_cluster("A100", make_config()).workers == 1
+
+
+@pytest.mark.parametrize("text", ["8xTPU", "0xH100", "00xH100", "H100x8", ""])
+def test_other_clusters_are_refused(text: str):
+    with pytest.raises(InputError, match="not a known cluster"):
+        estimate.parse_cluster(text, make_config())
+
+
+@pytest.mark.parametrize(("on", "phase"), [("512xH100", {}), ("200xH100", {"ramp_from": 128, "ramp_steps": 10})])
+def test_a_cluster_with_more_workers_than_sequences_is_refused(on: str, phase: dict[str, int]):
+    config = make_config()
+    config = make_config(phases=(config.phases[0].model_copy(update=phase),), engine=EngineConfig(precision="bf16"))
+    name = f"phases.0.{'ramp_from' if phase else 'global_sequences'}"
+    with pytest.raises(InputError, match=rf"^--on {on}: {name} \(\d+\) is less than the number of workers"):
+        estimate.dry_run(config, on=on)
+    assert "at least" in estimate.dry_run(config, on="128xH100")
+
+
+@pytest.mark.parametrize(
+    ("on", "engine", "message"),
+    [
+        ("8xV100", {"precision": "bf16"}, "engine.precision: bf16 needs compute capability 8.0; V100 has 7.0."),
+        (
+            "8xV100",
+            {"cuda_graphs": True},
+            "engine.cuda_graphs needs bf16, and this run computes",
+        ),
+    ],
+)
+def test_a_cluster_that_the_run_would_refuse_is_refused(on: str, engine: dict[str, Any], message: str):
+    with pytest.raises(InputError) as error:
+        estimate.dry_run(make_config(engine=EngineConfig(**engine)), on=on)
+    assert str(error.value).startswith(f"--on {on}: {message}")
+
+
+def test_a_cluster_at_an_address_is_assumed_to_have_gpus():
+    scheduling = SchedulingConfig(workers=8, address="10.0.0.5:6379")
+    text = estimate.dry_run(make_config(scheduling=scheduling))
+    assert "8 GPU workers (assumed), bf16" in text
+    assert "  process " not in text
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (7, 0)])
+def test_this_machine_is_measured_as_it_trains(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]):
+    """A run in fp32 uses TF32 tensor cores where there are any."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    before = torch.get_float32_matmul_precision()
+    found: list[str] = []
+    monkeypatch.setattr(estimate, "matmul_peak", lambda *_: found.append(torch.get_float32_matmul_precision()) or 1e12)
+    try:
+        assert estimate._measure_peak("fp32") == ("cuda", 1e12)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found == ["high" if capability == (9, 0) else "highest"]
+
+
+@pytest.mark.parametrize(
+    ("model", "embeddings", "heads"),
+    [
+        ({"size": "mini"}, "30,522 words, 512 positions, 2 segments", "MLM transform, bias, pooler, NSP"),
+        (
+            {"family": "eurobert", "size": "custom", "layers": 2, "hidden": 64, "heads": 2},
+            "30,522 words",
+            "decoder, pooler, NSP",
+        ),
+    ],
+)
+def test_the_parts_of_the_parameters_are_named(model: dict[str, Any], embeddings: str, heads: str):
+    lines = [" ".join(line.split()) for line in estimate.dry_run(make_config(model=ModelConfig(**model))).splitlines()]
+    assert next(line for line in lines if line.startswith("embeddings ")).endswith(f" {embeddings}")
+    assert next(line for line in lines if line.startswith("heads ")).split(" ", 2)[2] == heads
+
+
+def test_this_machine_is_measured():
+    config = make_config(scheduling=SchedulingConfig(workers=2), engine=EngineConfig(precision="fp32"))
+    cluster = estimate.parse_cluster("here", config)
+    assert cluster.workers == 2
+    assert 1e6 < cluster.peak_flops < 1e18, "FLOP/s of any processor"
+
+
+def test_time_on_this_machine_is_work_over_rate(monkeypatch: pytest.MonkeyPatch):
+    config = make_config(engine=EngineConfig(precision="fp32"))
+    monkeypatch.setattr(estimate, "matmul_peak", lambda *_: 2e11)
+    text = estimate.dry_run(config, on="here", mean_length=128)
+    hours = work.phase_work(config, config.phases[0], 30522, 128).flops / (2e11 * 0.50) / 3600
+    assert f"total:   {hours:.1f} h on this machine, assuming an MFU of 50% at the measured fp32" in text
+
+
+def test_dry_run_reports_a_missing_corpus(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("x" * 2_000_000)
+    corpus = CorpusConfig(dir=str(tmp_path / "c"), sources=(SourceConfig(kind="books", path=str(tmp_path / "*.txt")),))
+    text = estimate.dry_run(make_config(corpus=corpus))
+    assert "books, 1 file, 2.0 MB" in text
+    missing = corpus.model_copy(update={"sources": (SourceConfig(kind="books", path=str(tmp_path / "*.none")),)})
+    assert "not prepared, and cannot be prepared yet" in estimate.dry_run(make_config(corpus=missing))
+
+
+def test_dry_run_reports_the_prepared_corpus(tmp_path: Path):
+    folder = make_corpus(tmp_path / "corpus", documents=30, vocabulary_size=700)
+    config = make_config(folder)
+    assert work.vocabulary_size(config) == 700  # the corpus decides, not the 30,522 to train
+    text = estimate.dry_run(config)
+    assert "train: 30 documents" in text
+    assert "validation: 20 documents" in text
+
+
+def test_vocabulary_size_of_a_given_file(tmp_path: Path):
+    (tmp_path / "vocab.txt").write_text("a\nb\nc\n")
+    corpus = CorpusConfig(dir=str(tmp_path / "none"), vocabulary=VocabularyConfig(path=str(tmp_path / "vocab.txt")))
+    assert work.vocabulary_size(make_config(corpus=corpus)) == 3
+    # Only line feeds end an entry: a vocabulary may have other line ends as tokens.
+    (tmp_path / "vocab.txt").write_text("a\n\u2028\n\x85\nb\n", encoding="utf-8")
+    assert work.vocabulary_size(make_config(corpus=corpus)) == 4
+
+
+def test_a_given_vocabulary_is_found_as_preparing_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As the folder that holds it, and below the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "vocab.txt").write_text("a\nb\nc\n")
+    for path in (str(tmp_path), "~/vocab.txt", "~"):
+        corpus = CorpusConfig(dir=str(tmp_path / "none"), vocabulary=VocabularyConfig(path=path))
+        assert work.vocabulary_size(make_config(corpus=corpus)) == 3
+
+
+@pytest.mark.parametrize("length", [0.0, -5.0, float("nan"), float("inf")])
+def test_a_mean_length_must_be_positive(length: float):
+    with pytest.raises(InputError, match=r"^--mean-length: .*; expected a number above 0"):
+        estimate.dry_run(make_config(), mean_length=length)
+
+
+def test_a_warmup_step_masks_a_token_however_rarely_training_does():
+    from pretrain.run.train import full_batch
+
+    config = make_config(masking={"probability": 0.003})
+    batch = full_batch(config, [128, 64], 100)
+    assert batch.masked_rows.tolist() == [1, 129]

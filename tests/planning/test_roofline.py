@@ -1,0 +1,133 @@
+"""The roofline model: its products against the counted FLOPs, its limits against published results."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.config import PretrainConfig, load_config
+from pretrain.objectives import objective_of
+from pretrain.planning import estimate, roofline
+from pretrain.planning.roofline import GPUS, StepTimes, step_times
+from pretrain.planning.work import phase_work
+from tests.published_speeds import RECORDS, Record, compare
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "pretrain"
+
+
+def make_config(model: dict[str, Any] | None = None, sequences: int = 4096, **sections: Any) -> PretrainConfig:
+    phase = {"sequence_length": 128, "global_sequences": sequences, "steps": 10, "peak_learning_rate": 1e-4}
+    engine = {"precision": "bf16", "micro_batch_tokens": 65_536, **sections.pop("engine", {})}
+    values = {"name": "x", "corpus": {"dir": "c"}, "model": model or {"size": "base"}, "phases": [phase]}
+    return PretrainConfig.model_validate({**values, "engine": engine, **sections})
+
+
+def times(config: PretrainConfig, gpu: str = "H100", workers: int = 8) -> StepTimes:
+    work = phase_work(config, config.phases[0], 30522)
+    return step_times(objective_of(config, 30522), config.phases[0], work, GPUS[gpu], workers)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"size": "base"},
+        {
+            "family": "modernbert",
+            "size": "base",
+            "max_positions": 128,
+            "local_attention": 0,
+            "local_rotary_base": 0,
+            "global_every": 1,
+        },
+        {"size": "custom", "layers": 3, "hidden": 64, "heads": 4, "intermediate": 96, "embedding": 32, "recursions": 2},
+        {"size": "custom", "layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "tied_decoder": False},
+    ],
+)
+def test_products_are_the_counted_ones(model: dict[str, Any]):
+    config = make_config(model)
+    work = phase_work(config, config.phases[0], 30522)
+    batch = roofline._Batch.of(config, config.phases[0], work, 8)
+    products = [*roofline._layer_products(config, batch), *roofline._head_products(config, 30522, batch)]
+    executed = objective_of(config, 30522).model_flops([work.mean_length], work.masked) * batch.sequences
+    length, shape = work.mean_length, config.model
+    pairs = shape.depth * length**2 - length**2 * (1 - 1 / length - work.masked / length)
+    attention = 12 * shape.hidden * pairs * batch.sequences
+    projection = 6 * shape.embedding * shape.hidden * batch.tokens if shape.embedding else 0
+    flops = 6 * sum(rows * outputs * inputs for rows, outputs, inputs in products)
+    assert flops == pytest.approx(executed - attention - projection, rel=1e-6)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: f"{record.name}, {record.workers} {record.gpu}")
+def test_no_published_result_is_above_the_limit(record: Record):
+    share = compare(record)["share"]
+    assert 0.4 < share < 1
+
+
+def test_the_assumed_share_is_the_median_of_the_records():
+    shares = sorted(compare(record)["share"] for record in RECORDS)
+    middle = shares[len(shares) // 2 - 1 : len(shares) // 2 + 1]
+    assert sum(middle) / 2 == pytest.approx(roofline.REACHED, abs=0.01)
+
+
+def test_small_batches_are_limited_by_launches_and_large_ones_by_products():
+    small, large = times(make_config(sequences=8 * 32)), times(make_config(sequences=8 * 4096))
+    assert (small.limited_by, large.limited_by) == ("launches", "products")
+    assert large.limit == large.device
+
+
+def test_each_part_follows_what_it_depends_on():
+    base = times(make_config())
+    assert times(make_config(), workers=1).network == 0
+    assert times(make_config(), workers=16).network > base.network, "between machines"
+    assert times(make_config(engine={"zero_stage": 3, "micro_batch_tokens": 8192})).network > base.network
+    assert times(make_config(engine={"compile": False})).launches > 1.4 * base.launches
+    assert times(make_config(engine={"activation_checkpointing": True})).products > 1.2 * base.products
+    assert times(make_config(optimizer={"name": "muon"})).products > base.products
+    assert times(make_config(), gpu="A100").products > 2.5 * base.products
+    assert times(make_config(), gpu="H200").memory < base.memory
+
+
+def test_recorded_passes_leave_the_launches_of_the_optimizer():
+    plain, recorded, adamw = (
+        times(make_config(engine={"cuda_graphs": graphs}, optimizer={"name": name}), workers=1)
+        for graphs, name in ((False, "muon"), (True, "muon"), (True, "adamw"))
+    )
+    passes = adamw.launches / roofline._LAUNCH_SECONDS
+    assert passes == pytest.approx(7), "one for each micro-batch: 4,096 sequences of 102.4 tokens in budgets of 65,536"
+    assert plain.launches > 100 * adamw.launches
+    muon = (recorded.launches - adamw.launches) / roofline._LAUNCH_SECONDS
+    assert muon == roofline._MUON_KERNELS * math.ceil(12 * 12 * 768**2 / roofline._MUON_ENTRIES)
+    assert recorded.device == plain.device
+
+
+def test_a_second_model_adds_its_share():
+    plain, electra = make_config(), make_config(electra={"generator_width": 0.25}, pairs={"objective": "none"})
+    assert times(electra).products > times(plain).products
+    assert times(electra).launches > 1.9 * times(plain).launches, "the generator has as many layers"
+
+
+def test_the_limit_names_its_part():
+    parts = dict.fromkeys(["products", "attention", "memory", "launches", "network", "loader"], 1.0)
+    assert StepTimes(**{**parts, "attention": 1.5}).limited_by == "attention"
+    assert StepTimes(**{**parts, "loader": 3.5}).limited_by == "loader"
+    assert StepTimes(**{**parts, "loader": 3.5}).limit == 3.5
+    assert StepTimes(**{**parts, "loader": 2.9}).limit == 3.0, "products, attention and memory follow one another"
+
+
+def test_the_dry_run_of_nvidias_recipe_is_near_its_published_time():
+    config = load_config(CONFIGS / "bert-large-phase1-phase2.yaml")
+    text = estimate.dry_run(config, on="256xA100", measured=[0.95 * 128, 0.95 * 512])
+    assert "336,226,108" in text
+    assert "ZeRO 1*" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("  total:   at least")]
+    minutes = float(line.partition("about ")[2].partition(" min")[0])
+    assert minutes == pytest.approx(1.2 * 60, rel=0.15), "DeepLearningExamples README: 1.2 h"
+
+
+def test_windows_bound_attention():
+    shape = {"family": "modernbert", "size": "base", "max_positions": 128}
+    near, far = (times(make_config({**shape, "local_attention": width})) for width in (32, 128))
+    assert near.attention < 0.85 * far.attention

@@ -1,0 +1,153 @@
+"""Runs and forks that go on with a corpus to which sources were added: what they have read stays as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.batches.loader import BatchMaker
+from pretrain.checkpoint import store
+from pretrain.common.errors import InputError
+from pretrain.config import PretrainConfig, SourceConfig
+from pretrain.corpus.prepare import prepare
+from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.run.fork import begin_fork
+from pretrain.run.train import _check_read
+from tests.corpus.test_growth import config, source, write_lines
+from tests.corpus.test_prepare import text
+from tests.distributed import run_workers
+from tests.starts import Start, pretraining, records, starts
+
+NAMES = ("one", "two", "three", "four")
+ZERO = {"three": 0.0, "four": 0.0}
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[SourceConfig]:
+    return [
+        source(write_lines(tmp_path / f"{name}.jsonl", [text(1000 * n + seed) for seed in range(50)]))
+        for n, name in enumerate(NAMES)
+    ]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, sources: list[SourceConfig]) -> Path:
+    prepare(config(tmp_path / "corpus", *sources[:2]), quiet=True)
+    return tmp_path / "corpus"
+
+
+def settings(corpus: Path, run: Path, *phases: dict[str, Any]) -> dict[str, Any]:
+    """Phases of 4 and 3 steps, with a checkpoint after each step."""
+    values = pretraining(corpus, run, [(32, 8, 4), (64, 4, 3)], checkpoint__every_steps=1)
+    values["corpus"]["vocabulary"] = {"size": 200}
+    values["checkpoint"]["keep_last"] = 9
+    for phase, own in zip(values["phases"], phases, strict=False):
+        phase |= own
+    return values
+
+
+def train(values: dict[str, Any], **more: Any) -> str:
+    ((error,),) = run_workers(1, starts, [Start(values, **more)])
+    return error
+
+
+def shards_of_others(sources: list[SourceConfig]) -> TokenShards:
+    folder = Path(sources[0].path).parent / "others"
+    prepare(config(folder, *sources[2:]), quiet=True)
+    return open_shards(folder, "train")
+
+
+def losses(run: Path) -> list[float]:
+    return [one["loss"] for one in records(run)]
+
+
+def test_a_run_goes_on_with_a_grown_corpus(tmp_path: Path, corpus: Path, sources: list[SourceConfig]) -> None:
+    whole = tmp_path / "whole"
+    assert train(settings(corpus, whole)) == ""
+    prepare(config(corpus, *sources), quiet=True)
+    fork = tmp_path / "fork"
+    values = {**settings(corpus, fork, {"weights": ZERO}, {"weights": ZERO}), "name": "child"}
+    values["fork_from"] = f"{whole}@2"
+    assert begin_fork(PretrainConfig.model_validate(values))
+    assert train(values, resume=True) == ""
+    assert losses(fork) == losses(whole), "bit for bit, in the phase that has begun and in the next"
+    other = tmp_path / "other"
+    mixed = {"weights": {"one": 0, "two": 0, "three": 0.5, "four": 0.5}, "temperature": 0}
+    values = {**settings(corpus, other, {"weights": ZERO}, mixed), "name": "other", "fork_from": f"{whole}@5"}
+    assert begin_fork(PretrainConfig.model_validate(values))
+    error = train(values, resume=True)
+    assert "has read one and two in phases.1, which now has no weight there" in error
+    state = store.read_state(whole / "checkpoints" / store.name_of(5))
+    with pytest.raises(InputError, match=r"has read one and two in phases\.0, which the corpus lacks or has"):
+        _check_read(state, whole, PretrainConfig.model_validate(values), shards_of_others(sources), [[], []])
+    values["fork_from"], values["run_dir"] = f"{whole}@4", str(tmp_path / "third")
+    assert begin_fork(PretrainConfig.model_validate(values))
+    assert train(values, resume=True) == ""
+    assert losses(tmp_path / "third")[:4] == losses(whole)[:4]
+    assert losses(tmp_path / "third")[4] != losses(whole)[4]
+    state = store.read_state(tmp_path / "third/checkpoints" / store.name_of(7))
+    assert [[name for name, *_ in phase] for phase in state["mixtures"]] == [["one", "two"], ["three", "four"]]
+    assert state["validation_set"] == "phase 1, corpus grown 1 time"
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        (
+            [{}, {}],
+            "has not read three and four in phases.0, which has begun. Set phases.0.weights: {three: 0, four: 0}",
+        ),
+        ([{"weights": {**ZERO, "two": 3}}, {}], "has read the sources of phases.0 in other shares than its weights"),
+        (
+            [{"weights": {**ZERO, "two": 0}}, {}],
+            "has read two in phases.0, which now has no weight there",
+        ),
+        ([{"weights": ZERO, "temperature": 0.5}, {}], "in other shares than its weights, temperature and max_epochs"),
+    ],
+)
+def test_what_was_read_may_not_change(
+    tmp_path: Path, corpus: Path, sources: list[SourceConfig], phases: list[dict[str, Any]], message: str
+) -> None:
+    run = tmp_path / "run"
+    assert train(settings(corpus, run), stop_at=2)
+    prepare(config(corpus, *sources), quiet=True)
+    assert message in train(settings(corpus, run, *phases), resume=True)
+    assert train(settings(corpus, run, {"weights": ZERO}, {}), resume=True) == ""
+
+
+def test_adding_a_source_changes_no_sample(tmp_path: Path, corpus: Path, sources: list[SourceConfig]) -> None:
+    def batches(*phases: dict[str, Any]) -> list[Any]:
+        made = PretrainConfig.model_validate(settings(corpus, tmp_path / "run", *phases))
+        maker = BatchMaker(open_shards(corpus, "train"), made, 0, seed=3, rank=0, world_size=1)
+        steps = [maker.make(first, 8) for first in range(0, 400, 8)]
+        return [[batch.input_ids.tolist(), batch.masked_rows.tolist()] for one in steps for batch in one.micro_batches]
+
+    before = batches()
+    prepare(config(corpus, *sources[:3]), quiet=True)
+    assert batches({"weights": {"three": 0}}) == before
+    prepare(config(corpus, *reversed(sources)), quiet=True)
+    assert batches({"weights": ZERO}) == before
+    assert batches() != before
+
+
+def test_an_older_checkpoint_keeps_its_corpus_and_weights(
+    tmp_path: Path, corpus: Path, sources: list[SourceConfig]
+) -> None:
+    made = PretrainConfig.model_validate(settings(corpus, tmp_path / "run"))
+    state = {"fingerprint": open_shards(corpus, "train").fingerprint, "step": 2}
+    state["config"] = json.loads(json.dumps(made.model_dump(mode="json")))
+    for phase in state["config"]["phases"]:
+        del phase["temperature"], phase["max_epochs"]
+    shards = open_shards(corpus, "train")
+    _check_read(state, tmp_path, made, shards, [[], []])
+    later = PretrainConfig.model_validate(settings(corpus, tmp_path / "run", {}, {"weights": {"one": 2}}))
+    _check_read(state, tmp_path, later, shards, [[], []])
+    changed = PretrainConfig.model_validate(settings(corpus, tmp_path / "run", {"weights": {"one": 2}}))
+    with pytest.raises(InputError, match=r"other weights of the sources in phases\.0"):
+        _check_read(state, tmp_path, changed, shards, [[], []])
+    prepare(config(corpus, *sources), quiet=True)
+    with pytest.raises(InputError, match="was trained on another corpus"):
+        _check_read(state, tmp_path, made, open_shards(corpus, "train"), [[], []])

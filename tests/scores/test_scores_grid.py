@@ -1,0 +1,158 @@
+"""`evaluate-pretrained --grid-set`: each config takes the best values for the checkpoint and for random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.__main__ import main
+from finetune.scores.finetuning import FinetuningScore, finetuning_scores
+from finetune.scores.finetuning_runs import FinetuningSettings
+from finetune.scores.record import Record
+from finetune.scores.view import score_notes, score_rows
+from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from tests.fake_trials import hand_out
+from tests.scores.test_scores import make_masked_lm
+from tests.tiny_checkpoints import write_reviews
+
+MODEL = {"fingerprint": "f", "name": "n", "folder": "d"}
+RATES = {"training.learning_rate": ["1e-4", "1e-3", "1e-2"]}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_masked_lm(tmp_path_factory.mktemp("bert"))
+
+
+class Runs:
+    """Stands for Ray. The checkpoint is best at a rate of 1e-3, random weights at 1e-4; seeds add 0.01 each."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[bool, float, int]] = []  # (random weights, rate, seed)
+        self.errors: dict[float, RunError] = {}  # by the rate at which they happen
+
+    def __call__(self, target: str, tasks: Sequence[Any], *, poll: Any, **options: Any) -> None:
+        hand_out(tasks, poll, self._result)
+
+    def _result(self, task: Any) -> float | RunError:
+        config = task.training.config
+        random, rate, seed = config["random_weights"], config["training"]["learning_rate"], config["seed"]
+        error = self.errors.get(rate)
+        if not isinstance(error, StoppedError):
+            self.ran.append((random, rate, seed))
+        score = 0.5 - 10 * rate if random else 0.7 + 0.1 * (rate == 1e-3)
+        return error or score + 0.01 * min(seed, 9)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    runs = Runs()
+    monkeypatch.setattr("cluster.workers.trials.launch.run_trials", runs)
+    return runs
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> FinetuningSettings:
+    write_reviews(tmp_path / "data")
+    (tmp_path / "reviews.yaml").write_text(
+        "name: reviews\nmax_length: 32\nclassification: {train: train.jsonl, dev: dev.jsonl}\n"
+        "engine: {precision: fp32}\ntraining: {examples_per_step: 4}\n"
+    )
+    return FinetuningSettings((tmp_path / "reviews.yaml",), seeds=2, data=tmp_path / "data", grid=RATES)
+
+
+def test_each_start_takes_its_best_rate_by_a_seed_that_is_not_scored(
+    tmp_path: Path, bert: Path, runs: Runs, settings: FinetuningSettings
+) -> None:
+    record = Record(tmp_path / "record.json", MODEL)
+    score = finetuning_scores(bert, tmp_path / "out", "n", settings, record=record)["reviews"]
+    assert score.pretrained == pytest.approx((0.8, 0.81))
+    assert score.random == pytest.approx((0.499, 0.509))
+    assert score.chosen == {"pretrained": "learning_rate 1e-3", "random": "learning_rate 1e-4"}
+    assert sorted(runs.ran) == sorted(
+        [
+            *((random, rate, 1000) for random in (False, True) for rate in (1e-4, 1e-3, 1e-2)),
+            *((False, 1e-3, seed) for seed in (0, 1)),
+            *((True, 1e-4, seed) for seed in (0, 1)),
+        ]
+    )
+    assert FinetuningScore.from_data(record.content["finetuning"]["scores"]["reviews"]) == score
+    rows = dict(score_rows([record.content]))
+    assert rows["  chosen"] == ["learning_rate 1e-3"]
+    assert rows["  chosen from random weights"] == ["learning_rate 1e-4"]
+    runs.ran.clear()
+    assert finetuning_scores(bert, tmp_path / "out", "n", settings) == {"reviews": score}
+    assert runs.ran == []
+    finetuning_scores(bert, tmp_path / "out", "n", replace(settings, seeds=3))
+    assert sorted(runs.ran) == [(False, 1e-3, 2), (True, 1e-4, 2)]
+
+
+def test_scores_with_and_without_a_grid_have_marks(
+    tmp_path: Path, bert: Path, runs: Runs, settings: FinetuningSettings
+) -> None:
+    records = []
+    for name, grid in (("with", RATES), ("without", {})):
+        record = Record(tmp_path / f"{name}.json", {**MODEL, "name": name})
+        finetuning_scores(bert, tmp_path / "out", name, replace(settings, grid=grid), record=record)
+        records.append(record.content)
+    assert score_notes(records) == [
+        "reviews [1]: grid training.learning_rate=1e-4,1e-3,1e-2",
+        "reviews [2]: grid none",
+    ]
+
+
+def test_a_rate_that_diverges_is_not_chosen(
+    tmp_path: Path, bert: Path, runs: Runs, settings: FinetuningSettings
+) -> None:
+    runs.errors = {1e-3: DivergedError("loss is nan")}
+    score = finetuning_scores(bert, tmp_path / "out", "n", settings)["reviews"]
+    assert score.chosen["pretrained"] == "learning_rate 1e-4"
+    runs.errors = dict.fromkeys((1e-4, 1e-3, 1e-2), DivergedError("loss is nan"))
+    with pytest.raises(DivergedError, match="6 of 6 runs failed"):
+        finetuning_scores(bert, tmp_path / "other", "n", settings)
+
+
+def test_nothing_is_chosen_until_all_have_run(
+    tmp_path: Path, bert: Path, runs: Runs, settings: FinetuningSettings
+) -> None:
+    runs.errors = {1e-2: MachineError("no memory")}
+    with pytest.raises(MachineError, match="2 of 6 runs failed"):
+        finetuning_scores(bert, tmp_path / "out", "n", settings)
+    runs.errors = {1e-2: StoppedError("stopped.")}
+    with pytest.raises(StoppedError):
+        finetuning_scores(bert, tmp_path / "out", "n", settings)
+    assert len(runs.ran) == 6, "no run was scored"
+    runs.errors = {}
+    assert finetuning_scores(bert, tmp_path / "out", "n", settings)["reviews"].chosen["pretrained"].endswith("1e-3")
+
+
+def test_a_second_look_keeps_other_seeds_and_random_weights(
+    tmp_path: Path, bert: Path, runs: Runs, settings: FinetuningSettings
+) -> None:
+    for grid in ({}, RATES):
+        asked = replace(settings, grid=grid)
+        first = finetuning_scores(bert, tmp_path / "out", "n", asked)["reviews"]
+        runs.ran.clear()
+        record = Record(tmp_path / f"{len(grid)}.json", MODEL)
+        quick = finetuning_scores(bert, tmp_path / "out", "n", replace(asked, seeds=1, random=False), record=record)
+        assert quick["reviews"].pretrained == first.pretrained
+        assert quick["reviews"].random == first.random
+        assert runs.ran == []
+
+
+def test_only_settings_of_training_are_chosen(
+    tmp_path: Path, bert: Path, runs: Runs, settings: FinetuningSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InputError, match="--grid-set max_length: only settings of training can be chosen"):
+        finetuning_scores(bert, tmp_path / "out", "n", replace(settings, grid={"max_length": ["16"]}))
+    steps = replace(settings, grid={"training.epochs": ["1", "2"]}, overrides=("training.steps=2",))
+    with pytest.raises(InputError, match="a grid of epochs has no effect"):
+        finetuning_scores(bert, tmp_path / "out", "n", steps)
+    command = ["evaluate-pretrained", str(bert), "--out", str(tmp_path / "out")]
+    assert main([*command, "--blimp", str(tmp_path), "--grid-set", "training.epochs=1,2"]) == 2
+    assert "--grid-set: has no effect without --finetune" in capsys.readouterr().err
+    assert runs.ran == []

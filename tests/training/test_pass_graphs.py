@@ -1,0 +1,176 @@
+"""Recorded passes add the gradients that launched ones do. A CPU records nothing, so a stand-in repeats the pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretrain.batches.batch import MicroBatch
+from pretrain.batches.filler import with_filler
+from pretrain.config import EngineConfig, ModelConfig, OptimizerConfig
+from pretrain.model.heads import Losses, PretrainingModel
+from pretrain.training.engine import Engine
+from pretrain.training.engine import pass_graphs as graphs_module
+from pretrain.training.engine.pass_graphs import PassGraphs, shape_of
+from pretrain.training.optim import make_optimizer, parameter_groups
+from tests.batches_by_hand import make_batch
+from tests.distributed import run_workers
+
+SHAPE = ModelConfig(size="custom", layers=2, hidden=32, heads=2, max_positions=64, hidden_dropout=0.1)
+VOCABULARY, RATE, STEPS = 101, 1e-2, 9
+# Two shapes, with other lengths and tokens in each step; the number of micro-batches differs.
+LENGTHS = ((20, 20, 23), (18, 22, 23), (7, 12, 40, 41))
+
+
+class RepeatedPasses(PassGraphs):
+    """Recording changes no tensor, and a replay none of Python's state: as with CUDA graphs."""
+
+    def run(self, batch: Any, weights: Any, compute: Any, variant: Any = None) -> Tensor:
+        self.lengths = batch.lengths
+        return super().run(batch, weights, compute, variant)
+
+    def _pass(self, batch: Any, compute: Any) -> Any:
+        # Attention on a CPU needs the lengths themselves.
+        return super()._pass(dataclasses.replace(batch, lengths=self.lengths), compute)
+
+    def _record(self, batch: Any, compute: Any) -> Any:
+        buckets = self._sums._buckets
+        tensors = [bucket._sums.clone() for bucket in buckets if bucket._sums is not None]
+        filled = [set(bucket.filled) for bucket in buckets]
+        weights_read = self._weights
+        totals, reached = self._pass(batch, compute)
+        for bucket, before in zip(buckets, tensors, strict=True):
+            assert bucket._sums is not None
+            bucket._sums.copy_(before)
+
+        def replay() -> None:
+            assert self._weights is weights_read
+            after = [set(bucket.filled) for bucket in buckets]
+            for bucket, before in zip(buckets, filled, strict=True):
+                bucket.filled = set(before)
+            totals.copy_(self._pass(batch, compute)[0])
+            assert [bucket.filled for bucket in buckets] == after
+            for bucket, marked in zip(buckets, after, strict=True):
+                bucket.filled = marked
+
+        graph: Any = type("Graph", (), {"replay": staticmethod(replay)})()
+        return graphs_module._Recorded(graph, batch, totals, reached)
+
+
+def loss_and_totals(output: Losses, weights: Any) -> tuple[Tensor, Tensor]:
+    return output.mlm_loss * weights[0] + output.nsp_loss * weights[1], torch.stack(list(output[:4]))
+
+
+def batch_of(step: int, position: int, rank: int) -> MicroBatch:
+    lengths = LENGTHS[(step + position) % len(LENGTHS)]
+    return with_filler(make_batch(lengths, VOCABULARY, seed=100 * rank + 10 * step + position), 64)
+
+
+def trained(recorded: bool) -> tuple[list[Tensor], list[Tensor], int]:
+    """(weights, totals of each micro-batch, replays) after some steps."""
+    torch.manual_seed(0)
+    choice = OptimizerConfig(name="adamw")
+    engine = Engine(
+        PretrainingModel(SHAPE, VOCABULARY),
+        lambda named: make_optimizer(choice, parameter_groups(named, 0.1)),
+        EngineConfig(zero_stage=1, precision="fp32", compile=False),
+    )
+    engine.module.train()
+    assert engine._sums is not None
+    graphs = RepeatedPasses(engine.module, engine._sums)
+    if recorded:
+        engine._graphs, engine.records_passes = graphs, True
+    totals = []
+    for step in range(STEPS):
+        weights = (1 / (20 + step), 1 / 8)
+        count = 1 + step % 3
+        for position in range(count):
+            batch, last = batch_of(step, position, engine.rank), position == count - 1
+            if engine.records_passes:
+                totals.append(engine.recorded_pass(batch, weights, loss_and_totals, last=last))
+            else:
+                loss, of_batch = loss_and_totals(engine.forward(batch), weights)
+                engine.backward(loss, last=last)
+                totals.append(of_batch.detach())
+        engine.step(RATE)
+    with engine.whole_parameters() as parameters:
+        whole = [parameter.clone() for parameter in parameters.values()]
+    assert (engine._graphs is None) is not recorded
+    engine.close()
+    return whole, totals, graphs.replayed
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_recorded_passes_train_as_launched_ones(workers: int) -> None:
+    for recorded, launched in zip(
+        run_workers(workers, trained, True), run_workers(workers, trained, False), strict=True
+    ):
+        assert recorded[2] >= 4
+        assert launched[2] == 0
+        assert all(map(torch.equal, recorded[1], launched[1]))
+        assert all(map(torch.equal, recorded[0], launched[0]))
+
+
+def test_what_one_recording_serves() -> None:
+    first, second, other = (with_filler(make_batch(lengths, VOCABULARY), 64) for lengths in LENGTHS)
+    assert first.lengths != second.lengths
+    assert shape_of(first) == shape_of(second) != shape_of(other)
+    longer = dataclasses.replace(first, lengths=(*first.lengths[:-1], 33))
+    assert shape_of(longer) != shape_of(first)
+
+
+@pytest.mark.parametrize(
+    ("section", "found"),
+    [
+        ({"zero_stage": 2}, "zero_stage is 2"),
+        ({"deepspeed": {"timers": {}}}, "deepspeed.timers is given"),
+        ({"activation_checkpointing": True}, "activation_checkpointing is true"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(section: dict[str, Any], found: str) -> None:
+    recorded = {"cuda_graphs": True, "static_shapes": True}  # as earlier versions recorded it
+    assert EngineConfig.model_validate(recorded) == EngineConfig(cuda_graphs=True)
+    with pytest.raises(ValueError, match=f"timers and profilers; {found}"):
+        EngineConfig.model_validate({"cuda_graphs": True, **section})
+
+
+@pytest.mark.parametrize(
+    ("model", "fits"),
+    [
+        ({}, True),
+        ({"family": "modernbert"}, True),
+        ({"family": "deberta"}, False),
+        ({"size": "custom", "layers": 1, "hidden": 60, "heads": 5}, False),
+    ],
+)
+def test_graphs_need_flash_attention(model: dict[str, Any], fits: bool) -> None:
+    from tests.batches.test_loader import run_config
+
+    if fits:
+        assert run_config(engine={"cuda_graphs": True, "micro_batch_tokens": 512}, model=model).engine.cuda_graphs
+        return
+    with pytest.raises(ValueError, match="needs flash attention"):
+        run_config(engine={"cuda_graphs": True, "micro_batch_tokens": 512}, model=model)
+
+
+def test_the_precision_is_checked_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's config.yaml has the resolved precision, and must be read on any machine."""
+    from pretrain.common.errors import MachineError
+    from pretrain.config import changed_for_resume
+    from pretrain.run import session
+    from tests.batches.test_loader import run_config
+
+    config = run_config(engine={"cuda_graphs": True, "precision": "fp32", "micro_batch_tokens": 512})
+    assert run_config(engine=config.engine.model_dump(mode="json")) == config
+    without = run_config(engine={"precision": "fp32", "micro_batch_tokens": 512})
+    assert not changed_for_resume(config, without, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
+    session._check_device(config, torch.device("cpu"))
+    with pytest.raises(MachineError, match=r"engine\.cuda_graphs needs bf16, and this run computes in fp32"):
+        session._check_device(config, torch.device("cuda"))

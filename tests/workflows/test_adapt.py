@@ -1,0 +1,422 @@
+"""The command `adapt`: which texts it takes, the config it writes, what it says it gained and lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.__main__ import build_parser
+from finetune.training.config import load_config as load_finetuning
+from finetune.workflows.adaptation import settings
+from finetune.workflows.adaptation.command import _check, _folder, _settings, _Stages, run
+from finetune.workflows.adaptation.texts import held_out_share, sources_of
+from pretrain.batches.loader import BatchMaker
+from pretrain.common.errors import InputError, StoppedError
+from pretrain.common.files import write_manifest
+from pretrain.common.run_files import COMPARED
+from pretrain.config import ModelConfig, load_config
+from pretrain.planning import pace
+from pretrain.planning.text import PhaseText
+from pretrain.reporting.gains import gain_lines, gains
+from pretrain.run import api
+from pretrain.run.continuation import Corpora
+from tests.run.test_start import JARGON, make_pretrained, write_text
+from tests.tiny_checkpoints import WORDS, write_reviews
+
+ROOT = Path(__file__).parents[2]
+
+
+def options(*words: str) -> Any:
+    return build_parser().parse_args(["adapt", *words])
+
+
+# ---- all stages
+
+
+def test_a_text_becomes_a_model_and_a_report(tmp_path: Path) -> None:
+    """In a process of its own; the same command again finds everything done."""
+    make_pretrained(tmp_path / "start")
+    write_text(tmp_path / "text", [*WORDS, *JARGON])
+    write_text(tmp_path / "other", WORDS, seed=7)
+    words = ["text", "--from", "start", "--out", "out", "--steps", "4", "--general", "other", "--new-words", "3"]
+    sets = ["engine.precision=fp32", "engine.compile=false", "tracking.wandb=off", "corpus.processes=1"]
+    command = [sys.executable, "-m", "finetune.cli", "adapt", *words, "--workers", "1"]
+    command += [word for one in sets for word in ("--set", one)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "BERTRAIN_PROGRAM": "./launch.sh"}
+    for again in (False, True):
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert result.returncode == 0, result.stderr + result.stdout
+        assert ("already finished" in result.stdout) == again
+        assert "new text: held-out MLM loss, nats" in result.stdout
+        assert "general text: held-out MLM loss, nats" in result.stdout
+        assert "Next: ./launch.sh finetune CONFIG --from out/model" in result.stdout
+        assert "Next: ./launch.sh export" not in result.stdout
+    out = tmp_path / "out"
+    config = load_config(out / "adapt.yaml")
+    assert (config.model.hidden, config.phases[0].sequence_length, config.adaptation.replay_share) == (32, 64, 0.2)
+    assert config.corpus.min_document_words == 0, "no text of a domain is too short"
+    assert_loads(out / "model", config.corpus.vocabulary.size)
+    page = (out / "run/report.html").read_text()
+    assert "Gained and lost" in page
+    assert "general text: held-out MLM loss, nats" in page
+    changed = subprocess.run([*command, "--steps", "5"], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert changed.returncode == 2
+    assert "was begun with other options: phases.0.steps (4 -> 5)" in changed.stderr
+
+
+def assert_loads(folder: Path, size: int) -> None:
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    assert len(AutoTokenizer.from_pretrained(folder)) == size
+    assert AutoModelForMaskedLM.from_pretrained(folder).config.vocab_size == size
+
+
+def test_a_refused_stage_can_be_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_pretrained(tmp_path / "start")
+    write_text(tmp_path / "text", WORDS)
+    words = [str(tmp_path / "text"), "--from", str(tmp_path / "start"), "--out", str(tmp_path / "out")]
+    added: list[int] = []
+
+    def refuse(config: Path) -> None:
+        added.append(load_config(config).corpus.vocabulary.added_words)
+        raise InputError("refused")
+
+    monkeypatch.setattr(api, "prepare", refuse)
+    for more in (["--new-words", "3"], []):
+        with pytest.raises(InputError, match="refused"):
+            run(options(*words, *more))
+    assert added == [3, 0]
+    assert "same command again" not in capsys.readouterr().out
+
+
+def test_steps_are_timed_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_pretrained(tmp_path / "start")
+    write_text(tmp_path / "text", WORDS)
+    out, timed = tmp_path / "out", []
+    words = ["--from", str(tmp_path / "start"), "--out", str(out), "--minutes", "7"]
+    arguments = options(str(tmp_path / "text"), *words)
+
+    def fit(config: Any, minutes: float, _: Any) -> Any:
+        timed.append(minutes)
+        return pace.scale(config, 40)
+
+    def stop(*_: Any, **__: Any) -> None:
+        write_manifest(out / "run/checkpoints/step-00000001", {})
+        raise StoppedError("stopped")
+
+    monkeypatch.setattr(pace, "fit", fit)
+    monkeypatch.setattr(api, "train", stop)
+    for _ in range(2):
+        with pytest.raises(StoppedError, match="Run the same command again to continue"):
+            run(arguments)
+        assert load_config(out / "adapt.yaml").phases[0].steps == 40
+    assert timed == [7]
+
+
+def test_each_seed_is_fine_tuned_from_both_checkpoints_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["x", "--from", "start", "--out", str(tmp_path), "--finetune", "task.yaml", "--seeds", "2"]
+    arguments, path = options(*words), tmp_path / "run.yaml"
+    path.write_text(json.dumps(settings.run_values(arguments, {"dir": "corpus"}, ModelConfig(size="mini"), 1)))
+    config, started = load_config(path), []
+    config.folder.mkdir()
+
+    def finetune(path: str, *, overrides: dict[str, Any], **_: Any) -> None:
+        started.append((path, overrides["start_from"], overrides["seed"]))
+        folder = overrides["run_dir"]
+        write_manifest(folder / "model", {})
+        (folder / "scores.json").write_text(json.dumps(scored(len(started))))
+
+    monkeypatch.setattr("finetune.training.api.train", finetune)
+    for _ in range(2):  # all are finished the second time
+        _Stages(arguments).finetune(config)
+    starts = ("start", str(tmp_path / "model"))
+    assert started == [("task.yaml", start, seed) for seed in (0, 1) for start in starts]
+    compared = json.loads((config.folder / COMPARED).read_text())
+    assert compared == [{"title": "task", "metric": "f1", "set": "b", "before": [1, 3], "after": [2, 4]}]
+
+
+def scored(value: float) -> dict[str, Any]:
+    """A run with two sets, the second of which chose the checkpoint."""
+    return {"metric": "f1", "chosen_on": "b", "scores": {"a": {"f1": -1.0}, "b": {"f1": value}}}
+
+
+@pytest.mark.parametrize("name", ["my.task", "squad v2", "tâche", "a#b: c"])
+def test_any_path_may_hold_a_fine_tuning(tmp_path: Path, name: str) -> None:
+    """Every name of a config, and folders in which YAML would see a comment or a key."""
+    path = write_finetuning(tmp_path / f"{name}.yaml")
+    arguments = options("x", "--from", str(tmp_path / "a #b"), "--out", str(tmp_path / "c: d"))
+    folder = _folder(arguments.out, str(path), "before", 0)
+    config = load_finetuning(path, _settings(folder, str(arguments.start_from), 3))
+    assert (config.folder, config.start_from, config.seed) == (folder, str(arguments.start_from), 3)
+    assert config.folder.name == f"{name}-before-0"
+
+
+def test_a_fine_tuning_without_a_score_is_refused_before_all_else(tmp_path: Path) -> None:
+    make_pretrained(tmp_path / "start")
+    write_reviews(tmp_path)
+    path, train, dev = tmp_path / "task.yaml", str(tmp_path / "train.jsonl"), str(tmp_path / "dev.jsonl")
+    arguments = options("x", "--from", str(tmp_path / "start"), "--out", str(tmp_path / "out"), "--finetune", str(path))
+    write_finetuning(path, train=train, dev=dev)
+    _check(arguments)
+    write_finetuning(path, train=train)
+    with pytest.raises(InputError, match=r"task\.yaml: no dev set, so there is no score to compare"):
+        _check(arguments)
+    write_finetuning(path, train=str(tmp_path / "none.jsonl"), dev=dev)
+    with pytest.raises(InputError, match=r"none\.jsonl"):
+        _check(arguments)
+
+
+def test_a_table_without_texts_says_which_setting_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_pretrained(tmp_path / "start")
+    (tmp_path / "my.csv").write_text("sentence,label\ngood,a\nbad,b\n")
+    words = [str(tmp_path / "my.csv"), "--from", str(tmp_path / "start"), "--out", str(tmp_path / "out")]
+    with pytest.raises(
+        InputError, match=r"^--set corpus\.sources\.0\.text_column: .*my\.csv has no column 'text'; it has sen"
+    ):
+        run(options(*words))
+    monkeypatch.delattr(api, "prepare")
+    with pytest.raises(AttributeError, match="prepare"):  # the first stage began
+        run(options(*words, "--set", "corpus.sources.0.text_column=sentence"))
+
+
+@pytest.mark.parametrize("words", [["corpus.jsonl"], ["x", "--finetune", "adapt.yaml"]])
+def test_no_text_and_no_config_is_written_over(words: list[str], tmp_path: Path) -> None:
+    words = [str(tmp_path / word) if "." in word else word for word in words]
+    (tmp_path / "start").mkdir()
+    for name in ("corpus.jsonl", "adapt.yaml"):
+        (tmp_path / name).write_text("mine")
+    with pytest.raises(InputError, match="is also an input"):
+        _check(options(*words, "--from", str(tmp_path / "start"), "--out", str(tmp_path)))
+
+
+def test_fine_tunings_may_change_after_the_training(tmp_path: Path) -> None:
+    def config(*words: str) -> Any:
+        arguments = options("x", "--from", "start", "--out", str(tmp_path), *words)
+        values = settings.run_values(arguments, {"dir": "corpus"}, ModelConfig(size="mini"), 1)
+        (tmp_path / "values.yaml").write_text(json.dumps(values))
+        return load_config(tmp_path / "values.yaml")
+
+    path = tmp_path / "adapt.yaml"
+    settings.write_config(path, config("--finetune", "a.yaml"), begun=False)
+    settings.write_config(path, config("--finetune", "b.yaml", "--finetune", "c.yaml", "--seeds", "2"), begun=True)
+    assert load_config(path).adaptation.finetuning == ("b.yaml", "c.yaml")
+    settings.write_config(path, config(), begun=True)
+    assert load_config(path).adaptation.finetuning == ()
+    with pytest.raises(InputError, match=r"was begun with other options: start_from \(start -> other\)"):
+        settings.write_config(path, config("--from", "other"), begun=True)
+
+
+def write_finetuning(path: Path, **section: str) -> Path:
+    values = {"name": "task", "max_length": 32, "classification": {"train": "train.jsonl", **section}}
+    path.write_text(json.dumps(values))
+    return path
+
+
+# ---- texts
+
+
+def test_the_format_of_a_text_follows_from_its_name_or_beginning(tmp_path: Path) -> None:
+    for name, text in {
+        "a.jsonl": '{"text": "x"}',
+        "b.csv": "text\nx",
+        "c.txt": "plain",
+        "d.xml": "<x>",
+        "wiki_00": '<doc id="1" url="" title="T">\nT\n\nx\n</doc>',
+    }.items():
+        (tmp_path / name).write_text(text)
+    paths = [tmp_path / name for name in ("a.jsonl", "b.csv", "c.txt", "d.xml", "wiki_00")]
+    kinds = {source["name"]: source["kind"] for source in sources_of(paths, tmp_path / "pieces.jsonl")}
+    assert kinds == {"a": "jsonl", "b": "csv", "c": "jsonl", "d": "mediawiki", "wiki_00": "wikiextractor"}
+    with pytest.raises(InputError, match="holds files of several formats: books, csv, jsonl, mediawiki"):
+        sources_of([tmp_path], tmp_path / "none.jsonl")
+    with pytest.raises(InputError, match="nowhere: no such file or folder"):
+        sources_of([tmp_path / "nowhere"], tmp_path / "none.jsonl")
+
+
+def test_a_few_plain_texts_are_cut_into_documents_without_loss(tmp_path: Path) -> None:
+    lines = [f"Sentence number {number} of a long text that goes on and on." for number in range(3000)]
+    (tmp_path / "long.txt").write_text("\n\n".join(lines))
+    pieces = tmp_path / "pieces.jsonl"
+    (source,) = sources_of([tmp_path / "long.txt"], pieces)
+    assert source == {"kind": "jsonl", "name": "long", "path": str(pieces)}
+    documents = [json.loads(line)["text"] for line in pieces.read_text().splitlines()]
+    assert len(documents) == 21
+    assert "\n".join(documents).split("\n") == lines
+    for text in ("\n".join(lines), "\r\n".join(lines)):  # a sentence on each line, without blank ones
+        (tmp_path / "lines.txt").write_bytes(text.encode())
+        sources_of([tmp_path / "lines.txt"], pieces)
+        assert [json.loads(line)["text"] for line in pieces.read_text().splitlines()] == documents
+    queries = [f"best film number {number}" for number in range(1000)]  # in a book, these would be titles
+    (tmp_path / "queries.txt").write_text("\n".join(queries))
+    sources_of([tmp_path / "queries.txt"], pieces)
+    assert "\n".join(json.loads(line)["text"] for line in pieces.read_text().splitlines()).split("\n") == queries
+    sources_of([tmp_path / "long.txt"], pieces)
+    before = pieces.stat().st_mtime_ns
+    sources_of([tmp_path / "long.txt"], pieces)
+    assert pieces.stat().st_mtime_ns == before
+    (tmp_path / "long.txt").write_text("\n\n".join(lines[:3]))
+    sources_of([tmp_path / "long.txt"], pieces)
+    assert [json.loads(line)["text"] for line in pieces.read_text().splitlines()] == lines[:3]
+    (tmp_path / "empty.txt").write_text(" \n\n")
+    with pytest.raises(InputError, match=r"empty\.txt: no text"):
+        sources_of([tmp_path / "empty.txt"], pieces)
+    sources_of([tmp_path / "long.txt", tmp_path / "empty.txt"], pieces)
+    assert [json.loads(line)["text"] for line in pieces.read_text().splitlines()] == lines[:3]
+    many = write_text(tmp_path / "many", WORDS, documents=100)
+    assert sources_of([many], tmp_path / "no.jsonl") == [{"kind": "books", "name": "many", "path": str(many)}]
+    assert not (tmp_path / "no.jsonl").exists()
+
+
+def test_a_short_text_is_cut_into_documents_enough_to_hold_some_out(tmp_path: Path) -> None:
+    pieces, note = tmp_path / "pieces.jsonl", tmp_path / "note.txt"
+    note.write_text("\n\n".join(f"This is what paragraph number {number} of a note says." for number in range(60)))
+    sources_of([note], pieces)
+    assert len(pieces.read_text().splitlines()) == 15  # of four paragraphs each
+    note.write_text("One line.\n\nAnother line.\n")
+    with pytest.raises(InputError, match=r"note\.txt: 2 paragraphs; at least 3 are needed, since 2 are held out"):
+        sources_of([note], pieces)
+    (tmp_path / "more.jsonl").write_text('{"text": "x"}\n')
+    assert len(sources_of([note, tmp_path / "more.jsonl"], pieces)) == 2  # other documents are there
+
+
+def test_the_held_out_share_shrinks_with_the_text() -> None:
+    assert [held_out_share(size) for size in (10_000, 6_000_000, 10**9)] == [0.1, 0.05, 0.005]
+
+
+# ---- batches and the length of training
+
+
+@pytest.mark.parametrize(
+    ("documents", "words", "sequences", "workers", "alone"),
+    [
+        (14, [], 12, 8, False),
+        (14, ["--general", "other"], 15, 8, False),  # a fifth is replayed
+        (14, ["--workers", "3"], 12, 3, False),
+        (14, ["--set", "phases.0.global_sequences=9"], 9, 8, False),
+        (8, [], 6, 6, False),
+        (3, [], 1, 1, True),
+        (80, [], 32, 8, False),
+    ],
+)
+def test_a_short_text_has_smaller_batches(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    documents: int,
+    words: list[str],
+    sequences: int,
+    workers: int,
+    alone: bool,
+) -> None:
+    """A document of 41 tokens gives one sequence of up to 64, so tokens do not count them."""
+    monkeypatch.chdir(tmp_path)
+    make_pretrained(tmp_path / "start")
+    write_text(tmp_path / "other", WORDS, seed=7)
+    rows = [{"text": f"{number} " + " ".join(WORDS[number % 9 :][:10] * 4)} for number in range(documents)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(settings, "usual_workers", lambda: 8)
+    started: list[Any] = []
+
+    def stop(path: Path, **given: Any) -> None:
+        started.append(given)
+        config = load_config(path)
+        shards, workers = Corpora.open(config).training, config.scheduling.workers
+        BatchMaker(shards, config, 0, seed=0, rank=0, world_size=workers).check_batch()
+        write_manifest(tmp_path / "out/run/checkpoints/step-00000001", {})
+        raise StoppedError("stopped")
+
+    monkeypatch.setattr(api, "train", stop)
+    for _ in range(2):
+        with pytest.raises(StoppedError):
+            run(options("text.jsonl", "--from", "start", "--out", "out", *words))
+    config = load_config(tmp_path / "out/adapt.yaml")
+    assert (config.phases[0].global_sequences, config.scheduling.workers) == (sequences, workers)
+    assert started == 2 * [{"no_ray": alone, "resume": True}]
+
+
+def test_a_batch_that_training_refused_can_be_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_pretrained(tmp_path / "start")
+    write_text(tmp_path / "text", WORDS, documents=3)
+    words = [str(tmp_path / "text"), "--from", str(tmp_path / "start"), "--out", str(tmp_path / "out")]
+
+    def refuse(path: Path, **_: Any) -> None:
+        load_config(path).folder.mkdir(exist_ok=True)
+        raise InputError("refused")
+
+    monkeypatch.setattr(api, "train", refuse)
+    for sequences in (99, 2):
+        with pytest.raises(InputError, match="refused"):
+            run(options(*words, "--set", f"phases.0.global_sequences={sequences}"))
+        assert load_config(tmp_path / "out/adapt.yaml").phases[0].global_sequences == sequences
+
+
+@pytest.mark.parametrize(
+    ("tokens", "replay", "expected"),
+    [(1_000, 0.0, 100), (500_000, 0.0, 1285), (500_000, 0.5, 1285), (2 * 10**9, 0.0, 50_000)],
+)
+def test_steps_follow_from_the_prepared_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, replay: float, expected: int
+) -> None:
+    monkeypatch.setattr(settings, "measured_phases", lambda _: [PhaseText(121.6, 100)])
+    write_manifest(tmp_path, {"shards": [{"split": "train", "tokens": tokens}, {"split": "validation", "tokens": 9}]})
+    path = tmp_path / "run.yaml"
+    arguments = options("x", "--from", "y", "--out", str(tmp_path))
+    values = settings.run_values(arguments, {"dir": str(tmp_path)}, ModelConfig(size="mini"), 1)
+    values["adaptation"] |= {"replay_corpus": "g", "replay_share": replay}
+    path.write_text(json.dumps(values))
+    assert settings.steps_of(load_config(path), arguments) == pytest.approx(expected, abs=1)
+
+
+def test_wider_models_learn_at_lower_rates() -> None:
+    assert [settings.rate_of(width) for width in (256, 384, 512, 768, 1024)] == [3e-4, 3e-4, 2e-4, 1e-4, 5e-5]
+
+
+# ---- what was gained and lost
+
+
+def test_gains_compare_the_first_evaluation_with_the_last(tmp_path: Path) -> None:
+    rows = [
+        {"step": 0, "split": "validation", "mlm_loss": 4.0, "general_mlm_loss": 2.0},
+        {"step": 5, "split": "validation", "mlm_loss": 3.5, "general_mlm_loss": 2.01},
+        {"step": 9, "split": "validation", "mlm_loss": 3.0, "general_mlm_loss": 2.1},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    compared = [{"title": "task", "metric": "f1", "set": "dev", "before": [0.5, 0.7], "after": [0.8, 0.8]}]
+    (tmp_path / COMPARED).write_text(json.dumps(compared))
+    assert gain_lines(tmp_path) == [
+        "new text: held-out MLM loss, nats      4.000 -> 3.000  -1.000 (-25.0%)",
+        "general text: held-out MLM loss, nats  2.000 -> 2.100  +0.100 (+5.0%)",
+        "fine-tuning task, dev, f1              0.600 ± 0.141 -> 0.800 ± 0.000  +0.200 (+33.3%)",
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    assert len(gains(tmp_path)) == 1
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--minutes", "0"], "--minutes: 0; expected a number above 0"),
+        (["--minutes", "nan"], "--minutes: nan; expected a number above 0"),
+        (["--replay", "1"], "--replay: 1; expected a share from 0 to below 1"),
+        (["--seeds", "3"], "--seeds: counts the runs of each fine-tuning"),
+        (["--finetune", "nowhere.yaml"], "--finetune: nowhere.yaml: no such file"),
+        ([], "--from: nowhere: no such folder"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_written(tmp_path: Path, words: list[str], message: str) -> None:
+    arguments = options("text.txt", "--from", "nowhere", "--out", str(tmp_path / "out"), *words)
+    with pytest.raises(InputError, match=message):
+        run(arguments)
+    assert not (tmp_path / "out").exists()
