@@ -5,27 +5,29 @@ WordDivision    words between blanks: Metaspace before every word, as XLM-R and 
 RunDivision     before blanks, and around line breaks and tabs: BPE over whole texts, as Gemma and mmBERT have it
 """
 
-import functools
 import json
 import re
-import sys
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from pretrain.corpus.byte_columns import DocumentPieces, document_pieces
 from pretrain.corpus.byte_level import is_own_byte_level, part_kinds
 from pretrain.corpus.tokenize import BytePairs, KnownWords, WordTable
 
 _MARK = "\u2581"  # stands for a blank
+_END_OF_PIECE = "\0"
 # Normalizers that make of a text between blanks what they make of it alone, if no character joins a blank.
 _BY_WORD = {"Precompiled", "Strip", "Lowercase", "StripAccents", "NFC", "NFD", "NFKC", "NFKD", "Replace"}
 _SAMPLE = "The cat's (2) mats;\nA  b\t\tcaf\u00e9 \u6f22\u5b57.\n\n    \u00bd x "
-# Characters that are one grapheme with the blank before or after them, besides those of `_joiners`.
-_AFTER, _BEFORE = "\u0e33\u0eb3\U0001f3fb-\U0001f3ff", "\u0d4e\U000111c2\U000111c3\U0001193f\U00011941\U00011a3a"
+# Characters that are one grapheme with the blank before or after them, by which Precompiled normalizes; so are those of
+# the categories M (before) and Cf.
+_AFTER = frozenset("\u0e33\u0eb3\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff")
+_BEFORE = frozenset("\u0d4e\U000111c2\U000111c3\U0001193f\U00011941\U00011a3a")
+_WORDS_PER_TEXT = 100
 
 
 class Gpt2Division:
@@ -61,7 +63,7 @@ class WordDivision:
         self.known = _LibraryPieces(tokenizer, table)
 
     def fits(self, text: str) -> bool:
-        return _MARK not in text and (text.isascii() or _joiners().search(text) is None)
+        return _MARK not in text
 
     def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
         return document_pieces(texts, [np.asarray(one) for one in starts], table, _word_bounds)
@@ -182,19 +184,6 @@ def _joins_no_words(described: dict[str, Any]) -> bool:
     return model["byte_fallback"] and bytes_known and not any(map(inner.search, model["vocab"]))
 
 
-@functools.cache
-def _joiners() -> re.Pattern[str]:
-    """A blank with a character that is one grapheme with it, by which Precompiled normalizes."""
-    marks, formats = [], []
-    for number in range(0x80, sys.maxunicode + 1):
-        kind = unicodedata.category(chr(number))
-        if kind[0] == "M":
-            marks.append(chr(number))
-        elif kind == "Cf":
-            formats.append(chr(number))
-    return re.compile(f"[ \t\r\n][{''.join(marks + formats)}{_AFTER}]|[{''.join(formats)}{_BEFORE}][ \t\r\n]")
-
-
 def _word_bounds(raw: bytes, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     solid = np.frombuffer(raw.translate(_SOLID), bool)
     first = np.flatnonzero(solid[1:] & ~solid[:-1]) + 1
@@ -209,25 +198,34 @@ class _LibraryPieces(KnownWords):
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         super().__init__(table)
-        self._tokenizer = tokenizer
+        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.encode_special_tokens = True
+        # Many pieces in one text: one by one they would cost twice as much.
+        self._tokenizer.add_tokens([AddedToken(_END_OF_PIECE, normalized=False)])
+        self._end = self._tokenizer.token_to_id(_END_OF_PIECE)
         self._no_blank = np.zeros(0, bool)
 
     def has_no_blank(self, pieces: np.ndarray) -> np.ndarray:
-        """bool [P]: whether the normalizer leaves text of these pieces, and no blank in it."""
+        """bool [P]: whether the normalizer leaves text of these pieces, and no blank in it or with it."""
         self._extend()
         return self._no_blank[pieces]
 
     def _pieces(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        texts = [word.decode() for word in self._table.words(numbers)]
-        self._no_blank = np.append(self._no_blank, [self._is_word(text) for text in texts])
+        words = [word.decode() for word in self._table.words(numbers)]
+        self._no_blank = np.append(self._no_blank, [self._is_word(word) for word in words])
+        starts = range(0, len(words), _WORDS_PER_TEXT)
+        texts = [_END_OF_PIECE.join((*words[first : first + _WORDS_PER_TEXT], "")) for first in starts]
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ids = [np.array(one.ids, np.int32) for one in encoded]
-        counts = np.fromiter(map(len, ids), np.int64, len(ids))
-        return counts, np.concatenate([np.zeros(0, np.int32), *ids])
+        tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(one.ids, np.int32) for one in encoded)])
+        ends = tokens == self._end
+        return np.bincount(np.cumsum(ends)[~ends], minlength=len(words)), tokens[~ends]
 
     def _is_word(self, text: str) -> bool:
         if text.isascii() and text.isalnum():
             return True
+        first, last = unicodedata.category(text[0]), unicodedata.category(text[-1])
+        if first[0] == "M" or "Cf" in (first, last) or text[0] in _AFTER or text[-1] in _BEFORE:
+            return False
         normalizer: Any = self._tokenizer.normalizer
         normal = normalizer.normalize_str(text) if normalizer else text
         # Strip takes white space from a word that is a part of the text's.
