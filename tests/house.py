@@ -35,19 +35,20 @@ def weight() -> dict[str, int]:
 
     product = _files(PRODUCT)
     return {
-        "product_lines": sum(map(_lines, product)) + sum(map(_lines, _tracked("pretrain/*.cpp"))),
-        "test_lines": sum(map(_lines, _files(("tests",)))),
+        "product_lines": sum(map(line_count, product)) + sum(map(line_count, _tracked("pretrain/*.cpp"))),
+        "test_lines": sum(map(line_count, _files(("tests",)))),
+        "private_names_in_tests": len(private_names_in_tests()),
         "settings": len(_settings()),
         "components": len(MAY_IMPORT),
         "permitted_imports": sum(len(components.split()) for components in MAY_IMPORT.values()),
         "files_that_know_an_objective": len(files_that_know_an_objective()),
-        "files_over_500_lines": sum(_lines(file) > LONG_FILE for file in product),
-        "longest_function": max(length for file in product for length in _functions(file)),
+        "files_over_500_lines": sum(line_count(file) > LONG_FILE for file in product),
+        "longest_function": max(length for file in product for length in function_lengths(file)),
         "bert_forward_files": len(forward := _forward_pass()),
-        "bert_forward_lines": sum(map(_lines, forward)),
+        "bert_forward_lines": sum(map(line_count, forward)),
         "engine_public_methods": _public_methods(ROOT / "pretrain/training/engine/engine.py", "Engine"),
         "deepspeed_private_names": len(PRIVATE_NAMES),
-        "readme_lines": _lines(ROOT / "README.md"),
+        "readme_lines": line_count(ROOT / "README.md"),
         "docs_kilobytes": sum(file.stat().st_size for file in _pages()) // 1000,
         "decisions": len([file for file in _pages() if file.parent.name == "decisions" and file.name[0].isdigit()]),
         "changelog_kilobytes": (ROOT / "CHANGELOG.md").stat().st_size // 1000,
@@ -63,6 +64,46 @@ def files_that_know_an_objective() -> list[str]:
         for name, file in names.items()
         if not name.startswith(THEIR_PLACES) and OBJECTIVES.search(file.read_text())
     ]
+
+
+def private_names_in_tests() -> list[str]:
+    """`file:line: name` of every use in tests of a name that the product defines with one leading underscore.
+
+    Imports, attributes, and texts that name one after a dot, or for `setattr`. A name that stands for another package's
+    own, such as `torch._dynamo`, is counted if the product has the same one.
+    """
+    names = {name for file in _files(PRODUCT) for name in _defined(file) if re.match(r"_[A-Za-z]", name)}
+    names -= {"_replace", "_asdict"}  # of every NamedTuple, and public
+    found = []
+    for file in _files(("tests",)):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        used = [(getattr(node, "lineno", 0), name) for node in ast.walk(tree) for name in _used(node)]
+        found += [f"{file.relative_to(ROOT)}:{line}: {name}" for line, name in used if name in names]
+    return found
+
+
+def _used(node: Any) -> list[str]:
+    """Names of other modules and objects in a node."""
+    if isinstance(node, ast.ImportFrom):
+        return [one.name for one in node.names]
+    if isinstance(node, ast.Attribute):
+        return [] if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") else [node.attr]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value.rpartition(".")[2]] if re.fullmatch(r"[\w.]+\.\w+", node.value) else []
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")).endswith("attr"):
+        return [one.value for one in node.args[1:2] if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return []
+
+
+def _defined(file: Path) -> Iterator[str]:
+    """Functions, classes, variables and attributes of `self` that a file defines."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
 
 
 def _tracked(*patterns: str) -> list[Path]:
@@ -86,11 +127,11 @@ def _made(page: Path) -> bool:
     return page.relative_to(ROOT).parts[1] == "reference"
 
 
-def _lines(file: Path) -> int:
+def line_count(file: Path) -> int:
     return len(file.read_text(encoding="utf-8").splitlines())
 
 
-def _functions(file: Path) -> Iterator[int]:
+def function_lengths(file: Path) -> Iterator[int]:
     """The lines of each function, its docstring and comments included."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

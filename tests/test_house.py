@@ -30,6 +30,6 @@ def test_lines_are_counted_as_an_editor_shows_them(tmp_path: Path) -> None:
 
     file = tmp_path / "a.py"
     file.write_text('def f():\n    """One.\n\n    Two.\n    """\n\n    return 1\n')
-    assert house._lines(file) == 7
-    assert list(house._functions(file)) == [7]
+    assert house.line_count(file) == 7
+    assert list(house.function_lengths(file)) == [7]
     assert (ROOT / "tests" / "house.yaml").is_file()

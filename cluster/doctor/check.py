@@ -43,7 +43,7 @@ def check(
 
     what = f"the cluster {without_password(address)}".rstrip() if cluster else "this machine"
     with Console(stderr=True).status(escape(f"checking {what}")):
-        rows = _cluster(measures, address, folder or Path.cwd(), plain_http) if cluster else _machine(measures)
+        rows = _cluster(measures, address, folder or Path.cwd(), plain_http) if cluster else machine_checks(measures)
     if as_json:
         print(to_json(rows))
     else:
@@ -52,7 +52,7 @@ def check(
     return MachineError.exit_code if any(row.mark == FAIL for row in rows) else 0
 
 
-def _machine(measures: str) -> list[Finding]:
+def machine_checks(measures: str) -> list[Finding]:
     from cluster.doctor import machine, reduce, verdicts
 
     facts = machine.inspect(measures, Path.cwd())

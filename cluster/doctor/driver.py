@@ -116,7 +116,7 @@ def _check(folder: str, measures: str) -> None:
     probes = ProbeGroup((node for node in checked if node.answers), measures)
     rows = _about(probes, checked, head)
     rows += _clocks(probes)
-    rows += _storage(probes, folder)
+    rows += storage(probes, folder)
     rows += _machines(probes, folder)
     rows += _reduce(probes)
     rows += probes.rows
@@ -171,7 +171,7 @@ def _clocks(probes: ProbeGroup) -> list[Finding]:
     return rows
 
 
-def _storage(probes: ProbeGroup, folder: str) -> list[Finding]:
+def storage(probes: ProbeGroup, folder: str) -> list[Finding]:
     """Every node writes a file into the folder; then every node checks that it sees all of them."""
     token = secrets.token_hex(8)
     files = {name: f".doctor-{token}-{number}" for number, name in enumerate(probes.checked)}

@@ -107,7 +107,7 @@ def inspect(name: str, folder: Path, threads: int = 0, measure: bool = True) -> 
     busy, (memory, free) = psutil.cpu_percent(_BUSY_SECONDS) / 100, machine_memory()
     if threads:
         torch.set_num_threads(threads)
-    compiler, headers, error = _compile()
+    compiler, headers, error = try_compiler()
     return MachineFacts(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=len(os.sched_getaffinity(0)),
@@ -120,7 +120,7 @@ def inspect(name: str, folder: Path, threads: int = 0, measure: bool = True) -> 
         headers=headers,
         compile_error=error,
         ops=_deepspeed_ops(measures),
-        old_locks=_old_locks(),
+        old_locks=find_old_locks(),
         gpu_files=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         gpus=torch.cuda.device_count(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -145,7 +145,7 @@ def versions(measures: Measures) -> dict[str, str]:
         }
     except Exception as error:  # a broken library may raise anything
         libraries |= {"torch": f"{NONE}: {one_line(error)}", "CUDA": NONE, "NCCL": NONE, "gloo": NONE}
-    return {**libraries, "DeepSpeed": _deepspeed_version(measures), "Ray": _ray_version(), "bertrain": _own_version()}
+    return {**libraries, "DeepSpeed": _deepspeed_version(measures), "Ray": _ray_version(), "bertrain": own_version()}
 
 
 def _deepspeed_version(measures: Measures) -> str:
@@ -165,7 +165,7 @@ def _ray_version() -> str:
         return f"{NONE}: {one_line(error)}"
 
 
-def _own_version() -> str:
+def own_version() -> str:
     """A digest of our sources: two checkouts may have the same version, and need not be installed."""
     digest, root = hashlib.sha256(), Path(__file__).parents[2]
     for package in _PACKAGES:
@@ -189,7 +189,7 @@ def _disks(folder: Path) -> tuple[Disk, ...]:
     )
 
 
-def _compile() -> tuple[str, str, str]:
+def try_compiler() -> tuple[str, str, str]:
     """Compiler, Python's header file, and why they cannot compile an extension like those of torch.compile."""
     compiler = shutil.which("g++") or shutil.which("c++") or ""
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -219,7 +219,7 @@ def _deepspeed_ops(measures: Measures) -> dict[str, bool]:
         return {}
 
 
-def _old_locks() -> tuple[str, ...]:
+def find_old_locks() -> tuple[str, ...]:
     """Lock files of compilations that died without removing them: the next compilation would wait forever."""
     from torch.utils.cpp_extension import get_default_build_root
 

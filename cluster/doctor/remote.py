@@ -35,7 +35,7 @@ def check(measures: str, address: str, folder: Path, *, plain_http: bool = False
     cluster.start(name, "cluster.doctor.driver", metadata)
     try:
         job = cluster.wait(name, _JOB_SECONDS, "The cluster's head is too busy for the checks; try again later.")
-        result = _result(cluster.log(name), f"{name} on {cluster.shown}", job)
+        result = result_of(cluster.log(name), f"{name} on {cluster.shown}", job)
     finally:
         with contextlib.suppress(RunError):
             cluster.stop(name, _STOP_SECONDS)
@@ -44,7 +44,7 @@ def check(measures: str, address: str, folder: Path, *, plain_http: bool = False
     return [access, nodes.judge_client(machine.versions(machine.measures_of(measures)), result["head"]), *rows]
 
 
-def _result(log: str, name: str, job: Any) -> dict[str, Any]:
+def result_of(log: str, name: str, job: Any) -> dict[str, Any]:
     """What the job printed as its result; `MachineError` if it printed none."""
     lines = [line for line in log.splitlines() if line.strip()]
     for line in reversed(lines):

@@ -14,7 +14,7 @@ from cluster.workers.target import bind_gloo
 from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import atomic_open, locked
 
-_SEEN_SECONDS = 5.0  # network file systems may show others' files a little later
+SEEN_SECONDS = 5.0  # network file systems may show others' files a little later
 _SEEN_POLL_SECONDS = 0.1
 _TAKEN = "locked by another"
 
@@ -75,7 +75,7 @@ class Probe:
         while True:
             missing = [name for name, text in texts.items() if _read(Path(folder) / name) != text]
             waited = time.perf_counter() - began
-            if not missing or waited > _SEEN_SECONDS:
+            if not missing or waited > SEEN_SECONDS:
                 return waited, missing
             time.sleep(_SEEN_POLL_SECONDS)
 

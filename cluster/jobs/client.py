@@ -134,9 +134,9 @@ class Jobs:
         from ray.job_submission import JobSubmissionClient
 
         logging.getLogger("ray.dashboard").setLevel(logging.WARNING)  # it reports each closed connection
-        with self._answers():
-            self._client: JobSubmissionClient = JobSubmissionClient(self.address)
-            self._client.list_jobs()  # the constructor's request needs no token; this one does
+        with self.answering():
+            self.client: JobSubmissionClient = JobSubmissionClient(self.address)
+            self.client.list_jobs()  # the constructor's request needs no token; this one does
 
     def is_open(self) -> bool:
         """Whether the cluster answers without a token, so that anybody who reaches it can run code there."""
@@ -167,22 +167,22 @@ class Jobs:
                 f"Follow it with `logs -f {job.name}`, stop it with `stop {job.name}`, or choose another name."
             )
         nodes = nodes_of(self.address)
-        _check_head(nodes, sum(one.status not in FINISHED for one in known), self.shown)
+        check_head(nodes, sum(one.status not in FINISHED for one in known), self.shown)
         if not wait_for_nodes:
             _check_capacity(nodes, job, self.shown)
         if earlier is not None:
             self._forget(earlier)
-        self.start(job.name, JOB_ENTRYPOINT, _metadata(job))
+        self.start(job.name, JOB_ENTRYPOINT, job_metadata(job))
         return SubmittedJob(job.name, self)
 
     def start(self, name: str, module: str, metadata: dict[str, str]) -> None:
         """Run `python -m MODULE` on the cluster as a job of this name; `InputError` if there is one already."""
         deadline = time.monotonic() + _AGENT_SECONDS
-        with self._answers(), tempfile.TemporaryDirectory(prefix="bertrain-") as aside:
+        with self.answering(), tempfile.TemporaryDirectory(prefix="bertrain-") as aside:
             environment = carrying(self._runtime_env, Path(aside))
             while True:
                 try:
-                    self._client.submit_job(
+                    self.client.submit_job(
                         submission_id=name,
                         entrypoint=f"python -m {module}",
                         metadata=metadata,
@@ -213,8 +213,8 @@ class Jobs:
 
     def all(self) -> list[JobDetails]:
         """Jobs in the order of their submission, without Ray's other drivers."""
-        with self._answers():
-            jobs = [job for job in self._client.list_jobs() if job.submission_id]
+        with self.answering():
+            jobs = [job for job in self.client.list_jobs() if job.submission_id]
         return sorted(jobs, key=lambda job: job.start_time or 0)
 
     def log(self, name: str) -> str:
@@ -223,8 +223,8 @@ class Jobs:
         return self._log(name)
 
     def _log(self, name: str) -> str:
-        with self._answers():
-            return self._client.get_job_logs(name)
+        with self.answering():
+            return self.client.get_job_logs(name)
 
     def queued(self, jobs: Sequence[JobDetails]) -> dict[str, str]:
         """For those of `jobs` (`all`) that wait for their turn: name -> "queued behind OTHERS".
@@ -245,7 +245,7 @@ class Jobs:
 
         self.get(name)
         loop = asyncio.new_event_loop()
-        pieces: Any = self._client.tail_job_logs(name)
+        pieces: Any = self.client.tail_job_logs(name)
         try:
             while True:
                 try:
@@ -268,8 +268,8 @@ class Jobs:
         """Ask the job to save a checkpoint and finish, and wait for it; a finished job stays as it is."""
         job = self.get(name)
         if job.status not in FINISHED:
-            with self._answers():
-                self._client.stop_job(name)
+            with self.answering():
+                self.client.stop_job(name)
         return self.wait(name, seconds)
 
     def wait(
@@ -294,11 +294,11 @@ class Jobs:
         # Ray's own monitor polls a job once a second, and would record a job that is gone as failed.
         passed = time.time() - (job.end_time or 0) / 1000
         time.sleep(min(_MONITOR_SECONDS, max(0.0, _MONITOR_SECONDS - passed)))
-        with self._answers():
-            self._client.delete_job(str(job.submission_id))
+        with self.answering():
+            self.client.delete_job(str(job.submission_id))
 
     @contextlib.contextmanager
-    def _answers(self) -> Iterator[None]:
+    def answering(self) -> Iterator[None]:
         """Turn what Ray's client raises into one-line errors."""
         import requests
         from ray.exceptions import AuthenticationError
@@ -330,7 +330,7 @@ def _check_capacity(nodes: list[dict[str, Any]], job: Job, address: str) -> None
         raise MachineError(f"{error} If nodes will be added, use --wait-for-nodes.") from None
 
 
-def _check_head(nodes: list[dict[str, Any]], jobs: int, address: str) -> None:
+def check_head(nodes: list[dict[str, Any]], jobs: int, address: str) -> None:
     """Refuse (`MachineError`) a job for which the head lacks memory: it would bring down all others with it."""
     memory = next((node["resources_total"].get("memory", 0) for node in nodes if node["is_head_node"]), 0)
     if memory and (jobs + 1) * _JOB_BYTES > memory:
@@ -430,7 +430,7 @@ def _trained(run_dir: Path) -> list[str]:
     return [f"step {last['step']:,}, loss {loss}, {rate:,.0f} tokens/s"]
 
 
-def _metadata(job: Job) -> dict[str, str]:
+def job_metadata(job: Job) -> dict[str, str]:
     """All that `cluster.jobs.entrypoint` needs, so that no file is uploaded or looked up."""
     return {
         **({"runs": str(runs())} if os.environ.get(RUNS_VARIABLE) else {}),

@@ -57,7 +57,7 @@ def _submit(kinds: Callable[[], Mapping[str, Kind]], arguments: argparse.Namespa
     made = make_job(command, config, kinds(), workers=arguments.workers, folder=arguments.dir, **given)
     job = _jobs(arguments).submit(made, wait_for_nodes=arguments.wait_for_nodes)
     if arguments.follow:
-        return _follow(job.jobs, job.name)
+        return follow_log(job.jobs, job.name)
     print(f"{job} Follow it with {program()} logs -f {job.name}")
     return 0
 
@@ -101,7 +101,7 @@ def _list(arguments: argparse.Namespace) -> None:
 def _logs(arguments: argparse.Namespace) -> int:
     cluster = _jobs(arguments)
     if arguments.follow:
-        return _follow(cluster, arguments.job)
+        return follow_log(cluster, arguments.job)
     sys.stdout.write(cluster.log(arguments.job))
     return 0
 
@@ -125,7 +125,7 @@ def _jobs(arguments: argparse.Namespace) -> Jobs:
     return client.Jobs(arguments.address, plain_http=arguments.allow_plain_http)
 
 
-def _follow(cluster: Jobs, name: str) -> int:
+def follow_log(cluster: Jobs, name: str) -> int:
     """Print the job's output until it finishes; returns its exit code. Ctrl-C leaves it running."""
     from cluster.jobs import client
 

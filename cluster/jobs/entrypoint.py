@@ -17,10 +17,10 @@ from pretrain.common.commands import exit_code
 def main() -> int:
     """Run the job; the exit code is that of the command."""
     metadata = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
-    return exit_code(lambda: _run(metadata))
+    return exit_code(lambda: run(metadata))
 
 
-def _run(metadata: Mapping[str, str]) -> None:
+def run(metadata: Mapping[str, str]) -> None:
     change_folder(metadata["folder"], "Submit with --dir and a folder")
     name, config = metadata["job_submission_id"], json.loads(metadata["config"])
     if "runs" in metadata and not os.environ.get(RUNS_VARIABLE):  # the cluster's own folder is preferred

@@ -67,12 +67,12 @@ def wait_in_queue(name: str) -> None:
     stopped: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     try:
-        _wait(name, Dashboard(_dashboard()), lambda: bool(stopped))
+        wait_seconds(name, Dashboard(find_dashboard()), lambda: bool(stopped))
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _wait(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) -> None:
+def wait_seconds(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) -> None:
     queue: Queue | None = None
     answered, shown = time.monotonic(), ""
     while True:
@@ -93,7 +93,7 @@ def _wait(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) -> None:
             return
         if queue and shown != (shown := _few(queue.ahead)):
             print(f"{name}: {QUEUED}{shown}", flush=True)
-        _sleep(pause(len(queue.ahead) if queue else 0), stopped)
+        sleep(pause(len(queue.ahead) if queue else 0), stopped)
 
 
 def pause(ahead: int) -> float:
@@ -121,7 +121,7 @@ class Queue:
         if name not in names:
             raise InputError(f"{name}: Ray has no such job.")
         *self._ahead, self._mine = (_waiting(job) for job in active[: names.index(name) + 1])
-        self._dashboard = dashboard
+        self.find_dashboard = dashboard
         self._next = 0
         self._nodes_read = float("-inf")
 
@@ -139,12 +139,12 @@ class Queue:
             return True
         if time.monotonic() - self._nodes_read < _NODES_SECONDS:
             return False
-        nodes = self._dashboard.nodes()
+        nodes = self.find_dashboard.nodes()
         self._nodes_read = time.monotonic()
         return leaves_capacity(nodes, self._ahead, self._mine)
 
     def _has_finished(self, job: WaitingJob) -> bool:
-        now = self._dashboard.job(job.name)
+        now = self.find_dashboard.job(job.name)
         return now is None or now["status"] in FINISHED or (now["start_time"] or 0) != job.submitted
 
     def _due(self) -> list[WaitingJob]:
@@ -237,7 +237,7 @@ def _waiting(job: Mapping[str, Any]) -> WaitingJob:
     )
 
 
-def _dashboard() -> str:
+def find_dashboard() -> str:
     """URL of the dashboard of the cluster that this job runs on."""
     done = subprocess.run([sys.executable, "-c", _FIND_DASHBOARD], capture_output=True, text=True)
     url = (done.stdout.split() or [""])[-1]
@@ -258,7 +258,7 @@ def _token() -> str:
         return ""
 
 
-def _sleep(seconds: float, stopped: Callable[[], bool]) -> None:
+def sleep(seconds: float, stopped: Callable[[], bool]) -> None:
     end = time.monotonic() + seconds
     while not stopped() and (left := end - time.monotonic()) > 0:
         time.sleep(min(left, _STOP_SECONDS))

@@ -27,7 +27,7 @@ _FILES = "/etc/bertrain"  # where every container mounts the ConfigMap
 _GCS = "/var/lib/gcs"
 _HEAD_MEMORY_GIB = 8
 # The regular expression with which pgrep finds the run's processes: of start.sh, or of a job that `submit` started.
-_COMMAND = "-m ({})".format("|".join(name.replace(".", "[.]") for name in (*RUN_COMMANDS, JOB_ENTRYPOINT, DRIVER)))
+COMMAND = "-m ({})".format("|".join(name.replace(".", "[.]") for name in (*RUN_COMMANDS, JOB_ENTRYPOINT, DRIVER)))
 _HEAD = "BERTRAIN_HEAD"  # set in the head's pod: names of pods begin with the run's, and may contain anything
 _USER = 1000  # of the Containerfile
 _INSTANCE = "app.kubernetes.io/instance"
@@ -436,7 +436,7 @@ export PYTHONSAFEPATH=1
 
 def _stop_script(job: ManifestJob, settings: KubeRaySettings) -> str:
     stop = shlex.quote(f"{settings.storage}/{job.folder}/stop" if job.folder[0] != "/" else f"{job.folder}/stop")
-    ours = f"pgrep -f '^{PROCESS_TITLE}|{_COMMAND}' >/dev/null"
+    ours = f"pgrep -f '^{PROCESS_TITLE}|{COMMAND}' >/dev/null"
     # Not from a pod without processes of the run: the run may continue elsewhere, or have been started again.
     ask = f"{{ {ours} && touch -- {stop} 2>/dev/null; }} || exit 0 # no process of the run, or no run folder"
     if settings.kind == "RayCluster":  # The launcher of each job, whatever its run's name; not the shell above it.
@@ -446,7 +446,7 @@ def _stop_script(job: ManifestJob, settings: KubeRaySettings) -> str:
     # If the control store does not answer, `ray drain-node` waits for many minutes, longer than the pod has.
     return f"""#!/bin/bash
 # Before a pod terminates: requests a checkpoint, and waits until no process of the run is left in this pod.
-if [[ -n ${{{_HEAD}:-}} ]] || pgrep -f -- '{_COMMAND}' >/dev/null ||
+if [[ -n ${{{_HEAD}:-}} ]] || pgrep -f -- '{COMMAND}' >/dev/null ||
     ! timeout --kill-after=5 20 ray drain-node \\
         --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod terminates' \\
         --deadline-remaining-seconds {settings.grace_seconds}; then

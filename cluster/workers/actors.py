@@ -62,8 +62,8 @@ class WorkerGroup:
                 check_stop()
                 if time.monotonic() > deadline:
                     raise WorkersNotStartedError
-            actor: Any = ray.remote(_WorkerActor)
-            self._actors = [
+            actor: Any = ray.remote(WorkerActor)
+            self.actors = [
                 actor.options(
                     num_cpus=resources["CPU"],
                     num_gpus=resources.get("GPU", 0),
@@ -85,7 +85,7 @@ class WorkerGroup:
                 number,
             ),
         )
-        self._actors = [self._actors[number] for number in order]
+        self.actors = [self.actors[number] for number in order]
         self.locations = [locations[number] for number in order]
 
     def run(self, attempt: Attempt) -> list[dict[str, str] | None]:
@@ -97,7 +97,7 @@ class WorkerGroup:
         from ray.exceptions import RayError, RayTaskError
 
         assignments = assign_ranks(self.locations)
-        runs = [actor.run.remote(attempt, one) for actor, one in zip(self._actors, assignments, strict=True)]
+        runs = [actor.run.remote(attempt, one) for actor, one in zip(self.actors, assignments, strict=True)]
         outcomes: dict[int, dict[str, str] | None] = {}
         failures: dict[int, Exception] = {}
         pending, deadline = list(runs), None
@@ -128,7 +128,7 @@ class WorkerGroup:
     def __exit__(self, *_: object) -> None:
         import ray
 
-        for actor in self._actors:
+        for actor in self.actors:
             ray.kill(actor)
         self._remove()
 
@@ -136,7 +136,7 @@ class WorkerGroup:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
-        locations = [actor.locate.remote() for actor in self._actors]
+        locations = [actor.locate.remote() for actor in self.actors]
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             try:
@@ -176,7 +176,7 @@ class WorkerLocation:
     gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them: numbers, UUIDs or ids of MIG instances
 
 
-class _WorkerActor:
+class WorkerActor:
     """What runs in each process. Ray pickles it by its name, so workers must be able to import this module."""
 
     def locate(self) -> WorkerLocation:
@@ -196,7 +196,7 @@ class _WorkerActor:
         return run_worker(attempt, assignment)
 
 
-PROCESS_TITLE = f"ray::{_WorkerActor.__name__}"  # the beginning of a worker's title in the list of processes
+PROCESS_TITLE = f"ray::{WorkerActor.__name__}"  # the beginning of a worker's title in the list of processes
 
 
 def assign_ranks(locations: Sequence[WorkerLocation]) -> list[RankAssignment]:

@@ -207,7 +207,7 @@ class _Demand:
     def gpus(self) -> bool:
         """Whether each worker takes a GPU: known once workers have run, otherwise assumed if an autoscaler has some."""
         if self._gpus is None:
-            self._gpus = bool(self._request.address) and _autoscaled_gpus() > 0
+            self._gpus = bool(self._request.address) and autoscaled_gpus() > 0
         return self._gpus
 
     def make(self, nodes: Sequence[Node]) -> None:
@@ -245,7 +245,7 @@ class _Demand:
                 remove_placement_group(group)
 
 
-def _autoscaled_gpus() -> int:
+def autoscaled_gpus() -> int:
     """How many GPUs the cluster's autoscaler may start; 0 without an autoscaler."""
     from ray._private.state import state
 

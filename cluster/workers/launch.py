@@ -136,7 +136,7 @@ def drive(
             since=since,
             launcher=os.getpid(),
         )
-        with disk_errors(run_dir), _Signals(launch.stop_flag()) as signals:
+        with disk_errors(run_dir), Signals(launch.stop_flag()) as signals:
             exit_code = _run_driver(module, make_request(launch), signals, poll)
             _raise_outcome(launch, exit_code, signals.ended_at_once)
 
@@ -149,7 +149,7 @@ def _clear(run_dir: Path) -> int:
 
 
 def _run_driver(
-    module: str, request: DriverRequest, signals: _Signals, poll: Callable[[Path], None] | None
+    module: str, request: DriverRequest, signals: Signals, poll: Callable[[Path], None] | None
 ) -> int | None:
     """The driver's exit code; at the end its whole session is gone."""
     folder = request.launch.ray_dir
@@ -250,7 +250,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "BERTRAIN_PROGRAM": program()}
 
 
-class _Signals:
+class Signals:
     """While entered, the first of the `stop_signals` sets the stop flag; a SIGINT after it ends everything at once.
 
     If the flag cannot be written now, as when storage fails for a while, it is tried again.
@@ -264,7 +264,7 @@ class _Signals:
         self._left = threading.Event()
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
             for number in stop_signals():
                 self._previous[number] = signal.signal(number, self._on_signal)

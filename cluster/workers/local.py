@@ -111,11 +111,11 @@ def up(nodes: int, cpus_per_node: int, host: str = "") -> LocalCluster:
         use_token(cluster)  # Ray reads it while it is imported
         host = host or _own_address()
         cluster = replace(cluster, address=f"{host}:{port}")
-        _write(cluster)
-        cluster = _with(cluster, _start_node(cluster, _head_arguments(folder, port, dashboard_port), cpus, host))
+        write_description(cluster)
+        cluster = _with(cluster, start_node(cluster, _head_arguments(folder, port, dashboard_port), cpus, host))
         _await(cluster, lambda: _listens(host, port) and _listens("127.0.0.1", dashboard_port))
         for _ in range(nodes - 1):
-            cluster = _with(cluster, _start_node(cluster, [f"--address={cluster.address}"], cpus, host))
+            cluster = _with(cluster, start_node(cluster, [f"--address={cluster.address}"], cpus, host))
         _await(cluster, lambda: len(_alive_nodes(cluster)) == nodes)
     except BaseException:
         _end(_read() or cluster)
@@ -142,7 +142,7 @@ def join(cpus: int, host: str = "") -> LocalCluster:
     use_token(cluster)
     before = _alive_nodes(cluster)
     arguments, host = [f"--address={cluster.address}"], host or cluster.address.rpartition(":")[0]
-    cluster = _with(cluster, _start_node(cluster, arguments, cpus or cluster.nodes[0].cpus, host))
+    cluster = _with(cluster, start_node(cluster, arguments, cpus or cluster.nodes[0].cpus, host))
     _await(cluster, lambda: bool(_alive_nodes(cluster) - before), cluster.nodes[-1:])
     return cluster
 
@@ -186,7 +186,7 @@ def _alive_nodes(cluster: LocalCluster) -> set[str]:
     return set()
 
 
-def _start_node(cluster: LocalCluster, arguments: list[str], cpus: int, host: str) -> NodeProcess:
+def start_node(cluster: LocalCluster, arguments: list[str], cpus: int, host: str) -> NodeProcess:
     folder = Path(cluster.folder)
     python = interpreter(folder)
     with (folder / "nodes.log").open("ab") as log:
@@ -238,7 +238,7 @@ def _stat(pid: int) -> tuple[str, int]:
 def _with(cluster: LocalCluster, node: NodeProcess) -> LocalCluster:
     grown = replace(cluster, nodes=(*cluster.nodes, node))
     try:
-        _write(grown)
+        write_description(grown)
     except BaseException:
         node.end()  # nothing else will know of it
         raise
@@ -295,7 +295,7 @@ def _state_file() -> Path:
     return Path(home) / "bertrain" / "cluster.json"
 
 
-def _write(cluster: LocalCluster) -> None:
+def write_description(cluster: LocalCluster) -> None:
     with disk_errors(_state_file()):
         _state_file().parent.mkdir(parents=True, exist_ok=True)
         write_json(_state_file(), asdict(cluster))

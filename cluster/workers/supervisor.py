@@ -30,7 +30,7 @@ from pretrain.common.worker import HANG_FILE
 logger = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 20  # for the cluster to reserve resources for the workers
-_NODE_LOSS_SECONDS = 8.0  # for Ray to learn that a node is lost, if the outcome of the run depends on it
+NODE_LOSS_SECONDS = 8.0  # for Ray to learn that a node is lost, if the outcome of the run depends on it
 
 
 def supervise(request: LaunchRequest, *, keep_logs: Callable[[], None], events: Sequence[dict[str, Any]] = ()) -> None:
@@ -70,10 +70,10 @@ class _Supervisor:
         for number in itertools.count():
             attempt = self._next_attempt(number)
             (self._run_dir / RESTART_FILE).unlink(missing_ok=True)
-            with _NodeMonitor(attempt) as monitor:
+            with NodeMonitor(attempt) as monitor:
                 try:
-                    return _run_attempt(attempt, monitor.start)
-                except _AttemptCrashed as crash:
+                    return run_attempt(attempt, monitor.start)
+                except AttemptCrashed as crash:
                     event = self._after_crash(crash, attempt, monitor)
                 except WorkersNotStartedError as error:
                     event = self._after_failed_start(str(error), attempt)
@@ -132,9 +132,9 @@ class _Supervisor:
             self._crashes.forgive(capacity.staying)  # Ray knows of more lost nodes by now
         return capacity.workers
 
-    def _after_crash(self, crash: _AttemptCrashed, attempt: Attempt, monitor: _NodeMonitor) -> dict[str, Any]:
+    def _after_crash(self, crash: AttemptCrashed, attempt: Attempt, monitor: NodeMonitor) -> dict[str, Any]:
         """The event of the restart; raises if there is none."""
-        hang = _hang(self._run_dir, since=monitor.began)
+        hang = hang_event(self._run_dir, since=monitor.began)
         kind, rank, reason = hang or ("restart", crash.rank, f"worker {crash.rank}: {crash.reason}")
         logger.warning("start %d crashed, %s", attempt.number + 1, reason)
         self._keep_logs()
@@ -175,7 +175,7 @@ class _Supervisor:
         """The addresses of nodes whose loss explains the newest crash. Waits for such news if the run would end."""
         if not self._request.address:
             return []
-        deadline = time.monotonic() + _NODE_LOSS_SECONDS
+        deadline = time.monotonic() + NODE_LOSS_SECONDS
         while True:
             with contextlib.suppress(Exception):  # a head that is away for a while
                 if lost := self._crashes.forgive([node.id for node in usable_nodes() if not node.draining]):
@@ -199,7 +199,7 @@ class _Supervisor:
         )
 
 
-class _NodeMonitor:
+class NodeMonitor:
     """While workers run: asks them to save and finish if one of their nodes drains, or if more workers would fit.
 
     Attributes:
@@ -235,7 +235,7 @@ class _NodeMonitor:
         """The id of the node of a worker; empty if unknown."""
         return self._locations[rank].node if rank < len(self._locations) else ""
 
-    def __enter__(self) -> _NodeMonitor:
+    def __enter__(self) -> NodeMonitor:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -279,7 +279,7 @@ class _NodeMonitor:
         return True
 
 
-class _AttemptCrashed(Exception):
+class AttemptCrashed(Exception):
     """A worker failed in a way that a restart may cure."""
 
     def __init__(self, rank: int, reason: str):
@@ -288,7 +288,7 @@ class _AttemptCrashed(Exception):
         self.reason = reason
 
 
-def _run_attempt(attempt: Attempt, started: Callable[[Sequence[WorkerLocation]], None]) -> None:
+def run_attempt(attempt: Attempt, started: Callable[[Sequence[WorkerLocation]], None]) -> None:
     """One start of the workers, until they finish; `started` is called with their locations, by rank."""
     start = attempt.number + 1
     began = time.monotonic()
@@ -298,7 +298,7 @@ def _run_attempt(attempt: Attempt, started: Callable[[Sequence[WorkerLocation]],
             logger.info("start %d has its %d workers after %.1f s", start, attempt.workers, time.monotonic() - began)
             outcomes = workers.run(attempt)
     except WorkersFailedError as error:
-        raise _cause(error.failures) from None
+        raise cause_of(error.failures) from None
     finally:
         logger.info("start %d ran %.1f s", start, time.monotonic() - began)
     outcome = next((outcome for outcome in outcomes if outcome is not None), None)
@@ -314,7 +314,7 @@ def _group(attempt: Attempt) -> WorkerGroup | SingleWorker:
     return WorkerGroup(attempt.workers, resources, PLACEMENT_SECONDS, attempt.avoid, request.launch.check_stop)
 
 
-def _cause(failures: dict[int, Exception]) -> Exception:
+def cause_of(failures: dict[int, Exception]) -> Exception:
     """What to raise for a failed attempt: the first worker's `RunError`, else the crash that ended the others.
 
     A process that died comes before one that only lost its peer.
@@ -326,10 +326,10 @@ def _cause(failures: dict[int, Exception]) -> Exception:
     dead = [rank for rank, error in sorted(failures.items()) if not isinstance(error, WorkerError)]
     if dead:
         logger.error("worker %d: %s", dead[0], failures[dead[0]])
-        return _AttemptCrashed(dead[0], "its process died (killed, or out of memory)")
+        return AttemptCrashed(dead[0], "its process died (killed, or out of memory)")
     # The first one to fail: the others report a peer that was gone by then.
     rank, error = reported[0]
-    return _AttemptCrashed(rank, error.message)
+    return AttemptCrashed(rank, error.message)
 
 
 def _newest_step(run_dir: Path) -> int:
@@ -337,7 +337,7 @@ def _newest_step(run_dir: Path) -> int:
     return max(steps, default=-1)
 
 
-def _hang(run_dir: Path, *, since: float) -> tuple[str, int, str] | None:
+def hang_event(run_dir: Path, *, since: float) -> tuple[str, int, str] | None:
     """(event, rank that caused it, reason), if the watchdog of a worker ended the workers after that time."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         hang = json.loads((run_dir / LOGS / HANG_FILE).read_text(encoding="utf-8"))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ONNX = "model.onnx"
 OPSET = 23  # the newest opset of torch.onnx in torch 2.11 to 2.13; onnxruntime 1.31 supports it
-_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _README = "README.md"
 _HEADING = "\n## ONNX\n"
 
@@ -92,7 +92,7 @@ def write_onnx(model: PaddedModel, path: Path) -> float:
         for node in program.model.graph.all_nodes():
             node.metadata_props.clear()  # source files and lines of this machine
         program.save(path)
-    return _difference(model, path)
+    return difference_of_logits(model, path)
 
 
 def _add_onnx(folder: Path, aside: Path) -> str:
@@ -113,7 +113,7 @@ def _add_onnx(folder: Path, aside: Path) -> str:
     return description
 
 
-def _difference(model: PaddedModel, path: Path) -> float:
+def difference_of_logits(model: PaddedModel, path: Path) -> float:
     """The largest difference of onnxruntime's logits from torch's, over sequences of several lengths."""
     import onnxruntime
     import torch
@@ -162,7 +162,7 @@ def _expect_export(out: Path, folder: Path) -> None:
 
 
 def _expect_packages() -> None:
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise MachineError(
             f"--onnx: {', '.join(missing)} not installed. Run: {sys.executable} -m pip install {' '.join(missing)}"

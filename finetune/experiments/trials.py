@@ -87,9 +87,9 @@ def run_all(
         raise InputError(f"run_dir: {config.address}: several runs have to be in a local folder. Give a local run_dir.")
     with preflight.only_run(config.folder):
         begin()
-        trials = _with_one_precision(config, trials)
+        trials = with_one_precision(config, trials)
         outcomes = [read_outcome(trial) for trial in trials]
-        _check_data(trials, outcomes)
+        check_data(trials, outcomes)
         pending = [number for number, outcome in enumerate(outcomes) if outcome is None]
         for number, trial in enumerate(trials):
             if number in pending:
@@ -118,7 +118,7 @@ def check_alone(config: FinetuneConfig) -> None:
         )
 
 
-def _with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list[Trial]:
+def with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list[Trial]:
     """The trials, with one common precision for those with `auto`, so that their scores are comparable.
 
     On a cluster, whose nodes may differ, the first trial that starts decides for those of a later call.
@@ -268,7 +268,7 @@ def _end(trial: Trial, error: RunError | None) -> Outcome:
     )
 
 
-def _check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> None:
+def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> None:
     """Refuse to compare runs with others whose data files have changed since."""
     now: dict[tuple[str, bool], str] = {}
     for trial, outcome in zip(trials, outcomes, strict=True):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-_PLAIN_SECONDS = 60.0  # between two lines of progress without a terminal
+PLAIN_SECONDS = 60.0  # between two lines of progress without a terminal
 _SHOWN = 4  # scores on a run's line
 
 
@@ -96,7 +96,7 @@ class TrialsView:
         """Show the current state; cheap enough for four calls a second."""
         if self._live is not None:
             self._live.update(self._line(), refresh=True)
-        elif time.monotonic() - self._printed >= _PLAIN_SECONDS:
+        elif time.monotonic() - self._printed >= PLAIN_SECONDS:
             self._console.print(self._line())
             self._printed = time.monotonic()
 

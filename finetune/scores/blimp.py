@@ -29,7 +29,7 @@ from pretrain.common.errors import InputError
 PART = "blimp"  # of a record
 _UNFINISHED = "blimp_unfinished"  # scores that are to replace finished ones of other settings
 _KEYS = ("sentence_good", "sentence_bad", "UID", "linguistics_term")  # of a line
-_AT_ONCE = 1 << 18  # tokens of masked copies that are in memory at once
+AT_ONCE = 1 << 18  # tokens of masked copies that are in memory at once
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def blimp_score(
             record.check(folder)
         with progress_bar("BLiMP, sentences", sum(2 * len(one.pairs) for one in left)) as advance:
             for paradigm in left:
-                right = _right_pairs(model, paradigm.pairs, advance)
+                right = right_pairs(model, paradigm.pairs, advance)
                 done[paradigm.name] = ParadigmScore(paradigm.phenomenon, len(paradigm.pairs), right)
                 if record is not None:
                     _keep(record, how, BlimpScore(done).as_data(len(paradigms)))
@@ -210,7 +210,7 @@ def pseudo_log_likelihoods(
     return scores[numbers]
 
 
-def _right_pairs(model: MaskedModel, pairs: Sequence[tuple[str, str]], advance: Advance) -> int:
+def right_pairs(model: MaskedModel, pairs: Sequence[tuple[str, str]], advance: Advance) -> int:
     scores = pseudo_log_likelihoods(model, [sentence for pair in pairs for sentence in pair], advance)
     return int((scores[::2] > scores[1::2]).sum())
 
@@ -235,7 +235,7 @@ def _portions(copies: Sequence[Sequence[MaskedSequence]]) -> Iterator[tuple[int,
     begin = tokens = 0
     for number, one in enumerate(copies):
         tokens += sum(len(copy.ids) for copy in one)
-        if tokens > _AT_ONCE:
+        if tokens > AT_ONCE:
             yield begin, number + 1
             begin, tokens = number + 1, 0
     if begin < len(copies):

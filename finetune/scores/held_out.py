@@ -169,7 +169,7 @@ def masked_sequences(
     if size < 1:
         raise InputError(f"--length: {how.length} leaves no room for text beside the special tokens. Raise it.")
     for document in documents:
-        ids, characters = _tokens(tokenizer, document)
+        ids, characters = tokens_of(tokenizer, document)
         key = document_key(document, how.seed)
         for number, begin in enumerate(range(0, len(ids), size)):
             cut = slice(begin, begin + size)
@@ -191,7 +191,7 @@ def _masked(
     return TextSequence(sequence, int(characters[masked.rows].sum()), int(ordinary.sum()))
 
 
-def _tokens(tokenizer: Tokenizer, document: str) -> tuple[np.ndarray, np.ndarray]:
+def tokens_of(tokenizer: Tokenizer, document: str) -> tuple[np.ndarray, np.ndarray]:
     """(int64 [L] ids without special tokens, int64 [L] characters of each, whose sum is that of the document)."""
     encoded = tokenizer.encode(document, add_special_tokens=False)
     # Several tokens may spell one character: it belongs to the first that ends there.

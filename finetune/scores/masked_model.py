@@ -29,7 +29,7 @@ from pretrain.model.precision import torch_dtype
 
 Advance = Callable[[int], None]  # told how many predictions are done
 
-_BATCH_TOKENS = 8192
+BATCH_TOKENS = 8192
 _LOGITS = 1 << 25  # that are in memory at once: 128 MiB of fp32
 
 
@@ -197,7 +197,7 @@ class MaskedModel:
         tokens = predictions = 0
         for number in np.argsort(lengths, kind="stable"):
             tokens, predictions = tokens + lengths[number], predictions + counts[number]
-            if members and (tokens > _BATCH_TOKENS or predictions > self._most_predictions):
+            if members and (tokens > BATCH_TOKENS or predictions > self._most_predictions):
                 yield members
                 members, tokens, predictions = [], lengths[number], counts[number]
             members.append(int(number))

@@ -82,7 +82,7 @@ def write_scores_page(models: Sequence[Mapping[str, Any]], out: Path) -> Path:
         rows=score_rows(models),
         marks=score_notes(models),
         blimp=list(_blimp_charts(models)),
-        finetuning=list(_finetuning_charts(models)),
+        finetuning=list(finetuning_charts(models)),
         models=[(model[MODEL]["name"], _facts(model)) for model in models],
     )
 
@@ -273,7 +273,7 @@ def _of_pairs(model: Mapping[str, Any]) -> str:
     return f", first {limit:,} pairs of each paradigm" if limit else ""
 
 
-def _finetuning_charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def finetuning_charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A chart for each config: the models, each with random weights of its shape below."""
     names = [model[MODEL]["name"] for model in models]
     for config, ones in _by_config(models):

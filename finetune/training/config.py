@@ -350,7 +350,7 @@ def run_name(text: str) -> str:
 
 
 # What may differ between a run and its continuation.
-_FREE_ON_RESUME = (
+ALL_FREE_ON_RESUME = (
     *FREE_ON_RESUME,
     "start_from",
     "training.patience",
@@ -359,4 +359,4 @@ _FREE_ON_RESUME = (
 
 def changed_for_resume(before: FinetuneConfig, after: FinetuneConfig, _done: int = 0) -> list[str]:
     """Dotted names of the settings that differ although a resumed run must keep them, with both values."""
-    return settings.differences(before, keep_precision(after, before), free=_FREE_ON_RESUME)
+    return settings.differences(before, keep_precision(after, before), free=ALL_FREE_ON_RESUME)

@@ -61,7 +61,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
             check_same_data({"start_from": digest(released.backbone), config.task_name: labels})
         encoder = _text_encoder(config, released)
         short = is_short(config, task, examples, encoder, released.model)
-        model = make_model(_uncompiled(config) if short else config, task, released, examples)
+        model = make_model(uncompiled(config) if short else config, task, released, examples)
         weights = model.state_dict()
         fitted = fits_output_layer(config, task, released)
         engine = Engine(
@@ -301,7 +301,7 @@ def _text_encoder(config: FinetuneConfig, released: Released) -> TextEncoder:
     return TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
 
 
-def _uncompiled(config: FinetuneConfig) -> FinetuneConfig:
+def uncompiled(config: FinetuneConfig) -> FinetuneConfig:
     """`config` without compilation, unless it asks for that."""
     engine = config.engine
     compile = engine.compile if engine.compile != "auto" else False

@@ -44,13 +44,13 @@ class Assignment:
 def parts(sequences: int, world_size: int) -> list[BatchPart]:
     """The parts of a batch of `sequences` >= `world_size`: of about `PART_SEQUENCES`, or one for each rank."""
     count = number_of_parts(sequences, world_size)
-    return [_part(number, count, sequences, world_size) for number in range(count)]
+    return [balanced_part(number, count, sequences, world_size) for number in range(count)]
 
 
 def part_of(rank: int, sequences: int, world_size: int) -> BatchPart:
     """The part that `rank` shares, without looking at the others."""
     count = number_of_parts(sequences, world_size)
-    return _part(((rank + 1) * count - 1) // world_size, count, sequences, world_size)
+    return balanced_part(((rank + 1) * count - 1) // world_size, count, sequences, world_size)
 
 
 def number_of_parts(sequences: int, world_size: int) -> int:
@@ -78,7 +78,7 @@ def balance(lengths: np.ndarray, ranks: int, budget: int, *, micro_batches: int 
     return Assignment(descending, assignment, micro_batches)
 
 
-def _part(number: int, count: int, sequences: int, world_size: int) -> BatchPart:
+def balanced_part(number: int, count: int, sequences: int, world_size: int) -> BatchPart:
     first_rank, end = number * world_size // count, (number + 1) * world_size // count
     first = first_rank * sequences // world_size
     return BatchPart(first, end * sequences // world_size - first, first_rank, end - first_rank)

@@ -40,8 +40,8 @@ class Exchange:
     def __init__(self, ranks: AllRanks) -> None:
         self._ranks = ranks
         self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="counts", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="counts", daemon=True)
+        self.thread.start()
 
     def submit(self, counts: Counts, micro_batches: int, then: Callable[[Counts, int], T]) -> Future[T]:
         """What `then` makes, in the thread, of the counts of all ranks and their largest number of micro-batches."""
@@ -60,7 +60,7 @@ class Exchange:
     def close(self, seconds: float = 2.0) -> None:
         """End the thread after the exchanges that were asked for; wait for it at most `seconds`."""
         self._requests.put(None)
-        self._thread.join(seconds)
+        self.thread.join(seconds)
 
     def _run(self) -> None:
         while (work := self._requests.get()) is not None:

@@ -112,13 +112,13 @@ class Loader:
         self._queue: queue.Queue[_Made] = queue.Queue(depth)
         self._ahead: deque[StepBatch | Future[StepBatch] | BaseException | None] = deque()
         self._closed = threading.Event()
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._produce,
             args=(settings, start_step, sum(skipped[phase : phase + 1])),
             name=f"loader-{rank}",
             daemon=True,
         )
-        self._thread.start()
+        self.thread.start()
 
     @property
     def samples_per_epoch(self) -> int:
@@ -144,7 +144,7 @@ class Loader:
     def close(self) -> None:
         """Stop the background thread; iteration ends."""
         self._closed.set()
-        self._thread.join()
+        self.thread.join()
 
     def _take(self) -> StepBatch | BaseException | None:
         """The next step, or why there is none."""

@@ -17,7 +17,7 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import MANIFEST, parse_manifest
 
 # Attempts to read a checkpoint when the storage fails, and the first wait between them, which doubles each time.
-_READS, _READ_WAIT_SECONDS = 6, 1.0
+_READS, READ_WAIT_SECONDS = 6, 1.0
 # Pages of a mapped file count as the process's memory until the file is closed.
 _MOST_MAPPED_BYTES = 128 << 20
 T = TypeVar("T")
@@ -36,7 +36,7 @@ def retried(path: Path, read: Callable[[], T]) -> T:
         except OSError as error:
             if attempt == _READS - 1 or isinstance(error, PermissionError):
                 raise _unreadable(path, error) from error
-            wait = _READ_WAIT_SECONDS * 2**attempt
+            wait = READ_WAIT_SECONDS * 2**attempt
             logger.warning("%s: cannot be read (%s). Retrying in %.0f s.", path, error, wait)
             time.sleep(wait)
             attempt += 1

@@ -21,7 +21,7 @@ from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
 
 logger = logging.getLogger(__name__)
 
-_FIRST_WAIT_SECONDS = 2.0  # before the first retry; doubled each time
+FIRST_WAIT_SECONDS = 2.0  # before the first retry; doubled each time
 
 
 class Saver:
@@ -133,7 +133,7 @@ class Saver:
     def _write_or_retry(self, step: int, shard: store.CheckpointShard, state: dict[str, Any]) -> None:
         # All ranks get the same error at the same attempt (`store.write`), and all must decide alike. Their clocks may
         # differ, so the waits are added up instead.
-        waited, wait, reason = 0.0, _FIRST_WAIT_SECONDS, ""
+        waited, wait, reason = 0.0, FIRST_WAIT_SECONDS, ""
         while True:
             try:
                 store.write(self._folder, step, shard, state, self._group)
@@ -142,7 +142,7 @@ class Saver:
                 return
             except RunError as error:  # a read-only or full disk may recover
                 full = "disk full" in str(error)
-                if waited >= (_FIRST_WAIT_SECONDS if full else self._retry_seconds):
+                if waited >= (FIRST_WAIT_SECONDS if full else self._retry_seconds):
                     raise
                 reason = str(error)
                 logger.warning("%s Retrying in %.0f s.", reason, wait)

@@ -260,7 +260,7 @@ def read_start(
     missing = tuple(name for name in shapes if name not in found)
     if wrong := [name for name in missing if not name.startswith("heads.")]:
         raise InputError(f"start_from: {folder} has no {wrong[0]}, which this run's model needs. Start a new run.")
-    table = _table(released, shapes, missing, from_corpus=from_corpus, added=len(added))
+    table = weights_table(released, shapes, missing, from_corpus=from_corpus, added=len(added))
     return Start(found, fingerprint, old, missing, table, released.family, released.config)
 
 
@@ -302,7 +302,7 @@ def digest(state: Mapping[str, Tensor]) -> str:
     return sums.hexdigest()
 
 
-def _table(
+def weights_table(
     released: Released,
     shapes: Mapping[str, Sequence[int]],
     missing: Sequence[str],

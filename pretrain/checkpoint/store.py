@@ -151,7 +151,7 @@ def write(folder: Path, step: int, shard: CheckpointShard, state: dict[str, Any]
     final = folder / name_of(step)
     aside = folder / f".{final.name}.tmp"
     try:
-        agree(group, lambda: _write_shard(aside, shard, group), lambda shards: _publish(aside, final, shards, state))
+        agree(group, lambda: write_shard(aside, shard, group), lambda shards: _publish(aside, final, shards, state))
     except RunError:
         if group.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -362,13 +362,13 @@ def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tenso
         }
 
 
-def _write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dict[str, Any]:
+def write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dict[str, Any]:
     """Write this rank's tensors; returns the entry of the file for the manifest."""
     name = shard_name(group)
     path = aside / name
     with _write_errors(path):
         aside.mkdir(parents=True, exist_ok=True)
-        _preflight(path, shard.bytes)
+        check_storage(path, shard.bytes)
         try:
             path.touch()
             mode = path.stat().st_mode
@@ -413,7 +413,7 @@ def _parts(fragments: Sequence[HeldFragment], group: SavingGroup) -> Iterator[sl
             yield slice(0, size)
 
 
-def _preflight(path: Path, needed: int) -> None:
+def check_storage(path: Path, needed: int) -> None:
     """Refuse before writing if the file does not fit on the disk."""
     if shutil.disk_usage(existing_parent(path)).free < needed:
         raise OSError(28, "No space left on device")

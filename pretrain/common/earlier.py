@@ -56,9 +56,18 @@ INSTEAD = {
 
 IGNORED = {
     "model": {"scaled_output_init": "model.family: modernbert scales them"},
-    "scheduling": {"cluster": "give --on CLUSTER with --dry-run"},
+    "scheduling": {
+        "cluster": "give --on CLUSTER with --dry-run",
+        "data_stall_seconds": "the limit is ten times hang_seconds",
+    },
+    "tracking": {"tags": "set the environment variable WANDB_TAGS"},
+    "adaptation": {
+        "finetuning": "give --finetune CONFIG to adapt",
+        "finetuning_seeds": "give --seeds N to adapt",
+    },
 }
-"""Section -> setting that left and had no effect on a run -> what to do instead. Every value is read, with a remark."""
+"""Section -> setting that left and did not change what a run learns -> what to do instead. Every value is read, with a
+remark."""
 
 LEFT_PRESETS = ("few-sample",)  # of `training.preset`, after acc156f
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 # malloc.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
-_OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+OWN_GROUPS, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def hold_freed_memory(at_most: int = -1) -> None:
@@ -53,7 +53,7 @@ def control_groups(controller: str) -> list[Path]:
     """
     folders: list[Path] = []
     with contextlib.suppress(OSError, ValueError):  # another system
-        for line in _OWN_GROUPS.read_text().splitlines():
+        for line in OWN_GROUPS.read_text().splitlines():
             _, controllers, name = line.split(":", 2)
             if not controllers or controller in controllers.split(","):
                 root = _GROUPS / controller if controllers else _GROUPS

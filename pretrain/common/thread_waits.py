@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pretrain.common.memory import control_groups
 
-_POLL_SECONDS = 0.5
+POLL_SECONDS = 0.5
 # Share of the time that a runnable thread waits for a core: above the first the cores are contended, below the second
 # they are free. Beside Ray's own processes it is about 0.03 on two cores.
 _CONTENDED, _FREE = 0.10, 0.06
@@ -40,14 +40,14 @@ def sleeping_when_crowded() -> Iterator[None]:
     """
     import torch
 
-    openmp = _openmp()
+    openmp = loaded_openmp()
     set_by_user = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
     not_needed = torch.get_num_threads() == 1 or torch.cuda.is_available()
     if not_needed or set_by_user or openmp is None or not waited_seconds():
         yield
         return
     end = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(lambda: _idle_pool(openmp), end), name="thread-waits", daemon=True)
+    watcher = threading.Thread(target=watch, args=(lambda: idle_threads(openmp), end), name="thread-waits", daemon=True)
     watcher.start()
     try:
         yield
@@ -56,7 +56,7 @@ def sleeping_when_crowded() -> Iterator[None]:
         watcher.join()
 
 
-def _watch(
+def watch(
     idle_pool: Callable[[], contextlib.AbstractContextManager[None]],
     end: threading.Event,
     waited_seconds: Callable[[], Mapping[int, float]] = lambda: waited_seconds(),
@@ -65,13 +65,13 @@ def _watch(
     with contextlib.ExitStack() as pool:
         sleeping, free = False, 0
         before, at = waited_seconds(), time.monotonic()
-        while not end.wait(_POLL_SECONDS):
+        while not end.wait(POLL_SECONDS):
             now, then = waited_seconds(), time.monotonic()
             waits = [now[thread] - before[thread] for thread in now.keys() & before.keys()]
             share = max(waits, default=0.0) / (then - at)
             before, at = now, then
             free = free + 1 if share < _FREE else 0
-            if not sleeping and share > _CONTENDED and _may_start(_pool_size()):
+            if not sleeping and share > _CONTENDED and may_start(_pool_size()):
                 pool.enter_context(idle_pool())
                 sleeping = True
             elif sleeping and free >= _FREE_POLLS:
@@ -89,7 +89,7 @@ def waited_seconds() -> dict[int, float]:
 
 
 @contextlib.contextmanager
-def _idle_pool(openmp: ctypes.CDLL) -> Iterator[None]:
+def idle_threads(openmp: ctypes.CDLL) -> Iterator[None]:
     """More OpenMP threads than cores, all asleep, while entered."""
     started, done = threading.Event(), threading.Event()
 
@@ -113,7 +113,7 @@ def _pool_size() -> int:
     return len(os.sched_getaffinity(0)) + 1
 
 
-def _may_start(threads: int) -> bool:
+def may_start(threads: int) -> bool:
     """Whether `threads` more threads are far below any limit; libgomp exits the process if it cannot create one."""
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return False
@@ -135,7 +135,7 @@ def _threads_of_user() -> int:
     return count
 
 
-def _openmp() -> ctypes.CDLL | None:
+def loaded_openmp() -> ctypes.CDLL | None:
     """The libgomp that torch uses; None if it uses another OpenMP."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = sorted({line.rpartition(" ")[2] for line in lines if "libgomp" in line}, key=_is_torchs)

@@ -30,11 +30,6 @@ class AdaptationConfig(Section):
         lt=1,
         description="Share of the training sequences that come from replay_corpus, so that the model forgets less.",
     )
-    finetuning: tuple[LocalPath, ...] = Field(
-        default=(),
-        description="Configs of fine-tunings that `adapt` runs from start_from and from the result, to compare scores.",
-    )
-    finetuning_seeds: int = Field(default=1, ge=1, description="Runs of each fine-tuning, which differ in their seed.")
 
     @model_validator(mode="after")
     def _check_replay(self) -> AdaptationConfig:

@@ -33,14 +33,12 @@ FREE_ON_RESUME = (
 )
 """Settings that a resumed run of any kind may change: none affects which samples are used or how they are weighted."""
 
-_FREE_ON_RESUME = (
+ALL_FREE_ON_RESUME = (
     *FREE_ON_RESUME,
     "fork_from",
     # What is read of the corpus is compared by what the checkpoint says of it.
     "corpus",
     *(f"phases.*.{name}" for name in MIXING),
-    "adaptation.finetuning",
-    "adaptation.finetuning_seeds",
     "evaluation.every_steps",
     # Learning rates: a diverged run is resumed with lower ones.
     "phases.*.peak_learning_rate",
@@ -50,7 +48,7 @@ _FREE_ON_RESUME = (
     "phases.*.final_learning_rate",
     "optimizer.muon_lr_scale",
 )
-_EVALUATED_ONLY = "adaptation.replay_corpus"  # free unless text of it is replayed
+EVALUATED_ONLY = "adaptation.replay_corpus"  # free unless text of it is replayed
 
 
 def changed_for_resume(before: PretrainConfig, after: PretrainConfig, done: int) -> list[str]:
@@ -60,7 +58,7 @@ def changed_for_resume(before: PretrainConfig, after: PretrainConfig, done: int)
     after it may be anything.
     """
     replayed = before.adaptation.replay_share or after.adaptation.replay_share
-    free = _FREE_ON_RESUME if replayed else (*_FREE_ON_RESUME, _EVALUATED_ONLY)
+    free = ALL_FREE_ON_RESUME if replayed else (*ALL_FREE_ON_RESUME, EVALUATED_ONLY)
     # What is read in both is compared by the fingerprint, too.
     free += tuple(name for name in READ_BY_OBJECTIVES if all(map(attrgetter(name), (before, after))))
     begun, again = (_as_begun(config, done) for config in (before, keep_precision(after, before)))

@@ -48,7 +48,6 @@ class TrackingConfig(Section):
         description="W&B id of the run. Empty generates one; a submitted job uses its job name.",
     )
     group: str = Field(default="", description="W&B group. Empty means the run's name.")
-    tags: tuple[str, ...] = Field(default=(), description="W&B tags.")
 
     def check_names(self) -> None:
         """Raise `InputError` if W&B's own rules refuse a name: the run would not be mirrored.
@@ -66,9 +65,6 @@ class TrackingConfig(Section):
             raise InputError(
                 f"tracking.run_id: {self.run_id!r} must have none of : ; , # ? / ' and no space around it, for W&B."
             )
-        for tag in self.tags:
-            if not 0 < len(tag) <= 64:
-                raise InputError(f"tracking.tags: the tag {tag!r} must have 1 to 64 characters for W&B.")
 
 
 class SchedulingConfig(Section):
@@ -95,13 +91,8 @@ class SchedulingConfig(Section):
         ge=0,
         description="Seconds after which a worker without progress, or without a heartbeat, counts as hung and all "
         "workers restart. The limit is at least ten times the duration of recent long micro-batches. A restart of "
-        "hundreds of GPUs takes minutes; for a few workers a shorter limit such as 30 is fine. 0 disables the check.",
-    )
-    data_stall_seconds: float = Field(
-        default=1800.0,
-        ge=0,
-        description="The same limit for a worker that waits for a batch or for the storage of the run folder, where a "
-        "restart rarely helps. It is at least hang_seconds. 0 waits without limit.",
+        "hundreds of GPUs takes minutes; for a few workers a shorter limit such as 30 is fine. A worker that waits for "
+        "a batch, or for the storage of the run folder, may take ten times as long. 0 disables the check.",
     )
     wait_for_nodes_seconds: float = Field(
         default=1800.0,

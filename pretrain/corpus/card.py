@@ -236,14 +236,14 @@ def _files(sources: list[dict[str, Any]]) -> list[str]:
         revision = f", revision {source['revision']}" if source["revision"] else ""
         files = counted(source["files"], "file")
         lines += [f"{source['name']}{revision}: {files}, contents sha256 {source['content']}", ""]
-        lines += [f"- `{_shown_path(path)}` sha256 {digest}" for path, digest in source["file_hashes"].items()]
+        lines += [f"- `{shown_path(path)}` sha256 {digest}" for path, digest in source["file_hashes"].items()]
         if source["files"] > _MAX_LISTED_FILES:
             lines.append(f"- and {source['files'] - _MAX_LISTED_FILES:,} more")
         lines.append("")
     return lines
 
 
-def _shown_path(path: str) -> str:
+def shown_path(path: str) -> str:
     """A path without what only this machine has: the working directory, the home folder, the place of Python."""
     if not Path(path).is_absolute():
         return path
@@ -266,7 +266,7 @@ def _faults(problems: list[dict[str, Any]]) -> list[str]:
     if not problems:
         return []
     rows = [
-        table_row(_shown_path(p["path"]), p["fault"], f"{p['count']:,}", p["first"])
+        table_row(shown_path(p["path"]), p["fault"], f"{p['count']:,}", p["first"])
         for p in problems[:_MAX_LISTED_PROBLEMS]
     ]
     unlisted = len(problems) - _MAX_LISTED_PROBLEMS

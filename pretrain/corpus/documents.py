@@ -26,7 +26,7 @@ from pretrain.corpus.partitions import Partitions, partition_of
 from pretrain.corpus.parts import count_documents, load_documents, random_order
 
 _MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence comes from another document
-_MOST_DOCUMENTS = 1 << 21  # compared at once: about 150 MB
+MOST_DOCUMENTS = 1 << 21  # compared at once: about 150 MB
 _KEPT = "kept"  # in the work folder: a byte for each document, in the order of the corpus
 _HASHED = np.dtype([("hash", "<u8", 2), ("document", "<u8")])
 _DROPPED = np.dtype([("document", "<u8"), ("near", "?")])
@@ -172,7 +172,7 @@ class Documents:
     def _drop(self, near_duplicates: NearDuplicates | None, known: Sequence[np.ndarray]) -> None:
         """Keep the first of every group of equal documents, unless it is known or nearly equal to an earlier one."""
         self._near = near_duplicates
-        count = max(1, -(-self._count // _MOST_DOCUMENTS))
+        count = max(1, -(-self._count // MOST_DOCUMENTS))
         hashed = Partitions(self._work / "hashed", _HASHED, count)
         for (part, _), first in zip(self._parts, self._first.tolist(), strict=False):
             hashes = load_documents(self._work / part)["hash"]
@@ -182,11 +182,11 @@ class Documents:
         dropped = Partitions(self._work / "dropped", _DROPPED, count)
         for records in hashed.drain():
             found = _dropped(records, near_duplicates, known)
-            dropped.add(found, found["document"] // np.uint64(_MOST_DOCUMENTS))
+            dropped.add(found, found["document"] // np.uint64(MOST_DOCUMENTS))
         with atomic_open(self._work / _KEPT) as file:
             for number, found in enumerate(dropped.drain()):
-                start = number * _MOST_DOCUMENTS
-                kept = np.ones(min(_MOST_DOCUMENTS, self._count - start), bool)
+                start = number * MOST_DOCUMENTS
+                kept = np.ones(min(MOST_DOCUMENTS, self._count - start), bool)
                 kept[found["document"] - np.uint64(start)] = False
                 kept.tofile(file)
                 self._count_near(found["document"][found["near"]])
@@ -283,7 +283,7 @@ class Documents:
         """
         own = [number for number, (_, its_source) in enumerate(self._parts) if its_source == source]
         begin, end = (int(self._first[own[0]]), int(self._first[own[-1] + 1])) if own else (0, 0)
-        count = max(1, -(-(end - begin) // _MOST_DOCUMENTS))
+        count = max(1, -(-(end - begin) // MOST_DOCUMENTS))
         found = Partitions(self._work / "signatures", _KNOWN, count)
         for number in own:
             hashes = np.ascontiguousarray(load_documents(self._work / self._parts[number][0])["hash"])

@@ -56,7 +56,7 @@ class Pool:
         elif self._processes == 1:
             stages.start_process(*self._begin_with, child=False)
         else:
-            context = _Spawn() if _start_method() == "spawn" else multiprocessing.get_context("fork")
+            context = _Spawn() if start_method() == "spawn" else multiprocessing.get_context("fork")
             self._executor = ProcessPoolExecutor(self._processes, context, stages.start_process, self._begin_with)
             with _without_tokenizers_threads():
                 self._executor.submit(os.getpid)  # starts the processes now, before there are other threads
@@ -131,7 +131,7 @@ class _Spawn(SpawnContext):
     Process = _SpawnedProcess
 
 
-def _start_method() -> str:
+def start_method() -> str:
     """fork if that is safe: a forked process has everything imported, 0.3 s earlier than a spawned one.
 
     A fork keeps only its own thread, and a lock that another thread holds stays locked. The threads of numpy's

@@ -8,7 +8,7 @@ import numpy as np
 
 from pretrain.common.files import disk_errors
 
-_BUFFERED = 1 << 18  # records written at once
+BUFFERED = 1 << 18  # records written at once
 
 
 def partition_of(hashes: np.ndarray, count: int) -> np.ndarray:
@@ -29,7 +29,7 @@ class Partitions:
         """Append each record to its partition, given as integers below the count."""
         self._buffer.append((records, partition))
         self._buffered += len(records)
-        if self._buffered >= _BUFFERED:
+        if self._buffered >= BUFFERED:
             self._flush()
 
     def drain(self) -> Iterator[np.ndarray]:

@@ -46,7 +46,7 @@ class StageBar:
     """A bar for each stage."""
 
     def __init__(self, *, quiet: bool) -> None:
-        self._progress = Progress(
+        self.progress = Progress(
             TextColumn("{task.description:24}"),
             BarColumn(),
             _Size(),
@@ -57,26 +57,26 @@ class StageBar:
         )
 
     def __enter__(self) -> StageBar:
-        self._progress.start()
+        self.progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self.progress.stop()
 
     def say(self, text: str) -> None:
         """A line of its own."""
-        self._progress.console.print(text, highlight=False, markup=False)
+        self.progress.console.print(text, highlight=False, markup=False)
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
         """A bar over `total` bytes, 0 if they are not known; yields a function to call with the bytes done."""
-        task = self._progress.add_task(name, total=total or None, total_known=total > 0, done=0)
+        task = self.progress.add_task(name, total=total or None, total_known=total > 0, done=0)
         done = 0
 
         def advance(amount: int) -> None:
             nonlocal done
             done += amount
-            self._progress.update(task, advance=amount, done=done)
+            self.progress.update(task, advance=amount, done=done)
 
         yield advance
-        self._progress.update(task, total=max(total, 1), completed=max(total, 1))
+        self.progress.update(task, total=max(total, 1), completed=max(total, 1))

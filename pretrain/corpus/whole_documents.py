@@ -53,7 +53,7 @@ class DocumentEncoder:
         self._whole = Tokenizer.from_str(json.dumps(described))
         self._whole.encode_special_tokens = True
         self._table = table
-        self._division = division_of(self._whole, table)
+        self.division = division_of(self._whole, table)
         self._added = _shortest(_outside_division(described))
 
     def encode(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: np.ndarray, dtype: np.dtype) -> Part:
@@ -65,8 +65,8 @@ class DocumentEncoder:
             table: as `measured` gives it.
             dtype: of the tokens.
         """
-        fast = [number for number, text in enumerate(texts) if self._has_plain_pieces(text)]
-        found = self._from_pieces(fast, [texts[n] for n in fast], [starts[n] for n in fast], dtype)
+        fast = [number for number, text in enumerate(texts) if self.has_plain_pieces(text)]
+        found = self.from_pieces(fast, [texts[n] for n in fast], [starts[n] for n in fast], dtype)
         encoded = [found.get(n) or self._from_library(texts[n], starts[n], dtype) for n in range(len(texts))]
         table = table.copy()
         table["sentences"] = [len(sentences) for _, sentences in encoded]
@@ -75,24 +75,24 @@ class DocumentEncoder:
         sentence_items = np.concatenate([np.zeros(0, np.uint32), *(sentences for _, sentences in encoded)])
         return Part(items, sentence_items, table, [])
 
-    def _has_plain_pieces(self, text: str) -> bool:
+    def has_plain_pieces(self, text: str) -> bool:
         """Whether the tokens of a document may be those of its pieces."""
-        if self._division is None or any(token in text for token in self._added):
+        if self.division is None or any(token in text for token in self._added):
             return False
-        return self._division.fits(text)
+        return self.division.fits(text)
 
-    def _from_pieces(
+    def from_pieces(
         self, numbers: list[int], texts: list[str], starts: list[Sequence[int]], dtype: np.dtype
     ) -> dict[int, _Sentences]:
         """Number -> the tokens of those documents whose pieces have the tokens that they have within the text."""
-        if not numbers or self._division is None or self._division.known is None:
+        if not numbers or self.division is None or self.division.known is None:
             return {}
-        cut = self._division.cut(texts, starts, self._table)
-        tokens, offsets = self._division.known.tokens(cut.pieces, cut.sentences, dtype)
+        cut = self.division.cut(texts, starts, self._table)
+        tokens, offsets = self.division.known.tokens(cut.pieces, cut.sentences, dtype)
         counts = np.diff(offsets).astype(np.uint32)
         within = cut.documents[1:-1]
         found = zip(np.split(tokens, offsets[within]), np.split(counts, within), strict=True)
-        plain = _all_of(self._division.are_plain(cut.pieces), cut)
+        plain = _all_of(self.division.are_plain(cut.pieces), cut)
         return {n: one for n, one, is_plain in zip(numbers, found, plain, strict=True) if is_plain}
 
     def _from_library(self, text: str, starts: Sequence[int], dtype: np.dtype) -> _Sentences:

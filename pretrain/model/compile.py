@@ -52,7 +52,7 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
                     if isinstance(x, Tensor):
                         _mark_axes(x, letters)
         integers = tuple(x if type(x) is int else None for x in arguments)
-        return _compiled(function, integers)(*arguments)
+        return compiled_function(function, integers)(*arguments)
 
     return call
 
@@ -77,7 +77,7 @@ def compiling(otherwise: str) -> Iterator[None]:
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any], integers: tuple[int | None, ...]) -> Callable[..., Any]:
+def compiled_function(function: Callable[..., Any], integers: tuple[int | None, ...]) -> Callable[..., Any]:
     """The program of `function` in which these arguments are constants; it takes all of them and reads the others.
 
     The compiler would take an integer for another size that varies. On a GPU, divisions by it in the addresses of

@@ -183,11 +183,11 @@ class _Products(NamedTuple):
 
 def _products(model: ModelConfig) -> _Products:
     frozen: Any = model  # and therefore hashable
-    return _counted_products(frozen)
+    return counted_products(frozen)
 
 
 @functools.lru_cache(maxsize=16)
-def _counted_products(model: ModelConfig) -> _Products:
+def counted_products(model: ModelConfig) -> _Products:
     layers = [[p for p in layer_parameters(model, number) if not _is_of_distances(p)] for number in range(model.layers)]
     return _Products(
         FLOPS_PER_ENTRY * sum(map(matrix_entries, layers)),

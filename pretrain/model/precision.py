@@ -98,7 +98,7 @@ def matmul_peak(device: str, precision: Precision) -> float:
 
 
 @functools.cache
-def _of_one_thread(precision: Precision) -> float:
+def of_one_thread(precision: Precision) -> float:
     return remembered(f"{precision}, 1 thread", lambda: measure_matmul("cpu", precision, threads=1))
 
 
@@ -113,7 +113,7 @@ def offer(device: torch.device) -> DeviceCapabilities:
 
     if device.type == "cuda":
         return DeviceCapabilities(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
-    return DeviceCapabilities("this CPU", None, _of_one_thread("bf16"), _of_one_thread("fp32"))
+    return DeviceCapabilities("this CPU", None, of_one_thread("bf16"), of_one_thread("fp32"))
 
 
 def choose(offers: Sequence[DeviceCapabilities]) -> PrecisionChoice:

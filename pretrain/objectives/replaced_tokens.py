@@ -30,7 +30,7 @@ from pretrain.objectives.masked import MLM
 from pretrain.objectives.objective import Exported, Objective, ReadFrozen, Term
 
 # Scores that are summed at a time to sample from them: 32 MiB of fp64.
-_SCORES_AT_ONCE = 1 << 22
+SCORES_AT_ONCE = 1 << 22
 # They separate the random numbers of a token: the discriminator's dropout, the generator's, and the sample.
 _GENERATOR, _SAMPLE = 0x1B873593, 0x52DCE729
 
@@ -255,7 +255,7 @@ def sample_tokens(hidden_KE: Tensor, word_VE: Tensor, bias_V: Tensor | None, key
     """
     bits_K = hash_bits(keys_K ^ _SAMPLE).long() & 0xFFFFFFFF
     uniform_K = (bits_K.double() + 0.5) / (1 << 32)
-    rows = max(1, _SCORES_AT_ONCE // len(word_VE))
+    rows = max(1, SCORES_AT_ONCE // len(word_VE))
     samples = [keys_K.new_empty(0, dtype=torch.int64)]
     for hidden_CE, uniform_C in zip(hidden_KE.split(rows), uniform_K.split(rows), strict=True):
         scores_CV = torch.mm(hidden_CE, word_VE.T, out=empty_scores(len(hidden_CE), word_VE)).float()

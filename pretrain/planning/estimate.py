@@ -108,7 +108,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     """
     where = f"--on {text}"
     if text == "here":
-        device, peak = _measure_peak(config.engine.resolved_precision)
+        device, peak = measure_peak(config.engine.resolved_precision)
         return Cluster("this machine", config.scheduling.workers, device, peak * used_devices(config))
     match = re.fullmatch(r"(?:(\d{1,9})\s*[xX]\s*)?([A-Za-z0-9]+)", text.strip())
     names = {name.upper(): name for name in GPUS}
@@ -125,7 +125,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     return Cluster(f"{count} x {name}", count, "cuda", count * gpu.peak_flops, gpu, name)
 
 
-def _measure_peak(precision: Precision) -> tuple[Device, float]:
+def measure_peak(precision: Precision) -> tuple[Device, float]:
     """(device, FLOP/s) of matrix products on all cores, or on one GPU."""
     import torch
 

@@ -14,7 +14,7 @@ Device = Literal["cpu", "cuda"]
 # (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE). Those of ZeRO 1 to 3 are in training/engine/buckets.py, and how many
 # are sent at the same time in gradient_sums.py.
 _WHOLE_BUCKET = 500_000_000
-_BUCKET, _IN_FLIGHT = 10_000_000, 8
+BUCKET, IN_FLIGHT = 10_000_000, 8
 # ZeRO 3 keeps gathered weights until this many are live (stage3_max_live_parameters, by default 1e9).
 _MAX_LIVE_PARAMETERS = 1_000_000_000
 # Resident set of a CPU worker without the model: Python, torch, DeepSpeed, Ray and their threads (measured).
@@ -102,11 +102,11 @@ def _zero_states(stage: int, half: bool, p: int, w: int) -> tuple[dict[str, int]
         # FP16_UnfusedOptimizer: one flattened copy to reduce, then an fp32 copy of all gradients to step with.
         states = {"weights": b * p, "optimizer": (12 if half else 8) * p, "gradients": b * p}
         return states, 0, max(b * min(p, _WHOLE_BUCKET), 4 * p if half else 0)
-    entries = min(p, _BUCKET)
+    entries = min(p, BUCKET)
     bucket = b * entries
     if stage < 3:
         # Pieces on their way, and this worker's part of each as it arrives.
-        sent = b * min(p, _IN_FLIGHT * _BUCKET)
+        sent = b * min(p, IN_FLIGHT * BUCKET)
         on_their_way = sent + sent // w if w > 1 else 0
         states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
         if stage == 1 or w == 1:

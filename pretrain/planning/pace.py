@@ -61,8 +61,8 @@ def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None 
         raise InputError("--minutes: times steps on this machine alone; leave out scheduling.address and torchrun.")
     print(f"timing steps for --minutes {minutes:g} ...", flush=True)
     pace = measure(config, lengths)
-    fitted = scale(config, minutes / pace.minutes(_works(config, lengths)))
-    needed = pace.minutes(_works(fitted, lengths))
+    fitted = scale(config, minutes / pace.minutes(is_possible(config, lengths)))
+    needed = pace.minutes(is_possible(fitted, lengths))
     # Every phase has a step at least.
     about = f"{needed:.3g} min, not {minutes:g}" if needed > _OVER * minutes else f"{minutes:g} min"
     chosen = f"{fitted.total_steps:,} steps take about {about} ({config.total_steps:,} in the config)"
@@ -77,17 +77,17 @@ def measure(config: PretrainConfig, lengths: Sequence[float] | None = None) -> P
     """
     resolved, _ = resolve_precision(config)
     cluster = parse_cluster("here", resolved)
-    first = _works(config, lengths)[0]
+    first = is_possible(config, lengths)[0]
     # All of the phase's batches count as full ones: the timed run has no ramp.
     of_step = first.executed / first.sequences * config.phases[0].global_sequences
     guess = of_step / (cluster.peak_flops * ASSUMED_MFU[cluster.device])
     fewest, most = _TIMED_STEPS
     steps = min(most, max(fewest, round(_TIMED_SECONDS / guess)))
-    seconds = _time_steps(config, steps)
+    seconds = time_steps(config, steps)
     return Pace(steps, seconds, seconds / of_step)
 
 
-def _works(config: PretrainConfig, lengths: Sequence[float] | None) -> list[Work]:
+def is_possible(config: PretrainConfig, lengths: Sequence[float] | None) -> list[Work]:
     """The work of each phase."""
     rows, frozen = vocabulary_size(config), frozen_shape(config)
     pairs = zip(config.phases, lengths or [None] * len(config.phases), strict=True)
@@ -128,11 +128,11 @@ def _with_schedule(config: PretrainConfig, phases: list[dict[str, int]], every_s
     return PretrainConfig.model_validate(values)
 
 
-def _time_steps(config: PretrainConfig, steps: int) -> float:
+def time_steps(config: PretrainConfig, steps: int) -> float:
     """Seconds per step, the median of `steps` steps."""
     with unwound_when_terminated(), tempfile.TemporaryDirectory(prefix="bertrain-pace-") as folder:
         run, path = Path(folder) / "run", Path(folder) / CONFIG_FILE
-        path.write_text(dump(_timed_run(config, run, _UNTIMED_STEPS + steps)), encoding="utf-8")
+        path.write_text(dump(timed_run(config, run, _UNTIMED_STEPS + steps)), encoding="utf-8")
         alone = ["--no-ray"] if config.scheduling.workers == 1 else []
         command = [sys.executable, "-m", "pretrain", "pretrain", str(path), *alone]
         done = run_program(command)
@@ -144,7 +144,7 @@ def _time_steps(config: PretrainConfig, steps: int) -> float:
     return statistics.median(after - before for before, after in itertools.pairwise(timed))
 
 
-def _timed_run(config: PretrainConfig, run: Path, steps: int) -> PretrainConfig:
+def timed_run(config: PretrainConfig, run: Path, steps: int) -> PretrainConfig:
     """`steps` steps of the first phase, with full batches."""
     values: dict[str, Any] = config.model_dump()
     phase = {**values["phases"][0], **dict.fromkeys((*_SCHEDULE, "ramp_from", "averaged_share"), 0), "steps": steps}

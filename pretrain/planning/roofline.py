@@ -69,16 +69,16 @@ _OPTIMIZER_BYTES = 30  # AdamW in fp32 reads 16 bytes for each parameter and wri
 _SUM_BYTES = 10  # a bf16 gradient that is added to an fp32 sum
 # PyTorch's host time for a kernel, and our kernels: forward and backward of a layer, compiled or not, and outside the
 # layers; for each parameter, its gradient that is added to its sum.
-_LAUNCH_SECONDS = 6e-6
+LAUNCH_SECONDS = 6e-6
 _LAYER_KERNELS, _PLAIN_LAYER_KERNELS, _OTHER_KERNELS, _PARAMETER_KERNELS = 30, 75, 100, 3
 # For each round of matrices of one shape, of 2^24 entries on each worker: five iterations of three products, and copies
 # (tests/launches.py).
-_MUON_KERNELS, _MUON_ENTRIES = 28, 1 << 24
+MUON_KERNELS, MUON_ENTRIES = 28, 1 << 24
 # nccl-tests reach 0.8 of the links (stas00/ml-engineering, network). Seconds of a small collective, within one machine
 # and between machines: an assumption.
 _NETWORK_SHARE = 0.8
 _COLLECTIVE_SECONDS = (25e-6, 60e-6)
-_BUCKET = 10_000_000  # entries of a gradient bucket (engine/buckets.py)
+BUCKET = 10_000_000  # entries of a gradient bucket (engine/buckets.py)
 # One core of an EPYC (Zen 5), `bench scale`: planning a step on up to 8, 64 and more ranks; `bench loader`: a token.
 _PLANNING_SECONDS = ((8, 3e-3), (64, 10e-3), (math.inf, 15e-3))
 _TOKEN_SECONDS = 1e-7
@@ -125,7 +125,7 @@ def step_times(objective: Objective, phase: PhaseConfig, work: Work, gpu: Gpu, w
         objective: of the run; those of its models that are not the run's own are taken to run at the rate of it.
     """
     config, vocabulary = objective.config, objective.vocabulary
-    batch = _Batch.of(config, phase, work, workers)
+    batch = CountedBatch.of(config, phase, work, workers)
     more = _more_than_own(objective, work)
     itemsize = 4 if config.engine.precision == "fp32" else 2
     muon = optimizer_flops(config) / workers / (gpu.product_share * gpu.peak_flops)
@@ -133,7 +133,7 @@ def step_times(objective: Objective, phase: PhaseConfig, work: Work, gpu: Gpu, w
         products=more * batch.micro_batches * _product_seconds(config, vocabulary, batch, gpu, itemsize) + muon,
         attention=more * batch.micro_batches * _attention_seconds(config, batch, gpu),
         memory=step_bytes(objective, phase, work, workers) / (_MEMORY_SHARE * gpu.memory),
-        launches=_launches(config, batch.micro_batches, workers) * _LAUNCH_SECONDS,
+        launches=_launches(config, batch.micro_batches, workers) * LAUNCH_SECONDS,
         network=_network_seconds(config, objective.trained * itemsize, batch.micro_batches, gpu, workers),
         loader=_loader_seconds(batch, workers),
     )
@@ -145,7 +145,7 @@ def step_bytes(objective: Objective, phase: PhaseConfig, work: Work, workers: in
     The kernels between the products, sums of gradients, and the optimizer.
     """
     config = objective.config
-    batch = _Batch.of(config, phase, work, workers)
+    batch = CountedBatch.of(config, phase, work, workers)
     itemsize = 4 if config.engine.precision == "fp32" else 2
     states = workers if config.engine.zero_stage else 1
     between = _memory_bytes(config, objective.vocabulary, batch, itemsize) * batch.micro_batches
@@ -161,7 +161,7 @@ def _more_than_own(objective: Objective, work: Work) -> float:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class CountedBatch:
     """A rank's share of a mean step, and one of its micro-batches."""
 
     micro_batches: int
@@ -179,14 +179,14 @@ class _Batch:
         return min(self.tokens, self.masked + self.sequences)
 
     @classmethod
-    def of(cls, config: PretrainConfig, phase: PhaseConfig, work: Work, workers: int) -> _Batch:
+    def of(cls, config: PretrainConfig, phase: PhaseConfig, work: Work, workers: int) -> CountedBatch:
         share = work.sequences / work.steps / workers
         tokens = share * work.mean_length
         count = max(1, math.ceil(tokens / max(config.engine.micro_batch_tokens, phase.sequence_length)))
         return cls(count, work.mean_length, share / count, share / count * work.masked)
 
 
-def _product_seconds(config: PretrainConfig, vocabulary: int, batch: _Batch, gpu: Gpu, itemsize: int) -> float:
+def _product_seconds(config: PretrainConfig, vocabulary: int, batch: CountedBatch, gpu: Gpu, itemsize: int) -> float:
     """Forward and backward passes of the matrix products of a micro-batch."""
     again = config.engine.activation_checkpointing
 
@@ -196,11 +196,11 @@ def _product_seconds(config: PretrainConfig, vocabulary: int, batch: _Batch, gpu
         return _KERNEL_SECONDS + max(2 * rows * outputs * inputs / rates[0], itemsize * numbers / rates[1])
 
     # The backward pass has two products of the same size: for the gradients of the input and of the weight.
-    layers = sum((4 if again else 3) * seconds(*product) for product in _layer_products(config, batch))
-    return layers + sum(3 * seconds(*product) for product in _head_products(config, vocabulary, batch))
+    layers = sum((4 if again else 3) * seconds(*product) for product in layer_products(config, batch))
+    return layers + sum(3 * seconds(*product) for product in head_products(config, vocabulary, batch))
 
 
-def _layer_products(config: PretrainConfig, batch: _Batch) -> Iterator[tuple[float, int, int]]:
+def layer_products(config: PretrainConfig, batch: CountedBatch) -> Iterator[tuple[float, int, int]]:
     """(rows, outputs, inputs) of each product in the layers; the last one computes only the rows that are read."""
     model = config.model
     for depth in range(model.depth):
@@ -209,7 +209,7 @@ def _layer_products(config: PretrainConfig, batch: _Batch) -> Iterator[tuple[flo
             yield batch.last_rows if late else batch.tokens, *parameter.shape  # pyright: ignore[reportReturnType]
 
 
-def _head_products(config: PretrainConfig, vocabulary: int, batch: _Batch) -> Iterator[tuple[float, int, int]]:
+def head_products(config: PretrainConfig, vocabulary: int, batch: CountedBatch) -> Iterator[tuple[float, int, int]]:
     model = config.model
     for parameter in _matrices(head_parameters(model, vocabulary, config.pairs.has_classifier)):
         if parameter.name != "decoder":
@@ -222,7 +222,7 @@ def _matrices(parameters: tuple[Parameter, ...]) -> Iterator[Parameter]:
     return (parameter for parameter in parameters if len(parameter.shape) == 2)
 
 
-def _attention_seconds(config: PretrainConfig, batch: _Batch, gpu: Gpu) -> float:
+def _attention_seconds(config: PretrainConfig, batch: CountedBatch, gpu: Gpu) -> float:
     """Forward and backward passes of attention; the backward pass computes the scores again."""
     model, total = config.model, 0.0
     for depth in range(model.depth):
@@ -233,7 +233,7 @@ def _attention_seconds(config: PretrainConfig, batch: _Batch, gpu: Gpu) -> float
     return total
 
 
-def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: _Batch, itemsize: int) -> float:
+def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: CountedBatch, itemsize: int) -> float:
     """What the kernels between the products of a micro-batch read and write."""
     tokens, rows = round(batch.tokens), round(batch.last_rows)
     kept = cost.activation_bytes(config.model, tokens, rows, itemsize=itemsize, compiled=True, checkpointing=False)
@@ -253,7 +253,7 @@ def _launches(config: PretrainConfig, micro_batches: int, workers: int) -> float
     muon = 0
     if config.optimizer.name == "muon":
         entries = sum(math.prod(matrix.shape) for model in trained for matrix in cost.hidden_matrices(model))
-        muon = _MUON_KERNELS * math.ceil(entries / (_MUON_ENTRIES * workers))
+        muon = MUON_KERNELS * math.ceil(entries / (MUON_ENTRIES * workers))
     return micro_batches * of_micro_batch + muon
 
 
@@ -269,11 +269,11 @@ def _network_seconds(config: PretrainConfig, size: float, micro_batches: int, gp
     units = {0: 2, 1: 2, 2: micro_batches + 1, 3: 2 * micro_batches}[stage]
     far = workers > GPUS_PER_MACHINE
     rate = min(gpu.link, GPUS_PER_MACHINE * gpu.network) if far else gpu.link
-    count = units * size / 2 / _BUCKET
+    count = units * size / 2 / BUCKET
     transfer = units * size * (workers - 1) / workers / (_NETWORK_SHARE * rate)
     return transfer + count * _COLLECTIVE_SECONDS[far]
 
 
-def _loader_seconds(batch: _Batch, workers: int) -> float:
+def _loader_seconds(batch: CountedBatch, workers: int) -> float:
     planning = next(seconds for most, seconds in _PLANNING_SECONDS if workers <= most)
     return planning + _TOKEN_SECONDS * batch.tokens * batch.micro_batches

@@ -71,7 +71,7 @@ def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: in
     spell = speller(vocabulary)
     seen: set[tuple[int, ...]] = set()
     for tokens in _spread_sentences(shards, 40 * count):
-        words = _maskable_spelled(tokens, vocabulary, spell) if spell else _maskable(tokens, vocabulary)
+        words = maskable_spelled_words(tokens, vocabulary, spell) if spell else maskable_words(tokens, vocabulary)
         if words and tokens not in seen:
             seen.add(tokens)
             # A fixed stride through the candidate words avoids a bias to the first or last ones.
@@ -106,7 +106,7 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
         # Padded rows stand for no token.
         probabilities = model.masked_logits(batch)[:, : len(vocabulary)].softmax(-1).tolist()
     by_number = dict(zip(order, probabilities, strict=True))
-    return [_filling(sentence, by_number[number], vocabulary) for number, sentence in enumerate(sentences)]
+    return [filling(sentence, by_number[number], vocabulary) for number, sentence in enumerate(sentences)]
 
 
 def readable(tokens: Sequence[str]) -> str:
@@ -131,7 +131,7 @@ def _spread_sentences(shards: TokenShards, count: int) -> Iterator[tuple[int, ..
         yield tuple(int(token) for token in shard.tokens[begin:end])
 
 
-def _maskable(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int]:
+def maskable_words(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int]:
     """Indices of whole words of at least three letters; [] if the sentence is not suitable to be shown."""
     if not 10 <= len(tokens) <= 40:
         return []
@@ -147,8 +147,8 @@ def _maskable(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int]:
     ]
 
 
-def _maskable_spelled(tokens: Sequence[int], vocabulary: Sequence[str], spell: Spell) -> list[int]:
-    """`_maskable` of a vocabulary that spells blanks: a whole word is one token that begins with a blank."""
+def maskable_spelled_words(tokens: Sequence[int], vocabulary: Sequence[str], spell: Spell) -> list[int]:
+    """`maskable_words` of a vocabulary that spells blanks: a whole word is one token that begins with a blank."""
     if not 10 <= len(tokens) <= 40:
         return []
     texts = spelled([vocabulary[token] for token in tokens], spell)
@@ -191,7 +191,7 @@ def _as_batch(sentences: Sequence[MaskedSentence], special: Mapping[str, int]) -
     )
 
 
-def _filling(sentence: MaskedSentence, probabilities: list[float], vocabulary: Sequence[str]) -> Filling:
+def filling(sentence: MaskedSentence, probabilities: list[float], vocabulary: Sequence[str]) -> Filling:
     words = [vocabulary[token] for token in sentence.tokens]
     spell = speller(vocabulary)
     spaced = spelled(words, spell) if spell else _spaced(words)

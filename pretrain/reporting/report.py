@@ -59,7 +59,7 @@ def write_report(run_dir: Path, out: Path) -> Path:
         filled=_found(filled),
         finetuned=[{**result, "missing": _missing(result)} for result in results],
         gains=_gains(results),
-        card=_card(run.card),
+        card=card_page(run.card),
         config_yaml=dump(run.config),
         environment=list(_flat(run.environment)),
     )
@@ -338,7 +338,7 @@ _SOURCE_COLUMNS = (
 )
 
 
-def _card(card: dict[str, Any]) -> dict[str, Any]:
+def card_page(card: dict[str, Any]) -> dict[str, Any]:
     """The corpus card in the layout of the page: totals, sources, length histograms, input errors."""
     sources = [as_now("sources", source) for source in card.get("sources", [])]
     facts = {**card.get("totals", {}), "language": card.get("language")}
@@ -352,14 +352,14 @@ def _card(card: dict[str, Any]) -> dict[str, Any]:
         "sources": [[_cell(column, source.get(column, "")) for column in _SOURCE_COLUMNS] for source in sources],
         "contents": [(source["name"], source["content"]) for source in sources if "content" in source],
         "histograms": [
-            ("tokens per sentence", _bars([source.get("sentence_lengths", {}) for source in sources])),
-            ("tokens per document", _bars([source.get("document_lengths", {}) for source in sources])),
+            ("tokens per sentence", bars([source.get("sentence_lengths", {}) for source in sources])),
+            ("tokens per document", bars([source.get("document_lengths", {}) for source in sources])),
         ],
         "problems": card.get("problems", []),
     }
 
 
-def _bars(histograms: list[dict[str, int]]) -> list[tuple[str, int, float]]:
+def bars(histograms: list[dict[str, int]]) -> list[tuple[str, int, float]]:
     """(range of lengths such as 8-15, count over all sources, count / largest count), in ascending order of length."""
     counts = sum((Counter(histogram) for histogram in histograms), Counter())
     largest = max(counts.values(), default=1)

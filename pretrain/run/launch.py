@@ -60,11 +60,11 @@ def start_run(kind: RunKind[R], config: R, *, resume: bool, ray: bool = False, n
         return False
     steps = kind.check(config, alone)
     if steps is None:
-        with _stored(config, resume):
+        with stored_run(config, resume):
             return _report_finished(config)
     with preflight.only_run(config.folder):
         config = preflight.check_run_folder(config, resume, kind.changed)
-        with _stored(config, resume):
+        with stored_run(config, resume):
             if kind.is_finished(config):
                 return _report_finished(config)
             preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
@@ -115,7 +115,7 @@ def download(run_dir: Any) -> None:
 
 
 @contextlib.contextmanager
-def _stored(config: RunConfig, resume: bool) -> Iterator[None]:
+def stored_run(config: RunConfig, resume: bool) -> Iterator[None]:
     """Store what a run with an address leaves in its folder, however it ends.
 
     Raises `MachineError` if that fails after a run that did not; its checkpoints are in the folder then.

@@ -60,7 +60,7 @@ def fit(
         DivergedError: steps without a finite loss or gradient, or loss spikes, after as many rollbacks as are allowed.
         MachineError: a checkpoint could not be written; earlier ones are untouched.
     """
-    training = _Fit(engine, task, plan, progress, checkpoints, extra_state, recorder, callbacks)
+    training = Fit(engine, task, plan, progress, checkpoints, extra_state, recorder, callbacks)
     try:
         if plan.evaluate_first:
             # A fine-tuning may return to its first weights, a continued pretraining may not.
@@ -129,7 +129,7 @@ class _PatientRecorder:
             self._recorder.rewind(step)
 
 
-class _Fit(Generic[S]):
+class Fit(Generic[S]):
     """The state of one `fit`."""
 
     def __init__(

@@ -32,13 +32,14 @@ from pretrain.training.watchdog import Watchdog
 _OTHER_FILES = 256  # that a worker holds open: libraries, shards, logs, connections of collectives
 _CONNECT_TIMEOUT = timedelta(minutes=30)
 _TIMEOUT = timedelta(hours=1)  # of a collective: a compilation, for which other ranks wait, may take half an hour
-_ENDLESS = timedelta(days=365)
 # With which a user sets up torch's allocator of device memory; it takes either.
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # Where things are, of which `check_same_data` compares the contents: a machine may have paths of its own.
 _PLACES = ("corpus.dir", "start_from", "adaptation.replay_corpus", *READ_BY_OBJECTIVES)
-_WATCHED = ("hang_seconds", "data_stall_seconds")  # the settings of `scheduling` that workers read
-# A machine may have a run_dir of its own, too, if it leads to the same folder (`_check_shared`).
+_WATCHED = ("hang_seconds",)  # the settings of `scheduling` that workers read
+# A restart rarely helps a worker that waits for a batch or for storage: so many times hang_seconds.
+_STALL_FACTOR = 10
+# A machine may have a run_dir of its own, too, if it leads to the same folder (`check_shared`).
 _OF_A_MACHINE = (
     "run_dir",
     *_PLACES,
@@ -74,7 +75,7 @@ def started(
         if worker.world_size > 1:
             dist.distributed_c10d._set_pg_timeout(collective_timeout(config))
         _check_same_config(config, resume)
-        _check_shared(config, worker)
+        check_shared(config, worker)
         config, device = choose_device(config, worker)
         torch.manual_seed(config.seed)
         if worker.rank == 0:
@@ -100,7 +101,7 @@ def process_group(worker: Worker) -> Iterator[None]:
         with sleeping_when_crowded():
             yield
         return
-    _check_open_files(worker)
+    raise_limit_of_open_files(worker)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if worker.world_size > 1:
         dist.init_process_group(backend, timeout=_CONNECT_TIMEOUT)
@@ -123,15 +124,10 @@ def process_group(worker: Worker) -> Iterator[None]:
 
 def collective_timeout(config: RunConfig) -> timedelta:
     """After which a collective fails: later than the watchdog's limits, as only the watchdog names the cause."""
-    limits = config.scheduling
-    if not limits.hang_seconds:
-        return _TIMEOUT
-    if not limits.data_stall_seconds:
-        return _ENDLESS
-    return max(_TIMEOUT, 2 * timedelta(seconds=max(limits.hang_seconds, limits.data_stall_seconds)))
+    return max(_TIMEOUT, timedelta(seconds=2 * _STALL_FACTOR * config.scheduling.hang_seconds))
 
 
-def _check_open_files(worker: Worker) -> None:
+def raise_limit_of_open_files(worker: Worker) -> None:
     """Raise rank 0's limit of open files: each rank connects to its store for training and for heartbeats."""
     connections = 2 * worker.world_size
     allowed = allow_open_files(connections)
@@ -166,7 +162,7 @@ def choose_device(config: R, worker: Worker) -> tuple[R, torch.device]:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     config = _resolve_precision(config, device, worker)
-    _check_device(config, device)
+    check_device(config, device)
     if precision.allow_tf32(config.engine.precision, device):
         logger.info("matrix products of fp32 use TF32 tensor cores")
     return config, device
@@ -183,7 +179,7 @@ def _let_segments_grow() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def _check_device(config: RunConfig, device: torch.device) -> None:
+def check_device(config: RunConfig, device: torch.device) -> None:
     """Raise `MachineError` if the device cannot compute in the run's precision, or torch does not support it."""
     chosen = config.engine.precision
     advice = (
@@ -261,7 +257,7 @@ def _refuse(others: Sequence[str], advice: str) -> None:
             raise InputError(f"worker {rank} on {host} differs from worker 0: {', '.join(theirs)}. {advice}")
 
 
-def _check_shared(config: RunConfig, worker: Worker) -> None:
+def check_shared(config: RunConfig, worker: Worker) -> None:
     """Raise `InputError` on every rank if one does not see rank 0's run folder: checkpoints and stops go by it."""
     if worker.world_size == 1:
         return
@@ -328,7 +324,7 @@ def watched(config: RunConfig, worker: Worker, launching: Sequence[str]) -> Iter
         worker.world_size,
         config.folder / "logs",
         config.scheduling.hang_seconds,
-        stall_seconds=config.scheduling.data_stall_seconds,
+        stall_seconds=_STALL_FACTOR * config.scheduling.hang_seconds,
         compiles=config.engine.compiled,
         on_gpu=torch.cuda.is_available(),
         launching=(*LAUNCHING, *launching),

@@ -25,7 +25,7 @@ _RECORDS = 3
 _FACTOR = 1.5  # of the median of the other ranks
 _SECONDS = 10.0
 _NOISE_SECONDS = 0.005  # of a forward pass
-_STALL_SECONDS = 5.0  # a wait for one batch is an event from this length on
+STALL_SECONDS = 5.0  # a wait for one batch is an event from this length on
 
 
 class RankTimes:
@@ -81,13 +81,13 @@ class RankTimes:
         self._seconds, self._passes, self.waited, self._longest_wait = 0.0, 0, 0.0, 0.0
         self._events.clear()
         forward, waited, longest = table.tolist()
-        self._report_stragglers(forward, recorder, step)
+        self.report_stragglers(forward, recorder, step)
         _report_stall(longest, recorder, step)
         # Of many ranks, these are most of a record. More digits would be noise.
         values = {"rank_forward_seconds": forward, "rank_wait_seconds": waited}
         return {name: [float(f"{one:.4g}") for one in seconds] for name, seconds in values.items()}
 
-    def _report_stragglers(self, forward: list[float], recorder: Recorder, step: int) -> None:
+    def report_stragglers(self, forward: list[float], recorder: Recorder, step: int) -> None:
         now, times = time.monotonic(), find_stragglers(forward, _FACTOR)
         self._slow = {rank: self._slow.get(rank, _Slow(now)) for rank in sorted(times)}
         for rank, slow in self._slow.items():
@@ -102,7 +102,7 @@ class RankTimes:
 
 def _report_stall(longest: list[float], recorder: Recorder, step: int) -> None:
     rank, seconds = max(enumerate(longest), key=lambda one: one[1])
-    if seconds < _STALL_SECONDS:
+    if seconds < STALL_SECONDS:
         return
     message = f"rank {rank} waited {seconds:.0f} s for a batch"
     recorder.log(

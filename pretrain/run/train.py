@@ -86,7 +86,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
                 engine.load(InitialWeights(first))
 
         def check(state: dict[str, Any], checkpoint: Path) -> None:
-            _check_state(state, checkpoint, config, corpora.training, task.mixtures)
+            check_state(state, checkpoint, config, corpora.training, task.mixtures)
             objective.check_resumed(state, checkpoint)
             continuation.resume(engine, state)
 
@@ -173,7 +173,7 @@ class Pretraining:
             phase = self._config.phases[number]
             behind[number] += phase.first_sample(within + count) - phase.first_sample(within)
         for number in range(first_phase, len(self._config.phases)):
-            self._open_loader(number, phase_step, behind)
+            self.open_loader(number, phase_step, behind)
             assert self._loader is not None
             for _, step in zip(range(phase_step, self._config.phases[number].steps), self._loader, strict=False):
                 self._steps += 1
@@ -266,7 +266,7 @@ class Pretraining:
             if isinstance(module, Encoder):
                 module.use_rotary_bases(now.rotary_base, now.local_rotary_base)
 
-    def _open_loader(self, phase: int, start_step: int, skipped: Sequence[int]) -> None:
+    def open_loader(self, phase: int, start_step: int, skipped: Sequence[int]) -> None:
         if self._loader is not None:
             self._stalled_before += self._loader.stall_seconds
             self._loader.close()
@@ -287,7 +287,7 @@ class Pretraining:
         self._stalled_before += time.perf_counter() - began
 
 
-def _check_state(
+def check_state(
     state: dict[str, Any],
     checkpoint: Path,
     config: PretrainConfig,

@@ -35,7 +35,7 @@ from pretrain.common.files import (
 )
 from pretrain.storage.objects import ListedObject, ObjectStore, bytes_to_fetch
 
-_AT_ONCE = 4  # files on their way
+AT_ONCE = 4  # files on their way
 _SAME_TIME_SECONDS = 0.01  # what a file system may round
 _PATTERN = frozenset("*?[")
 
@@ -246,7 +246,7 @@ def files_of(manifest: bytes | None) -> dict[str, Any]:
 
 def _all(work: Callable[[str], Any], names: Iterable[str]) -> list[Any]:
     """`work` on all names, a few at once; the first error ends it."""
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="objects") as pool:
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="objects") as pool:
         futures = [pool.submit(work, name) for name in names]
         try:
             return [future.result() for future in futures]

@@ -197,7 +197,7 @@ class StoredRun:
                     write_json(begun, {})
                 folders.fetch(self._at(_MODEL), self._objects, folder=self._folder / _MODEL)
             if fetched or begun.is_file():  # else a run may be writing these files
-                self._download_files()
+                self.download_files()
                 begun.unlink(missing_ok=True)
 
     def download_checkpoints(self, names: Iterable[str]) -> None:
@@ -205,7 +205,7 @@ class StoredRun:
         for name in names:
             self._fetch(name)
         if not (self._folder / METRICS).is_file():
-            self._download_files()
+            self.download_files()
 
     def claim(self) -> None:
         """Become the only start of the run that may write at the address, for all processes that share the folder.
@@ -488,7 +488,7 @@ class StoredRun:
         self._stored_manifests().pop(name, None)
         self._states.pop(name, None)
 
-    def _download_files(self) -> None:
+    def download_files(self) -> None:
         for name in STORED:
             content = self._objects.read(self._at(name))
             if content is None and not (self._folder / WRITER).is_file():  # of a run that was trained again

@@ -45,7 +45,7 @@ def follow(
     """
     console = console or make_console(highlight=False, soft_wrap=True)
     starting.end_phases(run_dir)  # a killed start leaves its phase
-    progress = _Progress(run_dir, total_steps, console, metrics)
+    progress = LiveProgress(run_dir, total_steps, console, metrics)
     progress.poll()  # existing records belong to earlier starts of the run
     stop = threading.Event()
     draw = _draw_live if console.is_terminal else _print_plain
@@ -102,7 +102,7 @@ class _Tail:
         return [record for line in whole.splitlines() if (record := parse_record(line)) is not None], fresh
 
 
-class _Progress:
+class LiveProgress:
     """State of the live line: the latest values and the speed."""
 
     def __init__(
@@ -119,7 +119,7 @@ class _Progress:
         # Events of the file so far: a restart and a rollback replace the file and keep them.
         self._known_events = {_key(record) for record in _Tail(run_dir / METRICS).read()[0] if "event" in record}
         # Whether records of this start have arrived, other than events.
-        self._news = False
+        self.latest = False
         # (clock, work done) of recent records, for the time left.
         self._pace: deque[tuple[float, float]] = deque(maxlen=60)
         self._best = math.inf
@@ -144,7 +144,7 @@ class _Progress:
             if "event" in record:
                 self._take_event(record)
                 continue
-            self._news = self._news or not history
+            self.latest = self.latest or not history
             self._take(record)
 
     def _print_wait(self) -> None:
@@ -166,7 +166,7 @@ class _Progress:
 
     def _start_again(self) -> None:
         """Show the phases of a start until the next record."""
-        self._news, self.started = False, time.monotonic()
+        self.latest, self.started = False, time.monotonic()
         self._pace.clear()
 
     def _take_event(self, record: dict[str, Any]) -> None:
@@ -177,18 +177,18 @@ class _Progress:
         if record["event"] == "resume":
             self._start_again()
         elif record["event"] == "rollback":
-            self._news = True  # training goes on at once
+            self.latest = True  # training goes on at once
 
     def _take(self, record: dict[str, Any]) -> None:
         if record.get("split") == "validation":
             loss = record.get("loss")
             best = record.get("best", loss is not None and loss < self._best)
             self._best = loss if best and loss is not None else self._best
-            if self._news:
+            if self.latest:
                 self.console.print(_evaluation_line(record, self.metrics, best))
             return
         self.last = record
-        if self._news:
+        if self.latest:
             self._pace.append((time.monotonic(), self._work(self.step)))
 
     def live_metrics(self) -> list[tuple[str, Metric]]:
@@ -197,7 +197,7 @@ class _Progress:
     @property
     def started_training(self) -> bool:
         """Whether this start has written a record."""
-        return self._news and bool(self.last)
+        return self.latest and bool(self.last)
 
     @property
     def step(self) -> int:
@@ -241,20 +241,20 @@ def _key(event: dict[str, Any]) -> str:
     return json.dumps(event, sort_keys=True)
 
 
-def _draw_live(progress: _Progress, stop: threading.Event) -> None:
+def _draw_live(progress: LiveProgress, stop: threading.Event) -> None:
     from rich.live import Live
 
     with Live(console=progress.console, auto_refresh=False) as live:
         while True:
             final = stop.is_set()
             progress.poll()
-            live.update(_live_line(progress, progress.console.width), refresh=True)
+            live.update(live_line(progress, progress.console.width), refresh=True)
             if final:
                 return
             stop.wait(_REFRESH_SECONDS)
 
 
-def _print_plain(progress: _Progress, stop: threading.Event) -> None:
+def _print_plain(progress: LiveProgress, stop: threading.Event) -> None:
     printed_at, printed_step, printed_phase = time.monotonic(), 0, ""
     while True:
         final = stop.is_set()
@@ -271,7 +271,7 @@ def _print_plain(progress: _Progress, stop: threading.Event) -> None:
         stop.wait(_REFRESH_SECONDS)
 
 
-def _pieces(progress: _Progress) -> dict[str, str]:
+def _pieces(progress: LiveProgress) -> dict[str, str]:
     """The parts of the line in display order; empty parts are left out."""
     last = progress.last
     left = progress.seconds_left()
@@ -305,7 +305,7 @@ _STYLES = {
 }
 
 
-def _live_line(progress: _Progress, width: int) -> Text:
+def live_line(progress: LiveProgress, width: int) -> Text:
     from rich.text import Text
 
     if not progress.started_training:

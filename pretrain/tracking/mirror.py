@@ -41,11 +41,11 @@ ID_NAME = 55
 """Characters of a run's name in the W&B id that is generated for it: W&B's ids have up to 64."""
 
 # How long W&B may take to connect; after that the run is kept offline. Training does not wait.
-_INIT_SECONDS = 10.0
+INIT_SECONDS = 10.0
 # How long the last uploads may take at the end; `wandb sync` can send the rest later.
 _FINISH_SECONDS = 30.0
 # How long W&B's process may then take to exit; W&B itself allows 10 s.
-_TEARDOWN_SECONDS = 12.0
+TEARDOWN_SECONDS = 12.0
 
 
 def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def wandb_entity() -> str:
     """The W&B entity of the runs: WANDB_ENTITY, or the default entity of the key's owner."""
     import wandb
 
-    return os.environ.get("WANDB_ENTITY") or wandb.Api(timeout=round(_INIT_SECONDS)).default_entity or ""
+    return os.environ.get("WANDB_ENTITY") or wandb.Api(timeout=round(INIT_SECONDS)).default_entity or ""
 
 
 def _wandb_key_set() -> bool:
@@ -132,7 +132,6 @@ def wandb_arguments(
         "name": run_id,
         "group": config.tracking.group or fork.get("group") or config.name,
         "job_type": job_type,
-        "tags": list(config.tracking.tags),
         "dir": str(run_dir),
         "config": {**config.model_dump(mode="json"), **card, **({"fork": fork} if fork else {})},
     }
@@ -151,11 +150,11 @@ class WandbMirror:
         self._rows = rows
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self.failure = ""
-        self._close_seconds = _TEARDOWN_SECONDS
+        self._close_seconds = TEARDOWN_SECONDS
         if mode == "online":
-            self._close_seconds += _INIT_SECONDS + _FINISH_SECONDS
-        self._thread = threading.Thread(target=self._run, args=(mode, arguments), name="wandb", daemon=True)
-        self._thread.start()
+            self._close_seconds += INIT_SECONDS + _FINISH_SECONDS
+        self.thread = threading.Thread(target=self._run, args=(mode, arguments), name="wandb", daemon=True)
+        self.thread.start()
 
     def log(self, record: dict[str, Any]) -> None:
         """Queue a record."""
@@ -168,27 +167,27 @@ class WandbMirror:
     def close(self) -> None:
         """Finish the W&B run; waits until it is uploaded, for a limited time."""
         self._queue.put(None)
-        self._thread.join(self._close_seconds)
+        self.thread.join(self._close_seconds)
 
     def _run(self, mode: str, arguments: dict[str, Any]) -> None:
         try:
-            run = _start_wandb(mode, arguments)
+            run = start_wandb(mode, arguments)
             while (item := self._queue.get()) is not None:
                 kind, value = item
                 if kind == "log":
                     _send(run, self._rows.add(value["step"], wandb_names(value), event="event" in value))
                 else:
-                    _log_wandb_artifact(run, *value)
+                    log_wandb_artifact(run, *value)
             _send(run, self._rows.take())
-            _finish_wandb(run)
+            finish_wandb(run)
         except Exception as error:
             # metrics.jsonl has all records, so training continues without W&B.
             _log.exception("W&B failed; metrics.jsonl continues. See %s/wandb", arguments["dir"])
             self.failure = " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _start_wandb(mode: str, arguments: dict[str, Any]) -> Any:
-    """Start a W&B run; it is offline if the server does not answer in `_INIT_SECONDS`."""
+def start_wandb(mode: str, arguments: dict[str, Any]) -> Any:
+    """Start a W&B run; it is offline if the server does not answer in `INIT_SECONDS`."""
     # `Settings.silent` takes effect too late for the message about credentials.
     os.environ["WANDB_SILENT"] = "true"
     import wandb
@@ -196,7 +195,7 @@ def _start_wandb(mode: str, arguments: dict[str, Any]) -> Any:
     settings = wandb.Settings(
         silent=True,
         console="off",
-        init_timeout=_INIT_SECONDS,
+        init_timeout=INIT_SECONDS,
         finish_timeout=_FINISH_SECONDS,
         # A kill loses the rows of the last interval, which no restart sends again; the default is 15 s.
         x_transaction_log_flush_interval=0.05,
@@ -220,7 +219,7 @@ def _send(run: Any, row: tuple[int, dict[str, Any]] | None) -> None:
         run.log(values, step=step, commit=True)
 
 
-def _log_wandb_artifact(run: Any, folder: Path, name: str) -> None:
+def log_wandb_artifact(run: Any, folder: Path, name: str) -> None:
     import wandb
 
     artifact = wandb.Artifact(name, type="model")
@@ -228,7 +227,7 @@ def _log_wandb_artifact(run: Any, folder: Path, name: str) -> None:
     run.log_artifact(artifact, aliases=["final_model"])
 
 
-def _finish_wandb(run: Any) -> None:
+def finish_wandb(run: Any) -> None:
     import wandb
 
     run.finish()

@@ -45,8 +45,8 @@ class Tracker:
         enabled: bool,
     ) -> None:
         self.run_id = run_id or new_id(config)
-        self._file = None
-        self._wandb = None
+        self.file = None
+        self.mirror = None
         self._step = step or 0
         if not enabled:
             return
@@ -56,29 +56,29 @@ class Tracker:
             run_dir.mkdir(parents=True, exist_ok=True)
             keep_until(path, -1 if step is None else step)
             # Unbuffered: a record survives the process, and `log` itself reports a full disk.
-            self._file = append_open(path, buffering=0)
+            self.file = append_open(path, buffering=0)
         if mode != "off":
             with disk_errors(path):
                 rows = MetricRows(run_dir, self.run_id, step)
             # What an earlier start recorded and was killed before it sent.
             unsent = [record for record in read_records(run_dir) if rows.last < record.get("step", 0) <= self._step]
-            self._wandb = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type), rows)
+            self.mirror = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type), rows)
             for record in unsent:
-                self._wandb.log(record)
+                self.mirror.log(record)
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one record (`pretrain.run.metrics`); NaN and infinities are written as null."""
-        if self._file is None:
+        if self.file is None:
             return
         record = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        with disk_errors(Path(self._file.name)):
+        with disk_errors(Path(self.file.name)):
             # A kill can leave an incomplete last line only; the next start removes it.
             remaining = json.dumps(record, allow_nan=False).encode() + b"\n"
             while remaining:
-                remaining = remaining[self._file.write(remaining) :]
+                remaining = remaining[self.file.write(remaining) :]
         self._mirror(record)
         self._step = record["step"]
         self._note_failure()
@@ -90,51 +90,51 @@ class Tracker:
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step`, from which training continues."""
-        if self._file is not None:
-            path = Path(self._file.name)
+        if self.file is not None:
+            path = Path(self.file.name)
             with disk_errors(path):
-                self._file.close()
+                self.file.close()
                 keep_until(path, step)
-                self._file = append_open(path, buffering=0)
+                self.file = append_open(path, buffering=0)
 
     def mirror_end(self, event: str, step: int, message: str) -> None:
         """Send the event that ends the run to W&B. metrics.jsonl gets its own from the launcher (`note_end`)."""
         self._mirror({"event": event, "step": step, "message": message})
 
     def _mirror(self, record: dict[str, Any]) -> None:
-        if self._wandb is not None:
-            self._wandb.log(record)
+        if self.mirror is not None:
+            self.mirror.log(record)
 
     def _note_failure(self) -> None:
         """Record, once, that W&B failed."""
-        if self._wandb is not None and (reason := self._wandb.failure):
-            self._wandb = None
+        if self.mirror is not None and (reason := self.mirror.failure):
+            self.mirror = None
             message = f"W&B failed; metrics.jsonl continues without it ({reason})"
             self.log({"event": "wandb", "step": self._step, "time": time.time(), "message": message})
 
     @property
     def mirrored(self) -> bool:
         """Whether records go to W&B, now or by a later `wandb sync`."""
-        return self._wandb is not None
+        return self.mirror is not None
 
     def log_artifact(self, folder: Path) -> None:
         """Log an exported checkpoint as the W&B model artifact `model-<run id>`; its files are not copied."""
-        if self._wandb is not None:
-            self._wandb.log_artifact(folder, f"model-{self.run_id}")
+        if self.mirror is not None:
+            self.mirror.log_artifact(folder, f"model-{self.run_id}")
 
     def close(self) -> None:
         """Flush the file to disk and finish the W&B run; waits less than a minute for its uploads."""
         self._flush()
-        if self._wandb is not None:
-            self._wandb.close()
+        if self.mirror is not None:
+            self.mirror.close()
             self._note_failure()
-            self._wandb = None
-        if self._file is not None:
+            self.mirror = None
+        if self.file is not None:
             self._flush()
-            self._file.close()
-            self._file = None
+            self.file.close()
+            self.file = None
 
     def _flush(self) -> None:
-        if self._file is not None:
-            with disk_errors(Path(self._file.name)):
-                os.fsync(self._file.fileno())
+        if self.file is not None:
+            with disk_errors(Path(self.file.name)):
+                os.fsync(self.file.fileno())

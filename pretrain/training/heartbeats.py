@@ -14,7 +14,7 @@ HANG, DATA_STALL = "hang", "data_stall"
 IN_COLLECTIVE = "a collective"  # what a rank is doing that waits for other ranks
 START_SECONDS = 1800.0  # allowed until a rank reports for the first time, and for the first steps
 
-_starts = itertools.count()  # every rank makes its exchanges in the same order
+starts = itertools.count()  # every rank makes its exchanges in the same order
 
 
 class Heartbeat(NamedTuple):
@@ -66,7 +66,7 @@ class HeartbeatExchange:
         self._store: Store | None = None
         self._has_summary = False  # `get` waits for a missing key, and then raises
         # A store of torchrun's agent outlives a start, and a process may have several runs.
-        start = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_starts)}"
+        start = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(starts)}"
         self._summary = f"{start}/summary"
         self._keys = [f"{start}/{one}" for one in range(world_size)]
 

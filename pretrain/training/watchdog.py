@@ -58,7 +58,7 @@ _INNERMOST = 8  # frames of a stack that are read
 # Python modules in whose functions a rank waits for others.
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", COLLECTIVE_MODULES)
 # NCCL's calls return at once. The host waits for their results in these functions, as the innermost Python frame.
-_DEVICE_WAITS = {
+DEVICE_WAITS = {
     ("pretrain.training.engine.workers", "sum_over_workers"),
     ("pretrain.training.engine.state_layouts", "step"),
     ("pretrain.training.engine.state_layouts", "_update"),
@@ -67,7 +67,7 @@ _DEVICE_WAITS = {
 }
 # On a GPU, these modules and functions, and those that a watchdog is handed, only launch kernels and copies. A host
 # that stays in one has filled the device's queue, whose first kernel is a collective that waits for another rank.
-_LAUNCHING = (
+LAUNCHING = (
     "deepspeed.runtime.engine",
     "deepspeed.runtime.fp16.loss_scaler",
     "pretrain.common.transfers",
@@ -87,7 +87,7 @@ _LAUNCHING = (
     "triton",
 )
 
-_Check = Callable[[float], Hang | None]  # which rank hangs, at a time of `_Clock`
+_Check = Callable[[float], Hang | None]  # which rank hangs, at a time of `Clock`
 
 
 class Watchdog:
@@ -118,7 +118,7 @@ class Watchdog:
     ) -> None:
         self._rank, self._world_size, self._logs, self._limit = rank, world_size, logs, limit_seconds
         self._stall = stall_seconds or math.inf
-        self._compiles, self._launching = compiles, (*_LAUNCHING, *launching) if on_gpu else ()
+        self._compiles, self._launching = compiles, (*LAUNCHING, *launching) if on_gpu else ()
         low, high = _ROUND_SECONDS
         self._round = min(high, max(low, limit_seconds / 16))
         self._count = self._pulses = self._position = 0
@@ -131,7 +131,7 @@ class Watchdog:
         self._trainer = threading.get_ident()
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._watcher = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._exchange: _ExchangeThread | None = None
+        self._exchange: ExchangeThread | None = None
 
     def beat(self) -> None:
         """This rank starts another micro-batch."""
@@ -171,7 +171,7 @@ class Watchdog:
             return self
         self._trainer = threading.get_ident()
         if self._world_size > 1 and (connect := _connection()):
-            self._exchange = _ExchangeThread(self, connect, self._rank, self._world_size, self._round)
+            self._exchange = ExchangeThread(self, connect, self._rank, self._world_size, self._round)
         self._watcher.start()
         if self._compiles:
             _compilations().register_start_callback(self._compilation_starts)
@@ -230,11 +230,11 @@ class Watchdog:
         return max(usual, first, stall)
 
     def _doing(self) -> str:
-        return self._awaited or (IN_COLLECTIVE if _waits_for_others(self._trainer, self._launching) else "")
+        return self._awaited or (IN_COLLECTIVE if waits_for_others(self._trainer, self._launching) else "")
 
     def _watch(self) -> None:
         """Judge the heartbeats, in a thread of its own: their exchange blocks while the store's server is stopped."""
-        clock = _Clock(2 * self._round)
+        clock = Clock(2 * self._round)
         if self._exchange is None:
             check = self._check_alone(Ranks(1, 0.0))
         elif self._rank == 0:
@@ -254,7 +254,7 @@ class Watchdog:
 
         return check
 
-    def _check_all(self, exchange: _ExchangeThread, ranks: Ranks) -> _Check:
+    def _check_all(self, exchange: ExchangeThread, ranks: Ranks) -> _Check:
         def check(now: float) -> Hang | None:
             heartbeats, exchange.heartbeats = exchange.heartbeats, None
             if heartbeats is not None:
@@ -266,7 +266,7 @@ class Watchdog:
 
         return check
 
-    def _check_first(self, exchange: _ExchangeThread, follower: Follower) -> _Check:
+    def _check_first(self, exchange: ExchangeThread, follower: Follower) -> _Check:
         return lambda now: follower.find(exchange.summary, self._pulses, self._allowed(), now)
 
     def _give_up(self, finding: Hang) -> None:
@@ -294,11 +294,11 @@ class Watchdog:
             file.write(_stacks())
         if found_here:
             with contextlib.suppress(Exception):
-                self._write_finding(finding)
+                self.write_finding(finding)
         if rank != self._rank and finding.host == self._host:
             self._dump_other(finding)
 
-    def _write_finding(self, finding: Hang) -> None:
+    def write_finding(self, finding: Hang) -> None:
         """Write hang.json unless another rank has: a disconnected rank would blame those it cannot see."""
         path = self._logs / HANG_FILE
         with contextlib.suppress(OSError, ValueError):
@@ -327,7 +327,7 @@ class Watchdog:
             )
 
 
-class _ExchangeThread:
+class ExchangeThread:
     """The thread that carries heartbeats: rank 0 gathers them, the others report.
 
     Attributes:
@@ -400,7 +400,7 @@ class _ExchangeThread:
                 self._exchange.detach()
 
 
-class _Clock:
+class Clock:
     """Seconds that this process has run. A tick that comes late, after the process was stopped, counts as `longest`.
 
     Otherwise a process that was stopped would call the others silent when it runs again.
@@ -417,12 +417,12 @@ class _Clock:
         return self._now
 
 
-def _waits_for_others(thread: int, launching: tuple[str, ...]) -> bool:
+def waits_for_others(thread: int, launching: tuple[str, ...]) -> bool:
     """Whether a thread is in a collective, as its Python frames show, or where it launches kernels, behind one."""
     frame, modules = sys._current_frames().get(thread), []
     if frame is not None:
         module, name = frame.f_globals.get("__name__") or "", frame.f_code.co_name
-        if (module, name) in _DEVICE_WAITS or f"{module}.{name}".startswith(launching):
+        if (module, name) in DEVICE_WAITS or f"{module}.{name}".startswith(launching):
             return True
     while frame is not None and len(modules) < _INNERMOST:
         modules.append(frame.f_globals.get("__name__") or "")

@@ -158,7 +158,7 @@ def test_onnxruntime_gives_our_logits(family: str, head: Head, tmp_path: Path) -
     assert str(Path(export.__file__).parent).encode() not in (tmp_path / "model.onnx").read_bytes()
     model.out.out_bias += torch.nn.functional.one_hot(torch.tensor(1), len(model.out.out_bias))
     with pytest.raises(MachineError, match=r"computes logits that differ from torch's by 1\.0e\+00"):
-        export._difference(model, tmp_path / "model.onnx")
+        export.difference_of_logits(model, tmp_path / "model.onnx")
 
 
 # ---- folders
@@ -270,7 +270,7 @@ def test_nothing_else_is_overwritten(run: Path, tmp_path: Path) -> None:
 
 def test_onnx_that_cannot_be_made_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_PACKAGES", ("onnx", "no_such_package"))
+        patch.setattr(export, "PACKAGES", ("onnx", "no_such_package"))
         with pytest.raises(MachineError, match=r"^--onnx: no_such_package not installed\. Run: .* install"):
             export.export(run, tmp_path / "out", onnx=True)
 

@@ -143,7 +143,7 @@ def test_no_micro_batch_is_empty_with_as_many_as_another_part(data, world_size, 
     sequences = data.draw(sizes) if slots > 1 else world_size * data.draw(st.integers(1, 20))
     count = data.draw(st.integers(1, world_size))
     random = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
-    made = [balancing._part(number, count, sequences, world_size) for number in range(count)]
+    made = [balancing.balanced_part(number, count, sequences, world_size) for number in range(count)]
     # Parts may differ as much as they like: some have full sequences only, others many short ones.
     shortest = random.integers(1, longest + 1, count)
     lengths = [random.integers(low, longest + 1, part.sequences) for low, part in zip(shortest, made, strict=True)]
@@ -265,7 +265,7 @@ def test_exchanged_counts_are_those_that_a_rank_finds_alone(shards: TokenShards,
         assert [everything(batch) for batch in batches] == [everything(batch) for batch in expected]
     for exchange in exchanges:
         exchange.close()
-        assert not exchange._thread.is_alive()
+        assert not exchange.thread.is_alive()
 
 
 def test_an_error_in_the_exchange_reaches_the_consumer(shards: TokenShards, small_parts: None) -> None:
@@ -276,7 +276,7 @@ def test_an_error_in_the_exchange_reaches_the_consumer(shards: TokenShards, smal
     loader = Loader(shards, config("tokens"), 0, rank=0, world_size=3, exchange=Exchange(Broken()))
     with pytest.raises(RuntimeError, match="connection closed"):
         next(loader)
-    assert not loader._thread.is_alive()
+    assert not loader.thread.is_alive()
 
 
 def exchange_on_this_rank() -> tuple[list[int], int]:

@@ -235,7 +235,7 @@ def test_errors_of_the_background_thread_reach_the_consumer(shards):
     loader = Loader(replace(shards, shards=[bad, *shards.shards[1:]]), run_config(), 0, rank=0, world_size=1)
     with pytest.raises(InputError, match="token 9999"):
         list(loader)
-    assert not loader._thread.is_alive()
+    assert not loader.thread.is_alive()
 
 
 def test_closing_stops_the_thread_and_waiting_is_counted(shards):
@@ -243,7 +243,7 @@ def test_closing_stops_the_thread_and_waiting_is_counted(shards):
     next(loader)
     assert loader.stall_seconds > 0
     loader.close()
-    assert not loader._thread.is_alive()
+    assert not loader.thread.is_alive()
     assert list(loader) == []
 
 

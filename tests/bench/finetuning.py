@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(result) if options.json else bench_features.summary(result))
         return 0
     result = compare(config, options.seeds, quiet=options.json)
-    print(json.dumps(result) if options.json else _summary(result))
+    print(json.dumps(result) if options.json else summary(result))
     return 0
 
 
@@ -136,7 +136,7 @@ def _line(kind: str, seed: int, run: dict[str, Any]) -> str:
     )
 
 
-def _summary(result: dict[str, Any]) -> str:
+def summary(result: dict[str, Any]) -> str:
     lines = []
     for kind in (OURS, BASELINE):
         scores, rates = ([run[key] for run in result[kind]] for key in ("score", "examples_per_second"))
@@ -154,7 +154,7 @@ def _summary(result: dict[str, Any]) -> str:
 
 def _run_ours(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
-    path = _write(config, seed, folder)
+    path = write_result(config, seed, folder)
     _call(["finetune", "finetune", str(path), "--no-ray"])
     scores = json.loads((folder / SCORES).read_text())
     training = [record for record in read_records(folder) if is_training(record)]
@@ -172,13 +172,13 @@ def _run_ours(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]
 
 def _run_baseline(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
-    path = _write(config, seed, folder)
+    path = write_result(config, seed, folder)
     result = folder.with_suffix(".json")
     _call(["tests.bench", "finetune", str(path), "--peer", str(result)])
     return {**json.loads(result.read_text()), "seconds": time.perf_counter() - began}
 
 
-def _write(config: FinetuneConfig, seed: int, folder: Path) -> Path:
+def write_result(config: FinetuneConfig, seed: int, folder: Path) -> Path:
     path = folder.with_suffix(".yaml")
     tracking = config.tracking.model_copy(update={"wandb": "off"})  # the Trainer is not tracked, either
     path.write_text(dump(config.model_copy(update={"seed": seed, "run_dir": str(folder), "tracking": tracking})))
@@ -219,11 +219,11 @@ def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
     steps = config.total_steps(windows.training_examples)
     features = _features(windows, task.head)
     pad = model.config.pad_token_id or 0
-    collate = functools.partial(_collate, pad=pad, segments=segments, tags=task.head == "tokens")
+    collate = functools.partial(collate_windows, pad=pad, segments=segments, tags=task.head == "tokens")
     clock = _make_clock(transformers)
     trainer = transformers.Trainer(
         model=model,
-        args=_arguments(config, steps),
+        args=trainer_arguments(config, steps),
         train_dataset=features,  # pyright: ignore[reportArgumentType]
         data_collator=collate,
         callbacks=[clock],
@@ -240,7 +240,7 @@ def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
     }
 
 
-def _arguments(config: FinetuneConfig, steps: int) -> Any:
+def trainer_arguments(config: FinetuneConfig, steps: int) -> Any:
     """TrainingArguments with our schedule and optimizer settings."""
     import torch
     import transformers
@@ -315,7 +315,7 @@ def _features(windows: Any, head: str) -> list[dict[str, Any]]:
     return features
 
 
-def _collate(features: list[dict[str, Any]], pad: int, *, segments: bool, tags: bool) -> dict[str, Any]:
+def collate_windows(features: list[dict[str, Any]], pad: int, *, segments: bool, tags: bool) -> dict[str, Any]:
     """Pad to the longest of the batch; without token_type_ids if the model has no token types.
 
     With `tags`, the labels are those of the tokens.

@@ -42,7 +42,7 @@ from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.bench.baselines import bench_config
 
 _WARM_UP = 5  # steps that compile the model and allocate memory
-_BLOCKS = 5  # of steps, between which the host waits for the GPU
+BLOCKS = 5  # of steps, between which the host waits for the GPU
 _RATE = 1e-4
 
 
@@ -225,7 +225,7 @@ def _timed(case: Case, config: PretrainConfig, device: torch.device, steps: int)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     _seconds(train, _WARM_UP, on_gpu)
-    times = [_seconds(train, steps, on_gpu) for _ in range(_BLOCKS)]
+    times = [_seconds(train, steps, on_gpu) for _ in range(BLOCKS)]
     row = {"seconds": statistics.median(times), "spread_seconds": [min(times), max(times)]}
     row |= {"host_reads": host_reads(train) if on_gpu else {}, "memory_bytes": engine.usage().memory_bytes}
     engine.close()
@@ -249,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     models = list(dict.fromkeys(case.name for case in CASES))
     parser.add_argument("--models", nargs="+", choices=models, default=models, help="models (default: all)")
     parser.add_argument(
-        "--steps", type=positive_int, default=10, help=f"steps of each of the {_BLOCKS} timings (default: 10)"
+        "--steps", type=positive_int, default=10, help=f"steps of each of the {BLOCKS} timings (default: 10)"
     )
     parser.add_argument(
         "--precision",

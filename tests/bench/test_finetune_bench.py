@@ -92,7 +92,7 @@ def test_the_trainer_has_our_optimizer_and_schedule(tmp_path: Path, monkeypatch:
         tmp_path, start_from="unused", classification=write_reviews(tmp_path, train=4, dev=4), training=training
     )
     config = load_config(path)
-    given = finetuning._arguments(config, 100)
+    given = finetuning.trainer_arguments(config, 100)
     assert (given.adam_beta1, given.adam_beta2) == (config.optimizer.beta1, config.optimizer.beta2) == (0.9, 0.98)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = transformers.get_scheduler(given.lr_scheduler_type, optimizer, given.warmup_steps, 100)
@@ -149,9 +149,9 @@ def test_a_missing_package_is_found_before_training(tmp_path: Path, monkeypatch:
 def test_only_tags_of_tokens_are_padded() -> None:
     """A label set may have as many labels as the first text has tokens."""
     sets = [{"input_ids": [1] * tokens, "labels": [1.0, 0.0, 0.0]} for tokens in (3, 4)]
-    assert finetuning._collate(sets, 0, segments=False, tags=False)["labels"].shape == (2, 3)
+    assert finetuning.collate_windows(sets, 0, segments=False, tags=False)["labels"].shape == (2, 3)
     tagged = [{"input_ids": [1] * tokens, "labels": [2] * tokens} for tokens in (3, 4)]
-    collated = finetuning._collate(tagged, 0, segments=False, tags=True)
+    collated = finetuning.collate_windows(tagged, 0, segments=False, tags=True)
     assert collated["labels"].tolist() == [[2, 2, 2, -100], [2, 2, 2, 2]]
 
 
@@ -167,12 +167,12 @@ def test_runs_of_the_benchmark_are_not_tracked(tmp_path: Path) -> None:
     reviews = write_reviews(tmp_path, train=4, dev=4)
     tracking = {"wandb": "online", "log_every_steps": 7}
     config = load_config(write_config(tmp_path, start_from="unused", classification=reviews, tracking=tracking))
-    written = load_config(finetuning._write(config, 3, tmp_path / "ours-3"))
+    written = load_config(finetuning.write_result(config, 3, tmp_path / "ours-3"))
     assert (written.tracking.wandb, written.tracking.log_every_steps, written.seed) == ("off", 7, 3)
 
 
 def test_the_summary_says_which_step_is_scored() -> None:
     run = {"score": 0.5, "examples_per_second": 10.0}
-    assert finetuning._summary({"ours": [run], "trainer": [run]}).splitlines()[-1] == (
+    assert finetuning.summary({"ours": [run], "trainer": [run]}).splitlines()[-1] == (
         "scores: ours at the best of its evaluations, trainer after its last step"
     )

@@ -310,7 +310,7 @@ def test_a_curve_counts_phases_one_by_one(corpus: Path) -> None:
         records.append({"step": step, "split": "validation", "mlm_loss": float(step)})
     per_step = plan.phase_flops[0] / 300, plan.phase_flops[1] / 100
     expected = [5 * per_step[0], 155 * per_step[0], 300 * per_step[0] + 55 * per_step[1]]
-    curve = command._curve(records, plan)
+    curve = command.learning_curve(records, plan)
     assert [flops for flops, _ in curve] == pytest.approx(expected)
     assert [loss for _, loss in curve] == [5, 155, 355]
 
@@ -495,7 +495,7 @@ def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkey
 @pytest.mark.parametrize(("more", "random"), [([], True), (["--no-random"], False)])
 def test_trials_are_also_fine_tuned_from_random_weights(more: list[str], random: bool) -> None:
     words = ["run.yaml", "--data", "text", "--finetune", "a.yaml", *more]
-    assert command._finetunings(make_parser().parse_args(words)).random is random
+    assert command.finetunings(make_parser().parse_args(words)).random is random
 
 
 def test_trials_of_a_folder_take_turns_with_their_runs_from_random_weights(

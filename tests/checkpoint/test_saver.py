@@ -163,7 +163,7 @@ def test_the_other_ranks_do_not_wait_for_one_whose_save_failed(tmp_path: Path, m
 
 
 def test_storage_that_fails_for_a_while_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver_module, "_FIRST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(saver_module, "FIRST_WAIT_SECONDS", 0.05)
     folder = tmp_path / "checkpoints"
     folder.write_text("in the way")
     saver = make(folder, retry_seconds=60.0)
@@ -197,7 +197,7 @@ def test_waits_for_a_save_last_as_long_as_its_retries(tmp_path: Path, monkeypatc
     def broken(*_: Any) -> Any:
         raise MachineError("x: [Errno 30] Read-only file system")
 
-    monkeypatch.setattr(store, "_write_shard", broken)
+    monkeypatch.setattr(store, "write_shard", broken)
     events = list[str]()
 
     @contextlib.contextmanager
@@ -210,7 +210,7 @@ def test_waits_for_a_save_last_as_long_as_its_retries(tmp_path: Path, monkeypatc
         events.append(f"waits for {what}")
         yield
 
-    training: Any = object.__new__(loop._Fit)
+    training: Any = object.__new__(loop.Fit)
     training.engine = SimpleNamespace(watch=SimpleNamespace(allow=allow, awaiting=awaiting))
     training.saver = make(tmp_path, retry_seconds=60.0)
     training.saver.save(1, fragments(torch.ones(4)), STATE)
@@ -223,7 +223,7 @@ def test_waits_for_a_save_last_as_long_as_its_retries(tmp_path: Path, monkeypatc
 def test_a_failure_for_good_is_raised_and_the_checkpoint_before_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver_module, "_FIRST_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(saver_module, "FIRST_WAIT_SECONDS", 0.05)
     saver = make(tmp_path, retry_seconds=60.0)
     saver.save(1, fragments(torch.ones(4)), STATE)
     saver.wait()
@@ -233,7 +233,7 @@ def test_a_failure_for_good_is_raised_and_the_checkpoint_before_stays(
         tries.append(time.monotonic())
         raise MachineError("x: disk full (0.00 GB free).")
 
-    monkeypatch.setattr(store, "_write_shard", full)
+    monkeypatch.setattr(store, "write_shard", full)
     with pytest.raises(MachineError, match="disk full"):
         save_and_wait(saver, 2)
     assert len(tries) == 2, "a full disk is tried once more only"

@@ -161,7 +161,7 @@ def test_an_unreadable_checkpoint_is_retried_then_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     """The one before it may be much older, and all may be unreadable, which is not a new run."""
-    monkeypatch.setattr(reading, "_READ_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "READ_WAIT_SECONDS", 0.0)
     save(tmp_path, 10)
     bad = save(tmp_path, 20)
     verify, left = store.verify_manifest, [failures]
@@ -188,7 +188,7 @@ def test_reading_a_verified_checkpoint_is_retried_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, number: int, failures: int
 ) -> None:
     """Rank 0 verifies; the machine of another rank may not see a file yet."""
-    monkeypatch.setattr(reading, "_READ_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "READ_WAIT_SECONDS", 0.0)
     checkpoint, left = save(tmp_path, 10), [failures]
 
     def unreliable(read: Any) -> Any:
@@ -345,7 +345,7 @@ def test_nothing_is_pruned_while_the_best_is_not_known(tmp_path: Path, monkeypat
             raise OSError(errno.ESTALE, "Stale file handle")
         return read(path, *arguments, **more)
 
-    monkeypatch.setattr(reading, "_READ_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "READ_WAIT_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", stale)
         with pytest.raises(MachineError, match=r"step-00000001/state\.json: cannot be read \(Stale file handle\)"):
@@ -394,7 +394,7 @@ def test_a_checkpoint_without_the_file_that_a_rank_wrote_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bytes | None, message: str
 ) -> None:
     """Each machine may have a folder of its own at the run's path."""
-    monkeypatch.setattr(reading, "_READ_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "READ_WAIT_SECONDS", 0.0)
     if there is not None:
         aside = tmp_path / ".step-00000002.tmp"
         aside.mkdir()
@@ -440,7 +440,7 @@ def find_newest_and_note_reads(folder: Path, trouble: str = "") -> tuple[Path | 
             raise failures.pop()
         return bytes_of(self)
 
-    store.verify_content, Path.read_bytes, reading._READ_WAIT_SECONDS = noted, late, 0.0
+    store.verify_content, Path.read_bytes, reading.READ_WAIT_SECONDS = noted, late, 0.0
     try:
         return newest_checkpoint(folder, group), read
     except MachineError as error:
@@ -517,7 +517,7 @@ def test_a_full_disk_keeps_what_was_good(small_disk: Path) -> None:
 
 def test_a_disk_that_fills_up_while_writing_keeps_what_was_good(small_disk: Path, monkeypatch) -> None:
     good = save(small_disk, 1)
-    monkeypatch.setattr(store, "_preflight", lambda path, needed: None)
+    monkeypatch.setattr(store, "check_storage", lambda path, needed: None)
     large = [Held("a", 0, {"weight": torch.zeros(1 << 20)})]
     with pytest.raises(MachineError, match="disk full"):
         store.save(small_disk, 2, large, {"step": 2, "shapes": {"a": [1 << 20]}}, Alone())
@@ -536,7 +536,7 @@ def test_a_disk_that_fills_up_at_any_byte_keeps_what_was_good(small_disk: Path, 
     shutil.rmtree(tried)
     free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
     (small_disk / "ballast").write_bytes(bytes(free - rng.randrange(0, needed, 4096)))
-    monkeypatch.setattr(store, "_preflight", lambda path, needed: None)
+    monkeypatch.setattr(store, "check_storage", lambda path, needed: None)
     with pytest.raises(MachineError, match="disk full"):
         store.save(small_disk, 2, held, state, Alone())
     assert sorted(path.name for path in small_disk.iterdir()) == ["ballast", good.name]

@@ -23,7 +23,7 @@ class Script:
         self.held: list[bool] = []  # at each look, whether there is a pool
         self._holding, self._waited, self._now = False, 0.0, 0.0
         self._shares = iter([0.0, *shares])
-        monkeypatch.setattr(thread_waits, "_POLL_SECONDS", 0.0)
+        monkeypatch.setattr(thread_waits, "POLL_SECONDS", 0.0)
         monkeypatch.setattr(thread_waits.time, "monotonic", lambda: self._now)
 
     def waited(self) -> dict[int, float]:
@@ -46,7 +46,7 @@ class Script:
 def test_threads_sleep_while_cores_are_contended(monkeypatch: pytest.MonkeyPatch) -> None:
     free, busy = 0.04, 0.5  # about what Ray's own processes cost on two cores
     script = Script([free, 0.08, busy, 0.08, free, free, free, busy, free, free, free, free, free], monkeypatch)
-    thread_waits._watch(script.pool, script.end, script.waited)
+    thread_waits.watch(script.pool, script.end, script.waited)
     # The fourth free look in a row ends it; the first look only begins the account.
     assert script.held == [False] * 4 + [True] * 9 + [False, False]
     assert not script._holding
@@ -54,7 +54,7 @@ def test_threads_sleep_while_cores_are_contended(monkeypatch: pytest.MonkeyPatch
 
 def test_what_is_held_at_the_end_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script([0.9, 0.9], monkeypatch)
-    thread_waits._watch(script.pool, script.end, script.waited)
+    thread_waits.watch(script.pool, script.end, script.waited)
     assert script.held[-1]
     assert not script._holding
 
@@ -64,11 +64,11 @@ def threads() -> int:
 
 
 def test_a_pool_has_more_threads_than_cores_and_leaves_none(request: pytest.FixtureRequest) -> None:
-    openmp = thread_waits._openmp()
+    openmp = thread_waits.loaded_openmp()
     if openmp is None:
         pytest.skip("torch has another OpenMP")
     before = threads()
-    with thread_waits._idle_pool(openmp):
+    with thread_waits.idle_threads(openmp):
         # The pool's master is a thread, too.
         assert threads() >= before + len(os.sched_getaffinity(0)) + 1
         torch.zeros(1 << 20).add_(1)
@@ -81,9 +81,9 @@ def test_a_pool_has_more_threads_than_cores_and_leaves_none(request: pytest.Fixt
 
 def test_no_pool_is_made_near_a_limit_of_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """libgomp exits the process if it cannot create a thread."""
-    monkeypatch.setattr(thread_waits, "_may_start", lambda _: False)
+    monkeypatch.setattr(thread_waits, "may_start", lambda _: False)
     script = Script([0.9, 0.9, 0.9], monkeypatch)
-    thread_waits._watch(script.pool, script.end, script.waited)
+    thread_waits.watch(script.pool, script.end, script.waited)
     assert not any(script.held)
 
 
@@ -92,15 +92,15 @@ def test_limits_of_threads_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_waits.resource, "getrlimit", lambda which: (limits[which], 0))
     monkeypatch.setattr(thread_waits, "control_groups", lambda _: [Path("group")])
     monkeypatch.setattr(Path, "read_text", lambda _: "max")  # the cgroup's
-    assert thread_waits._may_start(3)
+    assert thread_waits.may_start(3)
     limits[resource.RLIMIT_NPROC] = 20
-    assert not thread_waits._may_start(3)
+    assert not thread_waits.may_start(3)
     limits[resource.RLIMIT_NPROC] = resource.RLIM_INFINITY
     monkeypatch.setattr(Path, "read_text", lambda path: "1000" if path.name == "pids.max" else "960")
-    assert not thread_waits._may_start(3)
-    assert thread_waits._may_start(2)
+    assert not thread_waits.may_start(3)
+    assert thread_waits.may_start(2)
     limits[resource.RLIMIT_AS] = 1 << 34
-    assert not thread_waits._may_start(2)
+    assert not thread_waits.may_start(2)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_limits_of_threads_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_limits_of_every_control_group_around_a_job_count(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group: str, folder: str, files: tuple[str, str, str]
 ) -> None:
-    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(memory, "_GROUPS", tmp_path / "groups")
     (tmp_path / "own").write_text(group + "\n")
     job = tmp_path / "groups" / folder / "jobs/one"
@@ -134,7 +134,7 @@ def test_the_limits_of_every_control_group_around_a_job_count(
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
 def test_what_the_user_decided_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(thread_waits, "_watch", lambda *_: pytest.fail("nobody looks"))
+    monkeypatch.setattr(thread_waits, "watch", lambda *_: pytest.fail("nobody looks"))
     monkeypatch.setenv(name, "1")
     with thread_waits.sleeping_when_crowded():
         assert not any(thread.name == "thread-waits" for thread in threading.enumerate())

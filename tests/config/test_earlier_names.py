@@ -12,7 +12,7 @@ import yaml
 
 from pretrain.common.earlier import RENAMED, as_before, as_now
 from pretrain.config import PretrainConfig, changed_for_resume, load_config
-from pretrain.reporting.report import _card
+from pretrain.reporting.report import card_page
 from pretrain.run.progress import Progress
 
 PRETRAINING = {
@@ -21,6 +21,8 @@ PRETRAINING = {
     "model": {"size": "mini"},
     "optimizer": {"name": "muon"},
     "adaptation": {},
+    "scheduling": {},
+    "tracking": {},
     "distillation": {"teacher": "t"},
     "start_from": "",
     "phases": [{"sequence_length": 64, "global_sequences": 8, "steps": 10, "peak_learning_rate": 1e-4}],
@@ -90,5 +92,24 @@ def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
 
 
 def test_the_card_of_an_earlier_version_is_shown() -> None:
-    page = _card({"sources": [{"name": "wiki", "licence": "CC0"}]})
+    page = card_page({"sources": [{"name": "wiki", "licence": "CC0"}]})
     assert dict(zip(page["source_columns"], page["sources"][0], strict=True))["license"] == "CC0"
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "instead"),
+    [
+        ("scheduling", "data_stall_seconds", 60.0, "the limit is ten times hang_seconds"),
+        ("tracking", "tags", ["a", "b"], "set the environment variable WANDB_TAGS"),
+        ("adaptation", "finetuning", ["task.yaml"], "give --finetune CONFIG to adapt"),
+        ("adaptation", "finetuning_seeds", 3, "give --seeds N to adapt"),
+    ],
+)
+def test_what_changed_no_result_is_read_with_a_remark(section, name, value, instead, tmp_path, capsys) -> None:
+    path = given(tmp_path / "run", section, name, value)
+    config = load_config(path)
+    said = f"{section}.{name} left in 0.2, and has no effect; {instead}"
+    assert re.fullmatch(rf"{re.escape(str(path))}:\d+: {re.escape(said)}\n", capsys.readouterr().err)
+    recorded = config.model_dump(mode="json")
+    recorded[section][name] = value
+    assert changed_for_resume(PretrainConfig.model_validate(recorded), config, 1) == []

@@ -97,7 +97,7 @@ def test_a_text_becomes_a_model_that_predicts(place: Path) -> None:
 
 def test_ctrl_c_saves_a_checkpoint_and_is_an_exception(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = {**TINY, "name": "long", "phases": [{**TINY["phases"][0], "steps": 100_000}]}
-    poll = live._Progress.poll
+    poll = live.LiveProgress.poll
 
     def interrupt(progress: Any) -> None:
         poll(progress)
@@ -106,7 +106,7 @@ def test_ctrl_c_saves_a_checkpoint_and_is_an_exception(place: Path, monkeypatch:
             os.kill(os.getpid(), signal.SIGINT)
 
     stopped, before = threading.Event(), signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(live._Progress, "poll", interrupt)
+    monkeypatch.setattr(live.LiveProgress, "poll", interrupt)
     with pytest.raises(pretrain.StoppedError, match=r"checkpoint step-\d+ is saved"):
         pretrain.train(long, no_ray=True)
     assert signal.getsignal(signal.SIGINT) is before
@@ -116,8 +116,8 @@ def test_ctrl_c_saves_a_checkpoint_and_is_an_exception(place: Path, monkeypatch:
 def test_a_config_is_the_same_in_every_form(place: Path) -> None:
     config = load_config("mini")
     assert load_config(config) == load_config(config.model_dump()) == config
-    changed = {"seed": 3, "scheduling.workers": 2, "run_dir": Path("a #b"), "tracking.tags": ("x",)}
-    texts = ["seed=3", "scheduling.workers=2", 'run_dir="a #b"', "tracking.tags=[x]"]
+    changed = {"seed": 3, "scheduling.workers": 2, "run_dir": Path("a #b"), "corpus.filters.quality.stop_words": ("x",)}
+    texts = ["seed=3", "scheduling.workers=2", 'run_dir="a #b"', "corpus.filters.quality.stop_words=[x]"]
     for form in (config, config.model_dump(mode="json"), "mini"):
         assert load_config(form, changed) == load_config("mini", texts)
     assert TINY["corpus"]["sources"][0]["path"] == Path("text.jsonl"), "what is given is not changed"

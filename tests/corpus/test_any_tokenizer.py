@@ -73,7 +73,7 @@ def test_pieces_stand_for_most_documents(kind: PieceKind) -> None:
     encoder = DocumentEncoder(make_pieces(kind), WordTable())
 
     def has_pieces(text: str) -> bool:
-        return encoder._has_plain_pieces(text) and bool(encoder._from_pieces([0], [text], [[0]], np.dtype(np.uint16)))
+        return encoder.has_plain_pieces(text) and bool(encoder.from_pieces([0], [text], [[0]], np.dtype(np.uint16)))
 
     assert all(map(has_pieces, (*LANGUAGES.values(), CODE)))
     assert not has_pieces("a \u2581b")
@@ -96,7 +96,7 @@ def test_a_tokenizer_without_a_known_division_goes_through_the_library() -> None
     tokenizer = make_pieces("xlm_roberta")
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     encoder = DocumentEncoder(tokenizer, WordTable())
-    assert encoder._division is None
+    assert encoder.division is None
     texts = [*LANGUAGES.values()]
     assert encoded(tokenizer, texts) == [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 

@@ -35,7 +35,7 @@ from pretrain.corpus.vocabulary import (
     train_byte_vocabulary,
     train_vocabulary,
 )
-from pretrain.reporting.fill_mask import MaskedSentence, _filling, _maskable_spelled
+from pretrain.reporting.fill_mask import MaskedSentence, filling, maskable_spelled_words
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog, and the dog doesn't care. In 1999 the fox's naïve friends said: "
@@ -325,14 +325,14 @@ def test_a_filling_shows_text() -> None:
     text = "the dog and the dog and the dog and the dog and the, the naïve."
     tokens = tuple(trained().encode(text, add_special_tokens=False).ids)
     place = tokens.index(entries.index("Ġand"))
-    words = {entries[tokens[n]] for n in _maskable_spelled(tokens, entries, entry_bytes)}
+    words = {entries[tokens[n]] for n in maskable_spelled_words(tokens, entries, entry_bytes)}
     assert {"Ġthe", "Ġdog", "Ġand"} <= words <= {entry for entry in entries if entry.startswith("Ġ")}
     probabilities = [0.0] * len(entries)
     probabilities[entries.index("Ġdog")] = 0.75
-    filling = _filling(MaskedSentence(tokens, place), probabilities, entries)
-    assert (filling.before, filling.truth, filling.after) == (
+    shown = filling(MaskedSentence(tokens, place), probabilities, entries)
+    assert (shown.before, shown.truth, shown.after) == (
         "the dog ",
         "and",
         " the dog and the dog and the dog and the, the naïve.",
     )
-    assert filling.guesses[0] == ("dog", 0.75)
+    assert shown.guesses[0] == ("dog", 0.75)

@@ -66,7 +66,7 @@ def test_plain_english_is_recognized_by_its_words_alone(monkeypatch: pytest.Monk
         def detect_language_of(self, text: str) -> None:
             asked.append(text)
 
-    monkeypatch.setattr("pretrain.corpus.filters.language._detectors", lambda keep: (Detector(), Detector()))
+    monkeypatch.setattr("pretrain.corpus.filters.language.detectors", lambda keep: (Detector(), Detector()))
     half = f"{TEXTS['de']} {TEXTS['fr']} {TEXTS['en']}"
     kept, entries = _kept([TEXTS["en"], half, TEXTS["nl"]], "en", "de")
     assert kept == [TEXTS["en"]]

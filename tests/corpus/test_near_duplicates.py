@@ -158,7 +158,7 @@ def test_the_bytes_do_not_depend_on_how_many_are_compared_at_once(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(filtered(sources, tmp_path / "together", ON), quiet=True)
-    for name in ("filters.near_duplicates.MOST_DOCUMENTS", "near_search.MOST_DOCUMENTS", "documents._MOST_DOCUMENTS"):
+    for name in ("filters.near_duplicates.MOST_DOCUMENTS", "near_search.MOST_DOCUMENTS", "documents.MOST_DOCUMENTS"):
         monkeypatch.setattr(f"pretrain.corpus.{name}", 7)
     prepare(filtered(sources, tmp_path / "apart", ON), quiet=True)
     assert content(tmp_path / "together") == content(tmp_path / "apart")

@@ -155,7 +155,7 @@ def test_the_card_for_people_has_no_path_of_this_machine(
 ) -> None:
     import ast
 
-    from pretrain.corpus.card import _shown_path
+    from pretrain.corpus.card import shown_path
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path.parent / "home"))
@@ -167,7 +167,7 @@ def test_the_card_for_people_has_no_path_of_this_machine(
         ("hub:name@1#0/2", "hub:name@1#0/2"),
         (ast.__file__, f"{Path(ast.__file__).parent.name}/ast.py"),
     ):
-        assert _shown_path(path) == shown
+        assert shown_path(path) == shown
 
 
 def test_the_split_follows_the_documents_text(sources: Path, prepared: Path, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_the_split_follows_the_documents_text(sources: Path, prepared: Path, tmp
 def test_forked_and_spawned_processes_write_the_same_bytes(
     method: str, sources: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel, "_start_method", lambda: method)
+    monkeypatch.setattr(parallel, "start_method", lambda: method)
     prepare(config(sources, tmp_path / "two", processes=2), quiet=True)
     assert content(tmp_path / "two") == content(prepared)
     assert not (tmp_path / "two" / ".work").exists()
@@ -206,7 +206,7 @@ def test_no_fork_beside_other_threads() -> None:
     thread = threading.Thread(target=go_on.wait)
     thread.start()
     try:
-        assert parallel._start_method() == "spawn"
+        assert parallel.start_method() == "spawn"
     finally:
         go_on.set()
         thread.join()
@@ -242,7 +242,7 @@ def _sleep(folder: Path, name: str) -> None:
 def test_an_error_or_ctrl_c_does_not_wait_for_the_calls_that_run(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel, "_start_method", lambda: method)
+    monkeypatch.setattr(parallel, "start_method", lambda: method)
     settings = PreparationSettings(
         str(tmp_path), lowercase=True, language="en", min_document_words=1, vocabulary_given=False
     )
@@ -355,7 +355,7 @@ def test_the_progress_shows_neither_an_unknown_total_nor_a_rate_of_an_instant(
         advance(5_000_000)
     with bar, bar.stage("training the vocabulary", 0):
         pass
-    bar._progress.get_time = lambda: next(clock)
+    bar.progress.get_time = lambda: next(clock)
     with bar, bar.stage("writing shards", 8_000_000) as advance:
         advance(8_000_000)
     lines = {line[:24].strip(): line for line in capfd.readouterr().err.splitlines()}
@@ -514,8 +514,8 @@ def _in_order(table: np.ndarray) -> np.ndarray:
 
 
 def _in_small_partitions(monkeypatch: pytest.MonkeyPatch, documents: int) -> None:
-    monkeypatch.setattr("pretrain.corpus.documents._MOST_DOCUMENTS", documents)
-    monkeypatch.setattr("pretrain.corpus.partitions._BUFFERED", documents)
+    monkeypatch.setattr("pretrain.corpus.documents.MOST_DOCUMENTS", documents)
+    monkeypatch.setattr("pretrain.corpus.partitions.BUFFERED", documents)
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards, verify_shards
-from pretrain.run.train import _check_state
+from pretrain.run.train import check_state
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 sys.path.insert(0, str(FIXTURES))
@@ -117,4 +117,4 @@ def test_runs_of_the_former_order_of_samples_are_refused(folder: Path) -> None:
     """In one line, before anything is trained."""
     shards = open_shards(folder, "train")
     with pytest.raises(InputError, match=r"order of another version of bertrain\. Finish the run with"):
-        _check_state({"fingerprint": shards.fingerprint}, Path("run"), make_prepared_corpus.config(), shards, [])
+        check_state({"fingerprint": shards.fingerprint}, Path("run"), make_prepared_corpus.config(), shards, [])

@@ -61,7 +61,7 @@ def test_a_document_has_the_ids_that_the_library_gives(kind: Kind) -> None:
 
 def test_pieces_stand_for_most_documents_and_never_for_added_tokens() -> None:
     """Both ways are tried by the test above; this says which one a text takes."""
-    plain = {kind: DocumentEncoder(make_tokenizer(kind), WordTable())._has_plain_pieces for kind in KINDS}
+    plain = {kind: DocumentEncoder(make_tokenizer(kind), WordTable()).has_plain_pieces for kind in KINDS}
     assert plain["roberta"]("The dog  don't.\n\ncafe\u0301 <s>")
     assert plain["modernbert"]("The dog don't.\n\ncaf\u00e9 [MASK]")
     for text in ("two  blanks", "|||IP_ADDRESS|||", "cafe\u0301", "[unused1]"):

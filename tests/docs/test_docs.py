@@ -165,8 +165,8 @@ def test_the_table_of_what_may_change_on_resume_is_whole():
                 within = [section] if cell.startswith("all") else re.findall(r"`(\w+)`", cell)
                 names |= {f"{section}.{name}" if section not in ("", name) else name for name in within}
     expected = (
-        (*resume._FREE_ON_RESUME, resume._EVALUATED_ONLY, *resume.READ_BY_OBJECTIVES),
-        finetune_config._FREE_ON_RESUME,
+        (*resume.ALL_FREE_ON_RESUME, resume.EVALUATED_ONLY, *resume.READ_BY_OBJECTIVES),
+        finetune_config.ALL_FREE_ON_RESUME,
     )
     assert found == tuple({name.replace(".*", "") for name in names} for names in expected)
 

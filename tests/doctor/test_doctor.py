@@ -149,14 +149,14 @@ def test_a_compiler_that_does_not_work_is_detected(tmp_path: Path, monkeypatch: 
     broken.write_text("#!/bin/sh\necho 'g++: fatal error: no cc1plus' >&2; exit 1\n")
     broken.chmod(broken.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    compiler, _, error = machine._compile()
+    compiler, _, error = machine.try_compiler()
     assert compiler == str(broken)
     assert error == "g++: fatal error: no cc1plus"
 
 
 def test_a_compiler_that_is_missing_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    assert machine._compile()[0] == ""
+    assert machine.try_compiler()[0] == ""
 
 
 def test_a_library_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,17 +172,17 @@ def test_locks_of_unfinished_compilations_are_found(tmp_path: Path, monkeypatch:
         (tmp_path / name).mkdir()
         (tmp_path / name / "lock").touch()
         os.utime(tmp_path / name / "lock", (seconds, 4 * seconds))
-    assert machine._old_locks() == (str(tmp_path / "old" / "lock"),)
+    assert machine.find_old_locks() == (str(tmp_path / "old" / "lock"),)
 
 
 def test_other_sources_are_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = machine._own_version()
+    before = machine.own_version()
     (tmp_path / "cluster" / "doctor").mkdir(parents=True)
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "cluster/doctor/machine.py"))
     (tmp_path / "cluster" / "run.py").write_text("one")
-    one = machine._own_version()
+    one = machine.own_version()
     (tmp_path / "cluster" / "run.py").write_text("two")
-    assert len({before, one, machine._own_version()}) == 3
+    assert len({before, one, machine.own_version()}) == 3
     assert re.fullmatch(r"[0-9a-f]{8} \(hash of the project's source files\)", before)
 
 
@@ -193,7 +193,7 @@ def test_other_sources_are_another_version(tmp_path: Path, monkeypatch: pytest.M
 def here(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """A machine of made rows; the test may add to them."""
     rows = [Finding("fine", "yes"), Finding("tight", "somewhat", WARN, "Mind it.")]
-    monkeypatch.setattr(doctor, "_machine", lambda measures: rows)
+    monkeypatch.setattr(doctor, "machine_checks", lambda measures: rows)
     return rows
 
 
@@ -237,8 +237,8 @@ def test_a_cluster_that_is_not_there(
 def test_a_job_without_a_result_is_reported() -> None:
     job = SimpleNamespace(status=SimpleNamespace(value="FAILED"), driver_exit_code=1, message="")
     with pytest.raises(MachineError, match=r"did not run: ModuleNotFoundError: cluster\.doctor"):
-        remote._result("noise\nModuleNotFoundError: cluster.doctor\n", "doctor-1", job)
-    assert remote._result(f'noise\n{driver.MARK}{{"rows": []}}\n', "doctor-1", job) == {"rows": []}
+        remote.result_of("noise\nModuleNotFoundError: cluster.doctor\n", "doctor-1", job)
+    assert remote.result_of(f'noise\n{driver.MARK}{{"rows": []}}\n', "doctor-1", job) == {"rows": []}
 
 
 @pytest.mark.parametrize(("is_open", "mark"), [(True, WARN), (False, PASS)])
@@ -388,7 +388,7 @@ def test_rules_of_all_reduce() -> None:
 
 
 def test_storage_that_is_shared_and_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.doctor.task._SEEN_SECONDS", 0.2)
+    monkeypatch.setattr("cluster.doctor.task.SEEN_SECONDS", 0.2)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     probe, one, two = Probe("127.0.0.1", 1, True, MEASURES), str(tmp_path / "one"), str(tmp_path / "two")
@@ -427,7 +427,7 @@ class OneProcessGroup:
 
 
 def locks(group: OneProcessGroup) -> list[tuple[str, str, str]]:
-    rows: Any = driver._storage(group, "/s")  # pyright: ignore[reportArgumentType]
+    rows: Any = driver.storage(group, "/s")  # pyright: ignore[reportArgumentType]
     return [(row.where, row.mark, row.found) for row in rows if row.what == "storage, locks"]
 
 
@@ -449,7 +449,7 @@ def test_a_lock_of_one_node_must_be_seen_by_the_others(tmp_path: Path, monkeypat
 
 
 def test_locks_are_checked_among_nodes_that_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.doctor.task._SEEN_SECONDS", 0.2)
+    monkeypatch.setattr("cluster.doctor.task.SEEN_SECONDS", 0.2)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     assert locks(OneProcessGroup({"a": tmp_path / "one", "b": tmp_path / "two"})) == []

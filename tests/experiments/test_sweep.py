@@ -554,7 +554,7 @@ def test_a_run_that_scored_no_test_set_is_held_against_its_dev_set(work: Path, m
         scores = {"metric": "accuracy", "scores": {"dev": {"accuracy": 0.5}}, "details": {}}
         scores["data"] = runs.digest(config, test_sets=test_sets)
         (config.folder / "scores.json").write_text(json.dumps({**scores, **said}))
-        trials._check_data([trial], [trials.read_outcome(trial)])
+        trials.check_data([trial], [trials.read_outcome(trial)])
 
     check(test_sets=False)
     check(test_sets=True, chosen_on="dev")
@@ -615,7 +615,7 @@ def test_runs_are_followed_on_the_terminal(
         raise StoppedError("runs/tiny: stopped with 1 runs to go.")
 
     monkeypatch.setattr("cluster.workers.trials.launch.run_trials", fake)
-    monkeypatch.setattr("finetune.experiments.trials_view._PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr("finetune.experiments.trials_view.PLAIN_SECONDS", 0.0)
     seen: list[int] = []
     ran = trials.run_all(config, members, parallel=3, ended=lambda outcomes: seen.append(sum(map(bool, outcomes))))
     assert handed == [("finetune.training.train:main", [0, 2, 3], 3)]

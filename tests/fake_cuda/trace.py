@@ -39,8 +39,8 @@ PACKAGES = ("pretrain", "finetune", "deepspeed")
 RANKS, VOCABULARY, LENGTHS, TYPES = 8, 1000, (40, 128, 9, 77), {"bf16": torch.bfloat16, "fp16": torch.float16}
 # The bodies of operators of ours, of which fake tensors would only ask the shapes.
 ATTENTION: dict[Any, Any] = {
-    torch.ops.bertrain.grouped_attention.default: grouped_op._forward._init_fn,
-    torch.ops.bertrain.grouped_attention_backward.default: grouped_op._backward._init_fn,
+    torch.ops.bertrain.grouped_attention.default: grouped_op.forward_op._init_fn,
+    torch.ops.bertrain.grouped_attention_backward.default: grouped_op.backward_op._init_fn,
 }
 WRAPPERS = ("torch._dynamo.eval_frame", "torch._compile")  # of `__torch_dispatch__`
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
@@ -165,10 +165,10 @@ def batch_of(case: dict[str, Any]) -> Any:
 def fit_of(engine: Any) -> Any:
     """The loop's state, as far as it launches steps."""
     from pretrain.run.forward_backward import ForwardBackward
-    from pretrain.run.loop import _Fit
+    from pretrain.run.loop import Fit
     from pretrain.run.stragglers import RankTimes
 
-    fit: Any = object.__new__(_Fit)
+    fit: Any = object.__new__(Fit)
     fit.engine, fit.stragglers, fit.stalled_before = engine, RankTimes(engine), 0.0
     fit.plan, fit.saver = (
         SimpleNamespace(learning_rate=lambda _: 1e-3, weight_decay=lambda _: None),

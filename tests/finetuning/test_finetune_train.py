@@ -549,7 +549,7 @@ def test_a_training_is_compiled_if_that_pays(
     plan = runs.plan(config, alone=True)
     assert plan.short == short
     assert said in runs.describe_start(config, plan)
-    assert (train._uncompiled(config) if short else config).engine.compiled == compiled
+    assert (train.uncompiled(config) if short else config).engine.compiled == compiled
 
 
 def test_a_short_training_has_no_warmup_step(root: Path) -> None:

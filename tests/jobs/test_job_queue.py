@@ -138,8 +138,8 @@ def test_finished_jobs_are_skipped_without_a_pause(monkeypatch: pytest.MonkeyPat
         return jobs
 
     monkeypatch.setattr(cluster, "jobs", jobs)
-    monkeypatch.setattr(job_queue, "_sleep", lambda *_: pytest.fail("it waits, though it may start"))
-    job_queue._wait("job-19", cluster, lambda: False)  # type: ignore[arg-type]
+    monkeypatch.setattr(job_queue, "sleep", lambda *_: pytest.fail("it waits, though it may start"))
+    job_queue.wait_seconds("job-19", cluster, lambda: False)  # type: ignore[arg-type]
     assert "nodes" not in cluster.requests
 
 
@@ -169,7 +169,7 @@ def test_a_waiting_job_outlives_a_silent_head_and_stops(monkeypatch: pytest.Monk
                 raise answer
             return answer
 
-    monkeypatch.setattr(job_queue, "_dashboard", lambda: "http://127.0.0.1:9")
+    monkeypatch.setattr(job_queue, "find_dashboard", lambda: "http://127.0.0.1:9")
     monkeypatch.setattr(job_queue, "Queue", lambda *_: Answers())
     monkeypatch.setattr(job_queue, "pause", lambda _: 0.01)
     with pytest.raises(StoppedError) if stopped else contextlib.nullcontext():
@@ -223,7 +223,7 @@ def test_a_wait_loads_nothing_heavy(dashboard: str) -> None:
     """Each job that waits is a process on the cluster's head."""
     script = (
         "import sys; from cluster.jobs import entrypoint, job_queue\n"
-        f"job_queue._dashboard = lambda: {dashboard!r}\n"
+        f"job_queue.find_dashboard = lambda: {dashboard!r}\n"
         "job_queue.pause = lambda _: 0.01\n"
         "job_queue.wait_in_queue('mine')\n"
         "loaded = {name.split('.')[0] for name in sys.modules}\n"

@@ -29,7 +29,7 @@ from ray.job_submission import JobStatus
 
 from cluster.jobs import client, entrypoint
 from cluster.jobs.client import Job
-from cluster.jobs.command import _follow
+from cluster.jobs.command import follow_log
 from cluster.jobs.submission import make_job, read_words
 from cluster.workers import local
 from cluster.workers.address import check_dashboard
@@ -79,10 +79,10 @@ def test_a_run_has_one_name_everywhere(config: Path) -> None:
 def test_a_run_at_an_address_is_known_by_it(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it trains, the cluster decides; this machine can see what is in the folder that it would have here."""
     monkeypatch.setenv("BERTRAIN_RUNS", str(tmp_path / "shared"))
-    metadata = client._metadata(read(config, "--set", "run_dir=s3://bucket/trial"))
+    metadata = client.job_metadata(read(config, "--set", "run_dir=s3://bucket/trial"))
     assert metadata["runs"] == str(tmp_path / "shared")
     assert metadata["run_dir"] == "s3://bucket/trial"
-    assert client._metadata(read(config))["run_dir"] == "/shared/runs/trial"
+    assert client.job_metadata(read(config))["run_dir"] == "/shared/runs/trial"
     job: Any = SimpleNamespace(
         submission_id="trial",
         metadata=metadata,
@@ -109,12 +109,12 @@ def test_a_job_trains_where_the_cluster_says_or_its_client(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BERTRAIN_RUNS", mine)
     job = make_job("pretrain", config, job_kinds(), folder=tmp_path)
-    metadata = {**client._metadata(job), "job_submission_id": "trial"}
+    metadata = {**client.job_metadata(job), "job_submission_id": "trial"}
     monkeypatch.setenv("BERTRAIN_RUNS", of_cluster)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr(entrypoint, "wait_in_queue", lambda _: None)
     monkeypatch.setattr("pretrain.run.api.train", lambda config, resume: None)
-    entrypoint._run(metadata)
+    entrypoint.run(metadata)
     assert os.environ["BERTRAIN_RUNS"] == expected
 
 
@@ -126,7 +126,7 @@ def test_a_job_calls_what_the_command_line_calls(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr("pretrain.run.api.prepare", load_config)
-    entrypoint._run({**client._metadata(job), "job_submission_id": "trial"})
+    entrypoint.run({**client.job_metadata(job), "job_submission_id": "trial"})
     printed = capsys.readouterr().out
     assert "seed=5" in printed
     assert "address='127.0.0.1:1'" in printed
@@ -516,7 +516,7 @@ def test_a_job_that_waits_is_named_as_such(monkeypatch: pytest.MonkeyPatch, caps
     ]
     cluster = client.Jobs.__new__(client.Jobs)
     cluster.shown = "http://127.0.0.1:8265"
-    cluster._client = SimpleNamespace(list_jobs=lambda: jobs[::-1], get_job_logs=outputs.__getitem__)  # type: ignore[assignment]
+    cluster.client = SimpleNamespace(list_jobs=lambda: jobs[::-1], get_job_logs=outputs.__getitem__)  # type: ignore[assignment]
     monkeypatch.setattr(client, "Jobs", lambda *_, **__: cluster)
     assert main(["list"]) == 0
     assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[1:]] == ["running", "running", "queued"]
@@ -578,12 +578,12 @@ def test_up_ends_the_rest_of_a_cluster_without_its_head(
     tmp_path: Path, session: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(local, "_start_node", lambda *_: pytest.fail("that is for the new one to do"))
+    monkeypatch.setattr(local, "start_node", lambda *_: pytest.fail("that is for the new one to do"))
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):  # `up` sets them
         monkeypatch.setenv(name, "")
     (tmp_path / "old").mkdir()
     node = NodeProcess.of(session.pid, cpus=1)
-    local._write(
+    local.write_description(
         LocalCluster(str(tmp_path / "old"), "127.0.0.1:1", "http://127.0.0.1:1", (replace(node, boot=""), node))
     )
     with pytest.raises(pytest.fail.Exception, match="for the new one"):
@@ -610,7 +610,7 @@ def test_nodes_start_from_a_path_without_spaces(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "cluster").mkdir()
     cluster = LocalCluster(str(tmp_path / "cluster"), "127.0.0.1:1", "http://127.0.0.1:1", ())
     for _ in range(2):
-        local._start_node(cluster, [], 1, "127.0.0.1")
+        local.start_node(cluster, [], 1, "127.0.0.1")
     for program, folder in started:
         assert " " not in program + folder
         assert Path(program).samefile(python)
@@ -623,7 +623,7 @@ def test_nodes_start_from_a_path_without_spaces(tmp_path: Path, monkeypatch: pyt
 def following(monkeypatch: pytest.MonkeyPatch, ray: Any) -> client.Jobs:
     cluster = client.Jobs.__new__(client.Jobs)
     cluster.address = cluster.shown = "http://127.0.0.1:8265"
-    cluster._client = ray
+    cluster.client = ray
     monkeypatch.setattr(client.Jobs, "get", lambda *_: None)
     return cluster
 
@@ -655,7 +655,7 @@ def test_ctrl_c_ends_following_quietly(monkeypatch: pytest.MonkeyPatch, capsys: 
                 self.closed = True
 
     ray = Ray()
-    assert _follow(following(monkeypatch, ray), "mini") == 130
+    assert follow_log(following(monkeypatch, ray), "mini") == 130
     assert ray.closed
     assert "mini: still running" in capsys.readouterr().err
 
@@ -665,7 +665,7 @@ def test_a_head_that_is_away_is_not_a_stranger(error: type[Exception]) -> None:
     cluster = client.Jobs.__new__(client.Jobs)
     cluster.address = cluster.shown = "http://127.0.0.1:8265"
     advice = r"the cluster does not answer now .* run the same command again later"
-    with pytest.raises(MachineError, match=advice), cluster._answers():
+    with pytest.raises(MachineError, match=advice), cluster.answering():
         raise error("refused")
 
 
@@ -710,9 +710,9 @@ def test_a_cluster_that_is_too_small_may_be_waited_for(config: Path, monkeypatch
 
 def test_a_head_is_not_filled_with_jobs_that_wait() -> None:
     nodes = [a_node(64, 900), a_node(4, 5, head=True)]
-    client._check_head(nodes, 50, "http://head:8265")
+    client.check_head(nodes, 50, "http://head:8265")
     with pytest.raises(
         MachineError,
         match=r"has 60 running or queued jobs, the most that its head node's memory allows \(5\.0 GiB, 90 MiB each\)",
     ):
-        client._check_head(nodes, 60, "http://head:8265")
+        client.check_head(nodes, 60, "http://head:8265")

@@ -325,8 +325,8 @@ def test_pods_are_contained(config: Path) -> None:
 def test_a_pod_finds_the_run_by_programs_that_exist(command: str) -> None:
     """A renamed module would go unnoticed until a pod ends without waiting for its checkpoint."""
     module, *subcommand = command.split()
-    assert re.fullmatch(f"python {kuberay_manifest._COMMAND}", f"python -m {command}")
-    assert not re.search(kuberay_manifest._COMMAND, f"python -m {command.replace('.', '-')[1:]}")
+    assert re.fullmatch(f"python {kuberay_manifest.COMMAND}", f"python -m {command}")
+    assert not re.search(kuberay_manifest.COMMAND, f"python -m {command.replace('.', '-')[1:]}")
     path = ROOT / module.replace(".", "/")
     path = path / "__main__.py" if subcommand else path.with_suffix(".py")
     assert 'if __name__ == "__main__":' in path.read_text()

@@ -51,10 +51,10 @@ class Entered(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.bertrain.grouped_attention.default:
             self.forward += 1
-            return grouped_op._forward._init_fn(*args)
+            return grouped_op.forward_op._init_fn(*args)
         if func is torch.ops.bertrain.grouped_attention_backward.default:
             self.backward += 1
-            return grouped_op._backward._init_fn(*args)
+            return grouped_op.backward_op._init_fn(*args)
         return func(*args, **(kwargs or {}))
 
 

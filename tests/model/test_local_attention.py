@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.model.kernels.distances import DistanceTables
-from pretrain.model.kernels.grouped_op import Arguments, _groups, grouped_attention
+from pretrain.model.kernels.grouped_op import Arguments, grouped_attention, sequence_groups
 from pretrain.model.kernels.grouping import cut_into_units
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.positions import relative_buckets, rotate, rotation, sinusoids
@@ -85,7 +85,7 @@ def test_windows_and_biases_equal_a_dense_mask(
 def scores(lengths: tuple[int, ...], window: int, rows: Tensor | None = None) -> int:
     """Scores that the grouped operator computes for a head."""
     options = AttentionOptions(1, window=window)
-    groups = _groups(Arguments.of(torch.empty(0), None, layout_of(lengths, rows), options, DistanceTables()))
+    groups = sequence_groups(Arguments.of(torch.empty(0), None, layout_of(lengths, rows), options, DistanceTables()))
     return sum(g.queries.number_GL.shape[1] * g.keys.number_GL.numel() for g in groups)
 
 

@@ -26,7 +26,7 @@ from pretrain.model.heads import PretrainingModel
 from pretrain.model.initialization import normal
 from pretrain.model.kernels import grouped_op
 from pretrain.model.kernels.fused_cross_entropy import vocabulary_losses
-from pretrain.model.kernels.grouped_op import _keys_to_heads, grouped_attention
+from pretrain.model.kernels.grouped_op import grouped_attention, keys_to_heads
 from pretrain.model.kernels.grouping import SCORES_PER_GROUP, group_sequences
 from pretrain.model.kernels.hash_rng import ALONG, BETWEEN, hash_dropout, keep_mask
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
@@ -225,7 +225,7 @@ def test_a_gpu_takes_a_batch_in_few_groups_and_pieces() -> None:
         for group in groups:
             units, length = group.keys.number_GL.shape
             x_BLD = torch.empty(units * heads, length, 64, device=device)
-            slices = grouped_op._head_slices(x_BLD, x_BLD, 1)
+            slices = grouped_op.head_slices(x_BLD, x_BLD, 1)
             assert sum(len(range(*b.indices(len(x_BLD)))) for b in slices) == len(x_BLD)
             pieces += len(slices)
         counts[name] = len(groups), pieces
@@ -447,7 +447,7 @@ def test_every_head_of_every_layer_has_its_own_dropout_mask() -> None:
     masks = []
     for _ in range(4):
         keys_GQ = keys_GQ + BETWEEN
-        masks += [keep_mask(seeds, 0.5) for seeds in _keys_to_heads(keys_GQ, 4)]
+        masks += [keep_mask(seeds, 0.5) for seeds in keys_to_heads(keys_GQ, 4)]
     for number, mask in enumerate(masks):
         assert not any(torch.equal(mask, other) for other in masks[:number])
 

@@ -21,8 +21,10 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {"model": {"size": "mini", "max_positions": 128}, "precision": "fp32"},
 }
 LAYER = {"pretrain.model.block.after_attention", "pretrain.model.block.embed", "pretrain.model.heads.mlm_transform"}
-ATTENTION = {f"pretrain.model.kernels.kernels.{name}" for name in ("_to_heads", "_softmax", "_softmax_backward")}
-LOSS = "pretrain.model.kernels.fused_cross_entropy._losses_and_gradient"
+ATTENTION = {
+    f"pretrain.model.kernels.kernels.{name}" for name in ("heads_kernel", "weights_kernel", "gradients_kernel")
+}
+LOSS = "pretrain.model.kernels.fused_cross_entropy.losses_and_gradient"
 
 
 @pytest.fixture(scope="module")

@@ -58,8 +58,8 @@ def counted(config: PretrainConfig, batch: MicroBatch, monkeypatch: pytest.Monke
 
     operators = torch.ops.bertrain
     mapping = {
-        operators.grouped_attention: inside(grouped_op._forward),
-        operators.grouped_attention_backward: inside(grouped_op._backward),
+        operators.grouped_attention: inside(grouped_op.forward_op),
+        operators.grouped_attention_backward: inside(grouped_op.backward_op),
     }
     model = model_of(config).train()
     monkeypatch.setattr("pretrain.model.kernels.native.runs_natively", lambda _: False)  # which torch cannot look into
@@ -110,7 +110,7 @@ def test_the_layers_of_a_model_are_counted_once(name: str, monkeypatch: pytest.M
     asked: list[int] = []
     plain = cost.layer_parameters
     monkeypatch.setattr(cost, "layer_parameters", lambda model, number: asked.append(number) or plain(model, number))
-    cost._counted_products.cache_clear()
+    cost.counted_products.cache_clear()
     for lengths in ([64, 32], [17, 5, 3]):
         objective_of(make_config(**CASES[name]), VOCABULARY).model_flops(lengths, 4)
     assert sorted(asked) == sorted([0, 1, 2] * (1 + (name == "electra")))

@@ -171,8 +171,8 @@ def test_recorded_passes_keep_their_memory_beside_that_of_launched_ones():
 
 def test_buckets_are_those_of_the_engine():
     """Estimates are made without torch, so they repeat these numbers."""
-    assert memory._BUCKET == roofline._BUCKET == buckets.ENTRIES
-    assert memory._IN_FLIGHT == gradient_sums._IN_FLIGHT
+    assert memory.BUCKET == roofline.BUCKET == buckets.ENTRIES
+    assert memory.IN_FLIGHT == gradient_sums.IN_FLIGHT
 
 
 def test_states_follow_rajbhandari():
@@ -355,7 +355,7 @@ def test_this_machine_is_measured_as_it_trains(monkeypatch: pytest.MonkeyPatch, 
     found: list[str] = []
     monkeypatch.setattr(estimate, "matmul_peak", lambda *_: found.append(torch.get_float32_matmul_precision()) or 1e12)
     try:
-        assert estimate._measure_peak("fp32") == ("cuda", 1e12)
+        assert estimate.measure_peak("fp32") == ("cuda", 1e12)
     finally:
         torch.set_float32_matmul_precision(before)
     assert found == ["high" if capability == (9, 0) else "highest"]

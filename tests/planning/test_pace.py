@@ -70,7 +70,7 @@ def test_a_short_decay_stays_one(tmp_path: Path) -> None:
 
 def fake_timing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Stands in for the timed run: a second cannot be relied on here."""
-    monkeypatch.setattr(pace, "_time_steps", lambda config, steps: seconds)
+    monkeypatch.setattr(pace, "time_steps", lambda config, steps: seconds)
 
 
 def test_the_steps_fill_the_time(
@@ -96,7 +96,7 @@ def test_phases_are_weighed_by_the_lengths_of_the_text(tmp_path: Path, monkeypat
     fake_timing(monkeypatch, 1.0)
     config = make_config(tmp_path, {}, {}, pairs={"objective": "none"})
     fitted = pace.fit(config, 10, [8.0, 32.0])
-    work = [one.executed for one in pace._works(config, [8.0, 32.0])]
+    work = [one.executed for one in pace.is_possible(config, [8.0, 32.0])]
     assert work[1] > 3 * work[0]
     assert [phase.steps for phase in fitted.phases] == [round(570 / (1 + work[1] / work[0]))] * 2
 
@@ -105,9 +105,9 @@ def test_a_teacher_takes_its_part_of_the_time(tmp_path: Path, monkeypatch: pytes
     fake_timing(monkeypatch, 1.0)
     config = make_config(tmp_path, pairs={"objective": "none"}, distillation={"teacher": "big"})
     monkeypatch.setattr(pace, "frozen_shape", lambda _: None)
-    alone = pace._works(config, None)[0].executed
+    alone = pace.is_possible(config, None)[0].executed
     monkeypatch.setattr(pace, "frozen_shape", lambda _: ModelConfig(size="mini"))
-    assert pace._works(config, None)[0].executed > 1.5 * alone
+    assert pace.is_possible(config, None)[0].executed > 1.5 * alone
 
 
 def test_a_time_for_less_than_a_step_is_not_promised(
@@ -139,7 +139,7 @@ def test_a_cluster_cannot_be_timed_here(tmp_path: Path) -> None:
 
 def test_steps_are_timed_in_a_run_that_leaves_nothing(tmp_path: Path) -> None:
     config = make_config(tmp_path, corpus={"dir": str(make_corpus(tmp_path / "corpus"))})
-    assert pace._time_steps(config, 3) > 0
+    assert pace.time_steps(config, 3) > 0
     assert not config.folder.exists()
 
 
@@ -148,19 +148,19 @@ def test_a_step_takes_the_median_without_the_first_steps(tmp_path: Path, monkeyp
     records = [{"step": step, "seconds": seconds} for step, seconds in enumerate((30.0, 31.0, 31.4, 32.0), 1)]
     monkeypatch.setattr(pace, "run_program", lambda command: subprocess.CompletedProcess(command, 0))
     monkeypatch.setattr(pace, "read_records", lambda run: records)
-    assert pace._time_steps(make_config(tmp_path), 2) == pytest.approx(0.5)
+    assert pace.time_steps(make_config(tmp_path), 2) == pytest.approx(0.5)
 
 
 def test_every_worker_of_the_timed_run_has_a_sequence_to_evaluate(tmp_path: Path) -> None:
     config = make_config(tmp_path, {"ramp_from": 4, "ramp_steps": 50}, scheduling={"workers": 3})
-    timed = pace._timed_run(config, tmp_path / "timed", 7)
+    timed = pace.timed_run(config, tmp_path / "timed", 7)
     assert timed.evaluation.sequences == 3
     assert (timed.total_steps, timed.phases[0].batch_sizes, timed.folder) == (7, (8,), tmp_path / "timed")
 
 
 def test_a_timed_run_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match=r"^The run that times steps failed: .*corpus"):
-        pace._time_steps(make_config(tmp_path), 1)
+        pace.time_steps(make_config(tmp_path), 1)
 
 
 def test_a_resumed_run_keeps_its_schedule(tmp_path: Path) -> None:

@@ -354,7 +354,7 @@ def test_a_run_uses_one_gpu_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> 
     """Of the machine's eight."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr(speed, "product_times", lambda shapes, *_: [6 * a * b / 1e12 for a, b in shapes])
-    monkeypatch.setattr(estimate, "_measure_peak", lambda *_: ("cuda", 7e14))
+    monkeypatch.setattr(estimate, "measure_peak", lambda *_: ("cuda", 7e14))
     for workers, used in ((1, 1), (4, 4), (16, 8)):
         config = mini(scheduling={"workers": workers}, engine={"precision": "bf16"})
         assert estimate.parse_cluster("here", config).peak_flops == used * 7e14
@@ -608,7 +608,7 @@ def test_this_machine_times_the_best_candidate(
 ) -> None:
     timed: list[PretrainConfig] = []
     monkeypatch.setattr(speed, "product_times", lambda shapes, *_: [6 * a * b / 2e11 for a, b in shapes])
-    monkeypatch.setattr(estimate, "_measure_peak", lambda *_: ("cpu", 2e11))
+    monkeypatch.setattr(estimate, "measure_peak", lambda *_: ("cpu", 2e11))
     monkeypatch.setattr(recommend, "machine_memory", lambda: (8 << 30, 3 << 30))
     monkeypatch.setattr(pace, "measure", lambda config, _: timed.append(config) or pace.Pace(9, 0.5, 1e-11))
     config = mini(corpus={"dir": str(make_corpus(tmp_path / "corpus", documents=4000))}, engine={"precision": "fp32"})

@@ -49,8 +49,8 @@ def times(config: PretrainConfig, gpu: str = "H100", workers: int = 8) -> StepTi
 def test_products_are_the_counted_ones(model: dict[str, Any]):
     config = make_config(model)
     work = phase_work(config, config.phases[0], 30522)
-    batch = roofline._Batch.of(config, config.phases[0], work, 8)
-    products = [*roofline._layer_products(config, batch), *roofline._head_products(config, 30522, batch)]
+    batch = roofline.CountedBatch.of(config, config.phases[0], work, 8)
+    products = [*roofline.layer_products(config, batch), *roofline.head_products(config, 30522, batch)]
     executed = objective_of(config, 30522).model_flops([work.mean_length], work.masked) * batch.sequences
     length, shape = work.mean_length, config.model
     pairs = shape.depth * length**2 - length**2 * (1 - 1 / length - work.masked / length)
@@ -95,11 +95,11 @@ def test_recorded_passes_leave_the_launches_of_the_optimizer():
         times(make_config(engine={"cuda_graphs": graphs}, optimizer={"name": name}), workers=1)
         for graphs, name in ((False, "muon"), (True, "muon"), (True, "adamw"))
     )
-    passes = adamw.launches / roofline._LAUNCH_SECONDS
+    passes = adamw.launches / roofline.LAUNCH_SECONDS
     assert passes == pytest.approx(7), "one for each micro-batch: 4,096 sequences of 102.4 tokens in budgets of 65,536"
     assert plain.launches > 100 * adamw.launches
-    muon = (recorded.launches - adamw.launches) / roofline._LAUNCH_SECONDS
-    assert muon == roofline._MUON_KERNELS * math.ceil(12 * 12 * 768**2 / roofline._MUON_ENTRIES)
+    muon = (recorded.launches - adamw.launches) / roofline.LAUNCH_SECONDS
+    assert muon == roofline.MUON_KERNELS * math.ceil(12 * 12 * 768**2 / roofline.MUON_ENTRIES)
     assert recorded.device == plain.device
 
 

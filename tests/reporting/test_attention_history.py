@@ -161,7 +161,7 @@ def test_records_after_a_rollback_are_dropped_and_old_ones_thinned(model: Any, c
     assert [one["step"] for one in read_history(tmp_path)["records"]] == [10, 20]
     assert read_history(tmp_path)["even_shares"]["self"] > 0
     many = [{"step": step} for step in range(10, 1010, 10)]
-    thinned = [one["step"] for one in history._thinned(many)]
+    thinned = [one["step"] for one in history.thinned(many)]
     assert (len(thinned), thinned[0], thinned[-1]) == (32, 10, 1000)
     assert max(np.diff(thinned)) <= 4 * min(np.diff(thinned))
 
@@ -213,6 +213,6 @@ def test_pictures_are_of_different_heads_for_different_kinds() -> None:
     shares: dict[str, Any] = {kind: [[0.1, 0.1], [0.1, 0.1]] for kind in history.RECORDED}
     shares["previous"] = [[0.9, 0.8], [0.1, 0.1]]
     shares["next"] = [[0.5, 0.4], [0.1, 0.1]]
-    chosen = progress._distinct_heads(heads, shares, dict.fromkeys(history.RECORDED, 0.1))
+    chosen = progress.distinct_heads(heads, shares, dict.fromkeys(history.RECORDED, 0.1))
     assert chosen[:2] == [(0, "previous", 0.9), (1, "next", 0.4)]
     assert len({number for number, *_ in chosen}) == len({kind for _, kind, _ in chosen}) == 3

@@ -179,7 +179,7 @@ class TestPanels:
                 epoch=0,
                 norm=1.0,
             )
-            loop._Fit.log(run)
+            loop.Fit.log(run)
         special = ("nsp_loss", "sop_loss", "distil_loss", "rtd_loss")
         assert [{*special} & set(record) for record in written] == [{name} for name in special]
         record = {name: value for one in written for name, value in one.items()}
@@ -514,7 +514,7 @@ class TestWorkspace:
         dashboard.write_dashboard(str(run))
         path = run / "dashboard.json"
         again = workspace.read(path)
-        assert workspace._as_data(again) == json.loads(path.read_text())
+        assert workspace.as_data(again) == json.loads(path.read_text())
         plots = {getattr(plot, "title", ""): plot for one in again.sections for plot in one.panels}
         names = {title: [one.name for one in getattr(plot, "y", [])] for title, plot in plots.items()}
         assert names["Loss"] == ["train/loss", "eval/loss"]

@@ -209,7 +209,7 @@ class TestPage:
         ):
             assert expected in page.text, expected
         assert "bad-50.txt" not in page.text
-        assert report._bars([first["sentence_lengths"], second["sentence_lengths"]]) == [
+        assert report.bars([first["sentence_lengths"], second["sentence_lengths"]]) == [
             ("2-3", 1, 0.1),
             ("8-15", 10, 1),
         ]
@@ -319,9 +319,9 @@ class TestFillings:
             return [VOCABULARY.index(token) for token in text.split()]
 
         good = "ban bar bas bat ben ber bes bet bin ##ing ."
-        assert fill_mask._maskable(ids(good), VOCABULARY) == [0, 1, 2, 3, 4, 5, 6, 7]
+        assert fill_mask.maskable_words(ids(good), VOCABULARY) == [0, 1, 2, 3, 4, 5, 6, 7]
         for bad in ("ban bar .", good.replace("ban", "[UNK]"), good[:-2], "ban , , , , , , , , , ."):
-            assert fill_mask._maskable(ids(bad), VOCABULARY) == []
+            assert fill_mask.maskable_words(ids(bad), VOCABULARY) == []
 
     def test_an_export_without_the_head_is_refused(self, exported: Path, tmp_path: Path) -> None:
         from safetensors.torch import load_file, save_file
@@ -334,9 +334,9 @@ class TestFillings:
 
     def test_a_filling_puts_the_sentence_around_the_blank(self) -> None:
         tokens = tuple(VOCABULARY.index(token) for token in ["ban", ",", "bar", "##s", "bat", "."])
-        filling = fill_mask._filling(MaskedSentence(tokens, 4), [0.0] * len(VOCABULARY), VOCABULARY)
+        filling = fill_mask.filling(MaskedSentence(tokens, 4), [0.0] * len(VOCABULARY), VOCABULARY)
         assert (filling.before, filling.after) == ("ban, bars ", ".")
-        filling = fill_mask._filling(MaskedSentence(tokens, 0), [0.0] * len(VOCABULARY), VOCABULARY)
+        filling = fill_mask.filling(MaskedSentence(tokens, 0), [0.0] * len(VOCABULARY), VOCABULARY)
         assert (filling.before, filling.after) == ("", ", bars bat.")
 
     @pytest.mark.parametrize(

@@ -296,11 +296,11 @@ def test_recorded_passes_train_as_launched_ones(name: str) -> None:
 
             for number in range(24):
                 train(number)
-            before = engine._graphs.replayed if engine._graphs else 0
+            before = engine.graphs.replayed if engine.graphs else 0
             reads = host_reads(lambda train=train: train(24))
             if graphs:
-                assert engine._graphs is not None
-                assert 2 <= len(engine._graphs._recorded) < before < engine._graphs.replayed
+                assert engine.graphs is not None
+                assert 2 <= len(engine.graphs._recorded) < before < engine.graphs.replayed
                 assert reads == {}
             with engine.whole_parameters() as parameters:
                 weights = torch.cat([parameter.float().flatten() for parameter in parameters.values()]).cpu()
@@ -313,7 +313,7 @@ def test_a_recorded_dropout_is_another_in_each_replay() -> None:
     model = {**SIZES, "family": "modernbert", "attention_dropout": 0.5}
     batch, losses = rounded((100, 100, 120), 0), []
     with recording(model=model, pairs={"objective": "none"}) as (engine, run):
-        for weights in engine._layout.flats():  # as they are initialized, attention changes no loss
+        for weights in engine.layout.flats():  # as they are initialized, attention changes no loss
             weights.data.add_(torch.randn_like(weights) * 0.3)
         engine.step(0.0)
         for seed in (1, 1, 1, 0, 7, 7, 8):  # 0: none
@@ -321,8 +321,8 @@ def test_a_recorded_dropout_is_another_in_each_replay() -> None:
                 seed_device(engine, seed, 0)
             losses.append(float(run(batch, last=True)[0]))
             engine.step(0.0)
-        assert engine._graphs is not None
-        assert engine._graphs.replayed == 5
+        assert engine.graphs is not None
+        assert engine.graphs.replayed == 5
     assert losses[4] == pytest.approx(losses[5], rel=1e-5), "the same seed"
     assert min(abs(losses[i] - losses[i - 1]) / losses[i] for i in (3, 4, 6)) > 1e-3, losses
 

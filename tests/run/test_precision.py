@@ -195,10 +195,10 @@ def test_all_runs_of_one_command_have_one_precision(monkeypatch: pytest.MonkeyPa
         )
         for seed in range(3)
     ]
-    made = trials._with_one_precision(config, members)
+    made = trials.with_one_precision(config, members)
     assert [one.config.engine.precision for one in made] == ["fp32"] * 3
     preflight.record_config(made[1].config) if made[1].config.folder.mkdir() is None else None
-    again = trials._with_one_precision(config, members)
+    again = trials.with_one_precision(config, members)
     assert [one.config.engine.precision for one in again] == ["fp32"] * 3, "that of the started run"
 
 
@@ -215,7 +215,7 @@ def test_started_runs_keep_their_own_precision(tmp_path: Path) -> None:
         members.append(trials.Trial(f"seed {seed}", one, 1))
         one.folder.mkdir()
         preflight.record_config(one.model_copy(update={"engine": EngineConfig(precision=settled)}))  # pyright: ignore[reportArgumentType]
-    made = trials._with_one_precision(config, members)
+    made = trials.with_one_precision(config, members)
     assert [one.config.engine.precision for one in made] == ["bf16", "fp16", "bf16"]
 
 
@@ -243,9 +243,9 @@ def test_an_unsuitable_gpu_is_reported_in_one_line(
     FakeGpu(monkeypatch, capability, ["sm_75", "sm_80", "sm_90", "compute_120"])
     config, device = run_config(chosen=chosen), torch.device("cuda")
     if not message:
-        return session._check_device(config, device)
+        return session.check_device(config, device)
     with pytest.raises(MachineError, match=message):
-        session._check_device(config, device)
+        session.check_device(config, device)
 
 
 @pytest.mark.parametrize("variable", ["", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])

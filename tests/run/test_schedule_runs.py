@@ -113,7 +113,7 @@ def test_a_rollback_in_a_ramp_passes_over_the_samples_of_its_steps(
     task = Pretraining(config, corpora, MaskedTokens(config, shards.vocabulary_size), engine, torch.device("cpu"))
     opened: list[tuple[int, int, list[int]]] = []
     task._loader = iter(())  # type: ignore[assignment]
-    monkeypatch.setattr(task, "_open_loader", lambda *given: opened.append(given))
+    monkeypatch.setattr(task, "open_loader", lambda *given: opened.append(given))
     # The data of steps 1 and 2 (4 and 8 samples) and of step 4, the first of phase 1.
     assert list(task.batches(1, [*task.skip(1, 2), *task.skip(4, 1)])) == []
     assert opened == [(0, 1, [4 + 8, 6]), (1, 0, [4 + 8, 6])]

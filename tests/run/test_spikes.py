@@ -58,7 +58,7 @@ def test_a_straggler_is_named_once_when_it_has_been_slow_for_a_while(monkeypatch
 
     def record(second: float, forward: list[float]) -> int:
         now[0] = second
-        times._report_stragglers(forward, recorder, int(second))  # type: ignore[arg-type]
+        times.report_stragglers(forward, recorder, int(second))  # type: ignore[arg-type]
         return len(logged)
 
     assert [record(second / 10, [0.1, 0.3]) for second in range(95)] == [0] * 95, "many records, not 10 s"
@@ -160,7 +160,7 @@ def starts_with_a_bad_update(given: list[Start]) -> list[str]:
     """Starts in whose first one the update of step 5 spoils a weight, so that every later loss is NaN."""
     from pretrain.run import train
 
-    launch, spoilt = loop._Fit.launch_step, list[int]()
+    launch, spoilt = loop.Fit.launch_step, list[int]()
 
     def launch_step(self: Any, number: int, *others: Any) -> Any:
         launched = launch(self, number, *others)
@@ -169,15 +169,15 @@ def starts_with_a_bad_update(given: list[Start]) -> list[str]:
             for fragment in self.engine.fragments():
                 if fragment.name == "embeddings.norm_weight":
                     fragment.tensors["weight"].fill_(math.inf)
-            self.engine._layout.refresh(None)
-            self.engine._layout.wait_for_weights()
+            self.engine.layout.refresh(None)
+            self.engine.layout.wait_for_weights()
         return launched
 
-    loop._Fit.launch_step = launch_step  # type: ignore[method-assign]
+    loop.Fit.launch_step = launch_step  # type: ignore[method-assign]
     try:
         return make_starts(train.main, given)
     finally:
-        loop._Fit.launch_step = launch  # type: ignore[method-assign]
+        loop.Fit.launch_step = launch  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("steps", "noticed"), [(20, 10), (6, 6)])

@@ -20,7 +20,7 @@ from pretrain.batches.replay import mixture_weights, with_replay
 from pretrain.batches.sampler import Sampler
 from pretrain.checkpoint import store
 from pretrain.checkpoint.mapping import MappedTensor
-from pretrain.checkpoint.start import _table, log_frequencies, read_start, start_overrides
+from pretrain.checkpoint.start import log_frequencies, read_start, start_overrides, weights_table
 from pretrain.common.errors import InputError
 from pretrain.common.yaml_text import Dumper
 from pretrain.config import AdaptationConfig, PairsConfig, PhaseConfig, PretrainConfig, load_config, run_folder
@@ -229,9 +229,9 @@ def test_a_transform_that_a_layout_shares_with_task_heads_is_not_left_out() -> N
     mapping = [dense, MappedTensor("head.norm.weight", (8,), "head.norm_weight")]
     shapes = {"heads.mlm_transform_weight": (8, 8), norm: (8,)}
     released: Any = SimpleNamespace(mapping=mapping)
-    assert "left out" not in _table(released, shapes, (), from_corpus=False, added=0)
+    assert "left out" not in weights_table(released, shapes, (), from_corpus=False, added=0)
     released.mapping = [dense, MappedTensor("transform", (8, 8), "heads.mlm_transform_weight")]
-    table = _table(released, shapes, (norm,), from_corpus=False, added=0)
+    table = weights_table(released, shapes, (norm,), from_corpus=False, added=0)
     assert "head.dense.weight: 1 tensor left out: this run has no such head" in table
 
 

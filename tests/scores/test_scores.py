@@ -25,7 +25,7 @@ from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.held_out import HeldOutSettings, held_out_score, masked_sequences, read_documents
 from finetune.scores.masked_model import MaskedModel, ModelSettings
 from finetune.scores.record import Record
-from finetune.scores.view import _finetuning_charts, score_notes, score_rows
+from finetune.scores.view import finetuning_charts, score_notes, score_rows
 from finetune.training.config import load_config
 from pretrain.common.errors import InputError, MachineError
 from pretrain.model import compile as compiler
@@ -115,13 +115,13 @@ def naive(folder: Path, sentence: str) -> float:
 def watch_compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Gets the names of the functions whose compiled program is called from now on."""
     called: set[str] = set()
-    original = compiler._compiled
+    original = compiler.compiled_function
 
     def watched(function: Callable[..., Any], integers: tuple[int | None, ...]) -> Callable[..., Any]:
         called.add(function.__name__)
         return original(function, integers)
 
-    monkeypatch.setattr(compiler, "_compiled", watched)
+    monkeypatch.setattr(compiler, "compiled_function", watched)
     return called
 
 
@@ -143,8 +143,8 @@ def test_pseudo_log_likelihoods_are_those_of_a_loop_over_transformers(
     assert ({"embed", "after_attention", "_softmax", "mlm_transform"} <= compiled) is compile
     assert bool(compiled) is compile
     # Whatever shares a forward pass.
-    monkeypatch.setattr(masked_model, "_BATCH_TOKENS", 20)
-    monkeypatch.setattr(blimp, "_AT_ONCE", 30)
+    monkeypatch.setattr(masked_model, "BATCH_TOKENS", 20)
+    monkeypatch.setattr(blimp, "AT_ONCE", 30)
     counted: list[int] = []
     with torch._dynamo.config.patch(error_on_recompile=MARKS_UNKNOWN_SIZES):
         apart = pseudo_log_likelihoods(model, SENTENCES, counted.append)
@@ -193,7 +193,7 @@ def test_an_interrupted_blimp_continues(tmp_path: Path, bert: Path, monkeypatch:
     model = {"fingerprint": masked_model.fingerprint(bert), "name": "n", "folder": "d"}
     whole = blimp_score(bert, data)
     scored: list[int] = []
-    original = blimp._right_pairs
+    original = blimp.right_pairs
 
     def fails_after(count: int) -> Any:
         def right_pairs(*arguments: Any) -> int:
@@ -204,21 +204,21 @@ def test_an_interrupted_blimp_continues(tmp_path: Path, bert: Path, monkeypatch:
 
         return right_pairs
 
-    monkeypatch.setattr(blimp, "_right_pairs", fails_after(2))
+    monkeypatch.setattr(blimp, "right_pairs", fails_after(2))
     with pytest.raises(KeyboardInterrupt):
         blimp_score(bert, data, record=Record(path, model))
     scored.clear()
-    monkeypatch.setattr(blimp, "_right_pairs", fails_after(1))
+    monkeypatch.setattr(blimp, "right_pairs", fails_after(1))
     assert blimp_score(bert, data, record=Record(path, model)) == whole
     assert len(scored) == 1
     # Measured in another way, nothing of it counts, and it replaces what is finished once it is finished itself.
     finished = Record(path, model).content["blimp"]
     scored.clear()
-    monkeypatch.setattr(blimp, "_right_pairs", fails_after(2))
+    monkeypatch.setattr(blimp, "right_pairs", fails_after(2))
     with pytest.raises(KeyboardInterrupt):
         blimp_score(bert, data, limit=1, record=Record(path, model))
     assert Record(path, model).content["blimp"] == finished
-    monkeypatch.setattr(blimp, "_right_pairs", fails_after(9))
+    monkeypatch.setattr(blimp, "right_pairs", fails_after(9))
     blimp_score(bert, data, limit=1, record=Record(path, model))
     assert len(scored) == 3
     assert Record(path, model).content["blimp"]["how"]["limit"] == 1
@@ -284,17 +284,17 @@ def test_a_machine_that_cannot_compile_is_named(
 
         return lambda function, integers: torch.compile(function, backend=fail)
 
-    monkeypatch.setattr(compiler, "_compiled", failing(InvalidCxxCompiler()))
+    monkeypatch.setattr(compiler, "compiled_function", failing(InvalidCxxCompiler()))
     command = ["evaluate-pretrained", str(bert), "--blimp", str(write_blimp(tmp_path / "blimp"))]
     assert main([*command, "--out", str(tmp_path / "out"), "--compile"]) == 3
     printed = capsys.readouterr().err
     assert "No working C++ compiler found" in printed
     assert printed.rstrip().endswith("Install them, or leave out --compile.")
     without_headers = CppCompileError(["g++"], "main.cpp:1:10: fatal error: Python.h: No such file or directory")
-    monkeypatch.setattr(compiler, "_compiled", failing(without_headers))
+    monkeypatch.setattr(compiler, "compiled_function", failing(without_headers))
     assert main([*command, "--out", str(tmp_path / "out"), "--compile"]) == 3
     assert "(Python.h: not found)" in capsys.readouterr().err
-    monkeypatch.setattr(compiler, "_compiled", failing(CppCompileError(["g++"], "error: wrong code")))
+    monkeypatch.setattr(compiler, "compiled_function", failing(CppCompileError(["g++"], "error: wrong code")))
     with pytest.raises(RuntimeError, match="wrong code"):  # a bug keeps its traceback
         main([*command, "--out", str(tmp_path / "out"), "--compile"])
 
@@ -333,7 +333,7 @@ def test_a_sentence_that_is_too_long_is_refused(tmp_path: Path) -> None:
 
 
 def characters_of(tokenizer: Tokenizer, document: str) -> list[int]:
-    return held_out._tokens(tokenizer, document)[1].tolist()
+    return held_out.tokens_of(tokenizer, document)[1].tolist()
 
 
 def test_every_character_belongs_to_one_token(bert: Path) -> None:
@@ -391,7 +391,7 @@ def test_held_out_loss_is_that_of_transformers(tmp_path: Path, bert: Path, monke
     assert (score.accuracy, score.predictions) == (pytest.approx(hits / count), count)
     assert score.documents == 1 + len(SENTENCES)
     assert score.bits_per_character == pytest.approx(nats / math.log(2) / sum(one.characters for one in sequences))
-    monkeypatch.setattr(masked_model, "_BATCH_TOKENS", 17)
+    monkeypatch.setattr(masked_model, "BATCH_TOKENS", 17)
     again = held_out_score(bert, paths, how=how)
     assert again.nats_per_token == pytest.approx(score.nats_per_token, abs=1e-5)
     assert again.predictions == score.predictions
@@ -609,7 +609,7 @@ def test_differences_are_in_standard_errors() -> None:
 def test_a_score_below_0_has_no_bar() -> None:
     score = FinetuningScore("matthews", "dev", (0.2, 0.3), (-0.1, -0.05))
     model = {"model": {"name": "one"}, "finetuning": {"how": {}, "scores": {"cola": score.as_data()}}}
-    (chart,) = _finetuning_charts([model])
+    (chart,) = finetuning_charts([model])
     assert "-0.075" in chart
     assert 'width="0.0"' in chart
     assert 'width="-' not in chart

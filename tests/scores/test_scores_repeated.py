@@ -19,7 +19,7 @@ from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.held_out import HeldOutSettings, masked_sequences
 from finetune.scores.masked_model import MaskedModel, fingerprint
 from finetune.scores.record import Record
-from finetune.scores.view import _finetuning_charts, score_notes, score_rows, score_table
+from finetune.scores.view import finetuning_charts, score_notes, score_rows, score_table
 from pretrain.common.errors import DivergedError, InputError, RunError, StoppedError
 from pretrain.run.preflight import only_run
 from tests.fake_trials import hand_out
@@ -105,7 +105,7 @@ def test_damaged_blimp_is_refused(tmp_path: Path, files: list[bytes], message: s
 def test_an_unfinished_blimp_is_no_overall_score(tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_blimp(tmp_path / "blimp")
     record = Record(tmp_path / "record.json", {**MODEL, "fingerprint": fingerprint(bert)})
-    original, scored = blimp._right_pairs, []
+    original, scored = blimp.right_pairs, []
 
     def stops(*arguments: Any) -> int:
         if len(scored) == 2:
@@ -113,10 +113,10 @@ def test_an_unfinished_blimp_is_no_overall_score(tmp_path: Path, bert: Path, mon
         scored.append(1)
         return original(*arguments)
 
-    monkeypatch.setattr(blimp, "_right_pairs", stops)
+    monkeypatch.setattr(blimp, "right_pairs", stops)
     with pytest.raises(KeyboardInterrupt):
         blimp_score(bert, data, record=record)
-    monkeypatch.setattr(blimp, "_right_pairs", original)
+    monkeypatch.setattr(blimp, "right_pairs", original)
     rows = dict(score_rows([record.content]))
     assert list(rows) == ["BLiMP, all paradigms"]
     assert rows["BLiMP, all paradigms"][0].endswith(" (2 of 3)")
@@ -281,7 +281,7 @@ def test_a_mean_without_the_runs_that_failed_says_so(work: Path, bert: Path, ran
     rows = dict(score_rows([record.content]))
     assert rows["reviews, accuracy"] == ["0.5000 ± 0.0000"]
     assert rows["  from random weights"] == ["0.5000 ± 0.0000 (2 of 3)"]
-    assert "random weights (2 of 3)" in next(_finetuning_charts([record.content]))
+    assert "random weights (2 of 3)" in next(finetuning_charts([record.content]))
 
 
 def test_files_of_any_name_are_fine_tuned(work: Path, bert: Path, ran: Runs) -> None:

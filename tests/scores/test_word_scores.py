@@ -219,7 +219,7 @@ def test_scores_are_those_of_a_loop_over_transformers(tmp_path: Path, monkeypatc
         bits -= float(logits(ids)[place, listed].log_softmax(-1)[words.index(one.word)]) / math.log(2)
     score = score_common_words(ours, [text], how, words)
     assert score.bits == pytest.approx(bits / len(occurrences), abs=1e-4)
-    monkeypatch.setattr(masked_model, "_BATCH_TOKENS", 20)
+    monkeypatch.setattr(masked_model, "BATCH_TOKENS", 20)
     assert score_common_words(ours, [text], how, words).bits == pytest.approx(score.bits, abs=1e-5)
 
     nats = characters = 0.0

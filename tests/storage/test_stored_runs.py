@@ -31,7 +31,7 @@ from pretrain.common.files import read_manifest, verify_manifest
 from pretrain.common.worker import Worker
 from pretrain.config import CorpusConfig, PretrainConfig
 from pretrain.corpus.vocabulary import tokenizer_digest
-from pretrain.run.session import _check_shared
+from pretrain.run.session import check_shared
 from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
 from pretrain.storage.runs import fetched_model
@@ -238,7 +238,7 @@ def test_workers_that_do_not_share_the_run_folder_are_refused(proxy: FaultyProxy
 
 
 def sharing(folder: str, apart: bool) -> str:
-    """What `_check_shared` says where the workers' run folders are `apart`."""
+    """What `check_shared` says where the workers' run folders are `apart`."""
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ["BERTRAIN_RUNS"] = f"{folder}/{rank if apart else 0}"
     config = PretrainConfig.model_validate(
@@ -246,7 +246,7 @@ def sharing(folder: str, apart: bool) -> str:
     )
     config.folder.mkdir(parents=True, exist_ok=True)
     try:
-        _check_shared(config, Worker(rank, size, rank, size))
+        check_shared(config, Worker(rank, size, rank, size))
     except InputError as error:
         return str(error)
     return ""

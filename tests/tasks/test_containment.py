@@ -90,7 +90,7 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_task_of_containment_holds_out_pairs_and_has_the_labels_of_entailment(text: Path, monkeypatch) -> None:
-    monkeypatch.setattr(table_source, "_CONTAINMENT_PAIRS", 300)
+    monkeypatch.setattr(table_source, "CONTAINMENT_PAIRS", 300)
     settings = ClassificationSettings(containment=str(text), dev_share=0.1)
     task = Classification(settings)
     train, dev = task.read_train(), task.read_held_out()["dev"]

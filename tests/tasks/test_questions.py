@@ -21,7 +21,7 @@ from finetune.tasks.base import Task, Windows
 from finetune.tasks.datasets.squad import Answer, Question, read
 from finetune.tasks.datasets.text import TextEncoder
 from finetune.tasks.questions import Questions, QuestionsSettings
-from finetune.tasks.questions.decoding import N_BEST, _has_most_context
+from finetune.tasks.questions.decoding import N_BEST, has_most_context
 from pretrain.common.errors import InputError
 from pretrain.common.settings import load
 
@@ -685,7 +685,7 @@ def test_each_token_belongs_to_the_window_with_most_context(tokenizer, lengths, 
     stride = min(stride, size - 12)
     windows = task(stride=stride).windows(questions, TextEncoder(tokenizer, size), training=False)
     sizes = windows.extra["context_length"]
-    found = _has_most_context(windows.examples, windows.extra["context_token"], sizes)
+    found = has_most_context(windows.examples, windows.extra["context_token"], sizes)
     expected = []
     for example in range(len(questions)):
         owner = owners(windows, example)
@@ -729,7 +729,7 @@ def test_in_pieces_as_in_one(encoder, monkeypatch):
     windows = one.windows(questions, encoder, training=False)
     logits = np.random.default_rng(1).normal(size=(len(windows.queries), 2)).astype(np.float32)
     whole = one.decode(questions, windows, logits)
-    monkeypatch.setattr("finetune.tasks.questions.decoding._CELLS", 1)
+    monkeypatch.setattr("finetune.tasks.questions.decoding.CELLS", 1)
     assert one.decode(questions, windows, logits) == whole
 
 

@@ -59,8 +59,8 @@ ENCODERS = {lowercase: TextEncoder(make_tokenizer(lowercase=lowercase), 32) for 
 @example(texts=[" ".join(f"w{n}" for n in range(1000))])  # more distinct words than fit one line
 def test_words_give_what_the_whole_text_gives(lowercase: bool, texts: list[str]) -> None:
     encoder = ENCODERS[lowercase]
-    assert encoder._by_word
-    mine, whole = encoder.encode(texts), encoder._encode_whole(texts)
+    assert encoder.by_word
+    mine, whole = encoder.encode(texts), encoder.encode_whole(texts)
     assert np.array_equal(mine.ids, whole.ids)
     assert np.array_equal(mine.starts, whole.starts)
     assert np.array_equal(mine.offsets, whole.offsets)
@@ -85,6 +85,6 @@ def test_special_tokens_are_found_around_texts_of_several_tokens() -> None:
 def test_a_token_with_spaces_is_left_to_the_tokenizer(added: AddedToken) -> None:
     encoder = TextEncoder(make_tokenizer(lowercase=True, added=added), 32)
     texts = ["in new york a", "a <x> b"]
-    assert not encoder._by_word
+    assert not encoder.by_word
     mine, whole = encoder.encode(texts), encoder.tokenizer.encode_batch(texts, add_special_tokens=False)
     assert mine.ids.tolist() == [number for one in whole for number in one.ids]

@@ -78,17 +78,17 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     """(step, values) of all that W&B was given, without W&B."""
     rows: Sent = []
     run = SimpleNamespace(log=lambda values, step, commit: rows.append((step, values)))
-    monkeypatch.setattr(mirror, "_start_wandb", lambda *_: run)
-    monkeypatch.setattr(mirror, "_finish_wandb", lambda _: None)
-    monkeypatch.setattr(mirror, "_log_wandb_artifact", lambda *_: 1 / 0)
+    monkeypatch.setattr(mirror, "start_wandb", lambda *_: run)
+    monkeypatch.setattr(mirror, "finish_wandb", lambda _: None)
+    monkeypatch.setattr(mirror, "log_wandb_artifact", lambda *_: 1 / 0)
     return rows
 
 
 def kill(tracker: Tracker) -> None:
     """End the thread of the fixture `sent` as a kill would, after what was logged so far."""
     tracker.log_artifact(Path())
-    assert tracker._wandb is not None
-    tracker._wandb._thread.join()
+    assert tracker.mirror is not None
+    tracker.mirror.thread.join()
 
 
 def steps(folder: Path) -> list[int]:
@@ -98,7 +98,7 @@ def steps(folder: Path) -> list[int]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing waits for W&B's end, however busy the machine is."""
-    monkeypatch.setattr(mirror, "_TEARDOWN_SECONDS", 600.0)
+    monkeypatch.setattr(mirror, "TEARDOWN_SECONDS", 600.0)
     monkeypatch.setenv("WANDB__SERVICE_WAIT", "600")
 
 
@@ -265,12 +265,12 @@ class TestMetricsFile:
 
     def test_a_full_disk_is_reported_in_one_line(self, tmp_path: Path) -> None:
         tracker = start(tmp_path)
-        assert tracker._file is not None
+        assert tracker.file is not None
         with Path("/dev/full").open("wb") as full:
-            os.dup2(full.fileno(), tracker._file.fileno())
+            os.dup2(full.fileno(), tracker.file.fileno())
         with pytest.raises(MachineError, match=r"metrics\.jsonl: disk full"):
             tracker.log({"step": 1})
-        tracker._file.close()
+        tracker.file.close()
 
 
 class TestWandb:
@@ -360,8 +360,8 @@ class TestWandb:
             assert may_start.wait(60)
             return Run()
 
-        monkeypatch.setattr(mirror, "_start_wandb", start_wandb)
-        monkeypatch.setattr(mirror, "_finish_wandb", lambda run: logged.append("finished"))
+        monkeypatch.setattr(mirror, "start_wandb", start_wandb)
+        monkeypatch.setattr(mirror, "finish_wandb", lambda run: logged.append("finished"))
         tracker = start(tmp_path, wandb="offline")
         tracker.log({"step": 1})
         tracker.log({"step": 2})
@@ -458,10 +458,10 @@ class TestWandb:
     def test_a_failing_wandb_costs_the_mirror_only(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(mirror, "_start_wandb", lambda *_: 1 / 0)
+        monkeypatch.setattr(mirror, "start_wandb", lambda *_: 1 / 0)
         tracker = start(tmp_path, wandb="offline")
-        assert tracker._wandb is not None
-        tracker._wandb._thread.join()
+        assert tracker.mirror is not None
+        tracker.mirror.thread.join()
         tracker.log({"step": 1})
         tracker.log({"step": 2})
         assert not tracker.mirrored
@@ -481,7 +481,7 @@ class TestWandb:
             go.wait()
             raise OSError("no route")
 
-        monkeypatch.setattr(mirror, "_start_wandb", fails_late)
+        monkeypatch.setattr(mirror, "start_wandb", fails_late)
         tracker = start(tmp_path, wandb="offline")
         tracker.log({"step": 3})
         go.set()
@@ -495,7 +495,7 @@ class TestWandb:
 
     @pytest.mark.usefixtures("patient")
     def test_a_server_that_does_not_answer_means_offline(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(mirror, "_INIT_SECONDS", 1.0)
+        monkeypatch.setattr(mirror, "INIT_SECONDS", 1.0)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never says a word
             monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -650,7 +650,7 @@ class TestFollow:
 
     def test_a_restart_withdraws_the_steps_it_dropped(self, run: Path) -> None:
         screen = Console(file=io.StringIO(), width=200)
-        progress = live._Progress(run, 100, screen)
+        progress = live.LiveProgress(run, 100, screen)
         append(run, {"step": 10}, {"step": 20}, {"step": 30})
         progress.poll()
         assert progress.step == 30
@@ -669,7 +669,7 @@ class TestFollow:
     def test_a_restart_that_drops_no_step_shows_its_start(self, run: Path) -> None:
         screen = Console(file=io.StringIO(), width=200)
         append(run, {"step": 10, **RESTART})  # of an earlier start
-        progress = live._Progress(run, 100, screen)
+        progress = live.LiveProgress(run, 100, screen)
         append(run, {"step": 20})
         progress.poll()
         assert not progress.started_training
@@ -682,7 +682,7 @@ class TestFollow:
     @pytest.mark.parametrize("between", [False, True])
     def test_a_rollback_is_shown_and_the_line_goes_on(self, run: Path, between: bool) -> None:
         screen = Console(file=io.StringIO(), width=200)
-        progress = live._Progress(run, 100, screen)
+        progress = live.LiveProgress(run, 100, screen)
         tracker = start(run)
         for step in (10, 20, 30):
             tracker.log({"step": step})
@@ -703,7 +703,7 @@ class TestFollow:
     def test_a_read_that_fails_once_costs_nothing(
         self, run: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
     ) -> None:
-        progress = live._Progress(run, 100, Console(file=io.StringIO()))
+        progress = live.LiveProgress(run, 100, Console(file=io.StringIO()))
         append(run, {"step": 10})
         progress.poll()
         append(run, {"step": 20})
@@ -715,7 +715,7 @@ class TestFollow:
         assert progress.step == 20
 
     def test_half_a_line_waits_for_its_other_half(self, run: Path) -> None:
-        progress = live._Progress(run, 100, Console(file=io.StringIO()))
+        progress = live.LiveProgress(run, 100, Console(file=io.StringIO()))
         path = run / "metrics.jsonl"
         path.write_text('{"step": 10}\n{"st')
         progress.poll()
@@ -728,7 +728,7 @@ class TestFollow:
     def test_time_left_weighs_phases_by_their_tokens(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         now = 1000.0
         monkeypatch.setattr(live.time, "monotonic", lambda: now)
-        progress = live._Progress(run, 100, Console(file=io.StringIO()))
+        progress = live.LiveProgress(run, 100, Console(file=io.StringIO()))
         append(run, {"step": 10})
         progress.poll()
         assert progress.seconds_left() is None
@@ -742,7 +742,7 @@ class TestFollow:
 
     @given(width=st.integers(40, 250), step=st.integers(1, 100), loss=st.none() | st.floats(0, 1e4))
     def test_the_live_line_fits_the_terminal(self, width: int, step: int, loss: float | None) -> None:
-        progress = live._Progress(Path("/nonexistent"), 100, Console(file=io.StringIO()), MaskedTokens.metrics)
+        progress = live.LiveProgress(Path("/nonexistent"), 100, Console(file=io.StringIO()), MaskedTokens.metrics)
         progress.last = {
             "step": step,
             "loss": loss,
@@ -752,8 +752,8 @@ class TestFollow:
             "mfu": 0.4,
             "data_stall_fraction": 0.01,
         }
-        progress._news = True
-        line = live._live_line(progress, width).plain
+        progress.latest = True
+        line = live.live_line(progress, width).plain
         assert len(line.rstrip()) < width
         assert f"step {step}/100" in line
 

@@ -218,8 +218,8 @@ def train_with_unusual_settings() -> dict[str, list[float]]:
         )
         norms[name] = [norm for _, norm, _ in take_steps(engine, range(2))]
         if "sent in fp32" in name:
-            assert engine._sums is not None
-            assert engine._sums._sent == torch.float32
+            assert engine.sums is not None
+            assert engine.sums._sent == torch.float32
         engine.close()
     return norms
 
@@ -262,7 +262,7 @@ def test_the_sums_of_a_step_do_not_wait_for_its_gathers() -> None:
         stalled_before=0.0,
         forward_backward=ForwardBackward(engine, task),
     )
-    launched = loop._Fit.launch_step(fit, 0, SimpleNamespace(micro_batches=(1, 2), epoch=0), False)
+    launched = loop.Fit.launch_step(fit, 0, SimpleNamespace(micro_batches=(1, 2), epoch=0), False)
     assert calls == ["forward", "backward"] * 2 + ["sum", "step"]
     assert launched.numbers.wait().tolist() == [2.0, 0.0, 0.0, 2.0, 0.0, 2.0], (
         "sums, stop, failed, FLOPs, stalled, norm"

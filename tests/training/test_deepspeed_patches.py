@@ -86,7 +86,7 @@ def test_deepspeed_asks_torch_for_free_memory(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     module: Any = importlib.import_module("deepspeed.accelerator.cuda_accelerator")
     monkeypatch.setattr(module, "pynvml", None)
-    with deepspeed_patches._without_nvml():
+    with deepspeed_patches.without_nvml():
         module.CUDA_Accelerator()
     assert module.pynvml is None
     assert sys.modules["pynvml"] is nvml

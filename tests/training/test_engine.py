@@ -210,7 +210,7 @@ def places_of_weights() -> dict[tuple[int, str], Any]:
     found = {}
     for stage, precision in itertools.product((1, 2), PRECISIONS):
         engine = make_engine(stage, precision)
-        flats = engine._layout._weights  # pyright: ignore[reportAttributeAccessIssue]
+        flats = engine.layout._weights  # pyright: ignore[reportAttributeAccessIssue]
         parts = [part for flat in flats for part in flat.view(engine.world_size, -1)]
         weights = dict(engine.module.named_parameters())
         found[stage, precision] = {str(name): x.data_ptr() % 16 for name, x in (*weights.items(), *enumerate(parts))}
@@ -253,7 +253,7 @@ def run_with_a_head_at_rest(alone: bool, on_the_way: bool = False, clip: float =
             patch.setattr(state_layouts, "has_own_sums", lambda _: False)
         for stage in (1, 2):
             engine = make_engine(stage, "bf16", clip=clip)
-            assert (engine._sums is not None) == alone
+            assert (engine.sums is not None) == alone
             results = take_steps(engine, range(2))
             losses = engine.forward(step_batches(2)[0])
             engine.backward(losses.mlm_loss / 10 / engine.world_size, last=True)  # NSP's own parameters get no gradient
@@ -381,7 +381,7 @@ def save_everywhere(folder: Path) -> dict[tuple[int, str], Any]:
 
 
 def load_everywhere(folders: list[Path]) -> list[dict[tuple[int, int, str], Any]]:
-    engine_module._LEAST_DIVIDED = 64
+    engine_module.LEAST_DIVIDED = 64
     return [
         {
             (wrote, reads, precision): load_at(
@@ -430,7 +430,7 @@ class CountingReader(store.CheckpointReader):
 
 def entries_read(folder: Path) -> dict[int, float]:
     """By stage, what this rank reads of a checkpoint, as a share of the whole one."""
-    engine_module._LEAST_DIVIDED = 64
+    engine_module.LEAST_DIVIDED = 64
     save_at(folder, 1, "adamw", "bf16")
     shares = {}
     for stage in STAGES:

@@ -9,7 +9,7 @@ import torch
 
 from finetune.training import train as finetuning
 from pretrain.run import session, train
-from pretrain.training.watchdog import _LAUNCHING
+from pretrain.training.watchdog import LAUNCHING
 from tests import fake_cuda
 
 pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch has a CUDA device of its own")
@@ -58,7 +58,7 @@ def test_the_host_waits_for_nothing_in_a_step(traced: dict[str, dict[str, Any]],
 def test_a_host_that_can_launch_no_more_counts_as_waiting(traced: dict[str, dict[str, Any]], name: str) -> None:
     ours = [function for function in traced[name]["launches"] if not function.startswith("__main__.")]
     assert ours
-    launching = (*_LAUNCHING, *session.LAUNCHING, *train.LAUNCHING, *finetuning.LAUNCHING)
+    launching = (*LAUNCHING, *session.LAUNCHING, *train.LAUNCHING, *finetuning.LAUNCHING)
     assert [function for function in ours if not function.startswith(launching)] == []
 
 

@@ -199,7 +199,7 @@ def attached(store: Any, rank: int, size: int) -> HeartbeatExchange:
 @pytest.fixture
 def same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are processes: each counts its starts."""
-    monkeypatch.setattr(heartbeats, "_starts", iter(lambda: 0, 1))
+    monkeypatch.setattr(heartbeats, "starts", iter(lambda: 0, 1))
 
 
 @pytest.mark.usefixtures("same_start")

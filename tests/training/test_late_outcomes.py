@@ -36,7 +36,7 @@ def settings(corpus: Path, run_dir: Path) -> dict[str, Any]:
 
 def read_late(starts: list[Start]) -> list[tuple[str, int]]:
     """Of each start, its outcome and how many steps were launched while another's outcome was unread."""
-    launch, read = loop._Fit.launch_step, loop._Fit.read_step
+    launch, read = loop.Fit.launch_step, loop.Fit.read_step
     unread, late = set[int](), list[int]()
 
     def launch_step(self: Any, number: int, *others: Any) -> Any:
@@ -49,7 +49,7 @@ def read_late(starts: list[Start]) -> list[tuple[str, int]]:
         return read(self, launched)
 
     loop.reads_late = lambda _: True  # type: ignore[assignment]
-    loop._Fit.launch_step, loop._Fit.read_step = launch_step, read_step  # type: ignore[method-assign]
+    loop.Fit.launch_step, loop.Fit.read_step = launch_step, read_step  # type: ignore[method-assign]
     found = []
     for start in starts:
         unread.clear()

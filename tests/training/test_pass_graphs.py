@@ -80,10 +80,10 @@ def trained(recorded: bool) -> tuple[list[Tensor], list[Tensor], int]:
         EngineConfig(zero_stage=1, precision="fp32", compile=False),
     )
     engine.module.train()
-    assert engine._sums is not None
-    graphs = RepeatedPasses(engine.module, engine._sums)
+    assert engine.sums is not None
+    graphs = RepeatedPasses(engine.module, engine.sums)
     if recorded:
-        engine._graphs, engine.records_passes = graphs, True
+        engine.graphs, engine.records_passes = graphs, True
     totals = []
     for step in range(STEPS):
         weights = (1 / (20 + step), 1 / 8)
@@ -99,7 +99,7 @@ def trained(recorded: bool) -> tuple[list[Tensor], list[Tensor], int]:
         engine.step(RATE)
     with engine.whole_parameters() as parameters:
         whole = [parameter.clone() for parameter in parameters.values()]
-    assert (engine._graphs is None) is not recorded
+    assert (engine.graphs is None) is not recorded
     engine.close()
     return whole, totals, graphs.replayed
 
@@ -171,6 +171,6 @@ def test_the_precision_is_checked_where_it_is_known(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "V100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_arch_list", list)
-    session._check_device(config, torch.device("cpu"))
+    session.check_device(config, torch.device("cpu"))
     with pytest.raises(MachineError, match=r"engine\.cuda_graphs needs bf16, and this run computes in fp32"):
-        session._check_device(config, torch.device("cuda"))
+        session.check_device(config, torch.device("cuda"))

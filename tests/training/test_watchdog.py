@@ -20,7 +20,7 @@ from pretrain.run import session, train
 from pretrain.run.session import collective_timeout
 from pretrain.training import watchdog as watchdogs
 from pretrain.training.heartbeats import Hang
-from pretrain.training.watchdog import Watchdog, _Clock, _ExchangeThread, _waits_for_others
+from pretrain.training.watchdog import Clock, ExchangeThread, Watchdog, waits_for_others
 from tests.batches.test_loader import run_config
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +162,7 @@ def test_a_stopped_process_is_named_and_its_stack_read_from_outside(tmp_path: Pa
 def test_time_in_which_this_process_was_stopped_is_not_held_against_others(monkeypatch: Any) -> None:
     now = [100.0]
     monkeypatch.setattr("pretrain.training.watchdog.time.monotonic", lambda: now[0])
-    clock = _Clock(longest=1.0)
+    clock = Clock(longest=1.0)
     ticks = []
     for later in (0.5, 0.5, 3600.0, 0.5):
         now[0] += later
@@ -230,7 +230,7 @@ def test_a_failed_exchange_is_tried_again_and_written_with_the_stacks(tmp_path: 
 
     watchdog = Watchdog(0, 2, tmp_path, 8.0)
     connect: Any = Store
-    thread = _ExchangeThread(watchdog, connect, 0, 2, seconds=60.0)
+    thread = ExchangeThread(watchdog, connect, 0, 2, seconds=60.0)
     watchdog._exchange = thread
     deadline = time.monotonic() + 30
     while thread.error is None and time.monotonic() < deadline:
@@ -245,7 +245,7 @@ def test_a_failed_exchange_is_tried_again_and_written_with_the_stacks(tmp_path: 
 
 
 def test_the_functions_in_which_the_host_waits_for_a_device_exist() -> None:
-    for module, name in watchdogs._DEVICE_WAITS:
+    for module, name in watchdogs.DEVICE_WAITS:
         source = inspect.getsource(importlib.import_module(module))
         assert f"def {name}(" in source, f"{module}.{name}"
 
@@ -258,13 +258,13 @@ def test_a_collective_is_distinguished_from_work() -> None:
     scope: dict[str, Any] = {"__name__": "torch.distributed.distributed_c10d"}
     exec(code, scope)
     me = threading.get_ident()
-    seen["work"] = _waits_for_others(me, ())
-    scope["all_reduce"](lambda: seen.setdefault("collective", _waits_for_others(me, ())))
+    seen["work"] = waits_for_others(me, ())
+    scope["all_reduce"](lambda: seen.setdefault("collective", waits_for_others(me, ())))
     assert seen == {"work": False, "collective": True}
-    assert not _waits_for_others(-1, LAUNCHING), "a thread that has ended"
+    assert not waits_for_others(-1, LAUNCHING), "a thread that has ended"
 
 
-LAUNCHING = (*watchdogs._LAUNCHING, *session.LAUNCHING, *train.LAUNCHING, *finetuning.LAUNCHING)
+LAUNCHING = (*watchdogs.LAUNCHING, *session.LAUNCHING, *train.LAUNCHING, *finetuning.LAUNCHING)
 
 # (module, function, whether it waits for others on a CPU, and on a GPU)
 WAITS = (
@@ -298,8 +298,8 @@ def test_a_host_behind_a_collective_waits_for_others(module: str, name: str, on_
         assert reader.ident is not None
         while sys._current_frames()[reader.ident].f_code.co_name != name:
             time.sleep(0.001)
-        assert _waits_for_others(reader.ident, ()) == on_cpu
-        assert _waits_for_others(reader.ident, LAUNCHING) == on_gpu
+        assert waits_for_others(reader.ident, ()) == on_cpu
+        assert waits_for_others(reader.ident, LAUNCHING) == on_gpu
     reader.join()
     held.release()
 
@@ -313,10 +313,7 @@ def test_modules_that_launch_kernels_exist() -> None:
             assert f"def {function}(" in inspect.getsource(importlib.import_module(module)), name
 
 
-@pytest.mark.parametrize(("hang", "stall"), [(180.0, 1800.0), (30.0, 7200.0), (180.0, 0.0), (0.0, 1800.0)])
-def test_collectives_fail_later_than_the_watchdog(hang: float, stall: float) -> None:
-    config = run_config(scheduling={"hang_seconds": hang, "data_stall_seconds": stall})
-    seconds = collective_timeout(config).total_seconds()
-    assert seconds >= 1.5 * 1800, "a compilation, or a start"
-    if hang:
-        assert seconds >= 1.5 * (max(hang, stall) if stall else 1e6)
+@pytest.mark.parametrize("hang", [0.0, 30.0, 180.0, 7200.0])
+def test_collectives_fail_later_than_the_watchdog(hang: float) -> None:
+    seconds = collective_timeout(run_config(scheduling={"hang_seconds": hang})).total_seconds()
+    assert seconds >= max(1.5 * 1800, 15 * hang), "a compilation, a start, a wait for data"

@@ -30,11 +30,11 @@ from cluster.workers.actors import (
     WorkersFailedError,
     WorkersNotStartedError,
 )
-from cluster.workers.launch import _Signals, end_session, last_line, run
+from cluster.workers.launch import Signals, end_session, last_line, run
 from cluster.workers.nodes import Node, cpus_that_fit, nodes_fit
 from cluster.workers.outcomes import CRASH, WorkerError, error_from, one_line
 from cluster.workers.request import Attempt, Launch, LaunchRequest
-from cluster.workers.supervisor import _AttemptCrashed, _cause
+from cluster.workers.supervisor import AttemptCrashed, cause_of
 from cluster.workers.target import RankAssignment, run_worker
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import Flag, TrainingRequest
@@ -377,7 +377,7 @@ def test_errors_come_back_as_themselves(kind: type[RunError]) -> None:
 
 
 def test_users_mistake_comes_before_the_crash_it_caused() -> None:
-    cause = _cause({0: WorkerError(CRASH, "lost its peer"), 1: WorkerError("InputError", "bad corpus")})
+    cause = cause_of({0: WorkerError(CRASH, "lost its peer"), 1: WorkerError("InputError", "bad corpus")})
     assert type(cause) is InputError
     assert str(cause) == "bad corpus"
 
@@ -402,17 +402,17 @@ def test_code_that_does_not_load_is_no_dead_process(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ray, "get", get)
     group = object.__new__(WorkerGroup)
     group.locations = [WorkerLocation("a", "10.0.0.1", 1, ())]
-    group._actors = [SimpleNamespace(run=SimpleNamespace(remote=lambda *_: "reference"))]
+    group.actors = [SimpleNamespace(run=SimpleNamespace(remote=lambda *_: "reference"))]
     with pytest.raises(WorkersFailedError) as caught:
         group.run(Attempt(_request(tmp_path, 0), 0, 1, TrainingRequest({}, False), frozenset()))
-    cause = _cause(caught.value.failures)
-    assert isinstance(cause, _AttemptCrashed)
+    cause = cause_of(caught.value.failures)
+    assert isinstance(cause, AttemptCrashed)
     assert cause.reason == "ImportError: no module named cluster"
 
 
 def test_dead_worker_is_blamed_before_those_that_lost_it() -> None:
-    cause = _cause({0: WorkerError(CRASH, "lost its peer"), 1: RuntimeError("actor died")})
-    assert isinstance(cause, _AttemptCrashed)
+    cause = cause_of({0: WorkerError(CRASH, "lost its peer"), 1: RuntimeError("actor died")})
+    assert isinstance(cause, AttemptCrashed)
     assert cause.rank == 1
 
 
@@ -456,7 +456,7 @@ def test_a_crowded_cluster_gets_a_smaller_request(tmp_path: Path, monkeypatch: p
         if attempt.workers == 2:
             raise WorkersNotStartedError
 
-    monkeypatch.setattr(supervisor, "_run_attempt", run)
+    monkeypatch.setattr(supervisor, "run_attempt", run)
     supervisor.supervise(replace(_request(tmp_path, 3), min_workers=1), keep_logs=lambda: None)
     assert requested == [2, 1]
 
@@ -500,7 +500,7 @@ def test_a_head_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
         return answer
 
     monkeypatch.setattr(capacity, "usable_nodes", usable_nodes)
-    monkeypatch.setattr(supervisor, "_run_attempt", lambda *_: None)
+    monkeypatch.setattr(supervisor, "run_attempt", lambda *_: None)
     supervisor.supervise(_request(tmp_path, 0), keep_logs=lambda: None)
     assert not answers
 
@@ -544,7 +544,7 @@ def _request(folder: Path, max_failures: int) -> LaunchRequest:
 def _train(monkeypatch: pytest.MonkeyPatch, request: LaunchRequest, run: Callable[[Attempt], None]) -> None:
     """`supervisor.supervise` on a machine of two cores, with `run` for Ray's part."""
     monkeypatch.setattr(capacity, "usable_nodes", lambda: [Node("here", 2, 0, False, 2, 0)])
-    monkeypatch.setattr(supervisor, "_run_attempt", lambda attempt, _: run(attempt))
+    monkeypatch.setattr(supervisor, "run_attempt", lambda attempt, _: run(attempt))
     supervisor.supervise(request, keep_logs=lambda: None)
 
 
@@ -554,7 +554,7 @@ def test_retries_count_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def run(attempt: Attempt) -> None:
         seen.append((attempt.number, attempt.training.resume))
-        raise _AttemptCrashed(3, "killed")
+        raise AttemptCrashed(3, "killed")
 
     with pytest.raises(MachineError, match=r"worker-3\.log: worker 3: killed, and all max_failures=2"):
         _train(monkeypatch, request, run)
@@ -570,7 +570,7 @@ def test_crashes_with_a_new_checkpoint_between_them_are_not_counted_up(
         checkpoint = tmp_path / f"checkpoints/step-{attempt.number:08d}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").touch()
-        raise _AttemptCrashed(0, "killed")
+        raise AttemptCrashed(0, "killed")
 
     _train(monkeypatch, _request(tmp_path, 1), run)
 
@@ -579,7 +579,7 @@ def test_crash_while_stopping_is_a_stop(tmp_path: Path, monkeypatch: pytest.Monk
     def run(attempt: Attempt) -> None:
         assert attempt.number == 0
         (tmp_path / "stop").touch()
-        raise _AttemptCrashed(0, "killed")
+        raise AttemptCrashed(0, "killed")
 
     with pytest.raises(StoppedError, match="crashed while stopping"):
         _train(monkeypatch, _request(tmp_path, 5), run)
@@ -633,7 +633,7 @@ def test_end_session_ends_grandchildren_and_nobody_else() -> None:
 def test_signals_first_asks_second_ends(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     ended = []
-    with _Signals(Flag(tmp_path / "stop")) as signals:
+    with Signals(Flag(tmp_path / "stop")) as signals:
         signals.on_second = lambda: ended.append(True)
         os.kill(os.getpid(), signal.SIGINT)
         assert (tmp_path / "stop").exists()
@@ -650,7 +650,7 @@ def test_a_stop_is_requested_when_storage_can_be_written_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop = tmp_path / "away" / "stop"
-    with _Signals(Flag(stop)) as signals:
+    with Signals(Flag(stop)) as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         stop.parent.mkdir()
         deadline = time.monotonic() + 60
@@ -667,7 +667,7 @@ def test_signals_are_left_alone_off_the_main_thread(tmp_path: Path) -> None:
 
     def enter() -> None:
         try:
-            with _Signals(Flag(tmp_path / "stop")):
+            with Signals(Flag(tmp_path / "stop")):
                 assert signal.getsignal(signal.SIGTERM) is before
         except BaseException as error:
             errors.append(error)

@@ -19,18 +19,18 @@ from rich.console import Console
 
 from cluster.jobs import client
 from cluster.workers import capacity, supervisor
-from cluster.workers.actors import WorkerLocation, WorkersNotStartedError, _WorkerActor, assign_ranks
+from cluster.workers.actors import WorkerActor, WorkerLocation, WorkersNotStartedError, assign_ranks
 from cluster.workers.capacity import ScaleUp, wait_for_capacity
 from cluster.workers.crash_history import CrashHistory
 from cluster.workers.launch import drive
 from cluster.workers.nodes import Node
 from cluster.workers.outcomes import WorkerError
 from cluster.workers.request import Attempt, Launch, LaunchRequest
-from cluster.workers.supervisor import _AttemptCrashed
+from cluster.workers.supervisor import AttemptCrashed
 from pretrain.common.errors import MachineError, StoppedError
 from pretrain.common.files import MANIFEST
 from pretrain.common.worker import HANG_FILE, TrainingRequest
-from pretrain.tracking.live import _Progress
+from pretrain.tracking.live import LiveProgress
 
 
 def node(name: str, cpus: int = 2, *, gpus: int = 0, draining: bool = False, free: int | None = None) -> Node:
@@ -61,7 +61,7 @@ class PlacementGroups:
         monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(util=util))
         monkeypatch.setitem(sys.modules, "ray.util", util)
         monkeypatch.setattr(capacity, "request_bundles", self.request_bundles)
-        monkeypatch.setattr(capacity, "_autoscaled_gpus", lambda: 0)
+        monkeypatch.setattr(capacity, "autoscaled_gpus", lambda: 0)
         monkeypatch.setattr(capacity, "POLL_SECONDS", 0.002)
         return self
 
@@ -129,7 +129,7 @@ def test_an_autoscaler_gets_the_request_before_there_is_any_node(
 ) -> None:
     """An elastic run requests the fewest as a whole, and the rest one by one."""
     polls = iter(range(100))
-    monkeypatch.setattr(capacity, "_autoscaled_gpus", lambda: 8)
+    monkeypatch.setattr(capacity, "autoscaled_gpus", lambda: 8)
     head = node("head", 16)
     show(monkeypatch, lambda: [head, node("b", 16, gpus=2)] if next(polls) > 5 else [head])
     request = replace(request_, min_workers=2, cpus_per_worker=0)
@@ -164,7 +164,7 @@ def test_a_wait_is_limited(request_: LaunchRequest, groups: PlacementGroups, mon
     show(monkeypatch, lambda: [node("a", 3)])
     request = replace(request_, wait_for_nodes_seconds=0.01)
     assert wait_for_capacity(request).workers == 0
-    monkeypatch.setattr(supervisor, "_run_attempt", lambda *_: pytest.fail("nothing may start"))
+    monkeypatch.setattr(supervisor, "run_attempt", lambda *_: pytest.fail("nothing may start"))
     with pytest.raises(StoppedError, match=r"no capacity for 4 workers for 0 s \(scheduling\.wait_for_nodes_seconds\)"):
         supervisor.supervise(request, keep_logs=lambda: None)
 
@@ -192,7 +192,7 @@ def test_a_stop_is_heard_between_starts_that_fail(
         attempt.request.launch.stop_flag().set()
         raise WorkersNotStartedError
 
-    monkeypatch.setattr(supervisor, "_run_attempt", run)
+    monkeypatch.setattr(supervisor, "run_attempt", run)
     with pytest.raises(StoppedError, match=r"stopped while no workers ran\. Continue with --resume"):
         supervisor.supervise(request_, keep_logs=lambda: None)
     assert numbers == [0]
@@ -211,7 +211,7 @@ def test_a_notice_of_a_driver_that_was_killed_is_removed(
 def test_the_terminal_shows_a_wait_once(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     notice, output = tmp_path / "logs/waiting.json", io.StringIO()
-    progress = _Progress(tmp_path, 10, Console(file=output))
+    progress = LiveProgress(tmp_path, 10, Console(file=output))
     for message in ("has capacity for 1 of 4", "has capacity for 1 of 4", "has capacity for 2 of 4", ""):
         if message:
             notice.write_text(json.dumps({"time": 0.0, "message": message}))
@@ -237,7 +237,7 @@ def train(
     If its workers are started, they run on as many as there are.
     """
     show(monkeypatch, lambda: list(nodes))
-    monkeypatch.setattr(supervisor._NodeMonitor, "_watch", lambda self: None)
+    monkeypatch.setattr(supervisor.NodeMonitor, "_watch", lambda self: None)
 
     def stand_in(attempt: Attempt, show_locations: Any) -> None:
         usable = [one.id for one in nodes if one.id not in attempt.avoid]
@@ -245,7 +245,7 @@ def train(
             show_locations([WorkerLocation(name, f"10.0.0.{name}", 1, ()) for name in usable])
         run(attempt)
 
-    monkeypatch.setattr(supervisor, "_run_attempt", stand_in)
+    monkeypatch.setattr(supervisor, "run_attempt", stand_in)
     supervisor.supervise(request, keep_logs=lambda: None)
 
 
@@ -263,7 +263,7 @@ def test_a_preemption_is_not_a_failure(
             nodes[0] = node(nodes[0].id, draining=True)
             if attempt.number % 2:
                 del nodes[0]
-            raise _AttemptCrashed(0, "killed")
+            raise AttemptCrashed(0, "killed")
 
     train(monkeypatch, request, nodes, run)
 
@@ -287,7 +287,7 @@ def test_a_node_that_is_lost_while_workers_start_is_no_failure(
 def test_workers_that_never_start_are_failures(
     request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_NODE_LOSS_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "NODE_LOSS_SECONDS", 0.0)
     numbers: list[int] = []
 
     def run(attempt: Attempt) -> None:
@@ -319,12 +319,12 @@ def test_a_crowded_cluster_gets_a_smaller_request_though_nothing_is_waited_for(
 def test_a_crash_on_nodes_that_stay_is_a_failure(
     request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_NODE_LOSS_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "NODE_LOSS_SECONDS", 0.0)
     seen: list[int] = []
 
     def run(attempt: Attempt) -> None:
         seen.append(attempt.number)
-        raise _AttemptCrashed(1, "killed")
+        raise AttemptCrashed(1, "killed")
 
     with pytest.raises(
         MachineError, match=r"max_failures=3 restarts .* Workers crashed repeatedly on 10\.0\.0\.b: check"
@@ -347,7 +347,7 @@ def test_a_crash_that_takes_its_node_along_does_not_come_back_for_ever(
             checkpoint.parent.mkdir(parents=True)
             checkpoint.touch()
         assert attempt.number < 30
-        raise _AttemptCrashed(0, "its process died (killed, or out of memory)")
+        raise AttemptCrashed(0, "its process died (killed, or out of memory)")
 
     with pytest.raises(
         MachineError,
@@ -362,7 +362,7 @@ def test_the_log_of_the_worker_that_hangs_is_named(
 ) -> None:
     """Its watchdog ends another worker first, whose log does not show the cause."""
     request = replace(request_, max_failures=0)
-    monkeypatch.setattr(supervisor, "_NODE_LOSS_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "NODE_LOSS_SECONDS", 0.0)
     logs = request_.launch.run_dir / "logs"
     (logs / "worker-0.log").write_text("terminated\n")
     (logs / "worker-3.log").write_text("waits in a collective\n")
@@ -370,7 +370,7 @@ def test_the_log_of_the_worker_that_hangs_is_named(
     def run(_: Attempt) -> None:
         seen = {"event": "hang", "rank": 3, "reason": "worker 3 hangs", "time": time.time() + 1}
         (logs / HANG_FILE).write_text(json.dumps(seen))
-        raise _AttemptCrashed(0, "killed")
+        raise AttemptCrashed(0, "killed")
 
     with pytest.raises(
         MachineError, match=r"worker-3\.log: worker 3 hangs, .* last line of the log: 'waits in a collective'"
@@ -386,7 +386,7 @@ def test_a_node_with_two_crashes_is_left_out_and_named(
     def run(attempt: Attempt) -> None:
         attempts.append(attempt)
         if attempt.number < 2:
-            raise _AttemptCrashed(1, "CUDA error: uncorrectable ECC error")
+            raise AttemptCrashed(1, "CUDA error: uncorrectable ECC error")
 
     train(monkeypatch, replace(request_, workers=2), [node("a"), node("b")], run)
     assert [sorted(attempt.avoid) for attempt in attempts] == [[], [], ["b"]]
@@ -423,10 +423,10 @@ def test_the_loss_of_a_node_explains_a_crash_of_the_last_minute_only() -> None:
 
 def test_the_first_crash_is_to_blame() -> None:
     """The others report a peer that was gone by then."""
-    cause = supervisor._cause(
+    cause = supervisor.cause_of(
         {3: WorkerError("crash", "ECC error"), 0: WorkerError("crash", "connection reset by peer")}
     )
-    assert isinstance(cause, _AttemptCrashed)
+    assert isinstance(cause, AttemptCrashed)
     assert (cause.rank, cause.reason) == (3, "ECC error")
 
 
@@ -518,7 +518,7 @@ def test_a_restart_is_requested_of_the_attempt_that_runs(
                 threading.Event().wait(0.002)
             raise StoppedError("saved")
 
-    monkeypatch.setattr(supervisor, "_run_attempt", run)
+    monkeypatch.setattr(supervisor, "run_attempt", run)
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # as with a cache of file attributes
     supervisor.supervise(request_, keep_logs=lambda: None)
     assert attempts == [False, False]
@@ -545,7 +545,7 @@ def test_gpus_have_the_names_that_ray_gives(
     util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
     ray = SimpleNamespace(get_gpu_ids=lambda: ids, get_runtime_context=lambda: context, util=util)
     monkeypatch.setitem(sys.modules, "ray", ray)
-    assert _WorkerActor().locate().gpus == names
+    assert WorkerActor().locate().gpus == names
 
 
 def test_workers_of_a_node_see_all_its_gpus_but_one_instance_of_a_shared_one() -> None:

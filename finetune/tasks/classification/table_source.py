@@ -14,7 +14,7 @@ from finetune.tasks.datasets.table import Key, Table, TableFormat
 from pretrain.common.errors import InputError
 from pretrain.common.quoting import Quoting
 
-_CONTAINMENT_PAIRS = 60_000  # at most
+CONTAINMENT_PAIRS = 60_000  # at most
 
 
 class TableSource:
@@ -146,7 +146,7 @@ class TableSource:
             )
 
             if self._made is None:
-                self._made = containment_pairs(Path(settings.containment).expanduser(), _CONTAINMENT_PAIRS)
+                self._made = containment_pairs(Path(settings.containment).expanduser(), CONTAINMENT_PAIRS)
             return self._made
         named = getattr(settings, part)
         if not settings.dataset:

@@ -62,7 +62,7 @@ class TextEncoder:
         # Byte-level BPE: a word within a text and at its beginning has different tokens.
         first, second, both = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", "b", "a b"))
         self._begins_with_space = first + second != both
-        self._by_word = _cuts_at_spaces(tokenizer)
+        self.by_word = _cuts_at_spaces(tokenizer)
 
     def capacity(self, *, pair: bool) -> int:
         """Text tokens that fit a window, for both texts together."""
@@ -70,10 +70,10 @@ class TextEncoder:
 
     def encode(self, texts: Sequence[str]) -> Column:
         """Tokenize texts in the tokenizer's own threads; repeated texts are tokenized once."""
-        if self._by_word:
+        if self.by_word:
             return self._encode_by_word(texts)
         once, which = distinct(texts)
-        return _gather(self._encode_whole(once), which)
+        return _gather(self.encode_whole(once), which)
 
     def encode_words(self, words: Sequence[str]) -> Column:
         """Tokenize pre-split words, each as a text of its own.
@@ -111,7 +111,7 @@ class TextEncoder:
 
         spelled = words.to_pylist()
         lines = [" ".join(spelled[n : n + _WORDS_A_LINE]) for n in range(0, len(spelled), _WORDS_A_LINE)]
-        column = self._encode_whole(lines)
+        column = self.encode_whole(lines)
         characters = pc.utf8_length(words).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
         ends = np.cumsum(characters + 1)
         begins = ends - characters - 1  # of each word, in all lines joined with spaces
@@ -122,7 +122,7 @@ class TextEncoder:
         starts = np.searchsorted(word_T, np.arange(len(spelled) + 1))
         return Column(column.ids, starts, column.offsets - within[:, None]), characters
 
-    def _encode_whole(self, texts: list[str]) -> Column:
+    def encode_whole(self, texts: list[str]) -> Column:
         ids, offsets = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)]
         for first in range(0, len(texts), _CHUNK):
             for encoding in self.tokenizer.encode_batch(texts[first : first + _CHUNK], add_special_tokens=False):

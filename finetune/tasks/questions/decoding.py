@@ -19,7 +19,7 @@ from finetune.tasks.questions.metrics import Golds, best_threshold, score_v1, sc
 from pretrain.common.errors import InputError
 
 N_BEST = 20  # starts and ends to combine in each window, and answers to list (run_squad.py)
-_CELLS = 1 << 22  # largest table that decoding makes: 32 MiB of float64
+CELLS = 1 << 22  # largest table that decoding makes: 32 MiB of float64
 # Groups of answers by their number of words: the upper bound of each, and its name.
 _WORDS = {0: "0", 1: "1", 2: "2", 4: "3 to 4", 8: "5 to 8", 16: "9 to 16", math.inf: "17 and more"}
 
@@ -174,7 +174,7 @@ def _spans(windows: Windows, logits: np.ndarray, max_tokens: int) -> _Spans:
     If these give an example no answer, all its starts and ends are combined.
     """
     length_F = windows.extra["context_length"]
-    starting_T = _has_most_context(windows.examples, windows.extra["context_token"], length_F)
+    starting_T = has_most_context(windows.examples, windows.extra["context_token"], length_F)
     widest = max(1, int(length_F.max(initial=0)))
     parts = [(np.zeros(0, np.int64),) * 3 + (np.zeros(0),)]
     parts += _combined(windows, logits, np.arange(len(windows)), starting_T, min(N_BEST, widest), max_tokens)
@@ -197,7 +197,7 @@ def _combined(
     open_F = np.cumsum(length_F) - length_F
     starting_T = np.append(starting_T, False)  # an entry to index even if no context has a token
     at = np.arange(max(1, int(length_F.max(initial=0))))
-    step = max(1, _CELLS // max(len(at), n * n))
+    step = max(1, CELLS // max(len(at), n * n))
     for low in range(0, len(chosen), step):
         window = chosen[low : low + step]
         inside = at < length_F[window, None]
@@ -222,7 +222,7 @@ def _combined(
         )
 
 
-def _has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """bool [sum of lengths]: whether this window shows a token with the most context of all windows.
 
     As _check_is_max_context of run_squad.py: the context of a token is the smaller of its two sides; of equal windows

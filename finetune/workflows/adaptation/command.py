@@ -48,10 +48,10 @@ def run(arguments: argparse.Namespace) -> None:
         InputError: a path, or options that contradict those with which the folder was begun.
         RunError: what the first stage that fails raises.
     """
-    _check(arguments)
+    check_arguments(arguments)
     started = time.monotonic()
     try:
-        _Stages(arguments).run()
+        Stages(arguments).run()
     except StoppedError as error:
         raise error.again() from None
     except (MachineError, DivergedError):  # after an error of the input, the same command would be refused again
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
     _finish(arguments, started)
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.minutes is not None and not 0 < arguments.minutes < math.inf:
         raise InputError(f"--minutes: {arguments.minutes:g}; expected a number above 0.")
     if not 0 <= arguments.replay < 1:
@@ -85,14 +85,14 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _check_finetuning(path: Path, arguments: argparse.Namespace) -> None:
     """Refuse a fine-tuning that cannot run, or has no score to compare: it begins when all else has been done."""
-    folder = _folder(arguments.out, str(path), "before", 0)
-    config = load_finetuning(path, _settings(folder, str(arguments.start_from), 0))
+    folder = finetuning_folder(arguments.out, str(path), "before", 0)
+    config = load_finetuning(path, finetuning_overrides(folder, str(arguments.start_from), 0))
     runs.is_finished(config, resume=True)  # refuses one with other settings
     if not runs.plan(config, alone=True).held_out:
         raise InputError(f"--finetune: {path}: no dev set, so there is no score to compare. Give one.")
 
 
-class _Stages:
+class Stages:
     """The stages of an adaptation: later ones depend on what earlier ones wrote."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -159,30 +159,26 @@ class _Stages:
 
     def finetune(self, config: PretrainConfig) -> None:
         """Make the fine-tunings that are not finished, and write what all of them came to."""
-        named = config.adaptation.finetuning
+        named, seeds = [str(path) for path in self._arguments.finetune or ()], self._arguments.seeds or 1
         if not named:
             return
         self._print_title("fine-tuning before and after")
         starts = {"before": config.start_from, "after": str(self._out / "model")}
         for path in named:
-            for seed in range(config.adaptation.finetuning_seeds):
+            for seed in range(seeds):
                 for when, start in starts.items():
-                    folder = _folder(self._out, path, when, seed)
+                    folder = finetuning_folder(self._out, path, when, seed)
                     if not (folder / MODEL / MANIFEST).is_file():
-                        settings = _settings(folder, start, seed)
+                        settings = finetuning_overrides(folder, start, seed)
                         print(finetuning.train(path, overrides=settings, resume=True, no_ray=True))
-        write_json(
-            config.folder / COMPARED, [self._compared(path, config.adaptation.finetuning_seeds) for path in named]
-        )
+        write_json(config.folder / COMPARED, [self._compared(path, seeds) for path in named])
 
     def _compared(self, path: str, seeds: int) -> dict[str, Any]:
         """The scores of a fine-tuning before and after, for the report."""
-        found = {
-            when: [
-                json.loads((_folder(self._out, path, when, seed) / SCORES).read_text("utf-8")) for seed in range(seeds)
-            ]
-            for when in ("before", "after")
-        }
+        found = {}
+        for when in ("before", "after"):
+            folders = [finetuning_folder(self._out, path, when, seed) for seed in range(seeds)]
+            found[when] = [json.loads((folder / SCORES).read_text("utf-8")) for folder in folders]
         metric, part = (found["before"][0][name] for name in ("metric", "chosen_on"))
         scores = {when: [one["scores"][part][metric] for one in ones] for when, ones in found.items()}
         return {"title": Path(path).stem, "metric": metric, "set": part, **scores}
@@ -193,12 +189,12 @@ def _of_corpus(overrides: Sequence[str]) -> list[str]:
     return [text for text in overrides if text.startswith("corpus.") and not text.startswith("corpus.dir")]
 
 
-def _folder(out: Path, path: str, when: str, seed: int) -> Path:
+def finetuning_folder(out: Path, path: str, when: str, seed: int) -> Path:
     """The run folder of a fine-tuning from the checkpoint ("before") or from the result ("after")."""
     return out / "finetuned" / f"{Path(path).stem}-{when}-{seed}"
 
 
-def _settings(folder: Path, start: str, seed: int) -> dict[str, Any]:
+def finetuning_overrides(folder: Path, start: str, seed: int) -> dict[str, Any]:
     """The overrides of a fine-tuning in this run folder."""
     return {
         "name": run_name(f"adapt-{folder.name}"),

@@ -13,8 +13,6 @@ from pretrain.planning import pace
 from pretrain.planning.text import measured_phases
 
 CONFIG_FILE = "adapt.yaml"
-# What may change once a stage was begun: fine-tunings come after all others.
-_FREE = ("adaptation.finetuning", "adaptation.finetuning_seeds")
 _LENGTH = 128
 _SEQUENCES = 32  # of a step, if the text has so many
 # How often the text is read: more often if there is less of it (tokens, passes), as Gururangan et al. 2020, "Don't Stop
@@ -51,12 +49,9 @@ def run_values(
     """The config of the run, whose `corpus` section is that of the prepared one; `sequences` are those of a step."""
     out: Path = arguments.out
     workers = min(usual_workers(), sequences) if arguments.workers is None else arguments.workers
-    adaptation: dict[str, Any] = {
-        "finetuning": [str(path) for path in arguments.finetune or ()],
-        "finetuning_seeds": arguments.seeds or 1,
-    }
+    adaptation: dict[str, Any] = {}
     if arguments.general:
-        adaptation |= {"replay_corpus": str(out / "general"), "replay_share": arguments.replay}
+        adaptation = {"replay_corpus": str(out / "general"), "replay_share": arguments.replay}
     every = max(1, steps // 5)
     return {
         "name": "adapt",
@@ -74,10 +69,10 @@ def run_values(
 
 
 def write_config(path: Path, config: PretrainConfig, *, begun: bool) -> None:
-    """Write a config of the folder; `InputError` if its stage was `begun` with another one, fine-tunings aside."""
+    """Write a config of the folder; `InputError` if its stage was `begun` with another one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if begun and path.is_file():
-        others = settings.differences(load_config(path), config, free=_FREE)
+        others = settings.differences(load_config(path), config, free=())
         if others:
             raise InputError(
                 f"{path}: was begun with other options: {', '.join(others)}. Give the same ones, or another --out."

@@ -40,7 +40,7 @@ class Language:
     def judge(self, texts: Sequence[str], columns: TextColumns) -> Verdicts:
         """The verdicts; documents of fewer than 20 words stay. Of a table of numbers the language is unknown."""
         if self._closer is None:
-            self._first, self._closer = _detectors(set(self._config.keep))
+            self._first, self._closer = detectors(set(self._config.keep))
         too_few = np.diff(columns.terms) < _FEWEST_WORDS
         english = _are_english(columns) if "en" in self._config.keep else np.zeros(len(texts), bool)
         found = [
@@ -80,7 +80,7 @@ def _slices(text: str, size: int, count: int) -> str:
     return "\n".join(text[start : start + width] for start in (int((n + 0.5) * step - width / 2) for n in range(count)))
 
 
-def _detectors(keep: set[str]) -> tuple[Any, Any]:
+def detectors(keep: set[str]) -> tuple[Any, Any]:
     """What takes the first look, and what looks more closely."""
     lingua = _lingua()
     spoken = lingua.Language.all_spoken_ones()

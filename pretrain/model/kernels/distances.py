@@ -69,7 +69,7 @@ class DistanceTerms:
         """[B, Q, L]: the scores of rows `b`, whose queries and keys are given, before they are scaled."""
         if not self._tables.terms:
             return torch.bmm(q_BQD, k_BLD.mT)
-        keys_NPD, queries_NPD = self._of_heads(b, len(q_BQD), self._tables)
+        keys_NPD, queries_NPD = self.of_heads(b, len(q_BQD), self._tables)
         row_GNQL, heads = self._rows(b, len(q_BQD)), self._heads_in(len(q_BQD))
         sums: list[Tensor] = []
         if keys_NPD is not None:
@@ -102,8 +102,8 @@ class DistanceTerms:
             return
         (q_BQD, k_BLD), (grad_q_BQD, grad_k_BLD) = operands, totals
         count = len(q_BQD)
-        (keys_NPD, queries_NPD), heads = self._of_heads(b, count, self._tables), self._heads_in(count)
-        grad_keys_NPD, grad_queries_NPD = self._of_heads(b, count, of_tables)
+        (keys_NPD, queries_NPD), heads = self.of_heads(b, count, self._tables), self._heads_in(count)
+        grad_keys_NPD, grad_queries_NPD = self.of_heads(b, count, of_tables)
         row_GNQL, grad_GNQL = self._rows(b, count), grad_BQL.unflatten(0, (-1, heads)).float()
         (units, _, queries, length), reached = row_GNQL.shape, self._reached.stop - self._reached.start
         if keys_NPD is not None and grad_keys_NPD is not None:
@@ -128,7 +128,7 @@ class DistanceTerms:
         row_GQL = self._row_GQL if len(self._row_GQL) == 1 else self._row_GQL[first : first + units]
         return row_GQL[:, None].expand(units, heads, -1, -1)
 
-    def _of_heads(self, b: slice, count: int, tables: DistanceTables) -> tuple[Tensor | None, Tensor | None]:
+    def of_heads(self, b: slice, count: int, tables: DistanceTables) -> tuple[Tensor | None, Tensor | None]:
         """The reached rows of keys and queries for the heads among rows `b`: [N, P, D]."""
         first, heads = b.start % self._heads, self._heads_in(count)
         keys, queries = (

@@ -118,7 +118,7 @@ class _VocabularyLosses(torch.autograd.Function):
             labels_C = labels[piece]
             logits_CV = torch.mm(hidden[piece], word.T, out=scores[: len(labels_C)])
             given = logits_CV, bias, labels_C, _label_scores(logits_CV, bias, labels_C)
-            compute, more = _losses_and_gradient, ()
+            compute, more = losses_and_gradient, ()
             if soft is not None and their_scores is not None:
                 compute = _soft_losses_and_gradient
                 more = torch.mm(soft.hidden[piece], soft.word.T, out=their_scores[: len(labels_C)]), *soft[2:]
@@ -172,7 +172,7 @@ def _losses(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C:
     return _totals(labels_C, label_C, *_normalize(logits_CV, bias_V))
 
 
-def _losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C: Tensor) -> Tensor:
+def losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C: Tensor) -> Tensor:
     """`_losses`; the logits become the gradient of the first."""
     scores_CV, top_C, log_total_C = _normalize(logits_CV, bias_V)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)

@@ -51,7 +51,7 @@ def grouped_attention(
         # there, in each pass. All tokens as queries cost more scores in the last layer, and nothing else.
         context_TH, lse_TN = grouped_attention(qkv, bias, layout._replace(rows=None), options, tables)
         return context_TH.index_select(0, layout.rows), lse_TN.index_select(0, layout.rows)
-    return _forward(*Arguments.of(qkv, bias, layout, options, tables or DistanceTables()))
+    return forward_op(*Arguments.of(qkv, bias, layout, options, tables or DistanceTables()))
 
 
 class Arguments(NamedTuple):
@@ -111,18 +111,18 @@ _SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Ar
 
 
 @torch.library.custom_op("bertrain::grouped_attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+def forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
     given = Arguments(*arguments).detached()
     context_RH, lse_RN = _empty_outputs(given)
     heads, between, tables = given.heads, kernels(given.fused), given.tables
-    for group in _groups(given):
+    for group in sequence_groups(given):
         q_BQD, k_BLD, v_BLD = _project(between, given, group)
         token_GQ = _rows(group, given.rows)
         distances = DistanceTerms(group, token_GQ, heads, given.window, tables)
         weighing = _Softmax.of(given, group, token_GQ, q_BQD.shape[-1])
         context_BQD = torch.empty_like(q_BQD)
         lse_BQ = q_BQD.new_empty(q_BQD.shape[:2], dtype=torch.float32)
-        for b in _head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
+        for b in head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
             scores_BQL = distances.products(b, q_BQD[b], k_BLD[b])
             weights_BQL, lse_BQ[b] = between.softmax(scores_BQL, *weighing.at(b))
             torch.bmm(weights_BQL, v_BLD[b], out=context_BQD[b])
@@ -137,7 +137,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     mutates_args=(),
     schema=f"(Tensor grad_context, Tensor context, Tensor lse, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward(
+def backward_op(
     grad_context: Tensor, context: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(gradient of `qkv` [T, 3H], fp32 gradients of `distance_bias` [N, 2M - 1], `distance_keys` and
@@ -151,7 +151,7 @@ def _backward(
     grad_tables = tables.gradients(given.qkv)
     grad_qkv = torch.empty_like(given.qkv) if given.rows is None else torch.zeros_like(given.qkv)
     grad_table_NM = _empty_table(given).zero_()
-    for group in _groups(given):
+    for group in sequence_groups(given):
         q_BQD, k_BLD, v_BLD = _project(between, given, group)
         numbers = group.queries
         do_BQD, delta_BQ = between.grad_to_heads(grad_context, context, numbers.number_GL, numbers.real_GL, heads)
@@ -160,7 +160,7 @@ def _backward(
         distances = DistanceTerms(group, token_GQ, heads, given.window, tables)
         weighing = _Softmax.of(given, group, token_GQ, q_BQD.shape[-1])
         grad_q_BQD, grad_k_BLD, grad_v_BLD = (torch.empty_like(x) for x in (q_BQD, k_BLD, v_BLD))
-        for b in _head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
+        for b in head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
             scores_BQL = distances.products(b, q_BQD[b], k_BLD[b])
             grad_weights_BQL = torch.bmm(do_BQD[b], v_BLD[b].mT)
             weights_BQL, grad_scores_BQL = between.softmax_backward(
@@ -177,12 +177,12 @@ def _backward(
     return grad_qkv, grad_table_NM, *grad_tables.both()
 
 
-@_forward.register_fake
+@forward_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
     return _empty_outputs(Arguments(*arguments))
 
 
-@_backward.register_fake
+@backward_op.register_fake
 def _(grad_context: Tensor, context: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     given = Arguments(*arguments)
     return torch.empty_like(given.qkv), _empty_table(given), *given.tables.gradients(given.qkv).both()
@@ -197,7 +197,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _gradients(ctx: Any, grad_context: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     context, lse, *tensors = ctx.saved_tensors
     given = Arguments(*tensors, *ctx.options)
-    grad_qkv, *of_tables = _backward(grad_context, context, lse, *given)
+    grad_qkv, *of_tables = backward_op(grad_context, context, lse, *given)
     grads: dict[str, Tensor | None] = dict.fromkeys(Arguments._fields)
     grads["qkv"], grads["bias"] = grad_qkv, None if given.bias is None else grad_qkv.sum(0)
     for name, grad in zip(_DIFFERENTIABLE[2:], of_tables, strict=True):
@@ -206,7 +206,7 @@ def _gradients(ctx: Any, grad_context: Tensor, _grad_lse: Tensor) -> tuple[Tenso
     return tuple(grads.values())
 
 
-_forward.register_autograd(_gradients, setup_context=_save_for_backward)
+forward_op.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 def _empty_outputs(given: Arguments) -> tuple[Tensor, Tensor]:
@@ -221,7 +221,7 @@ def _empty_table(given: Arguments) -> Tensor:
     return given.qkv.new_empty(shape, dtype=torch.float32)
 
 
-def _groups(given: Arguments) -> tuple[SequenceGroup, ...]:
+def sequence_groups(given: Arguments) -> tuple[SequenceGroup, ...]:
     """The groups of a micro-batch, made at its first layer; its rows are on the host."""
     boundaries, queries = tuple(itertools.accumulate(given.lengths, initial=0)), None
     if given.rows is not None:
@@ -262,7 +262,7 @@ class _Softmax(NamedTuple):
     @classmethod
     def of(cls, given: Arguments, group: SequenceGroup, token_GQ: Tensor, width: int) -> _Softmax:
         """Those of a group, whose queries are the tokens `token_GQ`; `width` is that of a head."""
-        seeds_BQ = _keys_to_heads(given.keys[token_GQ], given.heads) if given.dropout else None
+        seeds_BQ = keys_to_heads(given.keys[token_GQ], given.heads) if given.dropout else None
         terms = GroupTerms(group, token_GQ, given.heads, given.window, given.distance_bias)
         scale = 1 / math.sqrt(width * (1 + given.tables.terms))  # a score is a sum of so many products
         return cls(group.mask_GL.repeat_interleave(given.heads, 0), scale, seeds_BQ, given.dropout, terms)
@@ -311,7 +311,7 @@ def _without_padding(lse_GQN: Tensor, real_GQ: Tensor, rows: Tensor | None) -> T
     return lse_GQN if rows is None else lse_GQN.masked_fill(~real_GQ[..., None], math.inf)
 
 
-def _head_slices(q_BQD: Tensor, k_BLD: Tensor, heads: int) -> list[slice]:
+def head_slices(q_BQD: Tensor, k_BLD: Tensor, heads: int) -> list[slice]:
     """Slices of the first axis whose scores fit into one piece: whole units of so many heads, or heads of one unit."""
     most = SCORES_PER_PIECE if q_BQD.is_cpu else SCORES_PER_PIECE_ON_GPU
     step = max(1, most // (q_BQD.shape[1] * k_BLD.shape[1]))
@@ -324,7 +324,7 @@ def _per_head_to_tokens(x_BL: Tensor, place_T: Tensor, heads: int) -> Tensor:
     return x_BL.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)[place_T]
 
 
-def _keys_to_heads(keys_GQ: Tensor, heads: int) -> Tensor:
+def keys_to_heads(keys_GQ: Tensor, heads: int) -> Tensor:
     """int32 [G, Q] -> int32 [B, Q], a seed for each head's row of weights."""
     head_N1 = torch.arange(heads, device=keys_GQ.device, dtype=torch.int32)[:, None]
     return hash_bits(keys_GQ[:, None] + head_N1 * HEADS).flatten(0, 1)

@@ -34,11 +34,11 @@ _TERMS = ("BQ", "BQ", "BQL")
 def kernels(fused: bool) -> Kernels:
     """The functions, compiled if `fused`."""
     return Kernels(
-        to_heads=program(_to_heads, fused, ("T", "", "GL", "T", "T")),
+        to_heads=program(heads_kernel, fused, ("T", "", "GL", "T", "T")),
         grad_to_heads=program(_grad_to_heads, fused, ("T", "T", "GQ", "GQ")),
         to_tokens=program(_to_tokens, fused, ("BL", "T", "T", "", "T", "T")),
-        softmax=program(_softmax, fused, ("BQL", "BL", "", "BQ", "", *_TERMS)),
-        softmax_backward=program(_softmax_backward, fused, ("BQL", "BQL", "BQ", "BQ", "BL", "", "BQ", "", *_TERMS)),
+        softmax=program(weights_kernel, fused, ("BQL", "BL", "", "BQ", "", *_TERMS)),
+        softmax_backward=program(gradients_kernel, fused, ("BQL", "BQL", "BQ", "BQ", "BL", "", "BQ", "", *_TERMS)),
     )
 
 
@@ -47,7 +47,7 @@ def heads_first(x_GQN: Tensor) -> Tensor:
     return x_GQN.transpose(1, 2).clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
 
-def _to_heads(
+def heads_kernel(
     x_TND: Tensor,
     bias_ND: Tensor | None,
     rows_GL: Tensor,
@@ -155,7 +155,7 @@ def _finish_scores(
     return torch.where(sees_BQL, x_BQL, -math.inf)
 
 
-def _softmax(
+def weights_kernel(
     scores_BQL: Tensor,
     mask_BL: Tensor,
     scale: float,
@@ -176,7 +176,7 @@ def _softmax(
     return weights_BQL.to(scores_BQL.dtype), (top_BQ1 + total_BQ1.log()).squeeze(-1)
 
 
-def _softmax_backward(
+def gradients_kernel(
     scores_BQL: Tensor,
     grad_BQL: Tensor,
     lse_BQ: Tensor,

@@ -85,7 +85,7 @@ def _pictures(history: dict[str, Any], even: dict[str, float]) -> list[HeadPictu
     records = history["records"]
     chosen = records if len(records) <= _STEPS else [records[at] for at in _spread(len(records), _STEPS)]
     pictures = []
-    for number, kind, share in _distinct_heads(history["heads"], records[-1]["shares"], even):
+    for number, kind, share in distinct_heads(history["heads"], records[-1]["shares"], even):
         layer, head = history["heads"][number]
         name = f"{layer + 1}-{head + 1}"
         matrices = [
@@ -99,7 +99,7 @@ def _pictures(history: dict[str, Any], even: dict[str, float]) -> list[HeadPictu
     return pictures
 
 
-def _distinct_heads(
+def distinct_heads(
     heads: list[list[int]], shares: dict[str, Any], even: dict[str, float]
 ) -> list[tuple[int, str, float]]:
     """(number in `heads`, kind, share) of the largest shares above even attention, no head and no kind twice."""

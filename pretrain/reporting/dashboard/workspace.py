@@ -45,7 +45,7 @@ def write(runs: Sequence[RunRecords], path: Path) -> str:
         except Exception as error:
             message = f"{path}: the W&B workspace; saving it to W&B failed ({_without_secrets(error)})"
     with atomic_open(path, "w") as file:
-        file.write(json.dumps(_as_data(workspace), indent=1) + "\n")
+        file.write(json.dumps(as_data(workspace), indent=1) + "\n")
     return message
 
 
@@ -192,7 +192,7 @@ def _continue(workspace: Workspace, previous: Workspace | None) -> None:
         workspace._internal_name, workspace._internal_id = previous._internal_name, previous._internal_id
 
 
-def _as_data(workspace: Workspace) -> dict[str, Any]:
+def as_data(workspace: Workspace) -> dict[str, Any]:
     return workspace._to_model().model_dump(mode="json", by_alias=True, exclude_none=True)
 
 

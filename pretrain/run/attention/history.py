@@ -82,7 +82,7 @@ class AttentionHistory:
             "matrices": [_packed(pictures[layer][head]) for layer, head in self._heads()],
         }
         even = {kind: round(statistics.even_shares[kind], 4) for kind in RECORDED}
-        self._write(_thinned([*earlier, record]), even, statistics.even_entropy)
+        self._write(thinned([*earlier, record]), even, statistics.even_entropy)
 
     def _weights(self, encoder: PaddedEncoder, ids: np.ndarray) -> list[np.ndarray]:
         some = next(encoder.parameters())
@@ -158,7 +158,7 @@ def _marked(ids: np.ndarray, special: Mapping[str, int]) -> MarkedTokens:
     return MarkedTokens(ids, first, separator, np.zeros(len(ids), bool), word=none, place=none)
 
 
-def _thinned(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def thinned(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """At most `_MOST_RECORDS`: the one between the nearest neighbors goes first, the first and last never."""
     while len(records) > _MOST_RECORDS:
         gaps = [records[at + 1]["step"] - records[at - 1]["step"] for at in range(1, len(records) - 1)]

@@ -88,7 +88,7 @@ def import_deepspeed() -> Any:
     os.environ.setdefault("LOCAL_RANK", "0")  # it requires the variable even for one process
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with _without_nvml():
+    with without_nvml():
         import deepspeed
         import deepspeed.ops
         import deepspeed.runtime.engine
@@ -104,7 +104,7 @@ def import_deepspeed() -> Any:
 
 
 @contextlib.contextmanager
-def _without_nvml() -> Iterator[None]:
+def without_nvml() -> Iterator[None]:
     """Let DeepSpeed ask torch for free memory: with NVML it takes the entries of CUDA_VISIBLE_DEVICES for numbers."""
     found = {name: sys.modules[name] for name in ("pynvml",) if name in sys.modules}
     sys.modules["pynvml"] = None  # type: ignore[assignment]

@@ -39,7 +39,7 @@ from pretrain.training.engine.state_layouts import (
 from pretrain.training.engine.workers import RankGroup
 from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes
 
-_LEAST_DIVIDED = 1 << 14  # entries of a tensor; at resume in ZeRO-0, every rank reads smaller ones whole
+LEAST_DIVIDED = 1 << 14  # entries of a tensor; at resume in ZeRO-0, every rank reads smaller ones whole
 
 
 @dataclass(frozen=True)
@@ -168,13 +168,13 @@ class Engine:
             own_sums=own_sums,
             sum_over_workers=self.workers.sum_over_workers,
         )
-        self._layout = layout_class(settings)(parts)
+        self.layout = layout_class(settings)(parts)
         self._set_loss_scale()
-        self._sums = self._layout.sums
-        if self._sums is not None and self._sums.takes_rows:
+        self.sums = self.layout.sums
+        if self.sums is not None and self.sums.takes_rows:
             use_sparse_embedding_gradients(self.module)
         self.records_passes = settings.cuda_graphs and self.device.type == "cuda"
-        self._graphs = self._new_graphs() if self.records_passes else None
+        self.graphs = self._new_graphs() if self.records_passes else None
         self.averaged = 0
         self.variant: Hashable = None
         self._prepare_moments()
@@ -188,12 +188,12 @@ class Engine:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradients of `loss`, this rank's share of the global loss; `last` micro-batch of the step or not."""
         self._deepspeed.set_gradient_accumulation_boundary(last)
-        if self._sums is None:  # DeepSpeed's own reduction divides by the number of workers
+        if self.sums is None:  # DeepSpeed's own reduction divides by the number of workers
             self._deepspeed.backward(loss * (self.world_size * self._own_loss_scale()), scale_wrt_gas=False)
             return
-        self._sums.begin_backward(last=last)
+        self.sums.begin_backward(last=last)
         self._deepspeed.backward(loss, scale_wrt_gas=False)
-        self._sums.end_backward()
+        self.sums.end_backward()
 
     def recorded_pass(
         self,
@@ -217,29 +217,29 @@ class Engine:
         Returns:
             The totals.
         """
-        assert self._graphs is not None
+        assert self.graphs is not None
         self.watch.beat()
-        self._layout.wait_for_weights()
+        self.layout.wait_for_weights()
         with timed():
-            totals = self._graphs.run(batch, weights, compute, self.variant)
+            totals = self.graphs.run(batch, weights, compute, self.variant)
         if last:
-            assert self._sums is not None
+            assert self.sums is not None
             self._deepspeed.set_gradient_accumulation_boundary(True)
-            self._sums.begin_backward(last=True)
-            self._sums.end_backward()
+            self.sums.begin_backward(last=True)
+            self.sums.end_backward()
         return totals
 
     def _new_graphs(self) -> PassGraphs:
-        if self._sums is None:
+        if self.sums is None:
             raise InputError("engine.cuda_graphs: does not fit what engine.deepspeed asks for. Set it to false.")
-        return PassGraphs(self.module, self._sums)
+        return PassGraphs(self.module, self.sums)
 
     def _own_loss_scale(self) -> float:
         """fp16's scale of the loss, where DeepSpeed leaves it to us."""
-        return 1.0 if self._layout.deepspeed_scales or not self.loss_scale else self.loss_scale.cur_scale
+        return 1.0 if self.layout.deepspeed_scales or not self.loss_scale else self.loss_scale.cur_scale
 
     def _set_loss_scale(self) -> None:
-        if self.loss_scale and self._layout.deepspeed_scales:
+        if self.loss_scale and self.layout.deepspeed_scales:
             self._deepspeed.optimizer.override_loss_scale(self.loss_scale.cur_scale)
 
     def step(self, learning_rate: float, weight_decay: float | None = None) -> StepResult:
@@ -251,7 +251,7 @@ class Engine:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
             if weight_decay is not None and group["decays"]:
                 group["weight_decay"] = weight_decay
-        norm = self._layout.step(self.loss_scale.cur_scale if self.loss_scale else 1.0)
+        norm = self.layout.step(self.loss_scale.cur_scale if self.loss_scale else 1.0)
         if self.loss_scale:
             self.loss_scale.update(overflow=not math.isfinite(norm))
             self._set_loss_scale()
@@ -279,7 +279,7 @@ class Engine:
 
     def fragments(self) -> Iterator[Fragment]:
         """Every piece of weights, moments and averages that this rank holds."""
-        yield from self._layout.fragments()
+        yield from self.layout.fragments()
 
     @torch.no_grad()
     def average(self, take: bool) -> None:
@@ -290,7 +290,7 @@ class Engine:
         if not take and not self.averaged:
             return
         self.averaged = self.averaged + 1 if take else 0
-        for flat in self._layout.flats():
+        for flat in self.layout.flats():
             state = self._optimizer.state[flat]
             if not take:
                 del state[AVERAGE]
@@ -303,7 +303,7 @@ class Engine:
     def whole_parameters(self) -> Iterator[dict[str, Tensor]]:
         """Every parameter, whole, by name, as the model computes with it; to be read only, on every rank at once."""
         parameters = dict(self.module.named_parameters())
-        with self._layout.whole(list(parameters.values())):
+        with self.layout.whole(list(parameters.values())):
             yield {name: parameter.data for name, parameter in parameters.items()}
 
     def load(self, reader: FragmentReader, state: Mapping[str, Any] | None = None) -> None:
@@ -315,16 +315,16 @@ class Engine:
         """
         state = state or {}
         self.averaged = state.get("averaged", 0)
-        for flat in self._layout.flats():
+        for flat in self.layout.flats():
             self._optimizer.state[flat].pop(AVERAGE, None)
             if self.averaged:
                 self._optimizer.state[flat][AVERAGE] = torch.zeros_like(flat, requires_grad=False)
         with torch.no_grad():
-            for fragment in self._layout.fragments():
+            for fragment in self.layout.fragments():
                 for kind, tensor in fragment.tensors.items():
                     tensor.copy_(self._read(reader, kind, fragment))
-            self._layout.refresh(reader)
-        for flat in self._layout.flats():
+            self.layout.refresh(reader)
+        for flat in self.layout.flats():
             self._optimizer.state[flat]["step"].fill_(float(state.get("updates", 0)))
         if self.loss_scale:
             self.loss_scale.load(state.get("scaler") or {})
@@ -332,7 +332,7 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps besides `fragments`: counts, fp16's loss scale and the shapes of all parameters."""
-        updates = self._optimizer.state[self._layout.flats()[0]]["step"]  # skipped steps do not count
+        updates = self._optimizer.state[self.layout.flats()[0]]["step"]  # skipped steps do not count
         return {
             "updates": int(updates.item()),
             "scaler": self.loss_scale.state() if self.loss_scale else {},
@@ -348,19 +348,19 @@ class Engine:
             memory = torch.cuda.max_memory_allocated(self.device)
         else:
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return Usage(memory, self._layout.waited())
+        return Usage(memory, self.layout.waited())
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers."""
-        self._layout.wait_for_weights()
-        self._graphs = None
+        self.layout.wait_for_weights()
+        self.graphs = None
         self._deepspeed.destroy()
         gc.collect()
 
     def _read(self, reader: FragmentReader, kind: str, fragment: Fragment) -> Tensor:
         """fp32 [numel] of a fragment. Of what every rank holds, each reads a part and takes the others' from them."""
         start, numel = fragment.start, fragment.numel
-        if not fragment.shared or self.world_size == 1 or numel < _LEAST_DIVIDED:
+        if not fragment.shared or self.world_size == 1 or numel < LEAST_DIVIDED:
             return reader.read(kind, fragment.name, start, numel)
         share = -(-numel // self.world_size)
         first = min(self.rank * share, numel)
@@ -373,9 +373,9 @@ class Engine:
 
     def _show_shards(self) -> None:
         """Tell an optimizer whose step depends on whole tensors what ZeRO's flat tensors hold."""
-        segments, count = tensor_segments(self._layout, self.shapes)
+        segments, count = tensor_segments(self.layout, self.shapes)
         if isinstance(self._optimizer, TensorwiseOptimizer):
-            reduce = (lambda norms: None) if self._layout.shared else self.workers.sum_over_workers
+            reduce = (lambda norms: None) if self.layout.shared else self.workers.sum_over_workers
             self._optimizer.set_segments(segments, count, reduce)
         elif isinstance(self._optimizer, Muon):
             low = self.device.type == "cuda" or self.settings.resolved_precision == "bf16"
@@ -383,15 +383,15 @@ class Engine:
                 segments,
                 matrix_shapes(self.shapes),
                 self.workers,
-                shared=self._layout.shared,
+                shared=self.layout.shared,
                 dtype=torch.bfloat16 if low else torch.float32,
             )
 
     def _prepare_moments(self) -> None:
         """Give every master tensor moments of zero and a step count of zero, whatever DeepSpeed did to them."""
         muon = isinstance(self._optimizer, Muon)
-        matrices = {piece.flat for piece in self._layout.pieces() if muon and is_hidden_matrix(piece.name)}
-        for flat in self._layout.flats():
+        matrices = {piece.flat for piece in self.layout.pieces() if muon and is_hidden_matrix(piece.name)}
+        for flat in self.layout.flats():
             state = self._optimizer.state[flat]
             for key in MOMENTS[:1] if flat in matrices else MOMENTS:
                 if key in state:

@@ -17,7 +17,7 @@ from pretrain.training.optim import square_sums
 
 PIECE_ENTRIES = ENTRIES  # of what is sent at once; larger pieces save no time and are copied three times
 _SUM_ENTRIES = 1 << 20  # of gradients that are added at once
-_IN_FLIGHT = 8  # pieces that are sent at the same time, 160 MB in half precision
+IN_FLIGHT = 8  # pieces that are sent at the same time, 160 MB in half precision
 # torch 2.13 renamed reduce_scatter_tensor, and warns of the old name.
 _sum_and_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -131,7 +131,7 @@ class GradientSums:
         """Send a bucket in pieces: to each owner its part."""
         sums = bucket.take()
         for start in range(0, sums.shape[1], width := max(1, PIECE_ENTRIES // len(sums))):
-            if len(self._pending) == _IN_FLIGHT:
+            if len(self._pending) == IN_FLIGHT:
                 self._receive()
             own, sent = bucket.own[start : start + width], sums[:, start : start + width].to(self._sent).contiguous()
             if adds_on_the_way():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 foreach: Any = torch  # for `torch._foreach_*`, which its type stubs do not export
 
-_ENTRIES_AT_ONCE = 1 << 25  # that one operation steps on a GPU: each temporary takes up to 128 MB
+ENTRIES_AT_ONCE = 1 << 25  # that one operation steps on a GPU: each temporary takes up to 128 MB
 
 
 def in_lists(tensor: Tensor) -> bool:
@@ -25,7 +25,7 @@ def together(tensors: Sequence[Tensor]) -> Iterator[slice]:
     """Slices of `tensors`: those that one operation takes, which makes temporaries of their size."""
     begin, entries = 0, 0
     for number, tensor in enumerate(tensors):
-        if number > begin and (not in_lists(tensor) or entries + tensor.numel() > _ENTRIES_AT_ONCE):
+        if number > begin and (not in_lists(tensor) or entries + tensor.numel() > ENTRIES_AT_ONCE):
             yield slice(begin, number)
             begin, entries = number, 0
         entries += tensor.numel()

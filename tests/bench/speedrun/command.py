@@ -72,12 +72,12 @@ def _check(arguments: argparse.Namespace, budgets: Sequence[float]) -> None:
     if arguments.blimp is not None:
         read_blimp(arguments.blimp, arguments.blimp_limit)
     if arguments.finetune:
-        read_configs(arguments.out, _finetunings(arguments))
+        read_configs(arguments.out, finetunings(arguments))
     if arguments.log is not None:
         results.check_log(arguments.log)
 
 
-def _finetunings(arguments: argparse.Namespace) -> FinetuningSettings:
+def finetunings(arguments: argparse.Namespace) -> FinetuningSettings:
     return FinetuningSettings(
         configs=tuple(arguments.finetune),
         seeds=arguments.finetune_seeds,
@@ -190,7 +190,7 @@ class _Trials:
             tokens=last["tokens"],
             epochs=plan.epochs * last["samples"] / plan.sequences,
             minutes=last["seconds"] / 60,
-            curve=_curve(records, plan),
+            curve=learning_curve(records, plan),
             scores=scores,
             config=with_resolved_precision(config).model_dump(mode="json"),
             machine=json.loads((config.folder / ENVIRONMENT_FILE).read_text(encoding="utf-8")),
@@ -204,7 +204,7 @@ class _Trials:
 
     def _wanted(self) -> ScoreSettings:
         arguments = self._arguments
-        tuning = _finetunings(arguments) if arguments.finetune else None
+        tuning = finetunings(arguments) if arguments.finetune else None
         return ScoreSettings(arguments.blimp, arguments.blimp_limit, tuning)
 
     def _keep(self, one: Trial) -> None:
@@ -238,7 +238,7 @@ def _teacher(config: PretrainConfig) -> ModelConfig | None:
     return read_shape(config.distillation.teacher)
 
 
-def _curve(records: Sequence[dict[str, Any]], plan: Plan) -> tuple[tuple[float, float], ...]:
+def learning_curve(records: Sequence[dict[str, Any]], plan: Plan) -> tuple[tuple[float, float], ...]:
     """(FLOPs, held-out masked-language-modeling loss) of the run's own evaluations.
 
     Their steps need not be those of training records, so tokens are interpolated.
