@@ -71,6 +71,8 @@ class StepBatch:
     epoch: int  # of the first sample
     first_sample: int  # its number in the phase, counted across epochs
     labeled: int = 0  # sequences of two segments whose relation is predicted, over all ranks
+    text: str = ""  # held-out text of which all its samples are
+    copies: int = 1  # ranks that have the same samples, which sums and counts contain as often
 
     def to(self, device: torch.device) -> StepBatch:
         """The same batch with its micro-batches on `device`."""

@@ -8,6 +8,7 @@ knows them; otherwise the ranks exchange their own.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import queue
@@ -34,6 +35,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
+_LEAST_SEQUENCES = 16  # of held-out text whose loss is told apart
 _PREFETCH_TOKENS = 1 << 22  # of one rank; a token is 28 bytes here, so this is 120 MB
 _COUNTED_AT_ONCE = 1 << 16  # gathered at a time when masked tokens are counted from the text
 _EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
@@ -215,8 +217,9 @@ def validation_batches(
 ) -> list[StepBatch]:
     """The held-out batches of a phase: the same samples every time, for every `config.seed`.
 
-    At most `config.evaluation.sequences` samples; none if the corpus has no validation split. If there are fewer
-    samples than ranks, as after a small run has grown, every rank evaluates all of them.
+    At most `config.evaluation.sequences` samples; none if the corpus has no validation split. A batch has the samples
+    of one source, or of several that have few (`held_out_texts`). Of a text that has fewer samples than there are
+    ranks, as after a small run has grown, every rank evaluates all.
 
     Raises `InputError` if there is a split, but no sample in it.
     """
@@ -229,19 +232,40 @@ def validation_batches(
             f"held-out text of {error} Or hold out more documents (corpus.validation_fraction, or a source with "
             "held_out: true) and prepare the corpus again."
         ) from error
-    count = min(config.evaluation.sequences, maker.samples_per_epoch)
-    if count < world_size:
-        alone = BatchMaker(shards, config, phase, seed=0, rank=0, world_size=1, held_out=True)
-        return [_on_all_ranks(alone.make(0, count), world_size)]
-    parts = max(1, count // max(_EVALUATION_SEQUENCES, world_size))
-    bounds = [*(count // world_size * part // parts * world_size for part in range(parts)), count]
-    return [maker.make(first, last - first) for first, last in itertools.pairwise(bounds)]
+    counts = maker.sampler.counts(min(config.evaluation.sequences, maker.samples_per_epoch))
+    batches = []
+    for text, own in held_out_texts(shards, counts, max(_LEAST_SEQUENCES, world_size)):
+        count = sum(own)
+        if count < world_size:
+            alone = BatchMaker(shards, config, phase, seed=0, rank=0, world_size=1, held_out=True)
+            made = [_on_all_ranks(alone.only(own).make(0, count), world_size)]
+        else:
+            parts = max(1, count // max(_EVALUATION_SEQUENCES, world_size))
+            bounds = [*(count // world_size * part // parts * world_size for part in range(parts)), count]
+            made = [maker.only(own).make(first, last - first) for first, last in itertools.pairwise(bounds)]
+        batches += [dataclasses.replace(batch, text=text) for batch in made]
+    return batches
+
+
+def held_out_texts(shards: TokenShards, counts: Sequence[int], least: int) -> list[tuple[str, list[int]]]:
+    """(name, samples of each source) of the texts whose losses are told apart: sources of at least so many samples.
+
+    The others are one text, with all their names.
+    """
+    names = [source.get("name", f"source {number}") for number, source in enumerate(shards.sources)]
+    large = [number for number, count in enumerate(counts) if count >= least]
+    small = [number for number, count in enumerate(counts) if 0 < count < least]
+    return [
+        (" + ".join(names[number] for number in some), [c if n in some else 0 for n, c in enumerate(counts)])
+        for some in [*([number] for number in large), *([small] if small else [])]
+    ]
 
 
 def _on_all_ranks(batch: StepBatch, world_size: int) -> StepBatch:
     """The batch of one rank as that of each of `world_size` ranks: the sums over them grow as the counts do."""
     names = ("sequences", "tokens", "masked", "labeled")
-    return dataclasses.replace(batch, **{name: world_size * getattr(batch, name) for name in names})
+    scaled = {name: world_size * getattr(batch, name) for name in names}
+    return dataclasses.replace(batch, **scaled, copies=world_size)
 
 
 class BatchMaker:
@@ -287,6 +311,12 @@ class BatchMaker:
     def samples_per_epoch(self) -> int:
         """Samples of one pass over the corpus."""
         return self.sampler.samples_per_epoch
+
+    def only(self, counts: Sequence[int]) -> BatchMaker:
+        """Makes batches of so many first samples of each source, as `Sampler.only`."""
+        other = copy.copy(self)
+        other.sampler = self.sampler.only(counts)
+        return other
 
     def check_batch(self) -> None:
         """Raise `InputError` if the corpus is too small for one batch, or the batch cannot be balanced across ranks."""

@@ -7,6 +7,7 @@ Everything is vectorized over samples. Only to count the samples of each block t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -161,6 +162,16 @@ class Sampler:
             for number, source in enumerate(self.shards.sources)
             if counts[number]
         ]
+
+    def counts(self, samples: int) -> list[int]:
+        """How many of the first `samples` are from each source."""
+        return self._mixture.counts(samples)
+
+    def only(self, counts: Sequence[int]) -> Sampler:
+        """The sampler of which the first samples are so many of each source, its first ones."""
+        other = copy.copy(self)
+        other._mixture = Mixture(counts)
+        return other
 
     def read_after(self, samples: int) -> list[SourceProgress | None]:
         """How far each source is read after so many samples; the `start` of a sampler that goes on from there."""

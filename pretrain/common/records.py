@@ -15,6 +15,9 @@ from pretrain.common.run_files import METRICS
 FORMER_NAMES = {"peak_fraction": "mfu"}
 """Former field names -> today's, so that metrics.jsonl and benchmark results of older versions can be read."""
 
+SOURCE_LOSS = "source_loss/"
+"""What fields of an evaluation begin with, before the name of a source: the loss on its text."""
+
 _TEXT_FIELDS = ("split", "event", "message")
 # Larger values, infinities and NaN break the arithmetic of reports and dashboards.
 _LARGEST = 1e300

@@ -8,13 +8,12 @@ from tokenizers import Tokenizer
 
 from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
-from pretrain.common.files import MANIFEST
 from pretrain.config import CorpusConfig, PretrainConfig
 from pretrain.corpus import sources
 from pretrain.corpus.filters import check_filters
 from pretrain.corpus.manifest import (
-    accepted_manifest,
     fingerprint_settings,
+    numbers_in,
     refuse_changed_settings,
     refuse_other_content,
     source_name,
@@ -72,22 +71,23 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
     """
     corpus, folder = config.corpus, config.corpus.folder
     refuse_other_content(folder)
-    state = "finished" if prepared_manifest(corpus) else "started" if (folder / WORK).exists() else "new"
+    manifest = prepared_manifest(corpus)
+    state = "finished" if manifest else "started" if (folder / WORK).exists() else "new"
     new = list(range(len(corpus.sources)))  # places of the sources that are read
     found = [sources.list_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
     if state != "finished":
         check_filters(corpus.filters)
         check_line_breaks(corpus, tokenizer or given_tokenizer(corpus))
     compared = not any(is_remote(source.path) for source in corpus.sources)  # those at addresses are not fetched
-    if (folder / MANIFEST).exists() and found:
+    if manifest and found:
         inputs = found if compared else [[] for _ in found]
         settings = fingerprint_settings(corpus, inputs, tokenizer or given_tokenizer(corpus))
         if compared:
             same = None if corpus.vocabulary.added_words else tokenizer
-            manifest, numbers = accepted_manifest(folder, corpus.sources, found, settings, same)
+            numbers = numbers_in(folder, manifest, corpus.sources, found, settings, same)
             new = [place for place, number in enumerate(numbers) if number >= len(manifest["sources"])]
         else:
-            new = refuse_changed_settings(folder, corpus.sources, settings, vocabulary=tokenizer is None)
+            new = refuse_changed_settings(folder, manifest, corpus.sources, settings, vocabulary=tokenizer is None)
         state = f"grows by {' and '.join(source_name(corpus.sources[place]) for place in new)}" if new else state
     rows = [
         {

@@ -10,16 +10,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain.common.addresses import is_remote
+from pretrain.common.errors import InputError
 from pretrain.common.files import put_manifest, write_json
 from pretrain.common.wording import counted
+from pretrain.config import SourceConfig
+from pretrain.corpus import sources
 from pretrain.corpus.documents import SPLITS, Documents
 from pretrain.corpus.filters import near_duplicates
-from pretrain.corpus.manifest import without_card
+from pretrain.corpus.manifest import by_source, readable_manifest, source_name, without_card
 from pretrain.corpus.shards import source_fingerprint
 
 _CARD = "card-before.json"  # in the work folder
@@ -103,6 +107,33 @@ class Growth:
         put_manifest(self.folder, without_card(self.manifest))
 
 
+def known_at_addresses(folder: Path, given: Sequence[SourceConfig]) -> dict[int, str]:
+    """The state of the files of those sources at addresses that the corpus has, under their names and as large.
+
+    So what is known need not be fetched.
+    """
+    if (manifest := readable_manifest(folder)) is None:
+        return {}
+    numbers = {entry["name"]: number for number, entry in enumerate(manifest["sources"])}
+    old, states = by_source(manifest["settings"])[1], {}
+    for place, source in enumerate(given):
+        number = numbers.get(source_name(source), -1)
+        if is_remote(source.path) and "path" in old.get(number, {}):
+            found = sources.list_inputs(source, f"corpus.sources.{place}")
+            if sum(item.bytes for item in found) == manifest["sources"][number].get("input_bytes"):
+                states[place] = old[number]["path"]
+    return states
+
+
+def expect_all(folder: Path, manifest: dict[str, Any], numbers: list[int], damage: InputError) -> None:
+    """Raise `InputError` unless a damaged corpus can be prepared again from sources with these numbers in it."""
+    if "grown" in manifest or numbers != list(range(len(manifest["sources"]))):
+        raise InputError(
+            f"{damage} It cannot be prepared again as it was: sources were added to it, or are not in the config. "
+            f"Restore the file, or delete {folder} to prepare all sources into a new corpus."
+        )
+
+
 def write_signatures(folder: Path, work: Path, documents: Documents, source: int, *, nearly: bool) -> list[str]:
     """Write the signatures of a source that was prepared in `work`; the names of the files."""
     names = [f"{_stem(source)}{_HASHES}"]
@@ -114,16 +145,16 @@ def write_signatures(folder: Path, work: Path, documents: Documents, source: int
     return names
 
 
-def grown_filters(before: list[dict[str, Any]], added: list[dict[str, Any]], sources: int) -> list[dict[str, Any]]:
-    """What filters did with the sources of a corpus, and with those that were added; entries of the card."""
+def grown_filters(before: list[dict[str, Any]], added: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """What filters did with the sources of a corpus, and with those added, a `number` in all; entries of the card."""
     entries: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in before:
-        by_source = [*entry["by_source"], *[0] * (sources - len(entry["by_source"]))]
-        entries[entry["filter"], entry["rule"]] = {**entry, "by_source": by_source}
+        counts = [*entry["by_source"], *[0] * (number - len(entry["by_source"]))]
+        entries[entry["filter"], entry["rule"]] = {**entry, "by_source": counts}
     for entry in added:
         earlier = entries.setdefault((entry["filter"], entry["rule"]), {**entry, "documents": 0, "by_source": []})
         earlier["documents"] += entry["documents"]
-        own = earlier["by_source"] or [0] * sources
+        own = earlier["by_source"] or [0] * number
         earlier["by_source"] = [a + b for a, b in zip(own, entry["by_source"], strict=True)]
     return list(entries.values())
 

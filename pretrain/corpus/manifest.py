@@ -100,11 +100,14 @@ def fingerprint(manifest: dict[str, Any]) -> str:
 
 
 def fingerprint_settings(
-    corpus: CorpusConfig, inputs: list[list[Input]], tokenizer: Tokenizer | None
+    corpus: CorpusConfig,
+    inputs: list[list[Input]],
+    tokenizer: Tokenizer | None,
+    states: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
     """The settings that decide the tokens, by their names in the config.
 
-    `tokenizer` is None if one is to be trained.
+    `tokenizer` is None if one is to be trained; `states` has the state of the files of sources without inputs.
     """
     vocabulary = corpus.vocabulary
     settings: dict[str, Any] = {"version": FORMAT}
@@ -129,18 +132,18 @@ def fingerprint_settings(
     for key, value in filter_settings(corpus.filters).items():
         settings[f"corpus.filters.{key}"] = value
     for number, (source, its_inputs) in enumerate(zip(corpus.sources, inputs, strict=True)):
-        settings |= numbered(number, _source_settings(source, its_inputs))
+        settings |= numbered(number, _source_settings(source, (states or {}).get(number) or _files_state(its_inputs)))
     return settings
 
 
-def _source_settings(source: SourceConfig, inputs: list[Input]) -> dict[str, Any]:
+def _source_settings(source: SourceConfig, state: str) -> dict[str, Any]:
     """The settings of a source that decide its tokens, and the state of its files."""
     settings = {key: getattr(source, key) for key in ("kind", "subset", "split", "revision", "text_column")}
     if is_own(source.kind):
         settings["module"] = hashes().get(source.kind)
     if source.held_out:  # corpora from before there was this setting stay as they are
         settings["held_out"] = True
-    return {**settings, "path": _files_state(inputs)}
+    return {**settings, "path": state}
 
 
 def numbered(number: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -159,14 +162,15 @@ def by_source(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[int, dict[
     return general, own
 
 
-def accepted_manifest(
+def numbers_in(
     folder: Path,
+    manifest: dict[str, Any],
     sources: Sequence[SourceConfig],
     inputs: list[list[Input]],
     settings: dict[str, Any],
     same_tokenizer: Tokenizer | None = None,
-) -> tuple[dict[str, Any], list[int]]:
-    """The manifest of a finished corpus, and the number in it of each source of the config; new ones follow.
+) -> list[int]:
+    """The number of each source of the config in the finished corpus with this manifest; new ones follow.
 
     Args:
         same_tokenizer: the tokenizer that the corpus must have, however its vocabulary was made; otherwise the settings
@@ -174,10 +178,9 @@ def accepted_manifest(
 
     Raises `InputError` if its settings, or the content of sources that it has, were others.
     """
-    manifest = read_manifest(folder)
     if same_tokenizer is not None:
         check_same_tokenizer(folder, same_tokenizer)
-    return manifest, recognized(folder, manifest, sources, inputs, settings, vocabulary=same_tokenizer is None)
+    return recognized(folder, manifest, sources, inputs, settings, vocabulary=same_tokenizer is None)
 
 
 def recognized(
@@ -295,10 +298,9 @@ def refuse_other_content(folder: Path) -> None:
 
 
 def refuse_changed_settings(
-    folder: Path, sources: Sequence[SourceConfig], now: dict[str, Any], *, vocabulary: bool
+    folder: Path, manifest: dict[str, Any], sources: Sequence[SourceConfig], now: dict[str, Any], *, vocabulary: bool
 ) -> list[int]:
     """As `recognized`, without a look at the files: sources are known by their names. The places of the new ones."""
-    manifest = read_manifest(folder)
     (general, own), (before, old) = by_source(now), by_source(manifest["settings"])
     if not vocabulary:
         general, before = _without_vocabulary(general), _without_vocabulary(before)

@@ -44,15 +44,15 @@ from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.filters import check_filters
 from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
 from pretrain.corpus.finish import EXTENSION, CountReadings, Prepared
-from pretrain.corpus.growth import Growth
+from pretrain.corpus.growth import Growth, expect_all, known_at_addresses
 from pretrain.corpus.inputs import PIECE_BYTES, Input, Piece, Problems
 from pretrain.corpus.manifest import (
     VOCABULARY_BYTES,
-    accepted_manifest,
     by_source,
     fingerprint,
     fingerprint_settings,
     numbered,
+    numbers_in,
     readable_manifest,
     recognized,
     refuse_changes,
@@ -130,7 +130,10 @@ class _Preparation:
         self._bar = bar
         self._problems = Problems()
         self._all = tuple(corpus.sources)
-        self._all_inputs = [sources.find_inputs(one, f"corpus.sources.{n}") for n, one in enumerate(corpus.sources)]
+        known = known_at_addresses(self._folder, self._all) if stored else {}
+        self._all_inputs = [
+            [] if n in known else sources.find_inputs(one, f"corpus.sources.{n}") for n, one in enumerate(self._all)
+        ]
         # What is prepared, by the number in the corpus; only new sources if it grows.
         self._sources, self._inputs = dict(enumerate(self._all)), dict(enumerate(self._all_inputs))
         self._growth: Growth | None = None
@@ -140,7 +143,7 @@ class _Preparation:
         if tokenizer is not None and added:
             check_extension(tokenizer, added)
         check_line_breaks(corpus, tokenizer)
-        self._settings = fingerprint_settings(corpus, self._all_inputs, tokenizer)
+        self._settings = fingerprint_settings(corpus, self._all_inputs, tokenizer, known)
         self._byte_level = is_byte_level(tokenizer) if tokenizer else corpus.vocabulary.kind == "byte_bpe"
         self._released = tokenizer is not None and takes_whole_documents(tokenizer)
         self._declared, self._unknown_id = {}, -1
@@ -189,11 +192,14 @@ class _Preparation:
                 verify_shards(self._folder)
         except InputError as error:
             if manifest := readable_manifest(self._folder):
-                self._expect_all(manifest, error)
+                given = self._all, self._all_inputs, self._settings
+                numbers = recognized(self._folder, manifest, *given, vocabulary=self._of_start is None)
+                expect_all(self._folder, manifest, numbers, error)
             self._bar.say(f"{error} Preparing it again.")
             return False
         same_tokenizer = None if self._of_start is None else self._tokenizer
-        manifest, numbers = accepted_manifest(self._folder, self._all, self._all_inputs, self._settings, same_tokenizer)
+        manifest = read_manifest(self._folder)
+        numbers = numbers_in(self._folder, manifest, self._all, self._all_inputs, self._settings, same_tokenizer)
         before = read_manifest(self._folder)
         for one in (manifest, before):
             one["sources"] = [as_now("sources", entry) for entry in one["sources"]]
@@ -205,18 +211,6 @@ class _Preparation:
             put_manifest(self._folder, manifest)
         self._grow(manifest, numbers)
         return not self._sources
-
-    def _expect_all(self, manifest: dict[str, Any], damage: InputError) -> None:
-        """Raise `InputError` unless a damaged corpus can be prepared again from the sources of the config."""
-        is_own = self._of_start is None
-        numbers = recognized(
-            self._folder, manifest, self._all, self._all_inputs, dict(self._settings), vocabulary=is_own
-        )
-        if "grown" in manifest or numbers != list(range(len(manifest["sources"]))):
-            raise InputError(
-                f"{damage} It cannot be prepared again as it was: sources were added to it, or are not in the config. "
-                f"Restore the file, or delete {self._folder} to prepare all sources into a new corpus."
-            )
 
     def _grow(self, manifest: dict[str, Any], numbers: list[int]) -> None:
         """Prepare the sources that the corpus has not, with its vocabulary."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError
-from pretrain.common.records import is_training, metric_lines, read_records
+from pretrain.common.records import SOURCE_LOSS, is_training, metric_lines, read_records
 from pretrain.common.run_files import read_fork
 from pretrain.common.settings import dump, names
 from pretrain.common.wording import clock, counted
@@ -32,6 +32,7 @@ from pretrain.run.metrics import objective_metrics
 
 SENTENCES, SHOWN = 100, 10  # that the model fills a word in, and those of them on the page
 FINETUNED = "finetuned.json"
+_MOST_SOURCES = 8  # whose held-out loss has a chart
 _LEAST_GAIN = 0.02  # of a score from pretrained weights, to be called a gain
 
 
@@ -280,12 +281,27 @@ def _charts(run: _ReportData) -> list[str]:
             line_chart(one.title, pair(name), form=_percent if one.unit == "fraction" else _plain, **at_step)
             for name, one in objective_metrics().items()
         ),
+        *(
+            line_chart(
+                f"Held-out loss of {name.removeprefix(SOURCE_LOSS)}",
+                [Series("held-out", run.curve(name, "validation"), "held-out")],
+                form=_plain,
+                **at_step,
+            )
+            for name in _source_losses(run)
+        ),
         line_chart("Learning rate", one("lr", smooth=False), form=_scientific, from_zero=True, **at_step),
         line_chart("Gradient norm", one("grad_norm"), form=_plain, from_zero=True, **at_step),
         timed("Useful tokens per second", "tokens_per_second", short),
         timed("MFU", "mfu", _percent),
         timed("Peak memory of worker 0", "memory_bytes", _bytes),
     ]
+
+
+def _source_losses(run: _ReportData) -> list[str]:
+    """The fields of the losses by source, the first `_MOST_SOURCES`."""
+    found = dict.fromkeys(key for record in run.evaluations for key in record if key.startswith(SOURCE_LOSS))
+    return list(found)[:_MOST_SOURCES]
 
 
 def _phase_marks(config: PretrainConfig) -> list[tuple[float, str, str]]:
@@ -346,6 +362,7 @@ def card_page(card: dict[str, Any]) -> dict[str, Any]:
     for one in card.get("readings", []):
         shares = f"{one['reads']:.3f} ({one['unread']:.2%} of the tokens unread, {one['twice']:.2%} twice)"
         facts[f"reads of a token in an epoch, length {one['sequence_length']}"] = shares
+    facts.update(line.split(": ", 1) for line in card.get("phases", []))
     return {
         "facts": [(_label(key), _cell(key, value)) for key, value in facts.items() if value is not None],
         "source_columns": [_label(column) for column in _SOURCE_COLUMNS],

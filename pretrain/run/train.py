@@ -23,6 +23,7 @@ from pretrain.checkpoint import hf
 from pretrain.checkpoint.start import read_frozen
 from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
+from pretrain.common.records import SOURCE_LOSS
 from pretrain.common.wording import counted
 from pretrain.common.worker import TrainingRequest, Worker
 from pretrain.config import PhaseConfig, PretrainConfig, changed_for_resume
@@ -225,16 +226,27 @@ class Pretraining:
         return {**means, **{f"general_{name}": value for name, value in general.items()}} if means else {}
 
     def _means(self, engine: Engine, steps: list[StepBatch]) -> dict[str, float]:
-        """The means over held-out batches; {} without any."""
+        """The means over held-out batches, and the loss of each of several texts; {} without any."""
         if not steps:
             return {}
-        counts = sum(self.counts(step) for step in steps)
-        outputs = (engine.forward(batch.to(self._device)) for step in steps for batch in step.micro_batches)
-        totals = sum(self.totals(output).double() for output in outputs)  # on the device, which is not waited for
-        assert isinstance(totals, Tensor)
-        assert isinstance(counts, Tensor)
+        texts = list(dict.fromkeys(step.text for step in steps))
+        sums: list[Tensor] = []  # on the device, which is not waited for
+        counts: list[Tensor] = []
+        for text in texts:
+            own = [step for step in steps if step.text == text]
+            outputs = ((engine.forward(batch.to(self._device)), one) for one in own for batch in one.micro_batches)
+            sums.append(torch.stack([self.totals(output).double() / one.copies for output, one in outputs]).sum(0))
+            counts.append(torch.stack([self.counts(step) / step.copies for step in own]).sum(0))
+        totals = torch.stack(sums)
         engine.workers.sum_over_workers(totals)
-        return self.metrics(totals.tolist(), counts.tolist()) if counts[0] else {}
+        count = torch.stack(counts).sum(0).tolist()
+        if not count[0]:
+            return {}
+        means = self.metrics(totals.sum(0).tolist(), count)
+        if len(texts) > 1:
+            own = zip(texts, totals.tolist(), counts, strict=True)
+            means |= {f"{SOURCE_LOSS}{text}": self.metrics(one, n.tolist())["loss"] for text, one, n in own}
+        return means
 
     def _record_attention(self, history: AttentionHistory) -> None:
         """Rank 0 records; the others only lend their parts of the weights."""

@@ -3,13 +3,18 @@
 `pretrain.run.metrics` has those of training records; docs/reference/metrics.md is made from both.
 """
 
-from pretrain.common.records import Metric
+from pretrain.common.records import SOURCE_LOSS, Metric
 
 EVALUATION_FIELDS: dict[str, Metric] = {
     "split": Metric("", "Always `validation`: held-out sequences, or the first dev set."),
     "step": Metric("steps", "Optimizer steps taken before the evaluation."),
     "best": Metric("", "Whether this evaluation is the best so far."),
     "seconds": Metric("s", "Time that the evaluation took."),
+    f"{SOURCE_LOSS}NAME": Metric(
+        "nats",
+        "loss on the held-out text of a source, if there are several. Sources of fewer than 16 sequences (or fewer "
+        "than workers) are one text, such as `a + b`. `loss` is the mean over all.",
+    ),
     "general_mlm_loss": Metric(
         "nats", "mlm_loss on `adaptation.replay_corpus`. Its other losses and accuracies have the same prefix."
     ),

@@ -13,7 +13,7 @@ import torch
 from corpora import make_corpus
 
 from pretrain.batches.batch import MicroBatch, StepBatch
-from pretrain.batches.loader import BatchMaker, Loader, validation_batches
+from pretrain.batches.loader import BatchMaker, Loader, held_out_texts, validation_batches
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
@@ -210,11 +210,27 @@ def test_fewer_held_out_samples_than_ranks_are_evaluated_by_every_rank(folder, b
 
 def test_large_evaluations_come_in_parts(folder):
     held_out = open_shards(folder, "train")
-    config = run_config(length=16, evaluation=2500, budget=4096)
+    config = run_config(length=9, evaluation=5000, budget=4096)
     parts = validation_batches(held_out, config, 0, rank=1, world_size=3)
-    assert sum(part.sequences for part in parts) == 2500
-    assert len(parts) == 2
-    assert parts[1].first_sample == parts[0].sequences
+    assert sum(part.sequences for part in parts) == 5000
+    assert len(parts) > 2
+    for text in ("source-0", "source-1"):
+        own = [part for part in parts if part.text == text]
+        assert len(own) == sum(part.sequences for part in own) // 1024
+        assert [part.first_sample for part in own[1:2]] == [part.sequences for part in own[:-1]][:1]
+
+
+def test_batches_of_held_out_text_have_one_source_or_several_small_ones(folder):
+    held_out = open_shards(folder, "validation")
+    mixed = BatchMaker(held_out, run_config(), 0, seed=0, rank=0, world_size=1, held_out=True)
+    counts = mixed.sampler.counts(60)
+    for least, names in ((1, ["source-0", "source-1"]), (min(counts) + 1, ["source-0", "source-1"]), (99, None)):
+        texts = held_out_texts(held_out, counts, least)
+        assert [name for name, _ in texts] == (names or ["source-0 + source-1"])
+        assert np.sum([own for _, own in texts], axis=0).tolist() == counts
+    parts = validation_batches(held_out, run_config(evaluation=60), 0, rank=0, world_size=1)
+    assert [part.text for part in parts] == ["source-0", "source-1"]
+    assert sum(global_batches([parts]), Counter()) == sum(global_batches([[mixed.make(0, 60)]]), Counter())
 
 
 def test_batches_that_cannot_be_are_refused(shards):

@@ -25,6 +25,7 @@ from pretrain.corpus.description import describe
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards, verify_shards
 from pretrain.planning import estimate
+from pretrain.storage.objects import ObjectStore
 from tests.corpus.test_prepare import content, text
 from tests.object_store import BUCKET, FaultyProxy, point_to, s3_server
 
@@ -326,15 +327,22 @@ def test_at_an_address_only_what_is_new_is_moved(
     address = f"s3://{BUCKET}/corpora/grown"
     point_to(server, tmp_path / "here", monkeypatch)
     server.reset()
+    texts = f"s3://{BUCKET}/texts"
+    for one in (first, second):
+        ObjectStore().upload(Path(one.path), f"{texts}/{one.name}.jsonl")
+    first, second = (one.model_copy(update={"path": f"{texts}/{one.name}.jsonl"}) for one in (first, second))
     prepare(config(address, first), quiet=True)
     point_to(server, tmp_path / "there", monkeypatch)  # another machine
     server.requests.clear()
+    assert describe(config(address, first, second))["state"] == "grows by second"
     assert "second added" in prepare(config(address, first, second), quiet=True)
     moved = {line.split("?")[0] for line in server.requests if line.startswith(("GET", "PUT"))}
     shards = {line.rpartition("/")[2] for line in moved if line.endswith(".npy")}
     assert shards == {path.name for path in local(address).glob("*.npy")}
     assert not (local(address) / "manifest.json").exists(), "it lacks the old tokens"
     assert not [line for line in server.requests if line.startswith("GET") and line.endswith(".npy")]
+    assert not [line for line in moved if line.startswith("GET") and line.endswith("texts/first.jsonl")]
+    assert [line for line in moved if line.startswith("GET") and line.endswith("texts/second.jsonl")]
     assert not [line for line in server.requests if line.startswith("DELETE")], "it can be read all the time"
     server.requests.clear()
     assert "already prepared" in prepare(config(address, first, second), quiet=True)

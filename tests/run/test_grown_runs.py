@@ -1,4 +1,4 @@
-"""Runs and forks that go on with a corpus to which sources were added: what they have read stays as it was."""
+"""Runs on several sources: those that go on when sources were added, and what they say of each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from corpora import make_corpus
 
 from pretrain.batches.loader import BatchMaker
 from pretrain.checkpoint import store
@@ -151,3 +152,21 @@ def test_an_older_checkpoint_keeps_its_corpus_and_weights(
     prepare(config(corpus, *sources), quiet=True)
     with pytest.raises(InputError, match="was trained on another corpus"):
         _check_read(state, tmp_path, made, open_shards(corpus, "train"), [[], []])
+
+
+def test_losses_of_sources_add_up_to_the_mean(tmp_path: Path) -> None:
+    """By one worker and by three, of which a small source has fewer sequences than there are workers."""
+    corpus = make_corpus(tmp_path / "corpus", documents=40, vocabulary_size=300, sources=3, validation_documents=12)
+    found = []
+    for workers in (1, 3):
+        values = pretraining(corpus, tmp_path / f"run-{workers}", [(32, 6, 2)])
+        values["evaluation"] = {"every_steps": 2, "sequences": 200}
+        assert run_workers(workers, starts, [Start(values)]) == [[""]] * workers
+        (one,) = records(tmp_path / f"run-{workers}", "validation")
+        found.append(one)
+    alone, together = found
+    names = [f"source_loss/source-{number}" for number in range(3)]
+    assert [name for name in alone if name.startswith("source_loss/")] == names
+    assert min(alone[name] for name in names) < alone["loss"] < max(alone[name] for name in names)
+    for name in (*names, "loss", "mlm_loss", "nsp_loss", "mlm_accuracy"):
+        assert together[name] == pytest.approx(alone[name], abs=2e-5)

@@ -205,7 +205,7 @@ def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> N
     assert small_later.startswith("InputError: phases.1.global_sequences: 1000000, but")
     assert not (tmp_path / "later/metrics.jsonl").exists() or not records(tmp_path / "later"), "before any step"
     assert ended.startswith("StoppedError")
-    assert refused.startswith(f"InputError: {tmp_path}/run/checkpoints/step-00000001: was trained on another corpus")
+    assert refused.startswith(f"InputError: {tmp_path}/run/checkpoints/step-00000001: has read source-0 in phases.0, ")
     assert "step-00000001: the run was started with other settings: seed (0 -> 9). Resume with" in other_seed
     assert "phases.0.global_sequences: 1000000, but" in small
     assert small.startswith("InputError")
