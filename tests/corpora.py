@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from pretrain.common.files import write_manifest
+from pretrain.corpus.blocks import write_blocks
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 Document = list[np.ndarray]  # one integer array per sentence
@@ -78,10 +79,12 @@ def write_corpus(
     for split, parts in splits.items():
         for number, (source, documents) in enumerate(parts):
             shard = {"name": f"{split}-{number:05d}", "split": split, "source": source}
-            for kind, array in shard_arrays(documents, dtype).items():
+            arrays = shard_arrays(documents, dtype)
+            for kind, array in arrays.items():
                 np.save(folder / f"{shard['name']}.{kind}.npy", array)
                 digest.update(array.tobytes())
                 shard[kind] = len(array) - (kind != "tokens")
+            write_blocks(folder / f"{shard['name']}.blocks.npy", arrays)
             shards.append(shard)
     write_tokenizer(folder, vocabulary)
     card = {"documents": sum(s["documents"] for s in shards), "tokens": sum(s["tokens"] for s in shards)}

@@ -25,9 +25,11 @@ def numbered(documents_by_shard, *, sources=None, weights=(1.0,)) -> TokenShards
     next_id = itertools.count(len(SPECIAL))
     shards = []
     for number, documents in enumerate(documents_by_shard):
-        tokens = [[np.array([next(next_id) for _ in range(n)]) for n in document] for document in documents]
+        written = [[np.array([next(next_id) for _ in range(n)]) for n in document] for document in documents]
         source = sources[number] if sources else 0
-        shards.append(Shard(f"train-{number:05d}", "train", source, **shard_arrays(tokens, np.uint32)))
+        arrays = shard_arrays(written, np.uint32)
+        tokens, sentences, documents = (arrays[name] for name in ("tokens", "sentences", "documents"))
+        shards.append(Shard(f"train-{number:05d}", "train", source, tokens, sentences, documents))
     described = [{"name": f"s{i}", "weight": weight} for i, weight in enumerate(weights)]
     return TokenShards(Path("nowhere"), "fingerprint", next(next_id), SPECIAL, described, shards)
 

@@ -3,7 +3,8 @@
 In two levels, so that the work of a rank does not grow with the number of ranks. First a batch is divided into parts of
 neighboring samples for groups of neighboring ranks, which depends on no length. Then the sequences of a part are
 balanced across its ranks and micro-batches, which needs the lengths of this part alone. Samples are numbered in random
-order, so parts of thousands of sequences have nearly the same number of tokens. A batch of fewer is one part.
+order, so parts of thousands of sequences have nearly the same number of tokens. A batch of fewer is one part. On
+several machines a part is what a machine reads of the text (`source.SourceSamples.owners`).
 """
 
 import heapq
@@ -20,12 +21,13 @@ _SHORT = 1 << 15  # numpy sorts 16-bit numbers in linear time
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Neighboring samples of a global batch, and the neighboring ranks that share them."""
+    """Samples of a global batch, and the neighboring ranks that share them: neighbors, or those of one machine."""
 
     first: int  # sample, counted within the batch
-    sequences: int
+    sequences: int  # from `first` on
     first_rank: int
     ranks: int
+    machine: int = -1  # only its samples; -1 takes all
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,12 @@ def part_of(rank: int, sequences: int, world_size: int) -> BatchPart:
 def number_of_parts(sequences: int, world_size: int) -> int:
     """How many parts a batch has."""
     return max(1, min(world_size, round(sequences / PART_SEQUENCES)))
+
+
+def part_of_machine(machine: int, machines: int, sequences: int, world_size: int) -> BatchPart:
+    """The samples of a batch that belong to a machine, for its ranks."""
+    ranks = world_size // machines
+    return BatchPart(0, sequences, machine * ranks, ranks, machine)
 
 
 def balance(lengths: np.ndarray, ranks: int, budget: int, *, micro_batches: int = 1) -> Assignment:

@@ -1,85 +1,64 @@
-"""Blocks of a source: its text in ranges of about a million tokens, and the order of an epoch (invariant 1).
+"""Blocks of a source, the order of an epoch, and windows of blocks (invariant 1).
 
-An epoch reads the blocks of a source in a keyed random order. Neighbors in this order form windows, and samples are
-shuffled within a window. So a machine reads its text by range, and finding a sample takes memory by blocks and not by
-documents. The documents of a source are in random order already (`pretrain.corpus.prepare`), so a window is a random
-sample of the source.
+An epoch reads the blocks of a source in a keyed random order. Neighbors in this order form windows. A window reads its
+blocks at the same time, each in a random order: any stretch of its samples has its share of every block, to within one
+sample. So a machine reads its text by range, machines can divide the blocks of a window among them, and finding a
+sample takes memory by blocks and not by documents. The documents of a source are in random order already
+(`pretrain.corpus.prepare`), so a window is a random sample of the source.
 """
 
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from pretrain.batches.cuts import Cutting
-from pretrain.batches.order import draw
+from pretrain.batches.order import draw, uniform
 from pretrain.batches.text import ShardText, Unit
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import atomic_open
-from pretrain.corpus.shards import TokenShards
+from pretrain.corpus.blocks import cut_blocks
+from pretrain.corpus.shards import COUNTS, Shard, TokenShards
 
-BLOCK_TOKENS = 1 << 20
 WINDOW_BLOCKS = 64
-_BLOCK_DOCUMENTS = 1 << 14  # at most; a table of where their samples begin is made for each block of a window
-COUNTS = ".samples"  # folder of a corpus: how many samples each block has, by how sequences are cut
-_LEAST_KEPT = 64  # blocks; the samples of fewer are counted at once
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """N neighboring ranges of tokens of one source; arrays [N].
-
-    A block holds whole documents. Only documents of more than a block's tokens are divided, at the end of a sentence
-    where one is near.
-    """
+    """The N blocks of one source; arrays [N]. All but `shard` are as in `pretrain.corpus.blocks.BLOCK`, int64."""
 
     shard: np.ndarray  # uint32, among all shards of the split
-    begin: np.ndarray  # int64, token offset within the shard
-    end: np.ndarray  # int64
-    first: np.ndarray  # uint32, document of the shard that holds the first token
-    last: np.ndarray  # uint32, one past the one that holds the last token
+    begin: np.ndarray
+    end: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    first_sentence: np.ndarray
+    last_sentence: np.ndarray
 
     def __len__(self) -> int:
         return len(self.shard)
 
 
-def cut_blocks(text: ShardText, shards: Sequence[int], tokens: int = BLOCK_TOKENS) -> Blocks:
-    """Divide the text of `shards` into blocks of about `tokens` tokens, fewer where documents are very short."""
-    parts = [_blocks_of(text, shard, tokens) for shard in shards]
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)] if parts else [np.zeros(0, int)] * 5
-    shard, begin, end, first, last = columns
-    return Blocks(shard.astype(np.uint32), begin, end, first.astype(np.uint32), last.astype(np.uint32))
+def blocks_of(shards: Sequence[Shard], numbers: Sequence[int], tokens: int = 0) -> Blocks:
+    """The blocks of the shards `numbers`: as they were prepared, or of about `tokens` tokens."""
+    tables = [_table(shards[number], tokens) for number in numbers]
+    shard = np.repeat(np.array(numbers, np.uint32), [len(table) for table in tables])
+    names = ("begin", "end", "first", "last", "first_sentence", "last_sentence")
+    columns = [np.concatenate([np.zeros(0, np.int64), *(table[name] for table in tables)]) for name in names]
+    return Blocks(shard, *columns)
 
 
-def _blocks_of(text: ShardText, shard: int, tokens: int) -> tuple[np.ndarray, ...]:
-    """(shard, begin, end, first, last) of the blocks of one shard; int64."""
-    documents = text.document_count(shard)
-    # Each document counts some tokens more, so that a block never has more than _BLOCK_DOCUMENTS.
-    each = -(-tokens // _BLOCK_DOCUMENTS)
-    end = text.document_begin(np.array([shard]), np.array([documents]))[0]
-    size = end + each * documents
-    count = max(1, round(size / tokens))
-    wanted = size * np.arange(1, count) // count
-    which = np.full(count - 1, shard)
-    first = text.first_document(which, wanted, each)
-    edge = text.document_begin(which, first)
-    previous = np.maximum(first - 1, 0)
-    inside = text.sentence_near(which, previous, wanted - each * previous, tokens // 64)
-    before, least = text.document_begin(which, previous), tokens // 16
-    divided = (edge - before > tokens) & (inside - before >= least) & (edge - inside >= least)
-    edge, first = np.where(divided, inside, edge), np.where(divided, previous, first)
-    last = first + divided
-    kept = np.diff(np.append(edge, end)) > 0
-    kept &= edge > 0
-    begins = np.append(0, edge[kept])
-    ends = np.append(edge[kept], end)
-    firsts, lasts = np.append(0, first[kept]), np.append(last[kept], documents)
-    filled = ends > begins
-    return tuple(column[filled] for column in (np.full(len(begins), shard), begins, ends, firsts, lasts))
+def _table(shard: Shard, tokens: int) -> np.ndarray:
+    if shard.blocks is not None and not tokens:
+        return shard.blocks
+    documents, sentences = (np.asarray(array).view(np.int64) for array in (shard.documents, shard.sentences))
+    return cut_blocks(documents, sentences, tokens)
 
 
 class Units:
@@ -96,25 +75,29 @@ class Units:
         counts = [cutting.count(self._sizes(number)) for number in numbers.tolist()]
         self._first = np.cumsum([0, *map(len, counts)])
         self._ends = np.cumsum(np.concatenate([*counts, np.zeros(0, np.int64)])).astype(np.uint32)
-        self.samples = int(self._ends[-1]) if len(self._ends) else 0
+        self._begins = np.cumsum([0, *(int(each.sum()) for each in counts)])  # samples before each block
+        self.samples = int(self._begins[-1])
 
-    def find(self, sample: np.ndarray) -> tuple[Unit, np.ndarray]:
-        """The unit of each sample, and which of its samples it is; [B] each."""
+    def find(self, block: np.ndarray, sample: np.ndarray) -> tuple[Unit, np.ndarray]:
+        """The unit of each sample of a block, by the block's place in `numbers`, and which of the unit's samples it is;
+        [B] each.
+        """
+        sample = sample + self._begins[block]
         unit = np.searchsorted(self._ends, sample.astype(self._ends.dtype), side="right")
         before = self._ends[unit - 1].astype(np.int64)
         before[unit == 0] = 0
-        place = np.searchsorted(self._first, unit, side="right") - 1
-        number = self._numbers[place]
+        number = self._numbers[block]
         blocks = self._blocks
         shard, begin, end = blocks.shard[number].astype(np.int64), blocks.begin[number], blocks.end[number]
-        document = blocks.first[number].astype(np.int64)
+        sentences = blocks.first_sentence[number], blocks.last_sentence[number]
+        document = blocks.first[number]
         if self._cutting.joined:
-            last = blocks.last[number].astype(np.int64)
-            return Unit(shard, begin, end - begin + last - document - 1, document, last), sample - before
-        document += unit - self._first[place]
+            last = blocks.last[number]
+            return Unit(shard, begin, end - begin + last - document - 1, document, last, *sentences), sample - before
+        document = document + unit - self._first[block]
         begin = np.maximum(begin, self._text.document_begin(shard, document))
         size = np.minimum(end, self._text.document_begin(shard, document + 1)) - begin
-        return Unit(shard, begin, size, document, document + 1), sample - before
+        return Unit(shard, begin, size, document, document + 1, *sentences), sample - before
 
     def _sizes(self, number: int) -> np.ndarray:
         """Tokens of the units of a block, int64."""
@@ -125,6 +108,41 @@ class Units:
             return np.array([end - begin + last - first - 1])
         begins = self._text.document_begins(int(blocks.shard[number]), first, last + 1).clip(begin, end)
         return np.diff(begins)
+
+
+class Window:
+    """The samples of a window in their order: which block each is of, and which of the block's samples.
+
+    Args:
+        blocks: numbers of its blocks in the source, int64 [W].
+        counts: samples of each, [W].
+        key: of the place at which each block begins.
+    """
+
+    def __init__(self, blocks: np.ndarray, counts: np.ndarray, key: np.ndarray | np.uint64) -> None:
+        self.blocks, self.counts = blocks, counts.astype(np.int64)
+        self._begins = np.concatenate(([0], np.cumsum(self.counts)))
+        self.samples = int(self._begins[-1])
+        block = np.repeat(np.arange(len(blocks)), self.counts)
+        # Sample r of c of a block stands at (r + u) / c, so that blocks are spread evenly whatever their sizes.
+        place = np.arange(self.samples) - self._begins[block] + uniform(draw(key, np.arange(len(blocks))))[block]
+        self._order = np.argsort(place / self.counts[block], kind="stable").astype(np.uint32)
+
+    def locate(self, within: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(block, by its place in `blocks`; sample of the block) of samples of the window; int64 [B] each."""
+        found = self._order[within].astype(np.int64)
+        block = np.searchsorted(self._begins, found, side="right") - 1
+        return block, found - self._begins[block]
+
+    def index(self, block: np.ndarray, sample: np.ndarray) -> np.ndarray:
+        """Which samples of the window those of blocks are; the inverse of `locate`, int64 [B]."""
+        return self._places[self._begins[block] + sample].astype(np.int64)
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        places = np.empty_like(self._order)
+        places[self._order] = np.arange(self.samples, dtype=np.uint32)
+        return places
 
 
 @dataclass(frozen=True)
@@ -146,7 +164,7 @@ class SourceOrder:
     """
 
     def __init__(self, counts: np.ndarray, key: np.uint64, window_blocks: int) -> None:
-        self._counts, self._key, self.window_blocks = counts, key, window_blocks
+        self.counts, self._key = counts, key
         self.samples = int(counts.sum(dtype=np.int64))
         self.windows = max(1, len(counts) // window_blocks)
         self.epoch = lru_cache(maxsize=2)(self._epoch)
@@ -178,35 +196,51 @@ class SourceOrder:
         return epoch * self.samples + int(there.samples[np.searchsorted(there.bounds, block)])
 
     def _epoch(self, number: int) -> _Epoch:
-        count = len(self._counts)
+        count = len(self.counts)
         # All places are needed, so hashes are sorted. A Feistel network would walk long for a few blocks.
         order = np.argsort(draw(draw(self._key, number), np.arange(count))).astype(np.uint32)
         bounds = np.arange(self.windows + 1) * count // self.windows
-        sums = np.concatenate(([0], np.cumsum(self._counts[order], dtype=np.int64)))
+        sums = np.concatenate(([0], np.cumsum(self.counts[order], dtype=np.int64)))
         return _Epoch(order, bounds, sums[bounds])
 
 
-def window_blocks_for(counts: np.ndarray, batch: int, least: int) -> int:
-    """Blocks of a window that is not smaller than a batch: `least`, doubled as often as it takes."""
-    while least < len(counts) and least * (int(counts.sum()) / len(counts)) < batch:
-        least *= 2
-    return least
+def window_blocks_for(counts: np.ndarray, batch: float, share: float, most: int = WINDOW_BLOCKS) -> int:
+    """Blocks of the windows of a source that gives `share` of all samples: its share of `most`, at least 1.
+
+    Doubled until a window is not smaller than the source's part of a `batch`.
+    """
+    blocks = max(1, math.ceil(most * share))
+    while blocks < len(counts) and blocks * (int(counts.sum()) / len(counts)) < batch * share:
+        blocks *= 2
+    return blocks
 
 
 def sample_counts(text: ShardText, blocks: Sequence[Blocks], cutting: Cutting, shards: TokenShards) -> list[np.ndarray]:
-    """How many samples each block of each source has, uint32. A large corpus keeps them beside its shards."""
-    sizes = [len(one) for one in blocks]
-    identity = [shards.fingerprint, [shard.name for shard in shards.shards], cutting.identity, sizes]
-    path = shards.folder / COUNTS / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]}.npy"
-    bounds = np.cumsum(sizes)[:-1]
+    """How many samples each block of each source has, uint32 [N]. Those of training text are kept beside it."""
+    return [_counts_of(text, its, cutting, shards, source) for source, its in enumerate(blocks)]
+
+
+def counts_file(shards: TokenShards, source: int, cutting: Cutting, blocks: int) -> Path:
+    """Where the counts of a source are kept."""
+    identity = [shards.source_fingerprint(source), shards.split, cutting.identity, blocks]
+    return shards.folder / COUNTS / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]}.npy"
+
+
+def _counts_of(text: ShardText, blocks: Blocks, cutting: Cutting, shards: TokenShards, source: int) -> np.ndarray:
+    path = counts_file(shards, source, cutting, len(blocks))
     with contextlib.suppress(OSError, ValueError):
         kept = np.load(path, allow_pickle=False)
-        if (kept.dtype, kept.shape) == (np.dtype(np.uint32), (sum(sizes),)):
-            return np.split(kept, bounds)
-    each = (Units(text, one, np.array([number]), cutting).samples for one in blocks for number in range(len(one)))
-    counts = np.fromiter(each, np.uint32, sum(sizes))
+        if (kept.dtype, kept.shape) == (np.dtype(np.uint32), (len(blocks),)):
+            return kept
+    if any(shards.shards[number].cache for number in shards.of_source(source)):
+        raise InputError(
+            f"{shards.folder}: has no counts of sequences of this length and kind, which take the whole text. "
+            "Run `prepare` with this config where the corpus was prepared; it adds them."
+        )
+    each = (Units(text, blocks, np.array([number]), cutting).samples for number in range(len(blocks)))
+    counts = np.fromiter(each, np.uint32, len(blocks))
     text.forget()
-    if len(counts) >= _LEAST_KEPT and shards.folder.exists():
+    if shards.split == "train" and shards.folder.exists():
         with contextlib.suppress(OSError, InputError, MachineError), atomic_open(path) as file:
             np.save(file, counts, allow_pickle=False)
-    return np.split(counts, bounds)
+    return counts

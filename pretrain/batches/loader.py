@@ -31,6 +31,7 @@ from pretrain.batches.filler import with_filler
 from pretrain.batches.masking import Masker
 from pretrain.batches.plan import SamplePlan
 from pretrain.batches.sampler import held_out_sampler, phase_sampler
+from pretrain.batches.source import Machine
 from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
@@ -39,6 +40,7 @@ _LEAST_SEQUENCES = 16  # of held-out text whose loss is told apart
 _PREFETCH_TOKENS = 1 << 22  # of one rank; a token is 28 bytes here, so this is 120 MB
 _COUNTED_AT_ONCE = 1 << 16  # gathered at a time when masked tokens are counted from the text
 _EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
+_DIVIDED_SEQUENCES = 16  # of a rank, at least, if machines read different text: fewer cannot be balanced
 
 
 M = TypeVar("M", "StepBatch", "RankShare")
@@ -80,6 +82,7 @@ class Loader:
         skipped: samples of each phase that a rollback skips; phases without an entry skip none.
         prefetch: batches to make ahead, at most.
         pinned: whether batches lie in page-locked memory, for a GPU.
+        machines: on which the ranks are, equally many on each and neighbors; needs an exchange.
         exchange: between the ranks, which take all steps together. Without it, each rank counts what it needs to know
             of the whole global batch.
 
@@ -99,13 +102,21 @@ class Loader:
         skipped: Sequence[int] = (),
         prefetch: int = 4,
         pinned: bool = False,
+        machines: int = 1,
         exchange: Exchange | None = None,
     ) -> None:
         self.stall_seconds = 0.0
         self._exchange = exchange
         self._gpu = torch.cuda.current_device() if pinned else None  # the current one of the thread that trains
         self._maker = BatchMaker(
-            shards, config, phase, seed=config.seed, rank=rank, world_size=world_size, skipped=skipped
+            shards,
+            config,
+            phase,
+            seed=config.seed,
+            rank=rank,
+            world_size=world_size,
+            machines=machines,
+            skipped=skipped,
         )
         self._maker.check_batch()
         settings = config.phases[phase]
@@ -286,11 +297,17 @@ class BatchMaker:
         seed: int,
         rank: int,
         world_size: int,
+        machines: int = 1,
         held_out: bool = False,
         skipped: Sequence[int] = (),
     ) -> None:
         settings = config.phases[phase]
         length = settings.sequence_length
+        # Machines have not exactly the same number of sequences.
+        is_divided = min(settings.batch_sizes) >= _DIVIDED_SEQUENCES * world_size
+        is_divided &= config.engine.micro_batch_tokens >= 2 * length
+        count = machines if is_divided else 1
+        self._machine = Machine(rank * count // world_size, count)
         self.rank, self.world_size = rank, world_size
         self._length = length
         self._config, self._phase, self._folder = config, phase, shards.folder
@@ -303,7 +320,7 @@ class BatchMaker:
         self.sampler = (
             held_out_sampler(shards, config, phase)
             if held_out
-            else phase_sampler(shards, config, phase, seed=seed, skipped=skipped)
+            else phase_sampler(shards, config, phase, seed=seed, skipped=skipped, machine=self._machine)
         )
         self._masker = Masker(shards, config.masking, sequence_length=length, max_predictions=settings.max_predictions)
 
@@ -325,6 +342,7 @@ class BatchMaker:
         if settings.ramp_from:
             first = f"phases.{self._phase}.ramp_from"
             _check_balance(self._config, self._phase, first, settings.ramp_from, self.world_size)
+        self.sampler.check_cache(f"phases.{self._phase}")
         if self.samples_per_epoch < settings.global_sequences:
             raise InputError(
                 f"{where}: {settings.global_sequences}, but {self._folder} holds only {self.samples_per_epoch} samples "
@@ -335,12 +353,15 @@ class BatchMaker:
         """Whether counts over all ranks need the lengths, or the text, of sequences that this rank does not look at."""
         if self.world_size == 1:
             return False
-        return not self._masker.has_exact_counts or balancing.number_of_parts(sequences, self.world_size) > 1
+        if self._machine.count > 1 or not self._masker.has_exact_counts:
+            return True
+        return balancing.number_of_parts(sequences, self.world_size) > 1
 
     def make(self, first_sample: int, sequences: int) -> StepBatch:
         """The batch of samples `first_sample` to `first_sample + sequences - 1`, this rank's part of it.
 
-        Without an exchange: the rank counts what it has to know of the whole batch, which takes longer.
+        Without an exchange: the rank counts what it has to know of the whole batch, which takes longer. Not if machines
+        read different text.
         """
         own = balancing.part_of(self.rank, sequences, self.world_size)
         plans = [self.assign(first_sample, part) for part in balancing.parts(sequences, self.world_size)]
@@ -360,6 +381,9 @@ class BatchMaker:
         With the largest number that any rank needs, the micro-batches are those of `make`.
         """
         part = balancing.part_of(self.rank, sequences, self.world_size)
+        if self._machine.count > 1:
+            machine = self._machine
+            part = balancing.part_of_machine(machine.number, machine.count, sequences, self.world_size)
         plan, assignment = self.assign(first_sample, part, micro_batches)
         return RankShare(self._own(part, plan, assignment), first_sample, sequences)
 
@@ -377,8 +401,10 @@ class BatchMaker:
 
     def assign(self, first_sample: int, part: BatchPart, micro_batches: int = 1) -> tuple[SamplePlan, Assignment]:
         """The sequences of a part of the batch that begins with `first_sample`, and who gets which."""
-        first = first_sample + part.first
-        plan = self.sampler.plan(np.arange(first, first + part.sequences))
+        samples = first_sample + part.first + np.arange(part.sequences)
+        if part.machine >= 0:
+            samples = samples[self.sampler.owners(samples) == part.machine]
+        plan = self.sampler.plan(samples)
         return plan, balancing.balance(plan.lengths, part.ranks, self._budget, micro_batches=micro_batches)
 
     def _own(self, part: BatchPart, plan: SamplePlan, assignment: Assignment) -> tuple[MicroBatch, ...]:

@@ -47,19 +47,27 @@ def below(bits: np.ndarray, size: np.ndarray | int) -> np.ndarray:
     return high.view(np.int64)
 
 
-def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
+def ranges(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """begins[0], begins[0]+1, ... (counts[0] of them), begins[1], ..."""
+    ends = np.cumsum(counts)
+    return np.repeat(begins - (ends - counts), counts) + np.arange(counts.sum())
+
+
+def permute(index: np.ndarray, size: np.ndarray | int, key: np.ndarray) -> np.ndarray:
     """Where a keyed pseudo-random permutation of 0 .. size-1 maps `index`.
 
-    `index` int64 [B], `key` uint64 [B] (one permutation per key) -> int64 [B]. A Feistel network over the
-    next power of two, walked along its cycle until it lands inside.
+    `index` int64 [B], `size` [B] or one for all, `key` uint64 [B] (one permutation per key and size) -> int64
+    [B]. A Feistel network over the next power of two, walked along its cycle until it lands inside.
     """
-    result = index.astype(np.uint64)
-    bits = max(8, (size - 1).bit_length())  # below that the halves are too small to hash well
-    outside = np.arange(len(result))
-    while len(outside):
-        walked = _feistel(result[outside], bits, key[outside])
-        result[outside] = walked
-        outside = outside[walked >= size]
+    result, sizes = index.astype(np.uint64), np.broadcast_to(size, index.shape)
+    # Below 8 the halves are too small to hash well.
+    width = np.maximum(8, np.ceil(np.log2(np.maximum(sizes, 2)))).astype(np.int64)
+    for bits in np.unique(width).tolist():
+        outside = np.flatnonzero(width == bits)
+        while len(outside):
+            walked = _feistel(result[outside], bits, key[outside])
+            result[outside] = walked
+            outside = outside[walked >= sizes[outside]]
     return result.view(np.int64)
 
 

@@ -10,7 +10,12 @@ from pretrain.batches.text import ShardText
 
 
 def pieces(
-    text: ShardText, shard: np.ndarray, begin: np.ndarray, length: np.ndarray, separators: np.ndarray
+    text: ShardText,
+    shard: np.ndarray,
+    begin: np.ndarray,
+    length: np.ndarray,
+    document: np.ndarray,
+    separators: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The parts of spans of tokens that come from one document each.
 
@@ -19,6 +24,7 @@ def pieces(
         shard: of each span; int64 [B] as are the others.
         begin: token offset of each span within its shard.
         length: its tokens.
+        document: that holds its first token.
         separators: its documents, less one.
 
     Returns:
@@ -26,7 +32,7 @@ def pieces(
     """
     rows, begins = [np.arange(len(begin))], [begin]
     unfinished = np.flatnonzero(separators)
-    document = text.document_at(shard[unfinished], begin[unfinished])
+    document = document[unfinished]
     while len(unfinished):
         document = document + 1
         boundary = text.document_begin(shard[unfinished], document)

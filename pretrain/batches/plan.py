@@ -31,6 +31,7 @@ class SamplePlan:
     length_b: np.ndarray
     label: np.ndarray  # 0 B follows A, or no pairs; 1 B is another document's (nsp), A follows B (sop); IGNORED alone
     lengths: np.ndarray  # special tokens included
+    document: np.ndarray  # that holds the first token of a segment of several documents; else of no meaning
     separators: np.ndarray  # between documents of one segment
     at_end: np.ndarray  # bool, whether the sample's span of text ends with a sentence
 
@@ -107,7 +108,7 @@ def _layout(text: ShardText, plan: SamplePlan) -> tuple[np.ndarray, np.ndarray, 
     """(the token that each row of the token axis is read from, less the row; rows of [SEP]; token types)."""
     begin = plan.begin_a
     first = text.tokens.spans(plan.shard_a, begin, plan.length_a)
-    row, piece = pieces(text, plan.shard_a, begin, plan.length_a, plan.separators)
+    row, piece = pieces(text, plan.shard_a, begin, plan.length_a, plan.document, plan.separators)
     opens = np.diff(row, prepend=-1) > 0
     ends = np.append(piece[1:], 0)
     closes = np.append(opens[1:], True)

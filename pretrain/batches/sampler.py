@@ -13,24 +13,32 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.batches.blocks import BLOCK_TOKENS, WINDOW_BLOCKS, cut_blocks, sample_counts, window_blocks_for
+from pretrain.batches.blocks import WINDOW_BLOCKS, Blocks, blocks_of, sample_counts, window_blocks_for
 from pretrain.batches.cuts import Cutting
 from pretrain.batches.mixing import SourceReading, plan_mix
 from pretrain.batches.order import Mixture
 from pretrain.batches.plan import Rows, SamplePlan, gather
-from pretrain.batches.source import SourceProgress, SourceSamples
+from pretrain.batches.source import Machine, SourceProgress, SourceSamples, StreamedBlocks
 from pretrain.batches.text import ShardText
 from pretrain.common.errors import InputError
 from pretrain.common.wording import counted
 from pretrain.config import PairsConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
-SAMPLER = 2
-"""Which samples a number means. A run with other ones cannot be resumed; 1 did not read every token."""
+SAMPLER = 3
+"""Which samples a number means. A run with other ones cannot be resumed; 1 did not read every token, and 2 shuffled the
+samples of a window without regard to their blocks.
+"""
 
 
 def phase_sampler(
-    shards: TokenShards, config: PretrainConfig, phase: int, *, seed: int, skipped: Sequence[int] = ()
+    shards: TokenShards,
+    config: PretrainConfig,
+    phase: int,
+    *,
+    seed: int,
+    skipped: Sequence[int] = (),
+    machine: Machine = Machine(),  # noqa: B008 - frozen
 ) -> Sampler:
     """The samples of a phase, which go on where those of the phase before it end.
 
@@ -38,6 +46,7 @@ def phase_sampler(
 
     Args:
         skipped: samples of each phase that a rollback skips; phases without an entry skip none.
+        machine: only its samples can be planned (`Sampler.owners`).
 
     Raises `InputError` if the corpus has no sample for a phase.
     """
@@ -52,6 +61,7 @@ def phase_sampler(
             where=f"phases.{number}",
             start=start,
             batch=settings.global_sequences,
+            machine=machine,
         )
         if number < phase:
             start = sampler.read_after(settings.sequences + sum(skipped[number : number + 1]))
@@ -74,8 +84,9 @@ class Sampler:
         phase: says how much is read of each source, otherwise the corpus does; `where` is its place in the config.
         start: how far each source was read before, from `read_after`.
         batch: samples that are read together; windows are never smaller.
-        block_tokens: tokens of a block; by default `BLOCK_TOKENS`.
-        window_blocks: blocks of a window, at least; by default `WINDOW_BLOCKS`.
+        block_tokens: tokens of a block; by default those of the corpus.
+        window_blocks: blocks of the windows of all sources together, at least; by default `WINDOW_BLOCKS`.
+        machine: only its samples can be planned (`owners`).
 
     Raises `InputError` if the corpus has no sample, or no source of such a name.
     """
@@ -93,6 +104,7 @@ class Sampler:
         batch: int = 1,
         block_tokens: int = 0,
         window_blocks: int = 0,
+        machine: Machine = Machine(),  # noqa: B008 - frozen
     ) -> None:
         if not shards.shards:
             raise InputError(f"{shards.folder}: no text in this split. Prepare the corpus again.")
@@ -106,8 +118,10 @@ class Sampler:
         cutting = Cutting(self.capacity, 2 if self.paired or joined else 1, pairs.short_share, joined)
         own = [shards.of_source(source) for source in range(len(shards.sources))]
         self._check_partners(own)
-        blocks = [cut_blocks(self._text, one, block_tokens or BLOCK_TOKENS) for one in own]
+        blocks = [blocks_of(shards.shards, one, block_tokens) for one in own]
         counts = sample_counts(self._text, blocks, cutting, shards)
+        shares = _uncapped_shares(shards, phase, [int(each.sum()) for each in counts], where)
+        most = window_blocks or WINDOW_BLOCKS
         self.sources = [
             SourceSamples(
                 self._text,
@@ -118,9 +132,11 @@ class Sampler:
                 pairs=pairs,
                 fingerprint=shards.source_fingerprint(number),
                 seed=seed,
-                window_blocks=window_blocks_for(its_counts, batch, window_blocks or WINDOW_BLOCKS),
+                window_blocks=window_blocks_for(its_counts, batch, share, most),
+                machine=machine,
+                held=_streamed(shards, its_blocks),
             )
-            for number, (one, its_blocks, its_counts) in enumerate(zip(own, blocks, counts, strict=True))
+            for number, (one, its_blocks, its_counts, share) in enumerate(zip(own, blocks, counts, shares, strict=True))
         ]
         self._start = list(start) or [None] * len(own)
         self._first = [
@@ -129,6 +145,14 @@ class Sampler:
         ]
         self.mix = plan_mix(shards, phase, [source.samples for source in self.sources], self._first, where)
         self._mixture = Mixture(self.mix.shares)
+
+    def check_cache(self, where: str) -> None:
+        """Raise `InputError` if what is read at a time is more than the cache of a streamed corpus."""
+        caches = {id(shard.cache): shard.cache for shard in self.shards.shards if shard.cache}
+        pairs = zip(self.sources, self._mixture.shares, strict=True)
+        least = sum(source.held_bytes() for source, share in pairs if share)
+        for cache in caches.values():
+            cache.check_fits(least, where)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -181,8 +205,19 @@ class Sampler:
             for source, first, count, before in zip(self.sources, self._first, counts, self._start, strict=True)
         ]
 
+    def owners(self, samples: np.ndarray) -> np.ndarray:
+        """The machine that each of `samples` belongs to, int64 [B]. Machines have the same number, to within a few."""
+        source, before = self._mixture.locate(samples)
+        owner = np.zeros_like(samples)
+        for number in np.unique(source).tolist():
+            own = np.flatnonzero(source == number)
+            owner[own] = self.sources[number].owners(before[own] + self._first[number])
+        return owner
+
     def plan(self, samples: np.ndarray) -> SamplePlan:
-        """Plan `samples` (int64 [B], counted across epochs); reads sentence and document offsets, no tokens."""
+        """Plan `samples` of this machine (int64 [B], counted across epochs); reads sentence and document offsets, no
+        tokens.
+        """
         self._text.looked_up(len(samples))
         source, before = self._mixture.locate(samples)
         plans, rows = [], []
@@ -206,3 +241,19 @@ class Sampler:
                 f"{self.shards.folder}: {counted(most, 'document')} in its largest source, but random next sentences "
                 "need at least two. Add documents or set pairs.objective: none."
             )
+
+
+def _uncapped_shares(shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[int], where: str) -> list[float]:
+    """The share of each source in the samples of a phase, whatever was read before; it decides the size of windows."""
+    uncapped = None if phase is None else phase.model_copy(update={"max_epochs": 0})
+    shares = plan_mix(shards, uncapped, samples, [0] * len(samples), where).shares
+    return [share / sum(shares) for share in shares]
+
+
+def _streamed(shards: TokenShards, blocks: Blocks) -> StreamedBlocks | None:
+    """Where the blocks of a source are held; None if it is not streamed."""
+    cache = shards.shards[int(blocks.shard[0])].cache if len(blocks) else None
+    if cache is None:
+        return None
+    first = np.searchsorted(blocks.shard, blocks.shard)  # neighbors are of the same shard
+    return StreamedBlocks(cache, cache.numbers(blocks.shard, np.arange(len(blocks)) - first))

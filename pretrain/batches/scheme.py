@@ -118,9 +118,3 @@ def shuffle(rows: Rows, index: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray
 def per_sequence(rows: Rows, index: np.ndarray) -> np.ndarray:
     """How many of `index` (rows of the token axis) each sequence has, int64 [S]."""
     return np.bincount(rows.sequence[index], minlength=len(rows.starts) - 1)
-
-
-def ranges(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """begins[0], begins[0]+1, ... (counts[0] of them), begins[1], ..."""
-    ends = np.cumsum(counts)
-    return np.repeat(begins - (ends - counts), counts) + np.arange(counts.sum())

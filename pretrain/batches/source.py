@@ -1,23 +1,29 @@
 """The samples of one source at one sequence length, by their index in its epochs (invariant 1)."""
 
+from __future__ import annotations
+
+import heapq
+import math
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from pretrain.batches.blocks import Blocks, SourceOrder, Units
+from pretrain.batches.blocks import Blocks, SourceOrder, Units, Window
 from pretrain.batches.cuts import Cutting
-from pretrain.batches.order import draw, permute, root_key
+from pretrain.batches.order import draw, permute, ranges, root_key
 from pretrain.batches.pairs import PairSpans, exchanged, swapped
 from pretrain.batches.plan import SamplePlan
-from pretrain.batches.text import DocumentPlaces, JoinedPlaces, ShardText
+from pretrain.batches.text import DocumentPlaces, JoinedPlaces, ShardText, Unit
 from pretrain.config import PairsConfig
+from pretrain.corpus.block_cache import BlockCache, Lease
 
 _CELL_LENGTHS = 8  # samples whose Bs may be exchanged, in sequence lengths: most lengths of B occur several times
-_CELLS_KEPT, _WINDOWS_KEPT = 4, 2
+_LAYERS_KEPT, _WINDOWS_KEPT = 2, 2
 _OFFSET_BITS = 44  # of a token offset within a shard
+_SHARE_BLOCKS = 16  # least blocks of a share of a window: shares have nearly the same number of tokens
 
 V = TypeVar("V")
 
@@ -32,6 +38,22 @@ class SourceProgress:
     block: int  # in the order of the epoch
 
 
+@dataclass(frozen=True)
+class Machine:
+    """Which machine of a run this is. Machines divide the blocks of a window among them."""
+
+    number: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class StreamedBlocks:
+    """Where the blocks of a source are held; `numbers` int64 [N], their numbers in the cache."""
+
+    cache: BlockCache
+    numbers: np.ndarray
+
+
 class SourceSamples:
     """Samples are counted from 0 across epochs.
 
@@ -40,6 +62,8 @@ class SourceSamples:
         counts: samples of each block, [N].
         fingerprint: of the source's tokens.
         window_blocks: blocks of a window, at least.
+        machine: only its samples can be planned (`owners`).
+        held: the source's text if it is streamed.
     """
 
     def __init__(
@@ -54,7 +78,10 @@ class SourceSamples:
         fingerprint: str,
         seed: int,
         window_blocks: int,
+        machine: Machine = Machine(),
+        held: StreamedBlocks | None = None,
     ) -> None:
+        self._machine, self._held = machine, held
         self._text, self._blocks, self._cutting, self._pairs = text, blocks, cutting, pairs
         # The order of blocks is the same for all lengths, so that a phase knows what others have read.
         self.order = SourceOrder(counts, root_key(fingerprint, seed), window_blocks)
@@ -62,8 +89,8 @@ class SourceSamples:
         self._shuffle_key, self._cut_key, self._sample_key = draw(key, np.arange(3))
         self._shard = np.zeros(1 + max(shards, default=0), np.int64)  # counted within the source
         self._shard[shards] = np.arange(len(shards))
-        self._windows: _Recent[Units] = _Recent(_WINDOWS_KEPT)
-        self._cells: _Recent[SamplePlan] = _Recent(_CELLS_KEPT)
+        self._windows: _Recent[_OpenWindow] = _Recent(_WINDOWS_KEPT)
+        self._layers: _Recent[SamplePlan] = _Recent(_LAYERS_KEPT)
 
     @property
     def samples(self) -> int:
@@ -86,61 +113,133 @@ class SourceSamples:
         return (*self._cutting.identity, self.order.windows)
 
     def plan(self, samples: np.ndarray) -> SamplePlan:
-        """Plan samples, int64 [B]."""
-        epoch, window, within = self.order.locate(samples)
-        group = epoch * self.order.windows + window
+        """Plan samples of this machine, int64 [B]."""
         plans, rows = [], []
-        for number in np.unique(group).tolist():
-            here = np.flatnonzero(group == number)
-            its_epoch, its_window = divmod(number, self.order.windows)
-            plans.append(self._of_window(its_epoch, its_window, within[here]))
+        for here, window, within in self._by_window(samples):
+            plans.append(self._of_window(window, within))
             rows.append(here)
         return SamplePlan.joined(plans)[np.argsort(np.concatenate(rows), kind="stable")]
+
+    def owners(self, samples: np.ndarray) -> np.ndarray:
+        """The machine that each sample belongs to, int64 [B]; reads no text.
+
+        All samples of a block belong to the same machine, if windows have enough blocks; otherwise to the same group of
+        machines.
+        """
+        owner = np.zeros_like(samples)
+        for here, window, within in self._by_window(samples):
+            block, _ = window.samples.locate(within)
+            groups = window.groups
+            owner[here] = window.share[block] % groups + groups * (within % (self._machine.count // groups))
+        return owner
+
+    def _by_window(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, _OpenWindow, np.ndarray]]:
+        """(rows of `samples`, their window, their numbers in it), int64 each."""
+        epoch, window, within = self.order.locate(samples)
+        group = epoch * self.order.windows + window
+        for number in np.unique(group).tolist():
+            here = np.flatnonzero(group == number)
+            yield here, self._open(*divmod(number, self.order.windows)), within[here]
+
+    def _open(self, epoch: int, window: int) -> _OpenWindow:
+        found = self._windows.get((epoch, window))
+        if found is None:
+            numbers = self.order.blocks(epoch, window)
+            key = draw(draw(self._shuffle_key, epoch), window)
+            samples = Window(numbers, self.order.counts[numbers], key)
+            share = self._shares(numbers)
+            groups, own = self._own(share)
+            lease = self._hold(epoch, window, own) if self._held else None
+            units = Units(self._text, self._blocks, numbers[own], self._cutting)
+            first = int(self.order.epoch(epoch).samples[window])
+            found = _OpenWindow(epoch, first, samples, share, groups, own, units, lease)
+            self._windows.put((epoch, window), found)
+        return found
 
     def window_text(self, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(shard, first token, one past the last) of the blocks of a window, int64 [W] each."""
         numbers, blocks = self.order.blocks(epoch, window), self._blocks
         return blocks.shard[numbers].astype(np.int64), blocks.begin[numbers], blocks.end[numbers]
 
-    def _of_window(self, epoch: int, window: int, within: np.ndarray) -> SamplePlan:
-        """Samples of a window; `within` int64 [B] counts in its order."""
-        units = self._windows.get((epoch, window))
-        if units is None:
-            units = Units(self._text, self._blocks, self.order.blocks(epoch, window), self._cutting)
-            self._windows.put((epoch, window), units)
-        if not self._pairs.has_classifier:
-            return self._single(self._spans(epoch, window, units, within))
-        cells = max(1, units.samples // (_CELL_LENGTHS * self._cutting.capacity))
-        bounds = np.arange(cells + 1) * units.samples // cells
-        cell = np.searchsorted(bounds, within, side="right") - 1
-        wanted, inverse = np.unique(cell, return_inverse=True)
-        plan = self._of_cells(epoch, window, units, bounds, wanted)
-        starts = np.cumsum(np.append(0, (bounds[wanted + 1] - bounds[wanted])[:-1]))
-        return plan[starts[inverse] + within - bounds[cell]]
+    def _shares(self, numbers: np.ndarray) -> np.ndarray:
+        """The share of a window that each of its blocks is in, int64 [W]; 2^n shares of almost as many tokens."""
+        loads = [(0, share) for share in range(1 << max(0, (len(numbers) // _SHARE_BLOCKS).bit_length() - 1))]
+        sizes = self._blocks.end[numbers] - self._blocks.begin[numbers]
+        shares = np.zeros(len(numbers), np.int64)
+        for place in np.argsort(-sizes, kind="stable").tolist():  # the largest first, to the share with the fewest
+            tokens, shares[place] = loads[0]
+            heapq.heapreplace(loads, (tokens + int(sizes[place]), int(shares[place])))
+        return shares
 
-    def _of_cells(self, epoch: int, window: int, units: Units, bounds: np.ndarray, cells: np.ndarray) -> SamplePlan:
-        """All samples of cells of a window. Those of a few cells are kept, since small batches use them again."""
-        name = (epoch, window, *cells.tolist())
-        plan = self._cells.get(name)
+    def _own(self, share: np.ndarray) -> tuple[int, np.ndarray]:
+        """(groups of machines that read a window with these shares, places of this machine's blocks in it)."""
+        groups = math.gcd(1 + int(share.max(initial=0)), self._machine.count)
+        return groups, np.flatnonzero(share % groups == self._machine.number % groups)
+
+    def _hold(self, epoch: int, window: int, own: np.ndarray) -> Lease:
+        """Wait for this machine's blocks of a window, and let those of the next one come."""
+        assert self._held is not None
+        lease = self._held.cache.hold(self._held.numbers[self.order.blocks(epoch, window)[own]])
+        following = self.order.blocks(*divmod(epoch * self.order.windows + window + 1, self.order.windows))
+        self._held.cache.fetch_ahead(self._held.numbers[following[self._own(self._shares(following))[1]]])
+        return lease
+
+    def held_bytes(self) -> int:
+        """The most that this machine holds of the source at a time: two windows."""
+        if self._held is None:
+            return 0
+        whole = self._held.cache.bytes_of(self._held.numbers)
+        window = self.order.blocks(0, self.order.windows - 1)  # as large as any
+        largest = self._held.cache.largest(self._held.numbers)
+        return min(whole, 2 * (len(self._own(self._shares(window))[1]) + 1) * largest)
+
+    def _of_window(self, window: _OpenWindow, within: np.ndarray) -> SamplePlan:
+        """Samples of a window; `within` int64 [B] counts in its order."""
+        block, sample = window.samples.locate(within)
+        if not self._pairs.has_classifier:
+            return self._single(*self._spans(window, within, block, sample))
+        counts = window.samples.counts
+        # A layer has a cell of each share. Blocks are read at the same pace, so its samples are neighbors.
+        shares = 1 + int(window.share.max())
+        layers = max(1, window.samples.samples // (shares * _CELL_LENGTHS * self._cutting.capacity))
+        layer = ((sample + 1) * layers - 1) // counts[block]
+        wanted, plans, rows = np.unique(layer).tolist(), [], []
+        for number in wanted:
+            low, high = number * counts // layers, (number + 1) * counts // layers
+            begins = np.zeros(len(counts), np.int64)
+            begins[window.own] = np.cumsum(np.append(0, (high - low)[window.own][:-1]))
+            here = np.flatnonzero(layer == number)
+            whole = self._layer(window, number, low, high)
+            plans.append(whole[begins[block[here]] + sample[here] - low[block[here]]])
+            rows.append(here)
+        return SamplePlan.joined(plans)[np.argsort(np.concatenate(rows), kind="stable")]
+
+    def _layer(self, window: _OpenWindow, number: int, low: np.ndarray, high: np.ndarray) -> SamplePlan:
+        """The samples `low` to `high` of each of this machine's blocks, int64 [W]; small batches use them again."""
+        name = (window.epoch, window.first, number)
+        plan = self._layers.get(name)
         if plan is None:
-            ends = zip(bounds[cells].tolist(), bounds[cells + 1].tolist(), strict=True)
-            within = np.concatenate([np.arange(begin, end) for begin, end in ends])
-            spans = self._spans(epoch, window, units, within)
-            plan = self._paired(replace(spans, cell=np.searchsorted(bounds, within, side="right") - 1))
-            if len(cells) <= _CELLS_KEPT:
-                self._cells.put(name, plan)
+            block = np.repeat(window.own, (high - low)[window.own])
+            sample = ranges(low[window.own], (high - low)[window.own])
+            spans, _ = self._spans(window, window.samples.index(block, sample), block, sample)
+            plan = self._paired(replace(spans, cell=window.share[block]))
+            self._layers.put(name, plan)
         return plan
 
-    def _spans(self, epoch: int, window: int, units: Units, within: np.ndarray) -> PairSpans:
-        """The spans and keys of samples of a window; `_of_cells` sets `cell`, `_paired` sets `first` and `at_begin`."""
-        shuffle_key = np.broadcast_to(draw(draw(self._shuffle_key, epoch), window), len(within))
-        unit, sample = units.find(permute(within, units.samples, shuffle_key))
+    def _spans(
+        self, window: _OpenWindow, within: np.ndarray, block: np.ndarray, sample: np.ndarray
+    ) -> tuple[PairSpans, Unit]:
+        """The spans and keys of samples of blocks of a window, and what they are cut from; `_layer` sets `cell`, and
+        `_paired` sets `first` and `at_begin`.
+        """
+        shuffle_key = draw(draw(self._shuffle_key, window.epoch), window.samples.blocks[block])
+        shuffled = permute(sample, window.samples.counts[block], shuffle_key)
+        unit, number = window.units.find(np.searchsorted(window.own, block), shuffled)
         identity = self._shard[unit.shard] << _OFFSET_BITS
-        key = draw(draw(self._cut_key, epoch), identity + unit.begin)
+        key = draw(draw(self._cut_key, window.epoch), identity + unit.begin)
         places = (JoinedPlaces if self._cutting.joined else DocumentPlaces)(self._text, unit)
-        spans, rows = self._cutting.cut(places, unit.size, sample, key), np.arange(len(within))
-        index = within + self.order.epoch(epoch).samples[window]
-        return PairSpans(
+        spans, rows = self._cutting.cut(places, unit.size, number, key), np.arange(len(within))
+        made = PairSpans(
             cell=np.zeros_like(within),
             shard=unit.shard,
             begin=places.token(rows, spans.begin),
@@ -150,15 +249,19 @@ class SourceSamples:
             at_begin=np.zeros_like(spans.at_end),
             at_end=spans.at_end,
             document=identity + unit.first,
-            key=draw(draw(self._sample_key, epoch), index),
+            key=draw(draw(self._sample_key, window.epoch), within + window.first),
         )
+        return made, unit
 
-    def _single(self, spans: PairSpans) -> SamplePlan:
+    def _single(self, spans: PairSpans, unit: Unit) -> SamplePlan:
         """One segment for each span."""
         length, nothing = spans.end - spans.begin, np.zeros_like(spans.begin)
-        separators = nothing
+        first, separators = unit.first, nothing
         if self._cutting.joined:
-            first, last = (self._text.document_at(spans.shard, place) for place in (spans.begin, spans.end - 1))
+            first, last = (
+                self._text.last_document(unit.shard, unit.first, unit.last, place, column=1)
+                for place in (spans.begin, spans.end - 1)
+            )
             separators = last - first
         return SamplePlan(
             number=nothing.copy(),
@@ -171,6 +274,7 @@ class SourceSamples:
             length_b=nothing,
             label=nothing,
             lengths=length + separators + 2,
+            document=first,
             separators=separators,
             at_end=spans.at_end,
         )
@@ -198,9 +302,24 @@ class SourceSamples:
             length_b=length_b,
             label=made.label,
             lengths=length_a + length_b + 3,
+            document=np.zeros_like(spans.begin),
             separators=np.zeros_like(spans.begin),
             at_end=spans.at_end,
         )
+
+
+@dataclass(frozen=True)
+class _OpenWindow:
+    """A window that is being read, and what samples of this machine are cut from."""
+
+    epoch: int
+    first: int  # sample of the epoch
+    samples: Window
+    share: np.ndarray  # of each block, int64 [W]; couples of pairs stay within one
+    groups: int  # of machines; each reads as many shares
+    own: np.ndarray  # places of this machine's blocks in the window, int64
+    units: Units  # of those
+    lease: Lease | None  # keeps those here
 
 
 class _Recent(Generic[V]):

@@ -27,6 +27,8 @@ class Unit:
     size: np.ndarray  # tokens, and one more between any two of its documents
     first: np.ndarray  # document of the shard
     last: np.ndarray  # one past the last one
+    first_sentence: np.ndarray  # of its block; a document that blocks divide has others, too
+    last_sentence: np.ndarray  # one past the block's last one
 
     def __getitem__(self, rows: np.ndarray) -> Unit:
         return Unit(*(column[rows] for column in vars(self).values()))
@@ -72,29 +74,9 @@ class ShardText:
         """Token offsets of the documents from `first` to before `stop`; int64 [stop - first]."""
         return self._tables[shard][first:stop, 1]
 
-    def first_document(self, shard: np.ndarray, wanted: np.ndarray, each: int) -> np.ndarray:
-        """The first document that begins at or after `wanted`, if every document had `each` tokens more."""
-        low, high = np.zeros_like(wanted), self._counts[shard]
-        for _ in range(int(high.max(initial=0)).bit_length()):
-            middle = (low + high) >> 1
-            before = self.document_begin(shard, middle) + each * middle < wanted
-            low, high = np.where(before & (low < high), middle + 1, low), np.where(before, high, middle)
-        return low
-
-    def document_at(self, shard: np.ndarray, offset: np.ndarray) -> np.ndarray:
-        """The document that holds the token at `offset`."""
-        return self.last_document(shard, np.zeros_like(offset), self._counts[shard], offset, column=1)
-
     def offset(self, shard: np.ndarray, sentence: np.ndarray) -> np.ndarray:
         """Token offset at which sentences begin."""
         return self._sentences.at(shard, sentence)
-
-    def sentence_near(self, shard: np.ndarray, document: np.ndarray, offset: np.ndarray, reach: int) -> np.ndarray:
-        """Where the first sentence of a document from `offset` on begins, or `offset` if that is over `reach` away."""
-        last = self.document_first(shard, document + 1)
-        found = self.first_at_least(shard, self.document_first(shard, document), last, offset)
-        begin = self.offset(shard, np.minimum(found, last - 1))
-        return np.where((found < last) & (begin - offset <= reach), begin, offset)
 
     def first_at_least(self, shard: np.ndarray, low: np.ndarray, high: np.ndarray, offset: np.ndarray) -> np.ndarray:
         """The first sentence in [low, high) that begins at or after `offset`, or `high`; a binary search."""
@@ -145,15 +127,7 @@ class DocumentPlaces:
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
         text, unit = self._text, self._unit
         first, last = text.document_first(unit.shard, unit.first), text.document_first(unit.shard, unit.last)
-        # Documents that blocks divide.
-        divided = text.document_begin(unit.shard, unit.first) < unit.begin
-        divided |= text.document_begin(unit.shard, unit.last) > unit.begin + unit.size
-        if len(rows := np.flatnonzero(divided)):
-            shard, begin, end = unit.shard[rows], unit.begin[rows], (unit.begin + unit.size)[rows]
-            low, high = first[rows], last[rows]
-            first[rows] = text.first_at_least(shard, low, high, begin)
-            last[rows] = text.first_at_least(shard, low, high, end)
-        return first, last
+        return np.maximum(first, unit.first_sentence), np.minimum(last, unit.last_sentence)
 
     def around(
         self, rows: np.ndarray, low: np.ndarray, high: np.ndarray, place: np.ndarray
@@ -175,7 +149,8 @@ class JoinedPlaces(DocumentPlaces):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         unit, text = self._unit[rows], self._text
         document = self._document(unit, place)
-        first, last = text.document_first(unit.shard, document), text.document_first(unit.shard, document + 1)
+        first = np.maximum(text.document_first(unit.shard, document), unit.first_sentence)
+        last = np.minimum(text.document_first(unit.shard, document + 1), unit.last_sentence)
         found = text.first_at_least(unit.shard, first, last, unit.begin + place - (document - unit.first))
         found = found.clip(low, np.maximum(high, low))
         return found, self._place(unit, np.maximum(found - 1, 0)), self._place(unit, found)

@@ -30,6 +30,7 @@ from pretrain.config.families import SIZES, Shape
 from pretrain.corpus.extension import old_pieces
 from pretrain.corpus.manifest import check_same_tokenizer
 from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.corpus.stored import open_corpus
 from pretrain.corpus.vocabulary import tokenizer_from_json, vocabulary_size
 from pretrain.model.heads import PretrainingModel
 from pretrain.objectives.objective import FrozenModel
@@ -207,7 +208,7 @@ def check_start_corpus(config: PretrainConfig) -> None:
 
 def start_table(config: PretrainConfig) -> str:
     """Where each tensor of the checkpoint goes, and how the rest is initialized, as lines. Raises as `read_start`."""
-    shards = open_shards(config.corpus.folder, "train")
+    shards = open_corpus(config.corpus, "train", tokens=False)
     with torch.device("meta"):
         rows = config.model.rows(shards.vocabulary_size)
         model = PretrainingModel(config.model, rows, config.pairs.has_classifier)
@@ -270,13 +271,9 @@ def log_frequencies(shards: TokenShards, *, rows: int) -> Tensor:
     The specials and padded rows, which no one has to predict, are in no shard and so have the lowest value.
     """
     counts = np.ones(rows, np.float64)
-    for shard in shards.shards:
-        for begin in range(0, len(shard.tokens), _TOKENS_AT_ONCE):
-            counts += np.bincount(shard.tokens[begin : begin + _TOKENS_AT_ONCE], minlength=len(counts))
+    for tokens in shards.some_tokens():
+        counts += np.bincount(tokens, minlength=len(counts))
     return torch.from_numpy(np.log(counts / counts.sum())).float()
-
-
-_TOKENS_AT_ONCE = 1 << 24
 
 
 def _added_entries(tokenizer: Tokenizer, shards: TokenShards) -> list[list[int]]:
@@ -345,7 +342,7 @@ def read_frozen(config: PretrainConfig, setting: str) -> FrozenModel:
     where = f"{setting}: {folder}"
     released = read_released(fetched_model(folder))
     tokenizer = start_tokenizer(fetched_model(folder), released)
-    shards = open_shards(config.corpus.folder, "train")
+    shards = open_corpus(config.corpus, "train", tokens=False)
     check_same_tokenizer(shards.folder, tokenizer, of=setting)
     model, entries = released.model, config.model.rows(vocabulary_size(tokenizer))
     if entries > released.vocabulary_size:

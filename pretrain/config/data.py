@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ByteSize, Field, field_validator, model_validator
 
-from pretrain.common.addresses import local
+from pretrain.common.addresses import is_remote, local
 from pretrain.common.earlier import LeftError
 from pretrain.common.kinds import check_kind
 from pretrain.common.sections import LocalPath, Location, Section
@@ -140,6 +140,11 @@ class CorpusConfig(Section):
         description="Folder of the token shards, tokenizer, manifest and card, or an address such as "
         "s3://bucket/corpora/wiki."
     )
+    cache: ByteSize = Field(
+        default=ByteSize(0),
+        description="Only with dir at an address: disk space of each machine for the training text, such as 50GB. "
+        "Training then begins at once and fetches what it reads next. 0 copies the whole corpus to each machine first.",
+    )
     sources: tuple[SourceConfig, ...] = Field(
         default=(), description="Text to prepare. May be empty if dir already holds a prepared corpus."
     )
@@ -172,6 +177,12 @@ class CorpusConfig(Section):
         description="Processes that prepare the corpus. 0 uses one per core of this machine, "
         "or of the cluster that scheduling.address names.",
     )
+
+    @model_validator(mode="after")
+    def _check_cache(self) -> CorpusConfig:
+        if self.cache and not is_remote(self.dir):
+            raise ValueError(f"cache has no effect with dir: {self.dir}, which is no address. Remove it")
+        return self
 
     @property
     def folder(self) -> Path:

@@ -1,8 +1,9 @@
-"""Token shards on disk (invariants 4 and 5): three flat arrays per shard, memory-mapped, one copy of the corpus.
+"""Token shards on disk (invariants 4 and 5): flat arrays, memory-mapped, one copy of the corpus.
 
     <shard>.tokens.npy     uint16 or uint32 [tokens]      sentences end to end, without special tokens
     <shard>.sentences.npy  uint64 [sentences + 1]         token offset of each sentence
     <shard>.documents.npy  uint64 [documents + 1, 2]      (sentence offset, token offset) of each document
+    <shard>.blocks.npy     BLOCK [blocks]                 ranges that are read by themselves (`pretrain.corpus.blocks`)
 
 A shard holds documents of one source and one split. `manifest.json` lists them and is written last.
 """
@@ -17,7 +18,7 @@ import mmap
 import resource
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -34,12 +35,17 @@ from pretrain.common.files import (
     write_json,
 )
 from pretrain.common.kinds import not_one_of
+from pretrain.corpus.block_cache import BlockCache
+from pretrain.corpus.blocks import BLOCK, write_blocks
 
 FORMAT = 1
+_TOKENS_AT_ONCE, _STREAMED_PARTS = 1 << 24, 16
 _PROVEN = ".proven.json"
 _ARRAYS = ("tokens", "sentences", "documents")
+BLOCKS = "blocks"
+COUNTS = ".samples"  # folder of a corpus: how many samples each block has, by source and by how sequences are cut
 # A mapping needs no descriptor, but before Python 3.13 mmap always keeps one.
-_NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
@@ -57,6 +63,8 @@ class Shard:
     tokens: np.ndarray
     sentences: np.ndarray
     documents: np.ndarray
+    blocks: np.ndarray | None = None  # BLOCK; shards of earlier versions have no table of them
+    cache: BlockCache | None = None  # which holds the blocks of a streamed shard
 
 
 @dataclass(frozen=True)
@@ -70,11 +78,23 @@ class TokenShards:
     sources: list[dict[str, Any]]
     shards: list[Shard]
     fingerprints: tuple[str, ...] = ()  # of each source: what decides its tokens
+    split: str = "train"
     grown: int = 0  # how often sources were added
 
     def of_source(self, source: int) -> list[int]:
         """The shards of a source, by their place in `shards`."""
         return [number for number, shard in enumerate(self.shards) if shard.source == source]
+
+    def some_tokens(self) -> Iterator[np.ndarray]:
+        """The tokens of all shards, in parts; of streamed shards some blocks, evenly spread."""
+        for number, shard in enumerate(self.shards):
+            if shard.cache is None or shard.blocks is None:
+                for begin in range(0, len(shard.tokens), _TOKENS_AT_ONCE):
+                    yield shard.tokens[begin : begin + _TOKENS_AT_ONCE]
+            elif number % max(1, len(self.shards) // _STREAMED_PARTS) == 0:
+                lease = shard.cache.hold(shard.cache.numbers(np.array([number]), np.array([0])))
+                yield shard.tokens[: int(shard.blocks["end"][0])]
+                del lease
 
     def source_fingerprint(self, source: int) -> str:
         """A digest of what decides the tokens of a source, whatever else the corpus has (invariant 1)."""
@@ -120,7 +140,8 @@ def shards_of(folder: Path, manifest: dict[str, Any], split: str) -> TokenShards
         special_ids=manifest["special_ids"],
         sources=manifest["sources"],
         shards=[_open_shard(folder, entry, manifest) for entry in manifest["shards"] if entry["split"] == split],
-        fingerprints=tuple(source_fingerprint(manifest, number) for number in range(len(manifest["sources"]))),
+        fingerprints=source_fingerprints(manifest),
+        split=split,
         grown=manifest.get("grown", 0),
     )
 
@@ -149,6 +170,11 @@ def verify_shards(folder: Path) -> None:
             write_json(folder / _PROVEN, proofs)
 
 
+def source_fingerprints(manifest: dict[str, Any]) -> tuple[str, ...]:
+    """Of each source of a manifest, in their order."""
+    return tuple(source_fingerprint(manifest, number) for number in range(len(manifest["sources"])))
+
+
 def source_fingerprint(manifest: dict[str, Any], source: int) -> str:
     """A digest of the vocabulary and of the contents of a source's shards."""
     files = manifest["files"]
@@ -174,18 +200,38 @@ def _check_format(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 def _open_shard(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> Shard:
     arrays = {part: _mapped(folder / f"{entry['name']}.{part}.npy") for part in _ARRAYS}
-    expected = {
-        "tokens": (np.dtype(manifest["dtype"]), (entry["tokens"],)),
-        "sentences": (np.dtype(np.uint64), (entry["sentences"] + 1,)),
-        "documents": (np.dtype(np.uint64), (entry["documents"] + 1, 2)),
-    }
-    for part, (dtype, shape) in expected.items():
+    for part, (dtype, shape) in array_types(entry, manifest).items():
         if (arrays[part].dtype, arrays[part].shape) != (dtype, shape):
             raise InputError(
                 f"{folder / entry['name']}.{part}.npy: {arrays[part].dtype} {arrays[part].shape}, but the manifest has "
                 f"{dtype} {shape}. Prepare the corpus again."
             )
-    return Shard(entry["name"], entry["split"], entry["source"], **arrays)
+    tokens, sentences, documents = (arrays[part] for part in _ARRAYS)
+    blocks = read_blocks(folder, entry, manifest)
+    return Shard(entry["name"], entry["split"], entry["source"], tokens, sentences, documents, blocks)
+
+
+def array_types(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """(dtype, shape) of each array of a shard."""
+    return {
+        "tokens": (np.dtype(manifest["dtype"]), (entry["tokens"],)),
+        "sentences": (np.dtype(np.uint64), (entry["sentences"] + 1,)),
+        "documents": (np.dtype(np.uint64), (entry["documents"] + 1, 2)),
+    }
+
+
+def read_blocks(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> np.ndarray | None:
+    """The table of a shard's blocks; None if it was prepared without one."""
+    name = f"{entry['name']}.{BLOCKS}.npy"
+    if name not in manifest["files"]:
+        return None
+    try:
+        blocks = np.load(folder / name, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder / name}: damaged ({error}). Prepare the corpus again.") from None
+    if blocks.dtype != BLOCK:
+        raise InputError(f"{folder / name}: is no table of blocks ({blocks.dtype}). Prepare the corpus again.")
+    return blocks
 
 
 def _mapped(path: Path) -> np.ndarray:
@@ -197,7 +243,7 @@ def _mapped(path: Path) -> np.ndarray:
             shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
             if fortran or dtype.hasobject:
                 raise ValueError("another layout than written here")
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **_NO_DESCRIPTOR)
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **NO_DESCRIPTOR)
             return np.ndarray(shape, dtype, mapping, offset=file.tell())
     except (ValueError, TypeError) as error:
         raise InputError(f"{path}: damaged ({error}). Prepare the corpus again.") from None
@@ -274,7 +320,11 @@ class ShardWriter:
             self._stack.__exit__(type(error), error, None)
             raise error
         self._stack.__exit__(kind, error, trace)
-        self.hashes = {f"{self._name}.{part}.npy": file.digest() for part, file in self._files.items()}
+        if error is None:
+            self.hashes = {f"{self._name}.{part}.npy": file.digest() for part, file in self._files.items()}
+            path = self._folder / f"{self._name}.{BLOCKS}.npy"
+            arrays = {part: _mapped(self._folder / f"{self._name}.{part}.npy") for part in _ARRAYS}
+            self.hashes[path.name] = write_blocks(path, arrays)
 
 
 class _HashedFile:

@@ -1,33 +1,130 @@
-"""Corpora in object stores: fetched to the machine that reads them, stored by the one that prepared them."""
+"""Corpora in object stores: copied to the machines that read them or streamed, stored by the one that prepares."""
 
 import contextlib
+import hashlib
+import math
+import mmap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pretrain.common.addresses import check_address, is_remote, join
 from pretrain.common.errors import InputError
-from pretrain.common.files import MANIFEST, atomic_open, check_manifest, read_manifest
+from pretrain.common.files import MANIFEST, allow_open_files, atomic_open, check_manifest, read_manifest
 from pretrain.config import CorpusConfig
+from pretrain.corpus.block_cache import BlockCache, StoredArray, StoredShard, remove_unused
 from pretrain.corpus.card import CARD_FILES
+from pretrain.corpus.shards import (
+    COUNTS,
+    NO_DESCRIPTOR,
+    Shard,
+    TokenShards,
+    array_types,
+    open_shards,
+    read_blocks,
+    shards_of,
+    source_fingerprints,
+)
 from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
+
+_ARRAYS_READ_BY_BLOCK = tuple(f"train-*.{part}.npy" for part in ("tokens", "sentences", "documents"))
+_STREAMED = ".streamed"  # folder of a corpus: its manifest, and the blocks that are here
+
+
+def is_streamed(corpus: CorpusConfig) -> bool:
+    """Whether training reads the corpus from its address while it goes on."""
+    return is_remote(corpus.dir) and bool(corpus.cache) and not (corpus.folder / MANIFEST).is_file()
 
 
 def fetch_corpus(corpus: CorpusConfig) -> Path:
     """Bring the prepared corpus to this machine if it is at an address; returns its folder.
 
+    With `corpus.cache`, all but the training text, unless a full copy is here already.
+
     Raises `InputError` and `MachineError` as `folders.fetch`.
     """
-    if is_remote(corpus.dir):
-        folders.fetch(corpus.dir, advice="Run `prepare` with this config first.")
+    advice = "Run `prepare` with this config first."
+    if is_streamed(corpus):
+        objects = ObjectStore()
+        folders.fetch(corpus.dir, objects, but=_ARRAYS_READ_BY_BLOCK, advice=advice)
+        folders.fetch_files(join(corpus.dir, COUNTS), (), objects)
+        content = folders.read_stored_manifest(corpus.dir, objects)
+        with folders.alone(corpus.folder), atomic_open(corpus.folder / _STREAMED / MANIFEST) as file:
+            file.write(content or b"")
+    elif is_remote(corpus.dir):
+        folders.fetch(corpus.dir, advice=advice)
     return corpus.folder
+
+
+def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> TokenShards:
+    """Open the shards of `split` of a corpus that `fetch_corpus` has brought, as `open_shards`.
+
+    Args:
+        tokens: whether its text is read. Otherwise the shards of one that is streamed are left out.
+
+    Raises `InputError` also if a streamed corpus has no tables of blocks.
+    """
+    if not is_streamed(corpus):
+        return open_shards(corpus.folder, split)
+    content = (corpus.folder / _STREAMED / MANIFEST).read_bytes()
+    manifest = check_manifest(content, join(corpus.dir, MANIFEST))
+    if split != "train":
+        return shards_of(corpus.folder, manifest, split)
+    entries = [entry for entry in manifest["shards"] if entry["split"] == split] if tokens else []
+    described = shards_of(corpus.folder, {**manifest, "shards": []}, split)
+    fingerprints = source_fingerprints(manifest)
+    if not entries:
+        return replace(described, fingerprints=fingerprints)
+    tables = [table for entry in entries if (table := read_blocks(corpus.folder, entry, manifest)) is not None]
+    if len(tables) < len(entries):
+        raise InputError(
+            f"{corpus.dir}: was prepared by a version that kept no tables of blocks, so it cannot be streamed. Remove "
+            "corpus.cache to copy it to each machine, or prepare it again."
+        )
+    folder = corpus.folder / _STREAMED / hashlib.sha256(content).hexdigest()[:16]
+    remove_unused(folder)
+    stored = [StoredShard(_arrays(entry, manifest), table) for entry, table in zip(entries, tables, strict=True)]
+    allow_open_files(6 * len(stored))
+    cache = BlockCache(corpus.dir, folder, stored, most_bytes=int(corpus.cache))
+    shards = [
+        Shard(
+            entry["name"], split, entry["source"], *_mapped(cache, number, entry, manifest), blocks=table, cache=cache
+        )
+        for number, (entry, table) in enumerate(zip(entries, tables, strict=True))
+    ]
+    return replace(described, fingerprints=fingerprints, shards=shards)
+
+
+def _arrays(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, StoredArray]:
+    """The arrays of a shard at an address."""
+    arrays = {}
+    for part, (dtype, shape) in array_types(entry, manifest).items():
+        name, width = f"{entry['name']}.{part}.npy", dtype.itemsize * math.prod(shape[1:])
+        size = int(manifest["files"][name]["bytes"])
+        arrays[part] = StoredArray(name, size, size - width * shape[0], width)
+    return arrays
+
+
+def _mapped(
+    cache: BlockCache, shard: int, entry: dict[str, Any], manifest: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, sentences and documents of a shard, which have zeros where no block is held."""
+    arrays = {}
+    for part, (dtype, shape) in array_types(entry, manifest).items():
+        descriptor, header = cache.array(shard, part)
+        mapping = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ, **NO_DESCRIPTOR)
+        arrays[part] = np.ndarray(shape, dtype, mapping, offset=header)
+    return arrays["tokens"], arrays["sentences"], arrays["documents"]
 
 
 def fetch_without_tokens(corpus: CorpusConfig, *, again: bool = False) -> Path:
     """As `fetch_corpus`, but of a corpus that is not here only the tokenizer and the card; `again`: of each corpus."""
     if is_remote(corpus.dir) and (again or not (corpus.folder / MANIFEST).is_file()):
-        folders.fetch(corpus.dir, but="*.npy")
+        folders.fetch(corpus.dir, but=("*.npy",))
     return corpus.folder
 
 
@@ -56,11 +153,12 @@ def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
         raise InputError(f"corpus.dir: {error}") from None
     theirs = folders.read_stored_manifest(corpus.dir, ObjectStore())
     if theirs is not None and not _has_all(corpus.folder, theirs):
-        folders.fetch(corpus.dir, but="*.npy")
+        folders.fetch(corpus.dir, but=("*.npy",))
         with atomic_open(corpus.folder / MANIFEST) as file:
             file.write(theirs)
     yield theirs is not None
     folders.store(corpus.folder, corpus.dir, replaced=CARD_FILES)
+    _store_counts(corpus)
     if any(not (corpus.folder / name).is_file() for name in read_manifest(corpus.folder)["files"]):
         (corpus.folder / MANIFEST).unlink()  # who reads the tokens fetches the others
 
@@ -71,3 +169,12 @@ def _has_all(folder: Path, manifest: bytes) -> bool:
         return False
     here, there = read_manifest(folder), folders.files_of(manifest)
     return all(here["files"].get(name) == entry for name, entry in there.items() if name not in CARD_FILES)
+
+
+def _store_counts(corpus: CorpusConfig) -> None:
+    """Store how many samples the blocks have, which a machine that streams the corpus cannot count."""
+    here = {path.name: path for path in (corpus.folder / COUNTS).glob("*.npy")}
+    objects = ObjectStore()
+    there = objects.listing(join(corpus.dir, COUNTS)) if here else {}
+    for name in here.keys() - there.keys():
+        objects.upload(here[name], join(corpus.dir, COUNTS, name))

@@ -13,11 +13,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from pretrain.batches.blocks import WINDOW_BLOCKS
 from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
 from pretrain.common.wording import counted
 from pretrain.config import ModelConfig, Precision, PretrainConfig
-from pretrain.corpus.stored import prepared_manifest
+from pretrain.corpus.blocks import BLOCK_TOKENS, PARTS
+from pretrain.corpus.stored import is_streamed, prepared_manifest
 from pretrain.model import cost
 from pretrain.model.precision import allow_tf32, matmul_peak, resolve_precision, unsupported
 from pretrain.objectives import objective_of
@@ -28,6 +30,8 @@ from pretrain.planning.work import ASSUMED_FILL, Work, frozen_shape, optimizer_f
 # Assumed MFU of this machine: our step on CPU has half of the measured matmul peak. By this definition NVIDIA's
 # BERT-Large on 8 A100 had 0.44 at length 128 (DeepLearningExamples README).
 ASSUMED_MFU = {"cuda": 0.40, "cpu": 0.50}
+
+_DOLLARS_A_REQUEST = 0.0004 / 1000  # GET of S3 Standard in us-east-1, 2026
 
 
 def dry_run(
@@ -341,7 +345,27 @@ def _corpus_lines(config: PretrainConfig) -> str:
         lines.append(f"  {split}: " + ", ".join(f"{sum(s[kind] for s in shards):,} {kind}" for kind in kinds))
     names = ", ".join(source["name"] for source in manifest["sources"])
     lines.append(f"  {folder}: {manifest['vocabulary_size']:,} vocabulary entries, sources {names}")
+    if is_streamed(config.corpus):
+        lines.append(f"  {_streaming_line(manifest, int(config.corpus.cache))}")
     return "\n".join(lines)
+
+
+def _streaming_line(manifest: dict[str, Any], cache: int) -> str:
+    """What it takes to read a corpus from its address."""
+    shards = [shard for shard in manifest["shards"] if shard["split"] == "train"]
+    files = (f"{shard['name']}.{part}.npy" for shard in shards for part in PARTS)
+    size, blocks = sum(manifest["files"][name]["bytes"] for name in files), sum(map(_blocks, shards))
+    held = min(blocks, WINDOW_BLOCKS + len(manifest["sources"]))
+    least, requests = min(blocks, 2 * held) * size / max(1, blocks), len(PARTS) * blocks
+    return (
+        f"streamed: {size / 1e9:,.3g} GB in {counted(blocks, 'block')}, a machine keeps {cache / 1e9:,.3g} GB and "
+        f"needs {least / 1e9:,.3g} GB at least, less if machines divide the text. "
+        f"A pass takes {requests:,} requests, ${requests * _DOLLARS_A_REQUEST:,.2f} at S3's price without transfer"
+    )
+
+
+def _blocks(shard: dict[str, Any]) -> int:
+    return max(1, round(shard["tokens"] / BLOCK_TOKENS))
 
 
 def preparation_lines(plan: dict[str, Any]) -> str:

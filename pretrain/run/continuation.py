@@ -20,6 +20,7 @@ from pretrain.common.files import write_json
 from pretrain.common.run_files import START_FILE
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.corpus.stored import open_corpus
 from pretrain.corpus.vocabulary import tokenizer_digest
 from pretrain.run.session import check_same_data
 from pretrain.training.engine import Engine
@@ -50,8 +51,8 @@ class Corpora:
     @classmethod
     def open(cls, config: PretrainConfig) -> Corpora:
         """Open what `config` names; raises as `open_shards` and `with_replay`."""
-        folder, adaptation = config.corpus.folder, config.adaptation
-        own, held_out = open_shards(folder, "train"), open_shards(folder, "validation")
+        adaptation = config.adaptation
+        own, held_out = open_corpus(config.corpus, "train"), open_corpus(config.corpus, "validation")
         if not adaptation.replay_corpus:
             return cls(own, own, held_out)
         general = local(adaptation.replay_corpus)

@@ -50,11 +50,11 @@ def check_corpus(config: PretrainConfig) -> None:
             lacks a source that a phase weighs.
     """
     from pretrain.corpus.manifest import source_name
-    from pretrain.corpus.shards import open_shards, verify_shards
-    from pretrain.corpus.stored import fetch_corpus
+    from pretrain.corpus.shards import verify_shards
+    from pretrain.corpus.stored import fetch_corpus, is_streamed, open_corpus
 
     folder = fetch_corpus(config.corpus)
-    shards = open_shards(folder, "train")
+    shards = open_corpus(config.corpus, "train", tokens=False)
     size = shards.vocabulary_size
     weights = {source_name(source): source.weight for source in config.corpus.sources}
     prepared = {source["name"]: source["weight"] for source in shards.sources if source.get("name") in weights}
@@ -67,8 +67,9 @@ def check_corpus(config: PretrainConfig) -> None:
         )
     for number, phase in enumerate(config.phases):
         shards.weights(phase.weights, f"phases.{number}.weights")
-    verify_shards(folder)
-    if config.adaptation.replay_corpus and not open_shards(folder, "validation").shards:
+    if not is_streamed(config.corpus):  # blocks are verified as they come
+        verify_shards(folder)
+    if config.adaptation.replay_corpus and not open_corpus(config.corpus, "validation").shards:
         print(
             f"warning: adaptation.replay_corpus is not evaluated, since {folder} has no held-out text beside which its "
             "losses are recorded. Prepare it with a corpus.validation_fraction above 0.",

@@ -78,7 +78,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         )
         objective.to(engine.device, torch_dtype(config.engine.resolved_precision))
 
-        task = Pretraining(config, corpora, objective, engine, device)
+        task = Pretraining(config, corpora, objective, engine, device, _machines(engine, worker))
         continuation.identity["mixtures"] = task.mixtures
 
         def begin() -> None:
@@ -103,6 +103,14 @@ def main(request: TrainingRequest, worker: Worker) -> None:
         )
         run(training, engine, worker, resume=request.resume, events=request.events)
         engine.close()
+
+
+def _machines(engine: Engine, worker: Worker) -> int:
+    """On how many machines the ranks are, if there are equally many neighbors on each; otherwise 1."""
+    ranks, size = engine.world_size, worker.local_world_size
+    facts = torch.tensor([size, size**2, worker.rank % size != worker.local_rank], dtype=torch.float64)
+    engine.workers.sum_over_workers(facts)
+    return ranks // size if facts.tolist() == [ranks * size, ranks * size**2, 0] and not ranks % size else 1
 
 
 def _plan(config: PretrainConfig) -> TrainingPlan:
@@ -136,7 +144,9 @@ class Pretraining:
         objective: Objective,
         engine: Engine,
         device: torch.device,
+        machines: int = 1,
     ) -> None:
+        self._machines = machines
         self._config, self._shards, self._objective = config, corpora.training, objective
         self._engine, self._device = engine, device
         self._loader: Loader | None = None
@@ -153,7 +163,7 @@ class Pretraining:
         self.mixtures: list[list[list[Any]]] = []  # of each phase, as `Sampler.identity`
         place: dict[str, Any] = {"rank": engine.rank, "world_size": engine.world_size}
         for number, phase in enumerate(config.phases):  # report errors of later phases now, not after hours of training
-            maker = BatchMaker(self._shards, config, number, seed=config.seed, **place)
+            maker = BatchMaker(self._shards, config, number, seed=config.seed, machines=machines, **place)
             maker.check_batch()
             self.mixtures.append(maker.sampler.identity)
             if self._exchange is None and maker.needs_exchange(phase.global_sequences):
@@ -294,6 +304,7 @@ class Pretraining:
             start_step=start_step,
             skipped=skipped,
             pinned=self._device.type == "cuda",
+            machines=self._machines,
             exchange=self._exchange,
         )
         self._stalled_before += time.perf_counter() - began

@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def fetch(
     objects: ObjectStore | None = None,
     *,
     folder: Path | None = None,
-    but: str = "",
+    but: Sequence[str] = (),
     trusted: bool = True,
     place: Callable[[str, str], str] | None = None,
     advice: str = "Check the address.",
@@ -59,7 +59,7 @@ def fetch(
 
     Args:
         objects: where the address is.
-        but: files whose names match this pattern are left out, and then no manifest is written.
+        but: files whose names match one of these patterns are left out, and then no manifest is written.
         trusted: files under the same manifest are compared by size, otherwise by SHA-256.
         place: the address of a file from its name and SHA-256; without it, its name below `address`.
         advice: what to do if there is no manifest.
@@ -73,7 +73,11 @@ def fetch(
     if content is None:
         raise InputError(f"{join(address, MANIFEST)}: not found, so nothing complete is stored there. {advice}")
     manifest = check_manifest(content, join(address, MANIFEST))
-    files = {name: entry for name, entry in manifest["files"].items() if not (but and fnmatch.fnmatch(name, but))}
+    files = {
+        name: entry
+        for name, entry in manifest["files"].items()
+        if not any(fnmatch.fnmatch(name, pattern) for pattern in but)
+    }
     with alone(folder):
         same = (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == content
         trusted = trusted and same

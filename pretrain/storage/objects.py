@@ -86,14 +86,15 @@ class ObjectStore:
     """Objects by address.
 
     Args:
-        retry_seconds: how long an operation that fails is tried again; the first attempt does not count.
+        retry_seconds: how long an operation that fails is tried again, by default `RETRY_SECONDS`; the first attempt
+            does not count.
 
     Its methods raise `AccessError` for wrong credentials, a missing bucket and a missing package, and `MachineError` if
     the store still fails after `retry_seconds`.
     """
 
-    def __init__(self, retry_seconds: float = RETRY_SECONDS) -> None:
-        self._retry_seconds = retry_seconds
+    def __init__(self, retry_seconds: float | None = None) -> None:
+        self._retry_seconds = RETRY_SECONDS if retry_seconds is None else retry_seconds
 
     def read(self, address: str) -> bytes | None:
         """The content of a small object; None if there is none."""
@@ -104,6 +105,17 @@ class ObjectStore:
             except FileNotFoundError as error:
                 _refuse_missing_bucket(address, error)
                 return None
+
+        return self._retried(address, "read", work)
+
+    def read_range(self, address: str, begin: int, end: int) -> bytes:
+        """The bytes from `begin` to before `end` of an object."""
+
+        def work() -> bytes:
+            chunk = _system(address).cat_file(_name(address), start=begin, end=end)
+            if len(chunk) != end - begin:
+                raise OSError(f"{len(chunk)} bytes came, not {end - begin}")
+            return chunk
 
         return self._retried(address, "read", work)
 
@@ -209,15 +221,7 @@ class ObjectStore:
         """Add what `part` lacks of the object's `size` bytes."""
         with part.open("ab") as file:
             while (position := file.tell()) < size:
-                end = min(size, position + _CHUNK_BYTES)
-
-                def work(position: int = position, end: int = end) -> bytes:
-                    chunk = _system(address).cat_file(_name(address), start=position, end=end)
-                    if len(chunk) != end - position:
-                        raise OSError(f"{len(chunk)} bytes came, not {end - position}")
-                    return chunk
-
-                file.write(self._retried(address, "read", work))
+                file.write(self.read_range(address, position, min(size, position + _CHUNK_BYTES)))
             file.flush()
             os.fsync(file.fileno())
 

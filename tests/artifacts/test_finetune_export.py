@@ -129,8 +129,7 @@ def test_the_written_model_and_the_padded_one_give_our_logits(family: str, head:
 
 
 @pytest.mark.parametrize(
-    ("family", "head"),
-    [pytest.param(*each, marks=[] if each[0] == "bert" else [pytest.mark.slow]) for each in ALL],
+    ("family", "head"), [pytest.param(*each, marks=[] if each[0] == "bert" else [pytest.mark.slow]) for each in ALL]
 )
 def test_onnxruntime_gives_our_logits(family: str, head: Head, tmp_path: Path) -> None:
     import onnx
@@ -184,12 +183,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     released = read_released(folder / "bert")
     torch.manual_seed(1)
     model = TaskModel(
-        released.model,
-        released.vocabulary_size,
-        task.head,
-        task.objective,
-        task.outputs,
-        released.task_head(task.head),
+        released.model, released.vocabulary_size, task.head, task.objective, task.outputs, released.task_head(task.head)
     )
     predictions: list[dict[str, Any]] = [{"label": "negative"} for _ in held_out["dev"]]
     save_model(
@@ -225,10 +219,7 @@ def test_the_card_of_an_onnx_export_mentions_onnx(run: Path, tmp_path: Path, cap
     assert said.err == ""  # torch.onnx is silent
     assert said.out.count("\n") == 1
     assert "model.onnx: opset 23, logits within" in said.out
-    assert set(verify_manifest(tmp_path / "out")["files"]) == {
-        *verify_manifest(run / "model")["files"],
-        "model.onnx",
-    }
+    assert set(verify_manifest(tmp_path / "out")["files"]) == {*verify_manifest(run / "model")["files"], "model.onnx"}
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert card.startswith((run / "model" / "README.md").read_text(encoding="utf-8").rstrip())
     assert card.count("## ONNX") == 1
@@ -351,10 +342,7 @@ def labeled(path: Path, labels: list[Any]) -> str:
 
 def test_the_card_of_a_classifier(tmp_path: Path) -> None:
     truth = ["a|b", "c", "c", "a|b", "d"]
-    files = {
-        "train": labeled(tmp_path / "train.jsonl", truth),
-        "dev": labeled(tmp_path / "dev.jsonl", truth),
-    }
+    files = {"train": labeled(tmp_path / "train.jsonl", truth), "dev": labeled(tmp_path / "dev.jsonl", truth)}
     predicted = [{"label": label} for label in ("a|b", "c", "d", "c", "d")]
     card = render({"classification": files}, predicted)
     sets, scores, confusion, types = tables(card)
@@ -386,10 +374,7 @@ def test_the_card_names_the_set_that_selected_the_model(tmp_path: Path) -> None:
     assert tables(card)[1][0] == ["", "dev", "test"]
     assert "The score on `dev` chose the checkpoint and the threshold, so it is optimistic" in card
     assert "`test` did not influence that choice." in card
-    assert [result["dataset"]["split"] for result in metadata(card)["model-index"][0]["results"]] == [
-        "dev",
-        "test",
-    ]
+    assert [result["dataset"]["split"] for result in metadata(card)["model-index"][0]["results"]] == ["dev", "test"]
     fixed = render({"classification": {**files, **sets, "threshold": 0.4}}, chances)
     assert "chose the checkpoint, so it is optimistic" in fixed
     # A set that is another one once more is no independent one.
@@ -403,10 +388,7 @@ def test_the_card_names_the_set_that_selected_the_model(tmp_path: Path) -> None:
 
 def test_a_large_matrix_becomes_its_most_frequent_mistakes(tmp_path: Path) -> None:
     labels = [f"label{n:02}" for n in range(30)]
-    files = {
-        "train": labeled(tmp_path / "train.jsonl", labels),
-        "dev": labeled(tmp_path / "dev.jsonl", labels),
-    }
+    files = {"train": labeled(tmp_path / "train.jsonl", labels), "dev": labeled(tmp_path / "dev.jsonl", labels)}
     card = render({"classification": files}, [{"label": labels[n // 2]} for n in range(30)])
     mistakes = tables(card)[2]
     assert len(mistakes) == 2 + 20
@@ -415,17 +397,11 @@ def test_a_large_matrix_becomes_its_most_frequent_mistakes(tmp_path: Path) -> No
 
 
 def test_the_cards_of_sets_of_labels_and_of_values(tmp_path: Path) -> None:
-    sets = {
-        "train": labeled(tmp_path / "a", [["x"], ["x", "y"]]),
-        "dev": labeled(tmp_path / "b", [["x"], ["y"]]),
-    }
+    sets = {"train": labeled(tmp_path / "a", [["x"], ["x", "y"]]), "dev": labeled(tmp_path / "b", [["x"], ["y"]])}
     more = {"problem_type": "multi_label", "format": "jsonl"}
     chances = [{"scores": {"x": 0.9, "y": 0.2}}, {"scores": {"x": 0.7, "y": 0.8}}]
     card = render({"classification": {**sets, **more}}, chances)
-    assert tables(card)[2][2:] == [
-        ["x", "0.5000", "1.0000", "0.6667", "1"],
-        ["y", "1.0000", "1.0000", "1.0000", "1"],
-    ]
+    assert tables(card)[2][2:] == [["x", "0.5000", "1.0000", "0.6667", "1"], ["y", "1.0000", "1.0000", "1.0000", "1"]]
     assert "threshold: 0.5000 (dev)." in card
     metadata(card)
     sets = {"train": labeled(tmp_path / "c", [1.0, 2.0]), "dev": labeled(tmp_path / "d", [1.0, 2.5, 3.0])}

@@ -47,10 +47,7 @@ def sections(root: Path) -> dict[str, dict[str, Any]]:
         asked.append({"id": str(number), "question": "what was good", "context": context, "answers": answers})
     made = {}
     for name, rows in (("value", values), ("tags", tagged), ("answers", asked)):
-        made[name] = {
-            "train": write(root / f"{name}.jsonl", rows),
-            "dev": write(root / f"{name}-dev.jsonl", rows[::2]),
-        }
+        made[name] = {"train": write(root / f"{name}.jsonl", rows), "dev": write(root / f"{name}-dev.jsonl", rows[::2])}
     return {
         "regression": {"classification": {**made["value"], "problem_type": "regression"}},
         "entities": {"entities": made["tags"]},

@@ -352,11 +352,7 @@ def test_questions_come_from_tables_too(folder: Path, tmp_path: Path, capsys: py
     assert predict(folder / "questions", folder / "questions.jsonl") == 0
     expected = output(capsys)
     assert expected[1]["gold"] == ["the book", "book"]
-    assert (expected[0]["id"], expected[0]["question"], expected[0]["context"]) == (
-        "1",
-        "what was good",
-        CONTEXT,
-    )
+    assert (expected[0]["id"], expected[0]["question"], expected[0]["context"]) == ("1", "what was good", CONTEXT)
     records = read_lines(folder / "questions.jsonl")
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
     columns = ["id", "question", "context", "answers"]
@@ -467,12 +463,7 @@ def test_an_export_is_evaluated_beside_itself(folder: Path, tmp_path: Path) -> N
     for name in ("one", "two"):
         assert main(["export", str(folder / "reviews"), str(tmp_path / name)]) == 0
         assert evaluate(tmp_path / name, folder / "dev.jsonl") == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "one",
-        "one-evaluation",
-        "two",
-        "two-evaluation",
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "one-evaluation", "two", "two-evaluation"]
     assert (tmp_path / "one-evaluation/metrics.json").is_file()
     assert evaluate(folder / "reviews/model", folder / "dev.jsonl") == 0
     assert (folder / "reviews/evaluation/metrics.json").is_file()
@@ -483,12 +474,7 @@ def test_an_export_is_evaluated_beside_itself(folder: Path, tmp_path: Path) -> N
 
 def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
     section = {"train": str(folder / "train.jsonl"), "dev": str(folder / "." / "train.jsonl")}
-    values = {
-        "name": "x",
-        "start_from": str(folder / "bert"),
-        "max_length": 32,
-        "engine": {"precision": "fp32"},
-    }
+    values = {"name": "x", "start_from": str(folder / "bert"), "max_length": 32, "engine": {"precision": "fp32"}}
     config = FinetuneConfig.model_validate({**values, "classification": section})
     assert config.repeated_sets() == [("dev", "train")]
     plan = runs.plan(config, alone=True)
@@ -499,10 +485,7 @@ def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
     config = FinetuneConfig.model_validate({**values, "classification": others})
     assert config.repeated_sets() == [("test", "dev")]
     for more, wanted in (
-        (
-            {},
-            "  no held-out set: the last checkpoint is kept. To keep the best one by a score, set classification.dev",
-        ),
+        ({}, "  no held-out set: the last checkpoint is kept. To keep the best one by a score, set classification.dev"),
         ({"dev_share": 0.25}, " examples), 0.25 of the training set, by a hash of the texts (dev_share)"),
     ):
         section = {"train": str(folder / "train.jsonl"), **more}

@@ -23,11 +23,7 @@ from pretrain.run.train import full_lengths
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_corpus(
-        tmp_path_factory.mktemp("corpus") / "c",
-        documents=30,
-        sources=2,
-        weights=(1.0, 0.5),
-        vocabulary_size=300,
+        tmp_path_factory.mktemp("corpus") / "c", documents=30, sources=2, weights=(1.0, 0.5), vocabulary_size=300
     )
 
 
@@ -37,12 +33,7 @@ def shards(folder) -> TokenShards:
 
 
 def run_config(*, length=64, sequences=24, steps=6, budget=512, evaluation=100, **sections) -> PretrainConfig:
-    phase = {
-        "sequence_length": length,
-        "global_sequences": sequences,
-        "steps": steps,
-        "peak_learning_rate": 1e-4,
-    }
+    phase = {"sequence_length": length, "global_sequences": sequences, "steps": steps, "peak_learning_rate": 1e-4}
     return PretrainConfig.model_validate(
         {
             "name": "test",
@@ -96,13 +87,7 @@ def test_micro_batches_keep_their_contract(shards):
             assert micro.nsp_labels.shape == (count,)
             assert micro.masked_rows.shape == micro.masked_labels.shape
             assert {micro.cu_seqlens.dtype, micro.token_keys.dtype} == {torch.int32}
-            wide = (
-                micro.input_ids,
-                micro.token_types,
-                micro.positions,
-                micro.masked_rows,
-                micro.masked_labels,
-            )
+            wide = (micro.input_ids, micro.token_types, micro.positions, micro.masked_rows, micro.masked_labels)
             assert {field.dtype for field in (*wide, micro.nsp_labels)} == {torch.int64}
             assert (micro.input_ids[micro.cu_seqlens[:-1].long()] == 2).all()
     without = load(shards, run_config(pairs={"objective": "none"}))[0]

@@ -30,12 +30,7 @@ def shards(tmp_path_factory) -> TokenShards:
 
 def mask(shards, samples, *, length=64, max_predictions=0, next_sentence=True, **masking):
     """(plan, rows, masked) of some samples."""
-    made = Sampler(
-        shards,
-        PairsConfig(objective="nsp" if next_sentence else "none"),
-        sequence_length=length,
-        seed=0,
-    )
+    made = Sampler(shards, PairsConfig(objective="nsp" if next_sentence else "none"), sequence_length=length, seed=0)
     masker = Masker(
         shards, MaskingConfig.model_validate(masking), sequence_length=length, max_predictions=max_predictions
     )

@@ -19,19 +19,7 @@ import pytest
 from corpora import make_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbered import (
-    JOINED,
-    NEXT,
-    ORDER,
-    SINGLE,
-    SPECIAL,
-    Text,
-    epoch,
-    numbered,
-    random_documents,
-    sampler,
-    times_read,
-)
+from numbered import JOINED, NEXT, ORDER, SINGLE, SPECIAL, Text, epoch, numbered, random_documents, sampler, times_read
 
 from pretrain.batches import text as texts
 from pretrain.batches.pairs import IGNORED
@@ -378,7 +366,7 @@ def test_memory_grows_with_blocks_and_not_with_documents():
         tracemalloc.stop()
     documents = 10 * 10**6  # more of them
     assert kept[1] - kept[0] < documents / 100
-    assert kept[1] < 5 * 2**20
+    assert kept[1] < 8 * 2**20  # 5 MB of it are the orders of two windows
 
 
 def test_sample_150_million_is_as_near_as_the_first():

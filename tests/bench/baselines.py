@@ -68,12 +68,7 @@ def bench_config(
     `model` holds further settings of the section model. The precision is resolved for this machine; the baselines use
     the same one. Only BERT predicts the next sentence. Raises `InputError` if there is no such run.
     """
-    phase = {
-        "sequence_length": length,
-        "global_sequences": sequences,
-        "steps": 10**9,
-        "peak_learning_rate": rate,
-    }
+    phase = {"sequence_length": length, "global_sequences": sequences, "steps": 10**9, "peak_learning_rate": rate}
     config = validated(
         {
             "name": "bench",
@@ -392,10 +387,7 @@ def hf_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
     exempt = {True: [], False: []}
     for parameter in model.parameters():
         exempt[parameter.ndim < 2].append(parameter)
-    return [
-        {"params": exempt[False], "weight_decay": weight_decay},
-        {"params": exempt[True], "weight_decay": 0.0},
-    ]
+    return [{"params": exempt[False], "weight_decay": weight_decay}, {"params": exempt[True], "weight_decay": 0.0}]
 
 
 def pad(batch: MicroBatch) -> dict[str, Tensor]:

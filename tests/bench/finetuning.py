@@ -35,7 +35,6 @@ from pretrain.storage.runs import fetched_model
 from tests.bench import environment
 
 OURS, BASELINE = "ours", "trainer"
-_REPEATS = 5
 _WARM_UP = 0.1  # fraction of the steps excluded from the speed: compilation, allocation
 
 
@@ -47,26 +46,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=positive_int, default=3, help="number of runs of each (default: 3)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
-    parser.add_argument(
-        "--features",
-        action="store_true",
-        help="only time the creation of training features against run_qa.py, five times each",
-    )
     parser.add_argument("--peer", metavar="RESULT", help=argparse.SUPPRESS)  # this process is the baseline
     options = parser.parse_args(argv)
-    overrides = [
-        *options.set,
-        *([f"start_from={json.dumps(options.start_from)}"] if options.start_from else []),
-    ]
+    overrides = [*options.set, *([f"start_from={json.dumps(options.start_from)}"] if options.start_from else [])]
     config, _ = resolve_here(load_config(options.config, overrides))
     if options.peer:
         Path(options.peer).write_text(json.dumps(_train_baseline(config)))
-        return 0
-    if options.features:
-        from tests.bench import features as bench_features
-
-        result = bench_features.compare(config, _REPEATS)
-        print(json.dumps(result) if options.json else bench_features.summary(result))
         return 0
     result = compare(config, options.seeds, quiet=options.json)
     print(json.dumps(result) if options.json else summary(result))
@@ -298,10 +283,7 @@ def _features(windows: Any, head: str) -> list[dict[str, Any]]:
             continue  # truncated
         begin, end = windows.starts[number], windows.starts[number + 1]
         rows = slice(queries_of[number], queries_of[number + 1])
-        one = {
-            "input_ids": windows.ids[begin:end].tolist(),
-            "token_type_ids": windows.types[begin:end].tolist(),
-        }
+        one = {"input_ids": windows.ids[begin:end].tolist(), "token_type_ids": windows.types[begin:end].tolist()}
         labels = windows.labels[rows]
         if head == "sequence":
             one["labels"] = labels[0].tolist()
@@ -328,10 +310,7 @@ def collate_windows(features: list[dict[str, Any]], pad: int, *, segments: bool,
         return torch.tensor([value + [pad] * (longest - len(value)) for value in values])
 
     ids = [one["input_ids"] for one in features]
-    batch = {
-        "input_ids": padded(ids, pad),
-        "attention_mask": padded([[1] * len(value) for value in ids], 0),
-    }
+    batch = {"input_ids": padded(ids, pad), "attention_mask": padded([[1] * len(value) for value in ids], 0)}
     if segments:
         batch["token_type_ids"] = padded([one["token_type_ids"] for one in features], 0)
     for name in ("labels", "start_positions", "end_positions"):

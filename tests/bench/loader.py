@@ -74,10 +74,7 @@ def main(argv: list[str]) -> int:
 
 def compare(shards: TokenShards, length: int, sequences: int, repeats: int) -> dict[str, Any]:
     """Sequences per core-second of both at one sequence length: medians and ranges over alternations."""
-    loaders = {
-        "ours": _ours(shards, length, sequences),
-        "transformers": _baseline(shards, length, sequences),
-    }
+    loaders = {"ours": _ours(shards, length, sequences), "transformers": _baseline(shards, length, sequences)}
     rates: dict[str, list[float]] = {name: [] for name in loaders}
     for number in range(repeats + 1):
         for name, make in loaders.items():

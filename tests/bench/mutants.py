@@ -170,13 +170,20 @@ def tested(folder: Path, tests: list[str], limit: float | None) -> tuple[bool, s
     return process.returncode in (0, 5), failed[1] if failed else "collection"
 
 
-def ordered(folder: Path, mutant: Mutant, killer: str) -> list[str]:
-    """The files of tests of the mutant's component: what killed it before, those that name its module, the others."""
+def ordered(folder: Path, mutant: Mutant, killer: str, near: bool) -> list[str]:
+    """The files of tests of the mutant's component: what killed it before, those that name its module, the others.
+
+    `near`: without the others, if there are some that name its module or its package.
+    """
     package, _, module = mutant.file.removesuffix(".py").replace("/", ".").rpartition(".")
-    named = re.compile(rf"{re.escape(package)}(\.| import .*\b){module}\b")
-    files = sorted((folder / "tests" / mutant.room).glob("test_*.py"))
-    paths = {file.relative_to(folder).as_posix(): bool(named.search(file.read_text())) for file in files}
-    return sorted(paths, key=lambda path: (path != killer.split("::")[0], not paths[path]))
+    names = (rf"{re.escape(package)}(\.| import .*\b){module}\b", rf"{re.escape(package)}\b")
+    files = {one: one.read_text() for one in sorted((folder / "tests" / mutant.room).glob("test_*.py"))}
+    rank = {file: [not re.search(name, text) for name in names] for file, text in files.items()}
+    first = folder / killer.split("::")[0]
+    chosen = [one for one in files if one == first or not all(rank[one])] if near else []
+    return [
+        one.relative_to(folder).as_posix() for one in sorted(chosen or files, key=lambda one: (one != first, rank[one]))
+    ]
 
 
 def main() -> None:
@@ -187,6 +194,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20261128)
     parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=list(ROOMS))
     parser.add_argument("--again", type=Path, metavar="FILE", help="the mutants of an earlier result")
+    parser.add_argument("--near", action="store_true", help="only files of tests that name the module or its package")
+    parser.add_argument("--limit", type=float, help="seconds after which a mutant counts as killed, not measured")
     options = parser.parse_args()
     if options.again:
         chosen = again(options.again, options.rooms)
@@ -201,11 +210,8 @@ def main() -> None:
             if (mutant.file, mutant.start, mutant.text) in seen:
                 continue
             if mutant.room not in limits:
-                began = time.monotonic()
-                passes, failed = tested(folder, [f"tests/{mutant.room}"], None)
-                assert passes, f"{failed} fails without a change"
-                limits[mutant.room] = SLOWER * (time.monotonic() - began) + _SPARE_SECONDS
-            row = run(folder, mutant, killer, limits[mutant.room])
+                limits[mutant.room] = options.limit or time_without_change(folder, mutant.room)
+            row = run(folder, mutant, killer, limits[mutant.room], options.near)
             done.append(row)
             with options.out.open("a") as file:
                 file.write(f"{json.dumps(row)}\n")
@@ -214,13 +220,21 @@ def main() -> None:
         print(f"{room:12} {sum(own):3} of {len(own):3} killed")
 
 
-def run(folder: Path, mutant: Mutant, killer: str, limit: float) -> dict[str, Any]:
+def time_without_change(folder: Path, room: str) -> float:
+    """Seconds after which a mutant counts as killed."""
+    began = time.monotonic()
+    passes, failed = tested(folder, [f"tests/{room}"], None)
+    assert passes, f"{failed} fails without a change"
+    return SLOWER * (time.monotonic() - began) + _SPARE_SECONDS
+
+
+def run(folder: Path, mutant: Mutant, killer: str, limit: float, near: bool) -> dict[str, Any]:
     """Test the copy with this change, and take it back."""
     file, began = folder / mutant.file, time.monotonic()
     source = file.read_bytes()
     file.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
     try:
-        passes, by = tested(folder, ordered(folder, mutant, killer), limit)
+        passes, by = tested(folder, ordered(folder, mutant, killer, near), limit)
     finally:
         file.write_bytes(source)
     return {

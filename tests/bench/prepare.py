@@ -78,9 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--file", type=local_path, help="WikiExtractor file (default: the installed docstrings)")
     parser.add_argument("--limit-mb", type=float, default=0, help="only the first MB of it; 0 uses all")
     parser.add_argument(
-        "--vocabulary",
-        type=local_path,
-        help="folder with a tokenizer.json (default: one trained on the file)",
+        "--vocabulary", type=local_path, help="folder with a tokenizer.json (default: one trained on the file)"
     )
     parser.add_argument("--repeats", type=int, default=5, help="repetitions; the median is reported")
     instead = parser.add_mutually_exclusive_group()
@@ -94,9 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "(default: once, twice and four times its size)",
     )
     parser.add_argument(
-        "--filters",
-        action="store_true",
-        help="with --memory: repair mojibake, drop by quality, drop near-duplicates",
+        "--filters", action="store_true", help="with --memory: repair mojibake, drop by quality, drop near-duplicates"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser

@@ -106,12 +106,7 @@ def settings_for(file: Path, folder: Path, vocabulary: Vocabulary | None = None)
     given = {"path": str(vocabulary.folder), "lowercase": vocabulary.lowercase} if vocabulary else {}
     source = {"kind": "wikiextractor", "path": str(file)}
     corpus = {"dir": str(folder), "sources": [source], "vocabulary": given, "language": _LANGUAGE}
-    phase = {
-        "sequence_length": SEQUENCE_LENGTH,
-        "global_sequences": 1,
-        "steps": 1,
-        "peak_learning_rate": 1e-4,
-    }
+    phase = {"sequence_length": SEQUENCE_LENGTH, "global_sequences": 1, "steps": 1, "peak_learning_rate": 1e-4}
     return {"name": "bench", "corpus": corpus, "phases": [phase]}
 
 

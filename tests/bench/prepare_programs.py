@@ -201,11 +201,7 @@ def _map_dataset(folder: Path) -> int:
     def tokenize(examples: dict[str, list[str]]) -> Any:
         return tokenizer(examples["text"], return_special_tokens_mask=True)
 
-    settings = {
-        "batched": True,
-        "num_proc": cores() if cores() > 1 else None,
-        "load_from_cache_file": False,
-    }
+    settings = {"batched": True, "num_proc": cores() if cores() > 1 else None, "load_from_cache_file": False}
     tokenized = dataset.map(tokenize, remove_columns=["text"], cache_file_name=str(folder / "tokens.arrow"), **settings)
     grouped = tokenized.map(group_texts, cache_file_name=str(folder / "sequences.arrow"), **settings)
     return len(grouped) * SEQUENCE_LENGTH

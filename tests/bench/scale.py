@@ -78,12 +78,7 @@ def measure(shards: TokenShards, ranks: int, each: int, length: int, repeats: in
 
 
 def _maker(shards: TokenShards, ranks: int, each: int, length: int, *, whole_word: bool) -> BatchMaker:
-    phase = {
-        "sequence_length": length,
-        "global_sequences": ranks * each,
-        "steps": 10**9,
-        "peak_learning_rate": 1e-4,
-    }
+    phase = {"sequence_length": length, "global_sequences": ranks * each, "steps": 10**9, "peak_learning_rate": 1e-4}
     config = validated(
         {
             "name": "bench",

@@ -101,7 +101,7 @@ TERMINATED = {
     "bench finetune": "from tests.bench.__main__ import main; sys.exit(main(['finetune', sys.argv[2]]))",
     "--minutes": (
         "from pretrain.planning import pace; from pretrain.config import load_config\n"
-        "pace._time_steps(load_config(sys.argv[3]), 2)"
+        "pace.time_steps(load_config(sys.argv[3]), 2)"
     ),
 }
 

@@ -154,11 +154,7 @@ def test_runs_of_one_large_shape_are_of_one_size(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_ground_for_a_law_is_refused(
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_trials(tmp_path / "out")

@@ -17,7 +17,6 @@ from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_rev
 
 from finetune.training.config import load_config
 from pretrain.common.errors import InputError, MachineError
-from tests.bench import features as bench_features
 from tests.bench import finetuning
 
 # Earlier trainings in this process leave them set (pretrain/run/session.py). accelerate would then wait for ranks.
@@ -26,34 +25,9 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 def write_config(root: Path, **values: Any) -> Path:
     path = root / "run.yaml"
-    settings = {
-        "name": "run",
-        "run_dir": str(root / "run"),
-        "max_length": 32,
-        "tracking": {"wandb": "off"},
-        **values,
-    }
+    settings = {"name": "run", "run_dir": str(root / "run"), "max_length": 32, "tracking": {"wandb": "off"}, **values}
     path.write_text(yaml.safe_dump(settings))
     return path
-
-
-def test_features_are_as_many_as_the_public_scripts(tmp_path: Path) -> None:
-    bert = make_bert(tmp_path / "bert")
-    rows = [
-        {
-            "id": str(n),
-            "question": "was it good",
-            "context": f"it was {n} " * (3 * n + 1) + "good",
-            "answers": {"text": ["it"], "answer_start": [0]},
-        }
-        for n in range(12)
-    ]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    questions = {"train": str(tmp_path / "train.jsonl"), "stride": 8, "max_question_tokens": 8}
-    config = load_config(write_config(tmp_path, start_from=str(bert), questions=questions))
-    result = bench_features.compare(config, repeats=1)
-    assert result["windows"]["ours"] == result["windows"]["run_qa"] > result["examples"] == len(rows)
-    assert bench_features.summary(result).count("\n") == 2
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])

@@ -60,12 +60,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for `bare` and one for each ZeRO stage and number of workers, with the throughput of every round."""
     bare: dict[str, Any] = {"name": BARE, "tokens_per_second": []}
     setups = [
-        {
-            "name": f"zero {zero} x {workers} workers",
-            "zero": zero,
-            "workers": workers,
-            "tokens_per_second": [],
-        }
+        {"name": f"zero {zero} x {workers} workers", "zero": zero, "workers": workers, "tokens_per_second": []}
         for zero in options.zero
         for workers in options.workers
     ]

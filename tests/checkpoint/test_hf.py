@@ -26,14 +26,7 @@ from pretrain.corpus.vocabulary import tokenizer_digest
 from pretrain.model.heads import PretrainingModel
 from tests.batches_by_hand import next_sentence_logits
 
-VOCABULARY = [
-    *SPECIALS,
-    *"abcdefghijklmnopqrstuvwxyz",
-    *(f"##{c}" for c in "abcdefghijk"),
-    "the",
-    "cat",
-    "sat",
-]
+VOCABULARY = [*SPECIALS, *"abcdefghijklmnopqrstuvwxyz", *(f"##{c}" for c in "abcdefghijk"), "the", "cat", "sat"]
 SHAPE = ModelConfig.model_validate(
     {"size": "custom", "layers": 3, "hidden": 32, "heads": 4, "intermediate": 48, "max_positions": 40}
 )
@@ -63,14 +56,7 @@ def export(model: PretrainingModel, folder: Path, *, next_sentence: bool) -> Pat
     tokenizer = folder / "tokenizer"
     tokenizer.mkdir(exist_ok=True)
     write_tokenizer(tokenizer, VOCABULARY)
-    hf.export(
-        model.state_dict(),
-        SHAPE,
-        tokenizer,
-        folder / "export",
-        next_sentence=next_sentence,
-        card="# a card\n",
-    )
+    hf.export(model.state_dict(), SHAPE, tokenizer, folder / "export", next_sentence=next_sentence, card="# a card\n")
     return folder / "export"
 
 
@@ -165,14 +151,7 @@ def test_the_config_is_what_transformers_itself_would_write(exported: Path, tmp_
 
 def test_the_export_is_proven_and_carries_its_card(exported: Path) -> None:
     manifest = files.verify_manifest(exported)
-    names = {
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "vocab.txt",
-    }
+    names = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt"}
     assert set(manifest["files"]) == names
     assert (exported / "README.md").read_text() == "# a card\n"
 

@@ -37,10 +37,7 @@ from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
 
 SIZES = {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "intermediate": 48, "max_positions": 64}
-PARTS = {
-    "recursions": 2,
-    "embedding": 16,
-}
+PARTS = {"recursions": 2, "embedding": 16}
 # Parts that are new, and mixtures of old ones.
 SHAPES: list[dict[str, Any]] = [
     PARTS,

@@ -733,12 +733,7 @@ def test_writing_refuses_what_does_not_fit(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     # Whatever the config that was read said of another code is not passed on.
     write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
-    stale = {
-        "auto_map": {"AutoModel": "evil.Model"},
-        "torch_dtype": "float16",
-        "hidden_size": 7,
-        "num_labels": 9,
-    }
+    stale = {"auto_map": {"AutoModel": "evil.Model"}, "torch_dtype": "float16", "hidden_size": 7, "num_labels": 9}
     write_released(tmp_path / "out", **common, head=head, purpose="tokens", config=stale)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert not {"auto_map", "torch_dtype", "num_labels"} & set(config)

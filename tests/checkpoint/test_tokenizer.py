@@ -18,10 +18,7 @@ from pretrain.common.errors import InputError
 
 transformers: Any = pytest.importorskip("transformers")
 
-LETTERS = [
-    *"abcdefghijklmnopqrstuvwxyzé.,!'中文",
-    *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyzé"),
-]
+LETTERS = [*"abcdefghijklmnopqrstuvwxyzé.,!'中文", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyzé")]
 UNCASED = [*SPECIALS, "[unused0]", *LETTERS, "the", "cat"]
 CASED = [*UNCASED, "The", *"THC"]
 TEXTS = [
@@ -341,10 +338,7 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "vocab.txt").unlink()
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    for vocabulary, message in (
-        ('{"a": 0}', "are damaged"),
-        ('{"a": 0, "b": 1, "ab": 2}', r"has no <s>, <pad>"),
-    ):
+    for vocabulary, message in (('{"a": 0}', "are damaged"), ('{"a": 0, "b": 1, "ab": 2}', r"has no <s>, <pad>")):
         (tmp_path / "vocab.json").write_text(vocabulary)
         with pytest.raises(InputError, match=message):
             read_tokenizer(tmp_path)

@@ -58,10 +58,7 @@ def problems(path: Path, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        (
-            "project=team/project",
-            "project: 'team/project' must be at most 128 characters without / \\ # ? % :",
-        ),
+        ("project=team/project", "project: 'team/project' must be at most 128 characters without / \\ # ? % :"),
         ("run_id=team/exp", "run_id: 'team/exp' must have none of"),
         ("run_id=' exp'", "run_id: ' exp' must have none of"),
     ],
@@ -471,10 +468,7 @@ def test_a_longer_phase_keeps_what_its_length_decides(write, setting: str, chang
     [
         ("model.size=[mini]", "model.size"),
         ("masking.random_share=0.9", "add up to more than 1"),
-        (
-            "masking.scheme=whole_word",
-            "'whole_word' is not one of tokens, whole_words; did you mean",
-        ),
+        ("masking.scheme=whole_word", "'whole_word' is not one of tokens, whole_words; did you mean"),
         ("optimizer.muon_lr_scale=2", "muon_lr_scale has no effect with name: adamw. Remove it, or set name: muon"),
         (
             "model={size: mini, attention_init: neighbors, kv_heads: 2}",
@@ -655,11 +649,7 @@ def test_odd_yaml_is_a_line(write, text: str, expected: str):
 def test_aliases_and_merged_sections_are_read(write):
     text = GOOD + "checkpoint: &c {every_steps: 7}\nevaluation: {<<: *c, sequences: 5}\n"
     config = load_config(write(text))
-    assert (config.checkpoint.every_steps, config.evaluation.every_steps, config.evaluation.sequences) == (
-        7,
-        7,
-        5,
-    )
+    assert (config.checkpoint.every_steps, config.evaluation.every_steps, config.evaluation.sequences) == (7, 7, 5)
 
 
 @pytest.mark.parametrize(

@@ -251,19 +251,10 @@ def test_a_truncated_corpus(config_file: Path, calls: Calls, capsys):
     ("override", "expected"),
     [
         ("corpus.vocabulary.size=400", "corpus: has 500 vocabulary entries; the config has 400."),
-        (
-            "corpus.vocabulary.path=other.txt",
-            "corpus: its vocabulary (500 entries) is not other.txt (2 entries).",
-        ),
-        (
-            "corpus.vocabulary.path=other.json",
-            "corpus: its vocabulary (500 entries) is not other.json (3 entries).",
-        ),
+        ("corpus.vocabulary.path=other.txt", "corpus: its vocabulary (500 entries) is not other.txt (2 entries)."),
+        ("corpus.vocabulary.path=other.json", "corpus: its vocabulary (500 entries) is not other.json (3 entries)."),
         ("corpus.vocabulary.path=bad.json", "bad.json: cannot be read as a vocabulary"),
-        (
-            "corpus.vocabulary.lowercase=false",
-            "corpus: its vocabulary is uncased; the config has a cased one.",
-        ),
+        ("corpus.vocabulary.lowercase=false", "corpus: its vocabulary is uncased; the config has a cased one."),
         (
             "corpus.vocabulary.strip_accents=false",
             "corpus: its vocabulary was made with strip_accents: true; the config has false.",
@@ -344,14 +335,7 @@ def test_dry_run_touches_nothing(config_file: Path, calls: Calls, capsys):
     text = capsys.readouterr().out
     assert text.startswith("Run\n  runs/trial: new\n\n")
     assert "Resolved config" not in text
-    for part in (
-        "Precision",
-        "Parameters",
-        "Memory per worker",
-        "Work",
-        "8 x H100",
-        "20 documents",
-    ):
+    for part in ("Precision", "Parameters", "Memory per worker", "Work", "8 x H100", "20 documents"):
         assert part in text
     assert cli("pretrain", config_file, "--dry-run", "--show-config") == 0
     resolved = capsys.readouterr().out.split("Resolved config\n")[1]
@@ -444,9 +428,7 @@ def test_a_run_may_be_given_by_its_name(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [[], ["--help"], ["prepare", "--help"], ["pretrain", "--help"], ["export", "--help"]],
-    ids=" ".join,
+    "arguments", [[], ["--help"], ["prepare", "--help"], ["pretrain", "--help"], ["export", "--help"]], ids=" ".join
 )
 def test_help_has_examples_and_imports_nothing_heavy(arguments: list[str]):
     code = (

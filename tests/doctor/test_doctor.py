@@ -223,8 +223,7 @@ def test_the_key_is_never_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("address", "code", "expected"),
-    [("nonsense", 2, "not the URL"), ("http://127.0.0.1:1", 3, "No cluster answers")],
+    ("address", "code", "expected"), [("nonsense", 2, "not the URL"), ("http://127.0.0.1:1", 3, "No cluster answers")]
 )
 def test_a_cluster_that_is_not_there(
     address: str, code: int, expected: str, capsys: pytest.CaptureFixture[str]
@@ -468,15 +467,7 @@ def test_a_real_cluster_and_a_node_that_is_not_fit(tmp_path: Path) -> None:
         assert "2 nodes" in reduced.found
         assert {row.where for row in rows if row.what == "storage, shared" and row.mark == PASS} == _places(rows)
         assert len(_places(rows)) == 2
-        assert {row.what for row in rows} >= {
-            "bertrain",
-            "clock",
-            "disk",
-            "memory",
-            "matmul",
-            "loader",
-            "pace",
-        }
+        assert {row.what for row in rows} >= {"bertrain", "clock", "disk", "memory", "matmul", "loader", "pace"}
         assert one.command("list") == "no jobs\n"
         assert [path.name for path in tmp_path.iterdir()] == ["state"]
 

@@ -238,17 +238,11 @@ def test_submissions_have_the_official_form(tmp_path: Path, caplog: Any) -> None
         return path.name, path.read_bytes()
 
     labels: Callable[..., list[Any]] = lambda *names: [{"label": name} for name in names]  # noqa: E731
-    assert written("cola", labels("acceptable", "unacceptable")) == (
-        "CoLA.tsv",
-        b"index\tprediction\n0\t1\n1\t0\n",
-    )
+    assert written("cola", labels("acceptable", "unacceptable")) == ("CoLA.tsv", b"index\tprediction\n0\t1\n1\t0\n")
     assert "CoLA.tsv: 2 predictions, but the official test set has 1063 rows" in caplog.text
     assert written("qnli", labels("not_entailment"))[1] == b"index\tprediction\n0\tnot_entailment\n"
     assert written("wnli", labels("entailment", "not_entailment"))[1].split()[3::2] == [b"1", b"0"]
-    assert written("mnli", labels("neutral"), "test_matched") == (
-        "MNLI-m.tsv",
-        b"index\tprediction\n0\tneutral\n",
-    )
+    assert written("mnli", labels("neutral"), "test_matched") == ("MNLI-m.tsv", b"index\tprediction\n0\tneutral\n")
     assert written("mnli", labels("neutral"), "diagnostic")[0] == "AX.tsv"
     values = [{"value": value} for value in (-0.5, 2.71828, 7.0)]
     assert written("stsb", values) == ("STS-B.tsv", b"index\tprediction\n0\t0.000\n1\t2.718\n2\t5.000\n")

@@ -440,13 +440,7 @@ def test_spread_is_that_of_a_sample() -> None:
 
 
 def test_spreads_leave_out_what_failed_is_missing_or_not_finite() -> None:
-    outcomes = [
-        done(0.5),
-        done(0.7, f1=0.2),
-        FAILED,
-        None,
-        Outcome("accuracy", {"dev": {"loss": float("nan")}}),
-    ]
+    outcomes = [done(0.5), done(0.7, f1=0.2), FAILED, None, Outcome("accuracy", {"dev": {"loss": float("nan")}})]
     found = spreads(outcomes)["dev"]
     assert found["accuracy"] == Spread.of([0.5, 0.7])
     assert found["f1"] == Spread.of([0.2])
@@ -654,10 +648,7 @@ def test_time_left_goes_by_the_examples_since_the_first_were_seen(
         (folder / "metrics.jsonl").write_text(json.dumps({"step": step, "loss": 0.5}) + "\n")
 
     seen(folders[0], 2)
-    lines = [
-        trials_view.TrialLine("a", folders[0], 100, 10),
-        trials_view.TrialLine("b", folders[1], 300, 10),
-    ]
+    lines = [trials_view.TrialLine("a", folders[0], 100, 10), trials_view.TrialLine("b", folders[1], 300, 10)]
     view = trials_view.TrialsView(lines, [0, 1], tmp_path / "stop")
     view.started(0, again=False)
     clock[0] = 50.0  # start-up
@@ -711,10 +702,7 @@ def write_outcome(folder: Path, accuracy: float) -> None:
 def test_tables_name_every_run_and_put_the_best_first() -> None:
     one, two = expand({"training.learning_rate": ["1e-5", "3e-5"]})
     table = text_of(results.sweep_table(candidates([one, two], [done(0.5), done(0.75)]), "accuracy"))
-    assert [line.split() for line in table.splitlines() if "e-5" in line] == [
-        ["3e-5", "0.7500"],
-        ["1e-5", "0.5000"],
-    ]
+    assert [line.split() for line in table.splitlines() if "e-5" in line] == [["3e-5", "0.7500"], ["1e-5", "0.5000"]]
     table = text_of(results.sweep_table(candidates([one, one, two], [done(0.5), FAILED, None]), "accuracy"))
     assert "failed: step 3" in table
     assert "to run" in table
@@ -752,11 +740,7 @@ def test_tasks_are_those_whose_files_are_there(tmp_path: Path, capsys: pytest.Ca
     assert glue.tasks_in(data)["mrpc"].endswith("no dev.tsv")
     (data / "MRPC" / "dev.tsv").touch()
     assert glue.tasks_in(data)["mrpc"] == ""
-    for asked, message in (
-        ("mnli", "dev_mismatched"),
-        ("cola", "no folder CoLA"),
-        ("snli", "not a GLUE task"),
-    ):
+    for asked, message in (("mnli", "dev_mismatched"), ("cola", "no folder CoLA"), ("snli", "not a GLUE task")):
         with pytest.raises(InputError, match=message):
             glue_runs.find_tasks(str(data), [asked])
     with pytest.raises(InputError, match="no such folder"):

@@ -87,11 +87,7 @@ ALL = np.arange(sum(LENGTHS))
     ("objective", "problem", "labels"),
     [
         ("classes", "single_label_classification", np.array([2, 0, 1, 2])),
-        (
-            "labels",
-            "multi_label_classification",
-            np.array([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]], np.float32),
-        ),
+        ("labels", "multi_label_classification", np.array([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]], np.float32)),
         ("value", "regression", np.array([0.5, -1.0, 2.0, 3.0], np.float32)),
     ],
 )
@@ -171,11 +167,7 @@ DISTILBERT = {
         *(
             (family, {**SIZES, **more})
             for family in ("Bert", "Roberta", "Electra")
-            for more in (
-                HALF,
-                {**NO_DROPOUT, "classifier_dropout": 0.25},
-                {**HALF, "classifier_dropout": 0.0},
-            )
+            for more in (HALF, {**NO_DROPOUT, "classifier_dropout": 0.25}, {**HALF, "classifier_dropout": 0.0})
         ),
         ("DistilBert", {**DISTILBERT, "dropout": 0.5}),
         ("DistilBert", {**DISTILBERT, "dropout": 0.0, "seq_classif_dropout": 0.25, "qa_dropout": 0.75}),

@@ -325,11 +325,7 @@ def predict_lines(root: Path, content: bytes, folder: Path, *options: str) -> in
 def test_standard_input_is_utf8_whatever_the_locale(root: Path) -> None:
     command = [sys.executable, "-m", "finetune", "predict", str(root / "whole")]
     result = subprocess.run(
-        command,
-        input=b"\xe9t\xe9\n",
-        capture_output=True,
-        env={**os.environ, "LC_ALL": "C.UTF-8"},
-        check=False,
+        command, input=b"\xe9t\xe9\n", capture_output=True, env={**os.environ, "LC_ALL": "C.UTF-8"}, check=False
     )
     assert (result.returncode, result.stdout) == (2, b"")
     assert b"standard input:1: not UTF-8" in result.stderr
@@ -492,13 +488,7 @@ def test_layers_learn_slower_the_deeper_they_lie() -> None:
     config = FinetuneConfig.model_validate(
         {"name": "x", "classification": {"train": "x"}, "training": {"layer_decay": 0.5}}
     )
-    names = [
-        "embeddings.word",
-        "layers.0.qkv_weight",
-        "layers.0.qkv_bias",
-        "layers.1.ffn_in_weight",
-        "head.out_weight",
-    ]
+    names = ["embeddings.word", "layers.0.qkv_weight", "layers.0.qkv_bias", "layers.1.ffn_in_weight", "head.out_weight"]
     groups = layered_groups(config, [(name, torch.zeros(2)) for name in names], 2)
     assert {name: group["lr_scale"] for group in groups for name in group["names"]} == dict(
         zip(names, [0.125, 0.25, 0.25, 0.5, 1.0], strict=True)

@@ -445,14 +445,8 @@ def test_a_wrong_token(tmp_path: Path, config: Path, refusing: str) -> None:
     ("arguments", "expected"),
     [
         (["submit", "--address", "auto", "--", "pretrain", "{config}"], "is not the URL of a Ray dashboard"),
-        (
-            ["submit", "--address", "http://[::1", "--", "pretrain", "{config}"],
-            "is not the URL of a Ray dashboard",
-        ),
-        (
-            ["submit", "--address", "http://h:99999", "--", "pretrain", "{config}"],
-            "is not the URL of a Ray dashboard",
-        ),
+        (["submit", "--address", "http://[::1", "--", "pretrain", "{config}"], "is not the URL of a Ray dashboard"),
+        (["submit", "--address", "http://h:99999", "--", "pretrain", "{config}"], "is not the URL of a Ray dashboard"),
         (
             ["submit", "--workers", "1" * 5000, "--", "pretrain", "{config}"],
             "expected a number of at least 1, or a range",

@@ -54,12 +54,7 @@ start_from: exported/bert
 classification: {train: train.csv, dev: dev.csv, text_column: text, label_column: label}
 scheduling: {workers: 4}
 """
-EFA = [
-    "place.private=true",
-    "place.subnet=subnet-1a",
-    "place.security_group=sg-1a",
-    "place.placement_group=near",
-]
+EFA = ["place.private=true", "place.subnet=subnet-1a", "place.security_group=sg-1a", "place.placement_group=near"]
 NEEDED = {"kuberay": [], "rayup": ["place.file_system=fs-0123abcd", *EFA], "slurm": []}
 
 
@@ -112,12 +107,7 @@ def check_kuberay(documents: dict[str, dict[str, Any]]) -> None:
             continue
         jsonschema.validate(document, KUBERAY)
         for template in pod_templates(document["spec"]):
-            pod = {
-                "apiVersion": "v1",
-                "kind": "PodTemplate",
-                "metadata": {"name": "any"},
-                "template": template,
-            }
+            pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "any"}, "template": template}
             if "containers" not in template["spec"]:
                 raise AssertionError("a pod without containers")
             kubernetes_validate.validate(pod, version, strict=True)
@@ -198,11 +188,7 @@ def test_kuberay_follows_the_config(config: Path) -> None:
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert job["metadata"]["name"] == "my-run"
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (3, 3, 3)
-    assert limits == {
-        "cpu": "25",
-        "memory": "128Gi",
-        "nvidia.com/gpu": "4",
-    }  # 4 workers of 6, and the command
+    assert limits == {"cpu": "25", "memory": "128Gi", "nvidia.com/gpu": "4"}  # 4 workers of 6, and the command
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     assert f"ray=={cluster['rayVersion']}\n" in LOCK
     assert cluster["authOptions"] == {"mode": "token"}
@@ -309,10 +295,7 @@ def test_pods_are_contained(config: Path) -> None:
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod["automountServiceAccountToken"] is False
         container = pod["containers"][0]
-        assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-        }
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         if container["name"] != "ray-job-submitter":
             assert pod["terminationGracePeriodSeconds"] > 120
         # The policy selects every pod of the run by the label that it also lets in.
@@ -570,11 +553,7 @@ def test_nodes_without_efa_keep_to_tcp(config: Path) -> None:
 def test_workers_of_rayup_get_their_gpus(config: Path) -> None:
     """The image names no GPUs, so NVIDIA's toolkit gives it none unless requested; the head has none."""
     docker = rayup(config)["docker"]
-    wanted = {
-        "--gpus=all",
-        "--env=NVIDIA_VISIBLE_DEVICES=all",
-        "--env=NVIDIA_DRIVER_CAPABILITIES=compute,utility",
-    }
+    wanted = {"--gpus=all", "--env=NVIDIA_VISIBLE_DEVICES=all", "--env=NVIDIA_DRIVER_CAPABILITIES=compute,utility"}
     assert wanted <= set(docker["worker_run_options"])
     assert not [option for option in docker["run_options"] if "NVIDIA" in option or "gpus" in option]
     assert "worker_run_options" not in rayup(config, "place.gpus=false", "place.efa_interfaces=0")["docker"]
@@ -661,21 +640,14 @@ def with_programs(folder: Path, **more: str) -> dict[str, str]:
 def slurm_job(config: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     """Starts the script as SLURM would, `lines` being the run; what was called comes into tmp_path/calls."""
     folder, calls = tmp_path / "bin", tmp_path / "calls"
-    place = [
-        f"place.storage={tmp_path}",
-        "place.environment=cd .",
-        "place.grace_seconds=30",
-        "place.prepare=true",
-    ]
+    place = [f"place.storage={tmp_path}", "place.environment=cd .", "place.grace_seconds=30", "place.prepare=true"]
     (tmp_path / "job.sh").write_text(render("slurm", config, place))
     program(folder, "srun", 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
     for name in ("scontrol", "scancel"):
         program(folder, name, f'echo {name} "$@" >>{calls}\n')
 
     def start(
-        lines: str,
-        ray: str = 'until [[ $1 == -- ]]; do shift; done\nexec "${@:2}"\n',
-        preparing: str = "true",
+        lines: str, ray: str = 'until [[ $1 == -- ]]; do shift; done\nexec "${@:2}"\n', preparing: str = "true"
     ) -> Any:
         program(folder, "ray", f'echo "$@" >>{calls}\n{ray}')
         secret = f'[[ $1 != -c ]] || exec {sys.executable} "$@"\n'
@@ -853,16 +825,8 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("rayup", [*NEEDED["rayup"], "place.region=$(id)"], "place.region is '$(id)'; expected text like"),
         ("rayup", [*NEEDED["rayup"], "place.image=x --privileged"], "place.image is 'x --privileged'; expected text"),
         ("slurm", ["place.storage=s3://bucket/run"], "place.storage: 's3://bucket/run' is a remote address"),
-        (
-            "slurm",
-            ['place.storage="a\\nb"'],
-            "place.storage is 'a\\nb', which contains control characters (\\n)",
-        ),
-        (
-            "slurm",
-            ['run_dir="a\\ntouch canary"'],
-            "run_dir is 'a\\ntouch canary', which contains control characters",
-        ),
+        ("slurm", ['place.storage="a\\nb"'], "place.storage is 'a\\nb', which contains control characters (\\n)"),
+        ("slurm", ['run_dir="a\\ntouch canary"'], "run_dir is 'a\\ntouch canary', which contains control characters"),
         (
             "rayup",
             ["place.file_system=fs-1a", 'place.region="a\\tb"'],

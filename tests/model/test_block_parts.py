@@ -18,9 +18,7 @@ from pretrain.model.positions import rotate, rotation
 from tests.batches_by_hand import make_batch
 
 VOCABULARY, LENGTHS = 101, (7, 20, 13)
-PARTS: list[dict[str, Any]] = [
-    {"recursions": 3},
-]
+PARTS: list[dict[str, Any]] = [{"recursions": 3}]
 ALL = {"gated": True, "recursions": 2}
 ROTARY = {"positions": "rotary", "rotary_base": 100.0}
 

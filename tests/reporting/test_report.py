@@ -102,13 +102,7 @@ def records() -> list[dict[str, Any]]:
                 "memory_bytes": 2_000_000_000,
             }
         )
-    validation = {
-        "split": "validation",
-        "loss": 4.0,
-        "mlm_loss": 3.25,
-        "mlm_accuracy": 0.405,
-        "nsp_accuracy": 0.75,
-    }
+    validation = {"split": "validation", "loss": 4.0, "mlm_loss": 3.25, "mlm_accuracy": 0.405, "nsp_accuracy": 0.75}
     return [*found[:5], {**validation, "step": 50, "mlm_loss": 3.5}, *found[5:], {**validation, "step": 100}]
 
 
@@ -133,14 +127,6 @@ class TestPage:
             "2.13.0",
         ):
             assert expected in text, expected
-
-    def test_a_run_of_an_older_version_shows_its_mfu(self, run: Path, tmp_path: Path) -> None:
-        metrics = run / "metrics.jsonl"
-        metrics.write_text(metrics.read_text().replace('"mfu"', '"peak_fraction"'))
-        page = Page(report.write_report(run, tmp_path / "report.html").read_text())
-        assert "40% MFU" in page.text
-        assert len(page.charts) == 8
-        assert "40% MFU" in report.summary(run)
 
     def test_draws_every_curve_there_is(self, run: Path, tmp_path: Path) -> None:
         page = Page(report.write_report(run, tmp_path / "report.html").read_text())
@@ -175,12 +161,7 @@ class TestPage:
             "words": 20_000,
             "sentence_lengths": {"8-15": 6, "2-3": 1},
         }
-        second = {
-            "name": "wiki",
-            "kind": "mediawiki",
-            "license": "CC-BY-SA-4.0",
-            "sentence_lengths": {"8-15": 4},
-        }
+        second = {"name": "wiki", "kind": "mediawiki", "license": "CC-BY-SA-4.0", "sentence_lengths": {"8-15": 4}}
         problems = [{"path": f"bad-{n}.txt", "fault": "not UTF-8", "count": 3, "first": "byte 7"} for n in range(60)]
         card = {
             "totals": {"documents": 21, "words": 1_234_567, "unknown_rate": 0.00125},
@@ -436,10 +417,7 @@ class TestBarChart:
 
     def test_bars_are_as_long_as_their_values_and_the_range_fits(self) -> None:
         chart = self.chart(None)
-        assert self.widths(chart) == [
-            pytest.approx(388 * 50 / 80, abs=0.1),
-            pytest.approx(388 * 20 / 80, abs=0.1),
-        ]
+        assert self.widths(chart) == [pytest.approx(388 * 50 / 80, abs=0.1), pytest.approx(388 * 20 / 80, abs=0.1)]
         ends = [float(x) for x in re.findall(r'x2="([\d.]+)"', chart)]
         assert max(ends) == 394
         assert html.escape("a<b>") in chart
@@ -447,10 +425,7 @@ class TestBarChart:
 
     def test_a_near_limit_is_a_mark_on_each_bar(self) -> None:
         chart = self.chart(("peak", 160))
-        assert self.widths(chart) == [
-            pytest.approx(388 * 50 / 160, abs=0.1),
-            pytest.approx(388 * 20 / 160, abs=0.1),
-        ]
+        assert self.widths(chart) == [pytest.approx(388 * 50 / 160, abs=0.1), pytest.approx(388 * 20 / 160, abs=0.1)]
         assert re.findall(r'<line class=limit x1="([\d.]+)"', chart) == ["394.0", "394.0"]
         assert "peak: 160" in chart
 

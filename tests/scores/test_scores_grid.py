@@ -99,10 +99,7 @@ def test_scores_with_and_without_a_grid_have_marks(
         record = Record(tmp_path / f"{name}.json", {**MODEL, "name": name})
         finetuning_scores(bert, tmp_path / "out", name, replace(settings, grid=grid), record=record)
         records.append(record.content)
-    assert score_notes(records) == [
-        "reviews [1]: grid training.learning_rate=1e-4,1e-3,1e-2",
-        "reviews [2]: grid none",
-    ]
+    assert score_notes(records) == ["reviews [1]: grid training.learning_rate=1e-4,1e-3,1e-2", "reviews [2]: grid none"]
 
 
 def test_a_rate_that_diverges_is_not_chosen(

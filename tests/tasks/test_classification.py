@@ -7,6 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -175,10 +176,7 @@ def test_every_format_gives_the_same_columns(write: Callable[..., str], tmp_path
     assert numbered.columns[1] == [text for _, text in rows]
     latin = write("x.data", "NUM:dist How far is it ?\nHUM:ind Who was Señor  X ?\n".encode("latin-1"))
     table = read_table(latin, ["label", "text"], layout=TableFormat("lines", encoding="latin-1"))
-    assert table.columns == {
-        "label": ["NUM:dist", "HUM:ind"],
-        "text": ["How far is it ?", "Who was Señor  X ?"],
-    }
+    assert table.columns == {"label": ["NUM:dist", "HUM:ind"], "text": ["How far is it ?", "Who was Señor  X ?"]}
 
 
 def test_places_are_lines_also_behind_quoted_line_ends(write: Callable[..., str]) -> None:
@@ -449,10 +447,7 @@ def test_vectors_that_do_not_fit_are_refused(
 
 def test_a_vector_that_does_not_fit_is_left_out_where_a_model_predicts(write: Callable[..., str], caplog: Any) -> None:
     rows = [{"text": "w", "x": 1, "y": 0}, {"text": "w", "x": 1, "y": 2}]
-    for file, labels in (
-        (rows, [("x",), None]),
-        (sayings([1, 0, 1], [0, 0, 1]), [None, None]),
-    ):
+    for file, labels in ((rows, [("x",), None]), (sayings([1, 0, 1], [0, 0, 1]), [None, None])):
         settings: dict[str, Any] = {"label_columns": ("x", "y")} if file is rows else {"labels": ("x", "y")}
         train = rows[:1] if file is rows else sayings([1, 0], [0, 1])
         trained = task(train=write("a.jsonl", train), problem_type="multi_label", **settings)
@@ -667,10 +662,7 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
         ("{train: x, labels: [a, a]}", "labels: one occurs twice"),
         ("{train: x, labels: [a]}", "labels: one class alone"),
         ("{train: x, labels: [a, b], problem_type: regression}", "labels: regression has none"),
-        (
-            "{train: x, class_weights: balanced, problem_type: multi_label}",
-            "class_weights: only single_label",
-        ),
+        ("{train: x, class_weights: balanced, problem_type: multi_label}", "class_weights: only single_label"),
         ("{train: x, metric: pearson}", "metric: 'pearson' is not one of accuracy"),
         ("{train: x, pair_colum: y}", "did you mean pair_column?"),
     ],
@@ -780,11 +772,13 @@ def test_windows_of_one_example_share_its_label_and_weight(tokenizer: Tokenizer,
     assert set(tokens) == {tokenizer.token_to_id(word) for word in WORDS}
 
 
-def test_a_class_without_examples_has_weight_one_and_a_warning(write: Callable[..., str], caplog: Any) -> None:
+def test_a_class_without_examples_has_weight_one_and_a_warning(
+    tokenizer: Tokenizer, write: Callable[..., str], caplog: Any
+) -> None:
     absent = task(train=write("a.jsonl", sayings("a", "a", "c")), labels=("a", "b", "c"), class_weights="balanced")
-    absent.read_train()
-    assert absent._source.class_weights is not None
-    assert absent._source.class_weights.tolist() == [0.75, 1.0, 1.5]
+    (a, _, c) = absent.read_train()
+    windows = absent.windows([a, replace(a, label="b"), c], TextEncoder(tokenizer, 16), training=True)
+    assert windows.weights.tolist() == [0.75, 1.0, 1.5]
     assert "a.jsonl: 1 label has no training example: 'b'." in caplog.text
 
 

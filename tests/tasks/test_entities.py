@@ -467,11 +467,7 @@ GOOD = "Ann B-PER\nleft O\n"
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        (
-            "Ann B-PER\nleft\n",
-            {},
-            r"a.txt:2: 1 column, separated by spaces, but the first line of the file has 2\.",
-        ),
+        ("Ann B-PER\nleft\n", {}, r"a.txt:2: 1 column, separated by spaces, but the first line of the file has 2\."),
         ("Ann\tB-PER\n\nleft it\tO\tx\n", {}, r"a.txt:3: 3 columns, separated by tabs, but .* has 2\."),
         ("", {}, r"a.txt: no sentence in it"),
         ("\n-DOCSTART- O\n\n", {}, r"a.txt: no sentence in it"),
@@ -481,11 +477,7 @@ GOOD = "Ann B-PER\nleft O\n"
         ("Ann NNP\n", {}, r"a.txt:1: 'NNP' is not a tag; expected O, or a prefix and a type"),
         ("Ann B-PER\nleft B-\n", {}, r"a.txt:2: 'B-' is not a tag"),
         ("Ann B-PER\nRome S-LOC\n", {"scheme": "iob2"}, r"a.txt:2: a tag of bioes, but the scheme is iob2"),
-        (
-            "Ann B-PER\nRome B-LOC\n",
-            {"labels": ("PER",)},
-            r"a.txt:2: the type 'LOC' is not in labels \(PER\)",
-        ),
+        ("Ann B-PER\nRome B-LOC\n", {"labels": ("PER",)}, r"a.txt:2: the type 'LOC' is not in labels \(PER\)"),
         ("id\ttext\n1\tAnn left\n", {}, r"a.txt:1: 'text' is not a tag.* each line has one word and its tag\."),
         ("Ann B-PER\rleft O\r\rBob B-PER\r", {}, r"a.txt:1: lines end with CR alone. Convert"),
         ("Ann B-PER\r\nleft O\rBob O\r\n", {}, r"a.txt:2: lines end with CR alone. Convert"),
@@ -711,8 +703,7 @@ def test_settings_are_described_and_loaded(tmp_path):
 
 
 words = st.one_of(
-    st.text("abc", min_size=1, max_size=6),
-    st.sampled_from([NOTHING, "\x00", "", "%", "Ä", "\U0001f600", "a-b"]),
+    st.text("abc", min_size=1, max_size=6), st.sampled_from([NOTHING, "\x00", "", "%", "Ä", "\U0001f600", "a-b"])
 )
 
 
@@ -725,9 +716,7 @@ def laid_out(draw: st.DrawFn) -> tuple[list[Sentence], int, Any]:
         for place, one in enumerate(document):
             tags = draw(
                 st.lists(
-                    st.sampled_from(["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]),
-                    min_size=len(one),
-                    max_size=len(one),
+                    st.sampled_from(["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]), min_size=len(one), max_size=len(one)
                 )
             )
             sentences.append(Sentence(one, tags, f"document {number}", document=document, place=place))
@@ -777,11 +766,7 @@ def test_every_word_has_one_query_position_at_its_first_token(case):
 
 def test_in_training_every_window_is_an_example_and_empty_ones_are_left_out():
     task, encoder = make_task(), make_encoder(8)
-    examples = [
-        Sentence([], [], "1"),
-        Sentence([*"abcdefgh"], ["B-PER"] * 8, "2"),
-        Sentence([NOTHING], ["O"], "3"),
-    ]
+    examples = [Sentence([], [], "1"), Sentence([*"abcdefgh"], ["B-PER"] * 8, "2"), Sentence([NOTHING], ["O"], "3")]
     asked = task.windows(examples, encoder, training=False)
     windows = task.windows(examples, encoder, training=True)
     assert asked.examples.tolist() == [0, 1, 1, 2]
@@ -814,10 +799,7 @@ def test_a_sentence_of_3000_words_with_windows_of_64():
     of = np.searchsorted(windows.starts, windows.queries, "right") - 1
     for window, word in zip(of.tolist(), windows.extra["word"].tolist(), strict=True):
         margins = [
-            min(
-                token[word] - begin if begin > 0 else np.inf,
-                end - token[word + 1] if end < token[-1] else np.inf,
-            )
+            min(token[word] - begin if begin > 0 else np.inf, end - token[word + 1] if end < token[-1] else np.inf)
             if begin <= token[word] < end
             else -np.inf
             for begin, end in zip(begins, ends, strict=True)
@@ -1129,12 +1111,7 @@ def test_scores_and_details_by_hand():
         "strict_f1": 0.5,
         "accuracy": 0.5,
     }
-    assert set(task.score(gold, predictions)) >= {
-        "f1",
-        "macro_f1",
-        "strict_f1",
-        "accuracy",
-    }  # what `metric` may be
+    assert set(task.score(gold, predictions)) >= {"f1", "macro_f1", "strict_f1", "accuracy"}  # what `metric` may be
     details = task.details(gold, predictions)
     assert details["types"]["LOC"] == {"precision": 1.0, "recall": 1.0, "f1": 1.0, "support": 1}
     assert (details["sentences"], details["words"], details["entities"]) == (2, 4, 2)

@@ -193,10 +193,7 @@ LINES = [
 DOCUMENTS = [
     ("{", r"a.json:1: not JSON, .* at column 2"),
     ("1" * 5000, r"a.json: cannot be read \(Exceeds the limit"),
-    (
-        good() + "\n" + good(),
-        r'a.json:2: not JSON, Extra data at column 1. A file .* must be named ".jsonl"',
-    ),
+    (good() + "\n" + good(), r'a.json:2: not JSON, Extra data at column 1. A file .* must be named ".jsonl"'),
     ("3", r"a.json: is 3; expected a SQuAD file .* or flat records"),
     ('{"version": "1.1", "data": []}', r"a.json: has no questions\."),
     ('{"data": [{"title": "", "paragraphs": []}]}', r"a.json: has no questions\."),
@@ -217,8 +214,7 @@ DOCUMENTS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [("a.jsonl", *one) for one in LINES] + [("a.json", *one) for one in DOCUMENTS],
+    ("name", "content", "message"), [("a.jsonl", *one) for one in LINES] + [("a.json", *one) for one in DOCUMENTS]
 )
 def test_bad_files(tmp_path, name, content, message):
     with pytest.raises(InputError, match=message) as raised:
@@ -300,10 +296,7 @@ def test_bad_answers(tmp_path, caplog):
     assert "\n" not in str(raised.value)
     with caplog.at_level(logging.WARNING):
         kept = task(train=file, bad_answers="skip").read_train()
-    assert [(one.id, one.answers) for one in kept] == [
-        ("a", (Answer("cat", 4),)),
-        ("both", (Answer("sat", 8),)),
-    ]
+    assert [(one.id, one.answers) for one in kept] == [("a", (Answer("cat", 4),)), ("both", (Answer("sat", 8),))]
     assert "6 of 8 answers" in caplog.text
     assert "skipped, with 5 questions that have no other answer" in caplog.text
     # To score on, texts alone are compared: leaving any out would not be the official score.
@@ -390,11 +383,7 @@ def test_windows_are_those_of_the_tokenizer(tokenizer, encoder, made, stride):
         encoding = reference.encode(text.strip(), context)
         expected += [(number, part.ids, part.type_ids) for part in (encoding, *encoding.overflowing)]
     found = [
-        (
-            int(example),
-            windows.ids[window(windows, number)].tolist(),
-            windows.types[window(windows, number)].tolist(),
-        )
+        (int(example), windows.ids[window(windows, number)].tolist(), windows.types[window(windows, number)].tolist())
         for number, example in enumerate(windows.examples)
     ]
     assert found == expected
@@ -440,12 +429,7 @@ def test_labels(encoder):
 
 def test_an_answer_must_be_whole_in_its_window(encoder):
     context = "abcdefghij" * 5  # 50 tokens in windows of 26, at 0, 21 and 42
-    for start, length, holds in (
-        (24, 2, [1, 1, 0]),
-        (25, 2, [0, 1, 0]),
-        (20, 2, [1, 0, 0]),
-        (20, 7, [0, 0, 0]),
-    ):
+    for start, length, holds in ((24, 2, [1, 1, 0]), (25, 2, [0, 1, 0]), (20, 2, [1, 0, 0]), (20, 7, [0, 0, 0])):
         question = Question("1", "who", context, (Answer(context[start : start + length], start),))
         windows = task().windows([question], encoder, training=True)
         assert [1 - int(windows.labels[first, 0]) for first in windows.starts[:-1]] == holds
@@ -464,10 +448,7 @@ def test_answers_longer_than_the_overlap(encoder, caplog):
 
 
 def test_long_questions_are_truncated_with_a_warning(encoder, caplog):
-    made = [
-        ask("cat", "cat", text="abcdefghijkl", id="long"),
-        ask("cat", "cat", text="  abcdefgh ", id="just"),
-    ]
+    made = [ask("cat", "cat", text="abcdefghijkl", id="long"), ask("cat", "cat", text="  abcdefgh ", id="just")]
     with caplog.at_level(logging.WARNING):
         windows = task().windows(made, encoder, training=True)
     assert np.diff(windows.starts).tolist() == [14, 14]
@@ -553,12 +534,7 @@ def test_answers_are_stretches_of_any_text(request, kind, context, answer):
     assert found["start"] == context.index(answer)
 
 
-@given(
-    st.text(st.characters(codec="utf-8"), max_size=30),
-    st.integers(0, 29),
-    st.integers(1, 30),
-    st.integers(0, 2),
-)
+@given(st.text(st.characters(codec="utf-8"), max_size=30), st.integers(0, 29), st.integers(1, 30), st.integers(0, 2))
 @settings(max_examples=300, deadline=None)
 def test_offsets_in_any_text(tokenizer, cased, bytewise, context, start, length, kind):
     answer = context[start : start + length]
@@ -791,13 +767,7 @@ def test_a_context_of_a_megabyte(encoder, cased):
 def predictions(*made: tuple[str, str, float]) -> list[dict[str, Any]]:
     """(id, best non-empty answer, no-answer score) as `decode` has them at threshold 0."""
     return [
-        {
-            "id": id,
-            "answer": "" if score > 0 else best,
-            "best_non_empty": best,
-            "no_answer_score": score,
-            "windows": 1,
-        }
+        {"id": id, "answer": "" if score > 0 else best, "best_non_empty": best, "no_answer_score": score, "windows": 1}
         for id, best, score in made
     ]
 
@@ -882,13 +852,16 @@ def test_details():
     json.dumps(found)
 
 
+def test_the_files_of_the_scripts_hold_answers_and_probabilities_of_none():
+    made = predictions(("1", "cat", -2.0), ("2", "dog", 0.0), ("3", "ox", 1e4))
+    files = task(unanswerable=True, threshold=0.5).scorer_files([], made)
+    assert json.loads(files[".answers.json"]) == {"1": "cat", "2": "dog", "3": ""}
+    probabilities = json.loads(files[".no-answer.json"])
+    assert probabilities == {"1": pytest.approx(1 / (1 + np.exp(2.0))), "2": 0.5, "3": 1.0}
+    assert task(unanswerable=False).scorer_files([], made).keys() == {".answers.json"}
+
+
 def test_it_is_a_task():
     one: Task[Question] = task()
-    assert (one.kind, one.head, one.objective, one.labels, one.outputs) == (
-        "questions",
-        "spans",
-        "span",
-        (),
-        2,
-    )
+    assert (one.kind, one.head, one.objective, one.labels, one.outputs) == ("questions", "spans", "span", (), 2)
     assert one.metric == "f1"

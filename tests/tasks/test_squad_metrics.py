@@ -50,12 +50,7 @@ def test_normalization_by_hand():
 @pytest.mark.parametrize(
     ("golds", "answer", "first", "second"),
     [
-        (
-            ["The A,"],
-            "",
-            (1, 0),
-            (1, 1),
-        ),  # a gold that normalizes to nothing: v1.1 sees no common word, v2.0 drops it
+        (["The A,"], "", (1, 0), (1, 1)),  # a gold that normalizes to nothing: v1.1 sees no common word, v2.0 drops it
         (["The A,"], "the", (1, 0), (1, 1)),
         (["The A,", "cat"], "", (1, 0), (0, 0)),
         (["cat"], "", (0, 0), (0, 0)),

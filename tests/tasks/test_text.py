@@ -45,17 +45,7 @@ ENCODERS = {lowercase: TextEncoder(make_tokenizer(lowercase=lowercase), 32) for 
 @settings(deadline=None, max_examples=300)
 @given(texts=TEXTS)
 @example(texts=[])
-@example(
-    texts=[
-        "",
-        " ",
-        "  a  ",
-        "a\u0301 \u0301b",
-        "[MASK] a[MASK]b [ MASK ]",
-        "中a 文",
-        "a" * 120 + " " + "b" * 99,
-    ]
-)
+@example(texts=["", " ", "  a  ", "a\u0301 \u0301b", "[MASK] a[MASK]b [ MASK ]", "中a 文", "a" * 120 + " " + "b" * 99])
 @example(texts=[" ".join(f"w{n}" for n in range(1000))])  # more distinct words than fit one line
 def test_words_give_what_the_whole_text_gives(lowercase: bool, texts: list[str]) -> None:
     encoder = ENCODERS[lowercase]

@@ -236,13 +236,7 @@ class TestMetricsFile:
                 if step == 20:
                     print("twenty", flush=True)
         """
-        command = [
-            sys.executable,
-            "-c",
-            textwrap.dedent(program),
-            make_config().model_dump_json(),
-            str(tmp_path),
-        ]
+        command = [sys.executable, "-c", textwrap.dedent(program), make_config().model_dump_json(), str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"twenty\n"
@@ -331,11 +325,12 @@ class TestWandb:
         }
 
     @pytest.mark.usefixtures("patient")
-    def test_an_offline_run_holds_everything(self, tmp_path: Path) -> None:
+    def test_an_offline_run_holds_everything(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WANDB_TAGS", "tag-one,tag-two")
         export = tmp_path / "export"
         export.mkdir()
         (export / "model.safetensors").write_text("weights")
-        tracker = start(tmp_path / "run", wandb="offline", group="sweep", tags=("a", "b"))
+        tracker = start(tmp_path / "run", wandb="offline", group="sweep")
         for step in range(10, 60, 10):
             tracker.log({"step": step, "loss": 1 / step})
         tracker.log({"step": 50, "split": "validation", "loss": 0.5})
@@ -344,7 +339,15 @@ class TestWandb:
 
         (log,) = (tmp_path / "run" / "wandb").glob(f"offline-run-*-{tracker.run_id}/run-{tracker.run_id}.wandb")
         content = log.read_bytes()
-        for expected in ("train/global_step", "eval/loss", "sweep", "corpus_card", f"model-{tracker.run_id}"):
+        for expected in (
+            "train/global_step",
+            "eval/loss",
+            "sweep",
+            "tag-one",
+            "tag-two",
+            "corpus_card",
+            f"model-{tracker.run_id}",
+        ):
             assert expected.encode() in content, expected
         assert content.count(b"train/loss") >= 5
 
@@ -520,12 +523,7 @@ class TestWandb:
         ],
     )
     def test_online_only_where_a_key_is_set(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        setting: str,
-        environment: dict[str, str],
-        mode: str,
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, environment: dict[str, str], mode: str
     ) -> None:
         monkeypatch.chdir(tmp_path)
         Path("netrc").write_text("machine wandb.example.org login user password secret\n")
@@ -638,11 +636,7 @@ class TestFollow:
     def test_earlier_records_are_not_reported_again(self, run: Path) -> None:
         append(run, {"step": 40, "loss": 3.0}, {"step": 40, "split": "validation", "mlm_loss": 9.0, "loss": 9.0})
         with following(run) as screen:
-            append(
-                run,
-                {"step": 50, "loss": 2.0},
-                {"step": 50, "split": "validation", "mlm_loss": 9.5, "loss": 9.5},
-            )
+            append(run, {"step": 50, "loss": 2.0}, {"step": 50, "split": "validation", "mlm_loss": 9.5, "loss": 9.5})
         text = screen.getvalue()
         assert "9.000" not in text
         assert "mlm loss 9.500" in text

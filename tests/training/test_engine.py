@@ -53,9 +53,7 @@ def make_engine(stage: int, precision: str = "fp32", optimizer: str = "adamw", c
     settings = EngineSettings(zero_stage=stage, precision=precision, compile=False, gradient_clip_norm=clip)  # type: ignore[arg-type]
     choice = choice_of(optimizer)
     return Engine(
-        make_model(),
-        lambda named: make_optimizer(choice, parameter_groups(named, choice.weight_decay)),
-        settings,
+        make_model(), lambda named: make_optimizer(choice, parameter_groups(named, choice.weight_decay)), settings
     )
 
 

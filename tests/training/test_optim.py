@@ -9,11 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import (
-    get_linear_schedule_with_warmup,
-    get_polynomial_decay_schedule_with_warmup,
-    get_wsd_schedule,
-)
+from transformers import get_linear_schedule_with_warmup, get_polynomial_decay_schedule_with_warmup, get_wsd_schedule
 
 from pretrain.config import OptimizerConfig, PhaseConfig, PretrainOptimizerConfig
 from pretrain.training.optim import (
@@ -372,13 +368,7 @@ def test_schedule_equals_transformers_and_restarts_per_phase():
     phases = [
         PhaseConfig(**shape, steps=20, peak_learning_rate=1e-3, warmup_steps=7, decay="linear"),
         PhaseConfig(**shape, steps=30, peak_learning_rate=4e-3, warmup_steps=3, decay="polynomial"),
-        PhaseConfig(
-            **shape,
-            steps=9,
-            peak_learning_rate=2e-3,
-            decay="polynomial",
-            final_learning_rate=1e-5,
-        ),
+        PhaseConfig(**shape, steps=9, peak_learning_rate=2e-3, decay="polynomial", final_learning_rate=1e-5),
     ]
     expected = [rate for phase in phases for rate in transformers_rates(phase)]
     assert [learning_rate(phases, step) for step in range(59)] == pytest.approx(expected, rel=1e-12, abs=1e-18)
@@ -388,12 +378,7 @@ def test_schedule_equals_transformers_and_restarts_per_phase():
 
 def test_constant_schedule_holds_the_peak():
     phase = PhaseConfig(
-        sequence_length=8,
-        global_sequences=1,
-        steps=5,
-        peak_learning_rate=0.4,
-        warmup_steps=2,
-        decay="constant",
+        sequence_length=8, global_sequences=1, steps=5, peak_learning_rate=0.4, warmup_steps=2, decay="constant"
     )
     assert [learning_rate([phase], step) for step in range(5)] == [0.2, 0.4, 0.4, 0.4, 0.4]
 
@@ -447,12 +432,7 @@ def test_every_step_learns_and_the_last_of_the_warm_up_has_the_peak(
     decay: Literal["linear", "polynomial", "1-sqrt", "constant"], steps: int, warmup: int
 ):
     phase = PhaseConfig(
-        sequence_length=8,
-        global_sequences=1,
-        steps=steps,
-        peak_learning_rate=0.5,
-        warmup_steps=warmup,
-        decay=decay,
+        sequence_length=8, global_sequences=1, steps=steps, peak_learning_rate=0.5, warmup_steps=warmup, decay=decay
     )
     rates = [learning_rate([phase], step) for step in range(steps)]
     assert min(rates) > 0

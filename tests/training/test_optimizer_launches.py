@@ -95,11 +95,7 @@ def train(values: dict[str, Any], *, flat: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize(
     "values",
-    [
-        {"name": "lamb"},
-        {"name": "stable_adamw"},
-        {"name": "muon"},
-    ],
+    [{"name": "lamb"}, {"name": "stable_adamw"}, {"name": "muon"}],
     ids=lambda values: "-".join(map(str, values.values())),
 )
 def test_many_tensors_at_a_time_step_as_one_does(

@@ -212,12 +212,7 @@ def test_a_loader_that_sleeps_without_end_is_noticed(
     assert_equal(run_dir, undisturbed)
     stacks = [(run_dir / f"logs/stacks-{rank}.txt").read_text() for rank in (0, 1)]
     assert "_produce" in stacks[hang["rank"]]
-    report(
-        "11 a loader asleep",
-        rank=hang["rank"],
-        noticed=round(hang["time"] - began, 1),
-        recovered=round(seconds, 1),
-    )
+    report("11 a loader asleep", rank=hang["rank"], noticed=round(hang["time"] - began, 1), recovered=round(seconds, 1))
 
 
 def kill_all(processes: list[psutil.Process]) -> None:

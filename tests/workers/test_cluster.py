@@ -28,7 +28,6 @@ from cluster.workers.actors import (
     WorkerGroup,
     WorkerLocation,
     WorkersFailedError,
-    WorkersNotStartedError,
 )
 from cluster.workers.launch import Signals, end_session, last_line, run
 from cluster.workers.nodes import Node, cpus_that_fit, nodes_fit
@@ -444,21 +443,6 @@ def test_capacity_beside_others_counts_what_is_free_and_what_is_ours() -> None:
     assert count([Node("a", 64, 8, False, 60, 0)], 8, 4, held={}, use_gpu=None) == 0, "all GPUs are in use"
     assert count([Node("a", 64, 8, False, 60, 1), Node("b", 8, 0, False, 8, 0)], 8, 4, held={}, use_gpu=True) == 1
     assert count([Node("a", 64, 8, False, 64, 8)], 32, 4, use_gpu=False) == 16, "its workers were started without GPUs"
-
-
-def test_a_crowded_cluster_gets_a_smaller_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others use one of two cores, which the totals do not show."""
-    monkeypatch.setattr(capacity, "usable_nodes", lambda: [Node("here", 2, 0, False, 1, 0)])
-    requested = []
-
-    def run(attempt: Attempt, _: Any) -> None:
-        requested.append(attempt.workers)
-        if attempt.workers == 2:
-            raise WorkersNotStartedError
-
-    monkeypatch.setattr(supervisor, "run_attempt", run)
-    supervisor.supervise(replace(_request(tmp_path, 3), min_workers=1), keep_logs=lambda: None)
-    assert requested == [2, 1]
 
 
 @pytest.mark.parametrize("placed", [False, True])

@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from pretrain.batches.order import ranges
 from pretrain.batches.plan import Rows
-from pretrain.batches.scheme import MaskingScheme, ranges, shuffle
+from pretrain.batches.scheme import MaskingScheme, shuffle
 
 
 class Scheme(MaskingScheme):

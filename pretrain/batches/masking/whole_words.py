@@ -5,8 +5,9 @@ Words come in random order, and each is taken if it still fits. A sequence may s
 
 import numpy as np
 
+from pretrain.batches.order import ranges
 from pretrain.batches.plan import Rows
-from pretrain.batches.scheme import MaskingScheme, per_sequence, ranges, shuffle, word_heads
+from pretrain.batches.scheme import MaskingScheme, per_sequence, shuffle, word_heads
 
 
 class Scheme(MaskingScheme):

@@ -1,0 +1,448 @@
+"""Blocks of shards at an address, fetched by range into files of this machine that all its processes share.
+
+The files have the sizes of the whole arrays and are sparse: a block is written to its place when it is needed, and its
+place is made a hole again when it is the one that was used longest ago. So what reads an array is the same as for a
+full copy, and holds a `Lease` of the blocks that it reads. Two processes never fetch one block twice, of one run or of
+several.
+
+    <folder>/<shard>.<array>.npy  the array, with holes
+    <folder>/state                _STATE [blocks], under the lock of <folder>/lock
+    <folder>/held                 bool [_SLOTS, blocks], which process needs which block
+    <folder>/slot-<n>             locked by the process that has the slot; the kernel unlocks it if that process dies
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.common.addresses import join
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.files import disk_errors
+from pretrain.corpus.blocks import PARTS, block_digest, parts_of
+from pretrain.storage.objects import ContentError, ObjectStore
+
+_SLOTS = 64  # processes of one machine
+_AT_ONCE = 16  # blocks on their way; S3 gives one connection some 90 MB/s
+_POLL_SECONDS = 0.02
+_PAGE = 4096
+_ABSENT, _COMING, _HERE = range(3)
+_STATE = np.dtype([("state", "u1"), ("slot", "u1"), ("used", "<u4")])
+_PUNCH_HOLE, _KEEP_SIZE = 0x02, 0x01
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array of a shard at an address."""
+
+    name: str  # of the file
+    bytes: int
+    header: int  # bytes before the first element
+    width: int  # bytes of an element, or of a row
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """A shard at an address: its arrays by their names, and its blocks (BLOCK [B])."""
+
+    arrays: dict[str, StoredArray]
+    blocks: np.ndarray
+
+
+@dataclass
+class _File:
+    descriptor: int
+    begins: np.ndarray  # int64 [B], first byte of each block of the shard
+    ends: np.ndarray  # int64 [B], one past the last byte
+
+    def range_of(self, block: int) -> tuple[int, int]:
+        """[begin, end) of a block, in bytes."""
+        return int(self.begins[block]), int(self.ends[block])
+
+
+@dataclass
+class _Shard:
+    files: dict[str, _File]
+    first: int  # block, counted over all shards
+
+
+class Lease:
+    """Blocks that stay here as long as this object does."""
+
+    def __init__(self, cache: BlockCache, blocks: np.ndarray) -> None:
+        self._cache, self._blocks = cache, blocks
+
+    def __del__(self) -> None:
+        self._cache.release(self._blocks)
+
+
+class BlockCache:
+    """The blocks of a split that are on this machine.
+
+    Args:
+        address: of the corpus.
+        folder: for the files; all processes of the machine have the same.
+        most_bytes: that this process lets the cache take; blocks that another process needs do not count.
+        name: of the setting of `most_bytes`, for errors.
+
+    Raises `MachineError` if the file system has no holes, or too many processes use the folder.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        folder: Path,
+        shards: Sequence[StoredShard],
+        *,
+        most_bytes: int,
+        objects: ObjectStore | None = None,
+        name: str = "corpus.cache",
+    ) -> None:
+        self._address, self._folder, self._stored = address, folder, list(shards)
+        self._most, self._name, self._objects = most_bytes, name, objects or ObjectStore()
+        counts = [len(shard.blocks) for shard in shards]
+        self._firsts = np.cumsum([0, *counts])
+        self._bytes = np.concatenate([np.zeros(0, np.int64), *map(_block_bytes, shards)])
+        self._mutex, self._depth = threading.RLock(), 0
+        self._uses = np.zeros(len(self._bytes), np.int32)
+        self._proven = np.zeros(len(self._bytes), bool)  # read and verified by this process, or by one that fetched it
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            self._state = _shared(folder / "state", _STATE, (len(self._bytes),))
+            self._held = _shared(folder / "held", np.dtype(bool), (_SLOTS, len(self._bytes)))
+            self._shards = [self._opened(shard, int(first)) for shard, first in zip(shards, self._firsts, strict=False)]
+        self._slot = self._take_slot()
+        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="blocks")
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="blocks-ahead")
+        self.fetched_bytes = 0  # by this process
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all blocks."""
+        return int(self._bytes.sum())
+
+    def array(self, shard: int, name: str) -> tuple[int, int]:
+        """(descriptor, bytes before the first element) of an array's file, to be mapped."""
+        return self._shards[shard].files[name].descriptor, self._stored[shard].arrays[name].header
+
+    def numbers(self, shard: np.ndarray, block: np.ndarray) -> np.ndarray:
+        """Blocks of shards, counted over all shards; int64."""
+        return self._firsts[shard.astype(np.int64)] + block
+
+    def bytes_of(self, blocks: np.ndarray) -> int:
+        """What blocks take, by their numbers over all shards."""
+        return int(self._bytes[blocks].sum())
+
+    def largest(self, blocks: np.ndarray) -> int:
+        """Bytes of the largest of some blocks."""
+        return int(self._bytes[blocks].max(initial=0))
+
+    def check_fits(self, least: int, what: str) -> None:
+        """Raise `InputError` if `least` bytes are more than the cache may take."""
+        if least > self._most:
+            raise InputError(
+                f"{self._name}: {_size(self._most)}, but {what} needs {_size(least)} at least. Raise it to that, or "
+                "better to twice as much, so that what comes next is fetched ahead."
+            )
+
+    def hold(self, blocks: np.ndarray) -> Lease:
+        """Wait until blocks are here, fetching those that are not, and keep them as long as the result lives.
+
+        Raises:
+            InputError: the store denies access.
+            MachineError: the store fails for too long, a block is damaged there, or the disk is full.
+        """
+        with self._locked():
+            self._uses[blocks] += 1
+            self._held[self._slot, blocks] = True
+        lease = Lease(self, blocks)
+        began = time.monotonic()
+        while len(missing := self._bring(blocks)):
+            time.sleep(_POLL_SECONDS)
+            blocks = missing
+        waited = time.monotonic() - began
+        if waited > 1:
+            logger.info("%s: waited %.1f s for blocks", self._address, waited)
+        return lease
+
+    def fetch_ahead(self, blocks: np.ndarray) -> None:
+        """Fetch blocks in the background, as far as there is room for them."""
+        self._ahead.submit(self._bring_ahead, blocks)
+
+    def release(self, blocks: np.ndarray) -> None:
+        """A lease has ended."""
+        with self._locked():
+            self._uses[blocks] -= 1
+            self._held[self._slot, blocks[self._uses[blocks] == 0]] = False
+
+    def close(self) -> None:
+        """End the threads; leases are no longer kept."""
+        self._pool.shutdown(cancel_futures=True)
+        self._ahead.shutdown(cancel_futures=True)
+
+    # ------------------------------------------------------------ what is here
+
+    def _bring(self, blocks: np.ndarray) -> np.ndarray:
+        """Fetch what no process fetches; returns the blocks that another process is still fetching."""
+        absent, unproven = self._claim(blocks)
+        futures = {block: self._pool.submit(self._fetch, block) for block in absent.tolist()}
+        futures |= {block: self._pool.submit(self._prove, block) for block in unproven.tolist()}
+        self._finish(futures)
+        with self._locked():
+            return blocks[self._state["state"][blocks] != _HERE]
+
+    def _bring_ahead(self, blocks: np.ndarray) -> None:
+        with contextlib.suppress(InputError, MachineError, OSError):  # who needs the blocks will find out
+            with self._locked():
+                absent = blocks[self._state["state"][blocks] == _ABSENT]
+                room = self._most - self._present_bytes() + int(self._bytes[self._free()].sum())
+                fits = absent[np.cumsum(self._bytes[absent]) <= room]
+            for part in np.array_split(fits, max(1, len(fits) // _AT_ONCE)):
+                self._bring(part)
+
+    def _claim(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The blocks that this process shall fetch, for which there is room, and those that it shall verify."""
+        with self._locked():
+            state = self._state["state"][blocks]
+            self._state["used"][blocks] = int(self._state["used"].max(initial=0)) + 1
+            absent = blocks[state == _ABSENT]
+            coming = blocks[state == _COMING]
+            if len(coming):
+                alive = self._alive()
+                absent = np.concatenate([absent, coming[~alive[self._state["slot"][coming]]]])
+            unproven = blocks[(state == _HERE) & ~self._proven[blocks]]
+            if len(unproven):
+                # What another process holds it has verified.
+                elsewhere = self._held[self._alive(but=self._slot)][:, unproven].any(axis=0)
+                self._proven[unproven[elsewhere]] = True
+                unproven = unproven[~elsewhere]
+            self._make_room(absent)
+            for own in (absent, unproven):
+                self._state["state"][own], self._state["slot"][own] = _COMING, self._slot
+            return absent, unproven
+
+    def _finish(self, futures: dict[int, Future[None]]) -> None:
+        """Wait for fetched blocks and mark them; raises the first error after the others have ended."""
+        errors: list[BaseException] = []
+        for block, future in futures.items():
+            try:
+                future.result()
+            except BaseException as error:
+                errors.append(error)
+                for other in futures.values():
+                    other.cancel()
+            with self._locked():
+                self._proven[block] = is_here = not (future.cancelled() or future.exception())
+                self._state["state"][block] = _HERE if is_here else _ABSENT
+        if errors:
+            raise next((one for one in errors if isinstance(one, (InputError, MachineError))), errors[0])
+
+    def _make_room(self, blocks: np.ndarray) -> None:
+        """Evict what was used longest ago until `blocks`, which are absent, fit. Under the lock."""
+        needed = int(self._bytes[blocks[self._state["state"][blocks] == _ABSENT]].sum())
+        excess = self._present_bytes() + needed - self._most
+        if excess <= 0:
+            return
+        free = np.setdiff1d(self._free(), blocks)
+        free = free[np.argsort(self._state["used"][free], kind="stable")]
+        count = int(np.searchsorted(np.cumsum(self._bytes[free]), excess)) + 1
+        for block in free[:count].tolist():
+            self._state["state"][block] = _ABSENT
+            self._proven[block] = False
+            self._punch(block)
+
+    def _free(self) -> np.ndarray:
+        """Blocks that are here and that no living process needs. Under the lock."""
+        held = self._held[self._alive()].any(axis=0)
+        return np.flatnonzero((self._state["state"] == _HERE) & ~held)
+
+    def _present_bytes(self) -> int:
+        return int(self._bytes[self._state["state"] != _ABSENT].sum())
+
+    # ------------------------------------------------------------ one block
+
+    def _fetch(self, number: int) -> None:
+        """Write a block to its place."""
+        shard, block = self._place(number)
+        stored, files = self._stored[shard], self._shards[shard].files
+        for retries_left in (1, 0):
+            parts = {name: self._read(stored.arrays[name].name, *file.range_of(block)) for name, file in files.items()}
+            if block_digest(iter(parts.values())) == stored.blocks[block]["digest"].tobytes():
+                break
+            if not retries_left:
+                raise ContentError(
+                    f"{join(self._address, stored.arrays['tokens'].name)}: the checksum of its block {block} is wrong; "
+                    "it was changed or damaged. Store the corpus again."
+                )
+        with disk_errors(self._folder):
+            for name, part in parts.items():
+                _write(files[name].descriptor, part, files[name].range_of(block)[0])
+
+    def _prove(self, number: int) -> None:
+        """Verify a block that was here before this process; fetch it again if it is damaged."""
+        shard, block = self._place(number)
+        ranges = ((file, *file.range_of(block)) for file in self._shards[shard].files.values())
+        here = (os.pread(file.descriptor, end - begin, begin) for file, begin, end in ranges)
+        if block_digest(here) != self._stored[shard].blocks[block]["digest"].tobytes():
+            logger.warning("%s: block %d is damaged on this machine; fetching it again", self._folder, number)
+            self._fetch(number)
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """(shard, block of the shard) of a block counted over all shards."""
+        shard = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        return shard, number - int(self._firsts[shard])
+
+    def _read(self, name: str, begin: int, end: int) -> bytes:
+        content = self._objects.read_range(join(self._address, name), begin, end)
+        self.fetched_bytes += len(content)
+        return content
+
+    def _punch(self, number: int) -> None:
+        """Free the pages of a block that no block that is here shares. Under the lock."""
+        place, block = self._place(number)
+        shard = self._shards[place]
+        absent = self._state["state"][shard.first : int(self._firsts[place + 1])] == _ABSENT
+        for file in shard.files.values():
+            begin, end = int(file.begins[block]), int(file.ends[block])
+            low, high = begin // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
+            # Pages of a present neighbor stay. Blocks lie in their order.
+            if (here := np.flatnonzero(~absent[:block])).size:
+                low = max(low, -(-int(file.ends[here[-1]]) // _PAGE) * _PAGE)
+            if (here := np.flatnonzero(~absent[block + 1 :])).size:
+                high = min(high, int(file.begins[block + 1 + here[0]]) // _PAGE * _PAGE)
+            if high > low:
+                _punch_hole(file.descriptor, low, high - low, self._folder)
+
+    # ------------------------------------------------------------ files and processes
+
+    def _opened(self, shard: StoredShard, first: int) -> _Shard:
+        parts = [parts_of(block) for block in shard.blocks]
+        files = {}
+        for name in PARTS:
+            array = shard.arrays[name]
+            bounds = np.array([part[name] for part in parts], np.int64).reshape(-1, 2) * array.width + array.header
+            descriptor = os.open(self._folder / array.name, os.O_RDWR | os.O_CREAT, 0o644)
+            os.ftruncate(descriptor, array.bytes)
+            files[name] = _File(descriptor, bounds[:, 0].copy(), bounds[:, 1].copy())
+        return _Shard(files, first)
+
+    def _take_slot(self) -> int:
+        self._slots: dict[int, int] = {}
+        with self._locked():
+            for slot in range(_SLOTS):
+                descriptor = os.open(self._folder / f"slot-{slot}", os.O_RDWR | os.O_CREAT, 0o644)
+                self._slots[slot] = descriptor
+            for slot, descriptor in self._slots.items():
+                if _try_lock(descriptor):
+                    self._held[slot] = False
+                    left = (self._state["state"] == _COMING) & (self._state["slot"] == slot)
+                    self._state["state"][left] = _ABSENT  # by a process that died
+                    return slot
+        raise MachineError(f"{self._folder}: {_SLOTS} processes use it already. Wait for them, or stop some.")
+
+    def _alive(self, but: int = -1) -> np.ndarray:
+        """Which slots have a living process, bool [_SLOTS]. Under the lock."""
+        alive = np.zeros(_SLOTS, bool)
+        for slot, descriptor in self._slots.items():
+            if slot == self._slot:
+                continue
+            if _try_lock(descriptor):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            else:
+                alive[slot] = True
+        alive[self._slot] = True
+        if but >= 0:
+            alive[but] = False
+        return alive
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._mutex:
+            self._depth += 1  # a lease may end anywhere
+            try:
+                if self._depth == 1:
+                    fcntl.flock(self._lock, fcntl.LOCK_EX)
+                yield
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove the caches beside `folder` that no process uses: of what the corpus was before it changed."""
+    for other in folder.parent.glob("*/state"):
+        if other.parent == folder:
+            continue
+        descriptors = [os.open(path, os.O_RDWR) for path in other.parent.glob("slot-*")]
+        try:
+            if all(map(_try_lock, descriptors)):
+                shutil.rmtree(other.parent, ignore_errors=True)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def _block_bytes(shard: StoredShard) -> np.ndarray:
+    """Bytes of each block, int64 [B]."""
+    widths = {name: array.width for name, array in shard.arrays.items()}
+    parts = [parts_of(block) for block in shard.blocks]
+    return np.array([sum((end - begin) * widths[n] for n, (begin, end) in part.items()) for part in parts], np.int64)
+
+
+def _shared(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """An array in a file, of zeros at first, that processes share."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        os.ftruncate(descriptor, max(1, int(np.prod(shape)) * dtype.itemsize))
+    finally:
+        os.close(descriptor)
+    return np.memmap(path, dtype, "r+", shape=shape) if all(shape) else np.zeros(shape, dtype)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _write(descriptor: int, content: bytes, offset: int) -> None:
+    view = memoryview(content)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _punch_hole(descriptor: int, offset: int, length: int, folder: Path) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (ctypes.c_int(_PUNCH_HOLE | _KEEP_SIZE), ctypes.c_int64(offset), ctypes.c_int64(length))
+    if libc.fallocate(ctypes.c_int(descriptor), *arguments):
+        number = ctypes.get_errno()
+        if number in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise MachineError(
+                f"{folder}: its file system cannot free parts of files, which corpus.cache needs. "
+                "Set BERTRAIN_CACHE to a folder on a disk of this machine (ext4, xfs, btrfs or tmpfs)."
+            )
+        raise OSError(number, os.strerror(number))
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{max(count, 1) / 1e6:.3g} MB"

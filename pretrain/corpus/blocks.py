@@ -1,0 +1,119 @@
+"""Blocks of a shard: ranges of about a million tokens, which are read and verified by themselves (invariants 1 and 5).
+
+    <shard>.blocks.npy  BLOCK [blocks]
+
+A block holds whole documents. Only documents of more than a block's tokens are divided, at the end of a sentence where
+one is near.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.common.files import atomic_open, sha256_file
+
+BLOCK_TOKENS = 1 << 20
+_BLOCK_DOCUMENTS = 1 << 14  # at most; a table of where their samples begin is made for each block of a window
+
+PARTS = ("documents", "sentences", "tokens")  # arrays of a shard, in the order in which a block's digest has them
+
+BLOCK = np.dtype(
+    [
+        ("begin", "<i8"),  # token offset within the shard
+        ("end", "<i8"),
+        ("first", "<i8"),  # document that holds the first token
+        ("last", "<i8"),  # one past the one that holds the last token
+        ("first_sentence", "<i8"),  # first sentence that begins at `begin` or after
+        ("last_sentence", "<i8"),  # first sentence that begins at `end` or after
+        ("digest", "u1", (16,)),  # of SHA-256 of what `parts_of` names
+    ]
+)
+
+
+def cut_blocks(documents: np.ndarray, sentences: np.ndarray, tokens: int = 0) -> np.ndarray:
+    """Divide a shard into blocks of about `tokens` tokens, by default `BLOCK_TOKENS`; fewer where documents are short.
+
+    Args:
+        documents: int64 [documents + 1, 2], (sentence offset, token offset) of each.
+        sentences: int64 [sentences + 1], token offset of each.
+
+    Returns:
+        BLOCK [blocks], without digests.
+    """
+    tokens = tokens or BLOCK_TOKENS
+    edges = [(0, 0, False), *_edges(documents, sentences, tokens), (int(documents[-1, 1]), len(documents) - 1, False)]
+    blocks = np.zeros(len(edges) - 1, BLOCK)
+    for block, (begin, first, _), (end, last, is_divided) in zip(blocks, edges, edges[1:], strict=False):
+        block["begin"], block["end"], block["first"], block["last"] = begin, end, first, last + is_divided
+    blocks = blocks[blocks["end"] > blocks["begin"]]
+    for block in blocks:
+        first, last = documents[block["first"], 0], documents[block["last"], 0]
+        its = sentences[first : last + 1]
+        block["first_sentence"], block["last_sentence"] = first + np.searchsorted(its, [block["begin"], block["end"]])
+    return blocks
+
+
+def _edges(documents: np.ndarray, sentences: np.ndarray, tokens: int) -> Iterator[tuple[int, int, bool]]:
+    """(token offset, document that begins there or is divided, whether it is divided) between blocks."""
+    begins, edge_before = documents[:, 1], 0
+    # Each document counts some tokens more, so that a block never has more than _BLOCK_DOCUMENTS.
+    each = -(-tokens // _BLOCK_DOCUMENTS)
+    size = int(begins[-1]) + each * (len(documents) - 1)
+    count = max(1, round(size / tokens))
+    for number in range(1, count):
+        wanted = size * number // count
+        document = bisect_left(range(len(begins)), wanted, key=lambda one: int(begins[one]) + each * one)
+        edge, is_divided = int(begins[document]), False
+        previous = max(document - 1, 0)
+        before, least = int(begins[previous]), tokens // 16
+        if edge - before > tokens:
+            inside = _sentence_near(documents, sentences, previous, wanted - each * previous, tokens // 64)
+            if inside - before >= least and edge - inside >= least:
+                edge, document, is_divided = inside, previous, True
+        if edge > edge_before:
+            yield edge, document, is_divided
+            edge_before = edge
+
+
+def _sentence_near(documents: np.ndarray, sentences: np.ndarray, document: int, offset: int, reach: int) -> int:
+    """Where the first sentence of a document from `offset` on begins, or `offset` if that is over `reach` away."""
+    its = sentences[documents[document, 0] : documents[document + 1, 0]]
+    found = int(np.searchsorted(its, offset))
+    return int(its[found]) if found < len(its) and its[found] - offset <= reach else offset
+
+
+def parts_of(block: np.void) -> dict[str, tuple[int, int]]:
+    """Which elements of each array of the shard a block is made of: [begin, end).
+
+    Neighbors share the entry at which one ends and the other begins, in `documents` and `sentences`.
+    """
+    return {
+        "documents": (int(block["first"]), int(block["last"]) + 1),
+        "sentences": (int(block["first_sentence"]), int(block["last_sentence"]) + 1),
+        "tokens": (int(block["begin"]), int(block["end"])),
+    }
+
+
+def block_digest(parts: Iterator[bytes | memoryview]) -> bytes:
+    """The digest of a block from the bytes of its documents, sentences and tokens; uint8 [16] as bytes."""
+    sums = hashlib.sha256()
+    for part in parts:
+        sums.update(part)
+    return sums.digest()[:16]
+
+
+def write_blocks(path: Path, arrays: dict[str, np.ndarray]) -> str:
+    """Write the blocks of a shard whose arrays are given by their names; returns the file's SHA-256."""
+    int64 = {name: np.asarray(arrays[name]).view(np.int64) for name in ("documents", "sentences")}
+    blocks = cut_blocks(int64["documents"], int64["sentences"])
+    for block in blocks:
+        parts = (arrays[name][slice(*parts_of(block)[name])] for name in PARTS)
+        block["digest"] = np.frombuffer(block_digest(np.ascontiguousarray(part).data for part in parts), np.uint8)
+    with atomic_open(path) as file:
+        np.save(file, blocks, allow_pickle=False)
+    return sha256_file(path)

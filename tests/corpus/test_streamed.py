@@ -1,0 +1,216 @@
+"""Corpora that are read from an object store while training goes on: the same samples as from a full copy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from corpora import make_corpus
+from numbered import JOINED, NEXT, ORDER, SINGLE
+
+from pretrain.batches.sampler import Sampler
+from pretrain.common.errors import InputError, MachineError
+from pretrain.config import CorpusConfig, PairsConfig
+from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.corpus.stored import fetch_corpus, open_corpus
+from pretrain.storage import folders
+from pretrain.storage.objects import ObjectStore
+from tests.object_store import BUCKET, Fault, FaultyProxy, point_to, s3_server
+
+ADDRESS = f"s3://{BUCKET}/corpus"
+BLOCK = 2000  # tokens
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FaultyProxy]:
+    with s3_server() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(server: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyProxy:
+    point_to(server, tmp_path / "cache", monkeypatch)
+    server.reset()
+    monkeypatch.setattr("pretrain.corpus.blocks.BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr("pretrain.batches.sampler.WINDOW_BLOCKS", 4)
+    return server
+
+
+def sampler(shards: TokenShards, pairs: dict[str, Any] = SINGLE) -> Sampler:
+    return Sampler(shards, PairsConfig.model_validate(pairs), sequence_length=LENGTH, seed=0)
+
+
+def stored(tmp_path: Path, *kinds: dict[str, Any], **corpus: Any) -> tuple[TokenShards, CorpusConfig]:
+    """A corpus here and at an address, with counts for `kinds` of pairs; (its shards here, how the other is read)."""
+    folder = make_corpus(tmp_path / "here", **{"documents": 260, "vocabulary_size": 300, **corpus})
+    here = open_shards(folder, "train")
+    for pairs in kinds or (SINGLE,):
+        sampler(here, pairs)
+    folders.store(folder, ADDRESS)
+    for path in (folder / ".samples").iterdir():
+        ObjectStore().upload(path, f"{ADDRESS}/.samples/{path.name}")
+    return here, CorpusConfig.model_validate({"dir": ADDRESS, "cache": "90KB"})
+
+
+def streamed(corpus: CorpusConfig) -> TokenShards:
+    fetch_corpus(corpus)
+    return open_corpus(corpus, "train")
+
+
+def same_samples(one: Sampler, other: Sampler, first: int = 0, stop: int = 0, batch: int = 50) -> bool:
+    for begin in range(first, stop or 2 * one.samples_per_epoch, batch):
+        samples = np.arange(begin, begin + batch)
+        rows = [made.gather(made.plan(samples)) for made in (one, other)]
+        if not all(np.array_equal(x, y) for x, y in zip(*(vars(row).values() for row in rows), strict=True)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("pairs", [SINGLE, JOINED, NEXT, ORDER], ids=["single", "joined", "nsp", "sop"])
+def test_samples_are_those_of_a_full_copy_and_the_cache_keeps_its_size(proxy, tmp_path, pairs):
+    here, corpus = stored(tmp_path, pairs)
+    there = streamed(corpus)
+    assert there.source_fingerprint(0) == here.source_fingerprint(0)
+    cache = there.shards[0].cache
+    assert cache is not None
+    assert same_samples(sampler(here, pairs), sampler(there, pairs))
+    assert cache.fetched_bytes > cache.total_bytes > 3 * corpus.cache  # blocks were evicted and fetched again
+    files = list((tmp_path / "cache/s3/bucket/corpus/.streamed").rglob("train-*.npy"))
+    assert len(files) == 3 * len(here.shards)
+    # Files of tiny blocks cannot be freed by less than a page.
+    assert sum(512 * path.stat().st_blocks for path in files) < corpus.cache + 4096 * 40
+
+
+READER = """
+import sys
+import numpy as np
+import pretrain.batches.sampler, pretrain.corpus.blocks
+from pretrain.config import CorpusConfig, PairsConfig
+from pretrain.corpus.stored import fetch_corpus, open_corpus
+pretrain.batches.sampler.WINDOW_BLOCKS = 4
+corpus = CorpusConfig.model_validate({"dir": sys.argv[1], "cache": sys.argv[2]})
+fetch_corpus(corpus)
+made = pretrain.batches.sampler.Sampler(
+    open_corpus(corpus, "train"), PairsConfig(objective="none"), sequence_length=64, seed=0
+)
+for first in range(0, made.samples_per_epoch, 50):
+    ids = made.gather(made.plan(np.arange(first, first + 50))).input_ids
+    print(first, int((ids * np.arange(1, len(ids) + 1)).sum()), flush=True)
+"""
+
+
+def read(size: str) -> subprocess.Popen[str]:
+    """A process that reads an epoch and prints (first sample, a digest of its tokens) of each batch."""
+    return subprocess.Popen([sys.executable, "-c", READER, ADDRESS, size], stdout=subprocess.PIPE, text=True)
+
+
+def digests(made: Sampler) -> list[str]:
+    lines = []
+    for first in range(0, made.samples_per_epoch, 50):
+        ids = made.gather(made.plan(np.arange(first, first + 50))).input_ids
+        lines.append(f"{first} {int((ids * np.arange(1, len(ids) + 1)).sum())}")
+    return lines
+
+
+def reads_of_text(proxy: FaultyProxy) -> list[str]:
+    return [one for one in proxy.requests if "/train-" in one and one.startswith("GET") and "blocks" not in one]
+
+
+def test_processes_of_a_machine_fetch_a_block_once(proxy, tmp_path):
+    here, _ = stored(tmp_path)
+    blocks = sum(len(shard.blocks) for shard in here.shards if shard.blocks is not None)
+    processes = [read("50MB") for _ in range(3)]
+    outputs = [process.communicate()[0].splitlines() for process in processes]
+    assert outputs == 3 * [digests(sampler(here))]
+    assert len(reads_of_text(proxy)) == 3 * blocks
+
+
+def test_a_process_that_is_killed_leaves_a_cache_that_others_use(proxy, tmp_path):
+    here, _ = stored(tmp_path)
+    proxy.plan = [Fault("slow", "train-.*tokens", 1000)]
+    wanted = digests(sampler(here))
+    for lines in (1, 3, 6):
+        process = read("80KB")
+        assert process.stdout is not None
+        assert [process.stdout.readline().strip() for _ in range(lines)] == wanted[:lines]
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    proxy.plan = []
+    assert read("80KB").communicate()[0].splitlines() == wanted
+
+
+def test_a_store_that_fails_25_times_changes_no_sample(proxy, tmp_path):
+    here, corpus = stored(tmp_path)
+    there = streamed(corpus)
+    kinds = ("503", "500", "drop", "lost", "cut")
+    proxy.plan = [
+        Fault(kind, f"GET.*train-.*{part}") for kind in kinds for part in ("tokens",) * 3 + ("sentences",) * 2
+    ]
+    assert same_samples(sampler(here), sampler(there), stop=600)
+    assert len(proxy.happened) >= 25
+
+
+def test_a_cache_that_is_removed_or_damaged_changes_no_sample(proxy, tmp_path):
+    here, corpus = stored(tmp_path)
+    folder = tmp_path / "cache/s3/bucket/corpus/.streamed"
+    shards = streamed(corpus)
+    there = sampler(shards)
+    assert same_samples(sampler(here), there, stop=300)
+    shutil.rmtree(folder)
+    assert same_samples(sampler(here), there, 300, 900)
+    for path in folder.rglob("train-*.tokens.npy"):  # none: the files are gone, but open
+        raise AssertionError(path)
+    again = sampler(streamed(corpus))
+    assert same_samples(sampler(here), again, stop=300)
+    del again, there, shards
+    for path in folder.rglob("train-*.tokens.npy"):
+        with path.open("r+b") as file:
+            file.write(bytes(path.stat().st_size))
+    assert same_samples(sampler(here), sampler(streamed(corpus)), stop=300)
+
+
+def test_text_that_is_not_as_it_was_prepared_is_refused(proxy, tmp_path, monkeypatch):
+    stored(tmp_path)
+    name = f"{ADDRESS}/train-00000.tokens.npy"
+    content = ObjectStore().read(name)
+    assert content is not None
+    ObjectStore().write(name, content[:-50] + bytes(50))
+    made = sampler(streamed(CorpusConfig.model_validate({"dir": ADDRESS, "cache": "50MB"})))
+    with pytest.raises(MachineError, match=r"train-00000.tokens.npy: the checksum of its block \d+ is wrong"):
+        made.plan(np.arange(made.samples_per_epoch))
+    ObjectStore().write(name, content[:-5000])  # the manifest says more
+    monkeypatch.setattr("pretrain.storage.objects.RETRY_SECONDS", 0.5)
+    made = sampler(streamed(CorpusConfig.model_validate({"dir": ADDRESS, "cache": "50MB"})))
+    with pytest.raises(MachineError, match=r"train-00000.tokens.npy: cannot be read"):
+        made.plan(np.arange(made.samples_per_epoch))
+
+
+def test_what_a_user_can_do_wrong_is_one_line(proxy, tmp_path, monkeypatch):
+    here, corpus = stored(tmp_path)
+    made = sampler(streamed(corpus))
+    made.check_cache("phases.0")
+    small = sampler(streamed(corpus.model_copy(update={"cache": 20_000})))
+    with pytest.raises(InputError, match=r"corpus.cache: 0.02 MB, but phases.0 needs 0.0\d+ MB at least"):
+        small.check_cache("phases.0")
+    with pytest.raises(InputError, match="has no counts of sequences of this length and kind"):
+        sampler(streamed(corpus), NEXT)
+    proxy.plan = [Fault("403", "GET.*train-.*tokens", 1000)]
+    with pytest.raises(InputError, match="Check the credentials"):
+        sampler(streamed(corpus)).plan(np.arange(2000))
+    proxy.plan = []
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(MachineError, match="disk full"):
+        sampler(streamed(corpus.model_copy(update={"cache": 90_000}))).plan(np.arange(here.shards[0].tokens.size // 80))
