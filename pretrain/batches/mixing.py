@@ -43,7 +43,7 @@ class SourceReading:
     name: str
     token_share: float  # of the phase's tokens, special tokens aside
     epochs: float  # read by this phase
-    until: float  # epochs read at its end, with those of earlier phases
+    until: float  # epochs read at its end since the start of the run, with windows that another length left
     capped: bool
 
     @property
@@ -51,7 +51,7 @@ class SourceReading:
         """As a part of a sentence."""
         parts = [f"{self.name} {self.token_share:.1%} of the tokens, {self.epochs:.2f} epochs"]
         if self.until > self.epochs + 0.005:
-            parts.append(f"{self.until:.2f} with those of earlier phases")
+            parts.append(f"{self.until:.2f} since the start of the run")
         return ", ".join([*parts, *(["capped by max_epochs"] if self.capped else [])])
 
 

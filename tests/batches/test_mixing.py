@@ -212,7 +212,7 @@ def test_the_dry_run_says_what_phases_read(uneven: Path) -> None:
     config = planned(uneven, {}, {"temperature": 0.0, "max_epochs": 1}, steps=10)
     first, second = phase_lines(open_shards(uneven, "train"), config)
     assert first.startswith("phases.0: source-0 ")
-    assert "with those of earlier phases, capped by max_epochs" in second
+    assert "since the start of the run, capped by max_epochs" in second
 
 
 def test_a_source_without_a_share_changes_no_sample() -> None:

@@ -10,6 +10,7 @@ import pytest
 from corpora import make_corpus
 
 from pretrain.batches.loader import BatchMaker
+from pretrain.batches.sampler import held_out_sampler
 from pretrain.checkpoint import store
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, SourceConfig
@@ -156,7 +157,8 @@ def test_an_older_checkpoint_keeps_its_corpus_and_weights(
 
 def test_losses_of_sources_add_up_to_the_mean(tmp_path: Path) -> None:
     """By one worker and by three, of which a small source has fewer sequences than there are workers."""
-    corpus = make_corpus(tmp_path / "corpus", documents=40, vocabulary_size=300, sources=3, validation_documents=12)
+    sizes: dict[str, Any] = {"documents": 40, "vocabulary_size": 300, "sources": 3, "validation_documents": 12}
+    corpus = make_corpus(tmp_path / "corpus", **sizes, weights=(1.0, 1.0, 0.005))
     found = []
     for workers in (1, 3):
         values = pretraining(corpus, tmp_path / f"run-{workers}", [(32, 6, 2)])
@@ -168,5 +170,7 @@ def test_losses_of_sources_add_up_to_the_mean(tmp_path: Path) -> None:
     names = [f"source_loss/source-{number}" for number in range(3)]
     assert [name for name in alone if name.startswith("source_loss/")] == names
     assert min(alone[name] for name in names) < alone["loss"] < max(alone[name] for name in names)
+    counts = held_out_sampler(open_shards(corpus, "validation"), PretrainConfig.model_validate(values), 0).counts(200)
+    assert 0 < counts[2] < 3 < 16 < counts[1]
     for name in (*names, "loss", "mlm_loss", "nsp_loss", "mlm_accuracy"):
         assert together[name] == pytest.approx(alone[name], abs=2e-5)
