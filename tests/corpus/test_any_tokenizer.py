@@ -333,7 +333,8 @@ def released_model(folder: Path, kind: PieceKind) -> Tokenizer:
     else:
         common |= {"max_position_embeddings": 64, "type_vocab_size": 0, "position_biased_input": False}
         common |= {"relative_attention": True, "position_buckets": 16, "pos_att_type": "p2c|c2p"}
-        shape = transformers.DebertaV2Config(**common, norm_rel_ebd="layer_norm", share_att_key=True)
+        common |= {"norm_rel_ebd": "layer_norm", "share_att_key": True}
+        shape = transformers.DebertaV2Config(**common)
         model = transformers.DebertaV2ForMaskedLM(shape)
     torch.nn.init.normal_(next(iter(model.parameters())), std=0.3)
     model.save_pretrained(folder)
