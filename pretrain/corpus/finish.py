@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
 from pretrain.common.files import put_manifest
 from pretrain.config import CorpusConfig, SourceConfig
@@ -22,7 +22,7 @@ from pretrain.corpus.growth import Growth, grown_filters, grown_sets, write_sign
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.manifest import content_state, make_manifest, source_facts, with_card
 from pretrain.corpus.released import kind_of
-from pretrain.corpus.shards import TokenShards, shards_of
+from pretrain.corpus.shards import TokenShards, shards_of, source_fingerprints
 from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
 
 EXTENSION = "extension.json"  # in the work folder: facts about an extended vocabulary, for the card
@@ -126,13 +126,20 @@ class Prepared:
     def _readings(
         self, manifest: dict[str, Any], count: CountReadings | None
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """How often epochs read a token, if the caller counts it; text may be too short for that."""
-        if self.growth and is_remote(self.corpus.dir):  # the other shards need not be here
-            return self.growth.card(self.work).get("readings", []), []
-        train = shards_of(self.corpus.folder, manifest, "train")
+        """How often epochs read a token, if the caller counts it; text may be too short for that.
+
+        The shards that the corpus had need not be here. Counting keeps the samples of each block, so it is done anyway.
+        """
+        folder, entries = self.corpus.folder, manifest["shards"]
+        here = [one for one in entries if (folder / f"{one['name']}.tokens.npy").is_file()]
+        train = shards_of(folder, {**manifest, "shards": here}, "train")
+        train = dataclasses.replace(train, fingerprints=source_fingerprints(manifest))
+        readings: tuple[list[dict[str, Any]], list[str]] = [], []
         with contextlib.suppress(InputError):
-            return count(train) if count and train.shards else ([], [])
-        return [], []
+            readings = count(train) if count and train.shards else readings
+        if self.growth and len(here) < len(entries):
+            return self.growth.card(self.work).get("readings", []), []
+        return readings
 
     def _source_entries(self) -> list[dict[str, Any]]:
         """The fields of each source in the manifest and the card."""

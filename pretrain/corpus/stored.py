@@ -32,6 +32,7 @@ from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
 
 _ARRAYS_READ_BY_BLOCK = tuple(f"train-*.{part}.npy" for part in ("tokens", "sentences", "documents"))
+_SIGNATURES = ("source-*.hashes", "source-*.sketches")  # which only a preparation reads
 _STREAMED = ".streamed"  # folder of a corpus: its manifest, and the blocks that are here
 
 
@@ -50,7 +51,7 @@ def fetch_corpus(corpus: CorpusConfig) -> Path:
     advice = "Run `prepare` with this config first."
     if is_streamed(corpus):
         objects = ObjectStore()
-        folders.fetch(corpus.dir, objects, but=_ARRAYS_READ_BY_BLOCK, advice=advice)
+        folders.fetch(corpus.dir, objects, but=(*_ARRAYS_READ_BY_BLOCK, *_SIGNATURES), advice=advice)
         folders.fetch_files(join(corpus.dir, COUNTS), (), objects)
         content = folders.read_stored_manifest(corpus.dir, objects)
         with folders.alone(corpus.folder), atomic_open(corpus.folder / _STREAMED / MANIFEST) as file:
@@ -124,7 +125,7 @@ def _mapped(
 def fetch_without_tokens(corpus: CorpusConfig, *, again: bool = False) -> Path:
     """As `fetch_corpus`, but of a corpus that is not here only the tokenizer and the card; `again`: of each corpus."""
     if is_remote(corpus.dir) and (again or not (corpus.folder / MANIFEST).is_file()):
-        folders.fetch(corpus.dir, but=("*.npy",))
+        folders.fetch(corpus.dir, but=("*.npy", *_SIGNATURES))
     return corpus.folder
 
 

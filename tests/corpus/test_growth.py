@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from pretrain.batches.loader import BatchMaker
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceConfig
@@ -24,7 +25,9 @@ from pretrain.corpus import finish
 from pretrain.corpus.description import describe
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards, verify_shards
+from pretrain.corpus.stored import fetch_corpus, open_corpus
 from pretrain.planning import estimate
+from pretrain.planning.text import counts_readings
 from pretrain.storage.objects import ObjectStore
 from tests.corpus.test_prepare import content, text
 from tests.object_store import BUCKET, FaultyProxy, point_to, s3_server
@@ -348,8 +351,31 @@ def test_at_an_address_only_what_is_new_is_moved(
     assert "already prepared" in prepare(config(address, first, second), quiet=True)
     assert not [line for line in server.requests if line.startswith("PUT")]
     point_to(server, tmp_path / "third", monkeypatch)
-    from pretrain.corpus.stored import fetch_corpus
-
     fetch_corpus(config(address).corpus)
     verify_shards(local(address))
     assert documents(local(address), "train", 1)
+
+
+def test_a_corpus_that_has_grown_elsewhere_is_streamed(
+    tmp_path: Path, first: SourceConfig, second: SourceConfig, server: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the counts of samples of the new source, which a machine that streams cannot make."""
+    address = f"s3://{BUCKET}/corpora/streamed"
+    point_to(server, tmp_path / "one", monkeypatch)
+    server.reset()
+    for machine, some in (("one", (first,)), ("two", (first, second))):
+        point_to(server, tmp_path / machine, monkeypatch)
+        made = config(address, *some)
+        prepare(made, quiet=True, count_readings=counts_readings(made))
+    point_to(server, tmp_path / "three", monkeypatch)
+    streamed = config(address, cache="1MB")
+    fetch_corpus(streamed.corpus)
+    assert not list(local(address).glob("source-*"))
+    shards, whole = open_corpus(streamed.corpus, "train"), config(tmp_path / "whole", first)
+    prepare(whole, quiet=True)
+    prepare(config(tmp_path / "whole", first, second), quiet=True)
+    ours, theirs = (
+        BatchMaker(one, streamed, 0, seed=0, rank=0, world_size=1).make(0, 64)
+        for one in (shards, open_shards(tmp_path / "whole", "train"))
+    )
+    assert ours.micro_batches[0].input_ids.equal(theirs.micro_batches[0].input_ids)
