@@ -27,6 +27,7 @@ from pretrain.common.records import read_records
 from pretrain.common.run_files import START_FILE, read_fork
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig, load_config
+from pretrain.corpus.released import kind_of
 from pretrain.corpus.vocabulary import read_vocabulary
 from pretrain.objectives import objective_metrics, objective_of
 from pretrain.objectives.objective import Exported
@@ -70,12 +71,16 @@ def export(
     layout, rows = LAYOUTS[family] if family else layout_of(model), len(state["embeddings.word"])
     if family:
         read_tokenizer(tokenizer_folder, rows)
-        if not next_sentence and (config or {}).get("type_vocab_size") == 1:
-            state = _with_one_type(state)
-        facts, ids = written_facts(layout, model, state, config or {}, tokenizer_folder)
     else:
         ids = _read_special_ids(tokenizer_folder, model, rows)
         facts = ReleasedFacts(layout, model, 2 if model.token_types else 0)
+    if family or layout.padded_positions:
+        if not config and layout.padded_positions:
+            config = _as_released(tokenizer_folder)
+        config = config or {}
+        if not next_sentence and config.get("type_vocab_size") == 1:
+            state = _with_one_type(state)
+        facts, ids = written_facts(layout, model, state, config, tokenizer_folder)
     if next_sentence and not layout.next_sentence:
         logger.warning("the layout of %s has no next-sentence head: it is left out of %s", layout.family, out)
         next_sentence = False
@@ -182,6 +187,12 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
         {**released.backbone, **released.pretraining},
         "heads.nsp_weight" in released.pretraining,
     )
+
+
+def _as_released(tokenizer: Path) -> dict[str, Any]:
+    """What tells RoBERTa from XLM-R in a config.json: the model's type goes by its tokenizer. Both have one segment."""
+    is_other = kind_of(read_tokenizer(tokenizer)) == "released"
+    return {"type_vocab_size": 1, **({"model_type": "xlm-roberta"} if is_other else {})}
 
 
 def _with_one_type(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,8 +25,8 @@ class SourceConfig(Section):
     EARLIER = "sources"
 
     kind: str = Field(
-        description="Text format: mediawiki, wikiextractor, books, sentences, jsonl, parquet, csv, huggingface or "
-        "docstrings, or a module of your own such as my_package.markdown."
+        description="Text format: mediawiki, wikiextractor, books, files, sentences, jsonl, parquet, csv, huggingface "
+        "or docstrings, or a module of your own such as my_package.markdown."
     )
     name: str = Field(default="", description="Name on the corpus card. Empty uses the kind and the file name.")
     path: Location = Field(
@@ -78,10 +78,11 @@ class VocabularyConfig(Section):
 
     EARLIER = "vocabulary"
 
-    kind: Literal["wordpiece", "byte_bpe"] = Field(
+    kind: Literal["wordpiece", "byte_bpe", "released"] = Field(
         default="wordpiece",
         description="wordpiece is BERT's. byte_bpe is the byte-level BPE of GPT-2, RoBERTa and ModernBERT: it "
-        "can encode any text and normalizes nothing.",
+        "can encode any text and normalizes nothing. released is the tokenizer.json at path of any other kind, such as "
+        "that of XLM-R, DeBERTa-v3 or mmBERT.",
     )
     path: LocalPath = Field(
         default="",
@@ -98,8 +99,8 @@ class VocabularyConfig(Section):
     )
     lowercase: bool = Field(
         default=True,
-        description="Lower-case the text and strip accents (an uncased vocabulary). byte_bpe takes only false, its "
-        "default.",
+        description="Lower-case the text and strip accents (an uncased vocabulary). byte_bpe and released take only "
+        "false, their default.",
     )
     strip_accents: bool | None = Field(
         default=None,
@@ -117,16 +118,18 @@ class VocabularyConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_kind(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("kind") == "byte_bpe":
+        if isinstance(values, dict) and values.get("kind") in ("byte_bpe", "released"):
             return {"size": 32768, "lowercase": False, **values}
         return values
 
     @model_validator(mode="after")
     def _check_case(self) -> VocabularyConfig:
-        if self.kind == "byte_bpe" and self.lowercase:
-            raise ValueError("kind: byte_bpe normalizes nothing, so lowercase must be false. Remove it")
-        if self.kind == "byte_bpe" and self.strip_accents is not None:
-            raise ValueError("strip_accents has no effect with kind: byte_bpe, which normalizes nothing. Remove it")
+        reasons = {"byte_bpe": "which normalizes nothing", "released": "whose tokenizer.json decides it"}
+        reason = reasons.get(self.kind, "")
+        if reason and self.lowercase:
+            raise ValueError(f"lowercase must be false with kind: {self.kind}, {reason}. Remove it")
+        if reason and self.strip_accents is not None:
+            raise ValueError(f"strip_accents has no effect with kind: {self.kind}, {reason}. Remove it")
         return self
 
 
@@ -146,6 +149,11 @@ class CorpusConfig(Section):
         default=(), description="Text to prepare. May be empty if dir already holds a prepared corpus."
     )
     vocabulary: VocabularyConfig = Field(default=VocabularyConfig(), description="The WordPiece vocabulary.")
+    line_breaks: Literal["auto", "keep"] = Field(
+        default="auto",
+        description="keep makes tokens of line breaks and indentation, for code and tables; the vocabulary must have "
+        "them. auto keeps them only with a released tokenizer that has them: a vocabulary trained here sees words.",
+    )
     min_document_words: int = Field(
         default=20,
         ge=0,

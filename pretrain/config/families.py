@@ -49,6 +49,7 @@ _DEBERTA_SIZES = {
 }
 SIZES: dict[str, dict[str, Shape]] = {
     "bert": _BERT_SIZES,
+    "roberta": _BERT_SIZES,
     "modernbert": _MODERNBERT_SIZES,
     "eurobert": {},
     "nomic_bert": {},
@@ -59,6 +60,7 @@ SIZES: dict[str, dict[str, Shape]] = {
 # As their papers write them.
 TITLES = {
     "bert": "BERT",
+    "roberta": "RoBERTa",
     "modernbert": "ModernBERT",
     "eurobert": "EuroBERT",
     "nomic_bert": "Nomic BERT",
@@ -69,6 +71,8 @@ TITLES = {
 # Values of `ModelConfig` by family. A config may replace each of them; those not named are BERT's, the field's default.
 PARTS: dict[str, dict[str, Any]] = {
     "bert": {},
+    # FacebookAI/roberta-base and xlm-roberta-base, config.json.
+    "roberta": {"layer_norm_eps": 1e-5},
     # transformers models/modernbert/configuration_modernbert.py; dropout as in its recipe.
     "modernbert": {
         "norm": "layer_norm_no_bias",

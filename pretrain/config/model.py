@@ -26,9 +26,10 @@ class ModelConfig(Section):
 
     EARLIER = "model"
 
-    family: Literal["bert", "modernbert", "eurobert", "nomic_bert", "gte", "deberta"] = Field(
+    family: Literal["bert", "roberta", "modernbert", "eurobert", "nomic_bert", "gte", "deberta"] = Field(
         default="bert",
-        description="Architecture: sets the parts of the block, from norm to pooling. Each part can be replaced.",
+        description="Architecture: sets the parts of the block, from norm to pooling. Each part can be replaced. "
+        "roberta is BERT's in the layout of RoBERTa and XLM-R.",
     )
     size: str = Field(
         default="base",

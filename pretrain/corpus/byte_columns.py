@@ -15,7 +15,7 @@ them. `document_pieces` adds nothing.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,7 +77,20 @@ class DocumentPieces:
     documents: np.ndarray
 
 
-def document_pieces(texts: Sequence[str], starts: Sequence[np.ndarray], table: WordTable) -> DocumentPieces:
+Bounds = tuple[np.ndarray, np.ndarray]  # start and end byte of each piece
+
+
+def _whole_bounds(raw: bytes, text: np.ndarray) -> Bounds:
+    kinds = _kinds(raw.replace(b"\n", b"\t"), text)
+    return _piece_bounds(kinds, text, np.flatnonzero(kinds == _DOCUMENT_END), own_blank=False)
+
+
+def document_pieces(
+    texts: Sequence[str],
+    starts: Sequence[np.ndarray],
+    table: WordTable,
+    bounds: Callable[[bytes, np.ndarray], Bounds] = _whole_bounds,
+) -> DocumentPieces:
     """Cut whole documents into pieces; line ends are white space like any other, and no blank is added.
 
     Args:
@@ -85,12 +98,12 @@ def document_pieces(texts: Sequence[str], starts: Sequence[np.ndarray], table: W
         starts: where the sentences of each document start, in characters, ascending from 0. A sentence that starts
             within a piece starts with the next one.
         table: numbers the pieces.
+        bounds: finds pieces in the bytes of texts that end in a NUL, after a first NUL; given as bytes and as uint8.
     """
     raw = (END_OF_DOCUMENT + END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     text = np.frombuffer(raw, np.uint8)
-    kinds = _kinds(raw.replace(b"\n", b"\t"), text)
-    ends = np.flatnonzero(kinds == _DOCUMENT_END)
-    first, stop = _piece_bounds(kinds, text, ends, own_blank=False)
+    ends = np.flatnonzero(text == 0)
+    first, stop = bounds(raw, text)
     pieces = table.intern(np.frombuffer(raw + bytes(PADDING), np.uint8), first, stop - first)
     counts = np.fromiter(map(len, starts), np.int64, len(starts))
     before = np.cumsum([1, *(len(document) + 1 for document in texts[:-1])])
@@ -105,9 +118,7 @@ def document_pieces(texts: Sequence[str], starts: Sequence[np.ndarray], table: W
     return DocumentPieces(pieces, np.append(sentences[distinct], len(pieces)), documents)
 
 
-def _piece_bounds(
-    kinds: np.ndarray, text: np.ndarray, line_ends: np.ndarray, *, own_blank: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
+def _piece_bounds(kinds: np.ndarray, text: np.ndarray, line_ends: np.ndarray, *, own_blank: bool = True) -> Bounds:
     """Start and end byte of each piece.
 
     `own_blank`: a line without white space at its beginning takes the end of the line before for its blank, and a line

@@ -26,13 +26,13 @@ _PIECES_PER_TEXT = 100
 
 def is_byte_level(tokenizer: Tokenizer) -> bool:
     """Whether it is a byte-level BPE."""
-    parts = json.loads(tokenizer.to_str())
-    return parts["model"]["type"] == "BPE" and "ByteLevel" in _kinds_of(parts["pre_tokenizer"])
+    kinds = part_kinds(json.loads(tokenizer.to_str()))
+    return kinds[0] == "BPE" and "ByteLevel" in kinds
 
 
-def is_released(tokenizer: Tokenizer) -> bool:
-    """Whether it is a byte-level BPE of another maker: not made by `byte_tokenizer`."""
-    return is_byte_level(tokenizer) and _kinds(json.loads(tokenizer.to_str())) != _OWN
+def is_own_byte_level(described: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json is one of `byte_tokenizer`."""
+    return part_kinds(described) == _OWN
 
 
 def byte_tokenizer(
@@ -137,11 +137,11 @@ def byte_level_from_json(path: Path, text: str, special_tokens: Sequence[str]) -
     try:
         parts: dict[str, Any] = json.loads(text)
         tokenizer = Tokenizer.from_str(text)
-        model, kinds = parts["model"], _kinds(parts)
+        model, kinds = parts["model"], part_kinds(parts)
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{path}: not a tokenizer.json of a byte-level BPE ({error}).") from None
     if kinds != _OWN:
-        _check_released(path, model, kinds)
+        _check_released(path, model)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
@@ -157,19 +157,14 @@ def byte_level_from_json(path: Path, text: str, special_tokens: Sequence[str]) -
     return byte_tokenizer(model["vocab"], merges, special_tokens)
 
 
-def _check_released(path: Path, model: dict[str, Any], kinds: Sequence[str]) -> None:
-    if "ByteLevel" not in kinds:
-        raise InputError(
-            f"{path}: uses {', '.join(kinds)}; expected BERT's WordPiece or a byte-level BPE, such as RoBERTa's, "
-            "ModernBERT's or EuroBERT's. Choose another vocabulary or checkpoint."
-        )
+def _check_released(path: Path, model: dict[str, Any]) -> None:
     if missing := sorted(set(pre_tokenizers.ByteLevel.alphabet()).difference(model["vocab"])):
         raise InputError(f"{path}: has no entry for {len(missing)} of the 256 bytes. Choose another vocabulary.")
     if model.get("dropout"):
         raise InputError(f"{path}: its BPE has a dropout of {model['dropout']}, so its tokens are random. Set it to 0.")
 
 
-def _kinds(parts: dict[str, Any]) -> list[str]:
+def part_kinds(parts: dict[str, Any]) -> list[str]:
     """The types of the model, the normalizer and the pre-tokenizer in a tokenizer.json."""
     return [parts["model"]["type"], *_kinds_of(parts["normalizer"]), *_kinds_of(parts["pre_tokenizer"])]
 

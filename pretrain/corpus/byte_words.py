@@ -1,6 +1,11 @@
-"""The entries of a byte-level BPE vocabulary as text, and which of them begin a word."""
+"""The entries of vocabularies that spell the blanks of a text, and which of them begin a word.
 
-from collections.abc import Sequence
+Those are byte-level BPE ("\u0120word"), and the Unigram and BPE with a mark for blanks ("\u2581word") of XLM-R,
+DeBERTa-v3 or Gemma. WordPiece has no blanks, and marks what continues a word ("##ing").
+"""
+
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +27,24 @@ def _bytes_of_characters() -> dict[str, int]:
 _BYTES = _bytes_of_characters()
 
 
+_MARK, _LINE_FEED = "\u2581", "\u010a"  # of a blank; of a line break in a vocab.txt
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+Spell = Callable[[str], bytes]
+
+
+def speller(entries: Sequence[str]) -> Spell | None:
+    """What gives the bytes that an entry spells, its blanks included; None for a WordPiece vocabulary."""
+    counts = {mark: sum(_begins_word(entry, mark) for entry in entries) for mark in (_MARK, "\u0120", "##")}
+    if counts[_MARK] > max(counts["\u0120"], counts["##"]):
+        return _marked_bytes
+    return entry_bytes if is_byte_vocabulary(entries) else None
+
+
+def _begins_word(entry: str, mark: str) -> bool:
+    return entry.startswith(mark) and entry[len(mark) :].isalpha()
+
+
 def is_byte_vocabulary(entries: Sequence[str]) -> bool:
     """Whether these are entries of a byte-level BPE and not of a WordPiece.
 
@@ -34,20 +57,29 @@ def is_byte_vocabulary(entries: Sequence[str]) -> bool:
 
 
 def entry_bytes(entry: str) -> bytes:
-    """What an entry spells; a special token, which has characters that stand for no byte, spells its name."""
+    """What an entry of a byte-level BPE spells; a special token, which has characters for no byte, spells its name."""
     if any(character not in _BYTES for character in entry):
         return entry.encode()
     return bytes(_BYTES[character] for character in entry)
 
 
-def spelled(entries: Sequence[str]) -> list[str]:
+def _marked_bytes(entry: str) -> bytes:
+    """What an entry with a mark for blanks spells; <0xE4> is the byte E4."""
+    if byte := _BYTE.fullmatch(entry):
+        return bytes([int(byte[1], 16)])
+    if entry.strip(_LINE_FEED) == "":
+        return b"\n" * len(entry)
+    return entry.replace(_MARK, " ").encode()
+
+
+def spelled(entries: Sequence[str], spell: Spell = entry_bytes) -> list[str]:
     """The text of each entry of a sentence, with its blanks. Joined, they are the sentence.
 
     A character whose bytes are in several entries stands in the last of them; a broken one is U+FFFD.
     """
     texts, left = [], b""
     for number, entry in enumerate(entries):
-        left += entry_bytes(entry)
+        left += spell(entry)
         whole = len(left) if number + 1 == len(entries) else _whole_characters(left)
         texts.append(left[:whole].decode("utf-8", "replace"))
         left = left[whole:]
@@ -79,14 +111,16 @@ class WordEdges:
     last: np.ndarray
 
 
-def word_edges(entries: Sequence[str]) -> WordEdges:
+def word_edges(entries: Sequence[str], spell: Spell = entry_bytes) -> WordEdges:
     """Words are GPT-2's pre-tokens, as far as single tokens tell: letters, numbers or marks, with the blank before.
 
     Each ideograph begins a word, as in BERT. Part of a character counts as a letter.
     """
-    spelled = [entry_bytes(entry) for entry in entries]
+    spelled = [spell(entry) for entry in entries]
     first = np.array([_class_of(text, 0) for text in spelled], np.uint8)
     last = np.array([_class_of(text, -1) for text in spelled], np.uint8)
+    if spell is _marked_bytes:  # the indentation of a line is no part of its first word
+        last[[len(text) > 1 and not text.strip(b" ") for text in spelled]] = _SPACE
     begins = np.array([text[:1].isspace() for text in spelled], bool)
     return WordEdges(~begins, first, last)
 

@@ -117,7 +117,7 @@ def _with_files(source: dict[str, Any], hashes: dict[str, str]) -> dict[str, Any
     return {**source, "files": len(hashes), "file_hashes": {shown(path): digest for path, digest in first}}
 
 
-_KINDS = {"wordpiece": "WordPiece", "byte_bpe": "Byte-level BPE"}
+_KINDS = {"wordpiece": "WordPiece", "byte_bpe": "Byte-level BPE", "released": "Released"}
 
 
 def _kind_of(kind: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pretrain.common.addresses import is_remote
+from pretrain.common.errors import InputError
 from pretrain.config import CorpusConfig, PretrainConfig
 from pretrain.corpus import sources
 from pretrain.corpus.filters import check_filters
@@ -17,6 +18,7 @@ from pretrain.corpus.manifest import (
     refuse_other_content,
     source_name,
 )
+from pretrain.corpus.released import keeps_lines
 from pretrain.corpus.special_tokens import declared_settings
 from pretrain.corpus.stored import prepared_manifest
 from pretrain.corpus.vocabulary import load_vocabulary
@@ -28,10 +30,23 @@ def given_tokenizer(corpus: CorpusConfig) -> Tokenizer | None:
     """The vocabulary that the config names; None if it is trained."""
     given = corpus.vocabulary
     if not given.path:
+        if given.kind == "released":
+            raise InputError("corpus.vocabulary.path: empty, but kind: released needs a tokenizer.json.")
         return None
     return load_vocabulary(
         Path(given.path), lowercase=given.lowercase, kind=given.kind, strip_accents=given.strip_accents
     )
+
+
+def check_line_breaks(corpus: CorpusConfig, tokenizer: Tokenizer | None) -> None:
+    """Raise `InputError` if line breaks are to be kept and are no tokens. `tokenizer` is None if it is trained."""
+    if corpus.line_breaks != "keep":
+        return
+    if not (keeps_lines(tokenizer) if tokenizer else corpus.vocabulary.kind == "byte_bpe"):
+        raise InputError(
+            "corpus.line_breaks: keep, but line breaks and indentation are no tokens of the vocabulary. Remove it, or "
+            "choose a vocabulary that has them: kind: byte_bpe, or the tokenizer of ModernBERT, RoBERTa or mmBERT."
+        )
 
 
 def given_settings(corpus: CorpusConfig) -> dict[str, Any]:
@@ -62,6 +77,7 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
     found = [sources.list_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
     if state != "finished":
         check_filters(corpus.filters)
+        check_line_breaks(corpus, tokenizer or given_tokenizer(corpus))
     compared = not any(is_remote(source.path) for source in corpus.sources)  # those at addresses are not fetched
     if manifest and found:
         inputs = found if compared else [[] for _ in found]

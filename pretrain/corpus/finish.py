@@ -12,16 +12,17 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
 from pretrain.common.files import put_manifest
 from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus import card
-from pretrain.corpus.byte_level import is_byte_level
 from pretrain.corpus.documents import Documents, ShardPlan
 from pretrain.corpus.filters.evaluation_sets import set_names
 from pretrain.corpus.growth import Growth, grown_filters, grown_sets, write_signatures
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.manifest import content_state, make_manifest, source_facts, with_card
+from pretrain.corpus.released import kind_of
 from pretrain.corpus.shards import TokenShards, open_shards, shards_of, source_fingerprints
 from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
 
@@ -110,7 +111,7 @@ class Prepared:
             self.hashes,
             self.problems.entries(),
             vocabulary_size=vocabulary_size(self.tokenizer),
-            kind="byte_bpe" if is_byte_level(self.tokenizer) else "wordpiece",
+            kind=kind_of(self.tokenizer),
             lowercase=self.corpus.vocabulary.lowercase,
             strip_accents=getattr(self.tokenizer.normalizer, "strip_accents", None),
             language=self.corpus.language,

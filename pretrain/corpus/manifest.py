@@ -115,6 +115,8 @@ def fingerprint_settings(
         settings[f"corpus.{key}"] = getattr(corpus, key)
     if vocabulary.kind != "wordpiece":  # corpora from before there were kinds stay as they are
         settings["corpus.vocabulary.kind"] = vocabulary.kind
+    if corpus.line_breaks == "keep":  # corpora from before there was this setting stay as they are
+        settings["corpus.line_breaks"] = "keep"
     settings["corpus.vocabulary.lowercase"] = vocabulary.lowercase
     if vocabulary.strip_accents not in (None, vocabulary.lowercase):  # corpora from before it stay as they are
         settings["corpus.vocabulary.strip_accents"] = vocabulary.strip_accents

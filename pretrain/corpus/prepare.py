@@ -37,8 +37,8 @@ from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest,
 from pretrain.common.settings import import_named
 from pretrain.config import PretrainConfig, VocabularyConfig
 from pretrain.corpus import card, sources, stages
-from pretrain.corpus.byte_level import is_byte_level, is_released
-from pretrain.corpus.description import WORK, given_settings, given_tokenizer, processes
+from pretrain.corpus.byte_level import is_byte_level
+from pretrain.corpus.description import WORK, check_line_breaks, given_settings, given_tokenizer, processes
 from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.filters import check_filters
@@ -62,15 +62,12 @@ from pretrain.corpus.manifest import (
 )
 from pretrain.corpus.near_search import find_near_duplicates, near_duplicates
 from pretrain.corpus.parallel import Pool, result_of
+from pretrain.corpus.released import takes_whole_documents
 from pretrain.corpus.shards import token_dtype, verify_shards
 from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stored import kept_at_address
-from pretrain.corpus.vocabulary import (
-    save_tokenizer,
-    train_byte_vocabulary,
-    train_vocabulary,
-)
+from pretrain.corpus.vocabulary import save_tokenizer, train_byte_vocabulary, train_vocabulary
 
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; above it the rarest are dropped
 
@@ -145,9 +142,10 @@ class _Preparation:
         tokenizer = tokenizer or given_tokenizer(corpus)
         if tokenizer is not None and added:
             check_extension(tokenizer, added)
+        check_line_breaks(corpus, tokenizer)
         self._settings = fingerprint_settings(corpus, self._all_inputs, tokenizer, known)
         self._byte_level = is_byte_level(tokenizer) if tokenizer else corpus.vocabulary.kind == "byte_bpe"
-        self._released = tokenizer is not None and is_released(tokenizer)
+        self._released = tokenizer is not None and takes_whole_documents(tokenizer)
         self._declared, self._unknown_id = {}, -1
         if tokenizer is not None and self._released:
             self._declared = dict(declared) if self._of_start else given_settings(corpus)
@@ -225,7 +223,7 @@ class _Preparation:
             return
         self._growth = Growth(self._folder, manifest)
         self._tokenizer = tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
-        self._byte_level, self._released = is_byte_level(tokenizer), is_released(tokenizer)
+        self._byte_level, self._released = is_byte_level(tokenizer), takes_whole_documents(tokenizer)
         self._declared = declared_settings(self._folder) if self._released else {}
         if self._released:
             self._unknown_id = special_ids(tokenizer, self._declared).get("unk", -1)
@@ -280,6 +278,7 @@ class _Preparation:
             vocabulary_given=self._tokenizer is not None,
             byte_level=self._byte_level,
             released=self._released,
+            keeps_lines=self._corpus.line_breaks == "keep",
             unknown_id=self._unknown_id,
             filters=self._corpus.filters,
         )

@@ -9,9 +9,10 @@ from tokenizers import Tokenizer
 
 from pretrain.common.errors import InputError
 
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # of the vocabularies that `prepare` trains
 ROLES = ("pad", "unk", "cls", "sep", "mask")
 _NEEDED = ("pad", "cls", "sep", "mask")
-# Role -> the names in released tokenizers of BERT, RoBERTa and EuroBERT, and the other key of tokenizer_config.json.
+# Role -> the names in tokenizers of BERT, RoBERTa, EuroBERT and Gemma, and the other key of tokenizer_config.json.
 _NAMES = {
     "pad": ("[PAD]", "<pad>", "<|pad|>"),
     "unk": ("[UNK]", "<unk>", "<|unk|>"),

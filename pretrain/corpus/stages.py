@@ -22,6 +22,7 @@ from pretrain.common.files import sha256_file, write_json
 from pretrain.common.memory import hold_freed_memory
 from pretrain.config import FiltersConfig
 from pretrain.corpus.byte_columns import byte_columns
+from pretrain.corpus.divisions import Gpt2Division
 from pretrain.corpus.documents import DocumentRange
 from pretrain.corpus.filters import Filters, near_duplicates
 from pretrain.corpus.filters.near_duplicates import Sketches
@@ -54,6 +55,7 @@ class PreparationSettings:
     vocabulary_given: bool
     byte_level: bool = False  # whether the vocabulary is a byte-level BPE
     released: bool = False  # whether it is one of another maker, which is given whole documents
+    keeps_lines: bool = False  # whether line breaks and indentation are tokens
     unknown_id: int = -1  # of the released one
     filters: FiltersConfig = field(default_factory=FiltersConfig)
 
@@ -95,7 +97,7 @@ class _Process:
         return self._pieces
 
     def documents(self) -> DocumentEncoder:
-        """What encodes whole documents with a released byte-level tokenizer."""
+        """What encodes whole documents with a tokenizer of another maker."""
         if self._documents is None:
             self.unknown_id = self.settings.unknown_id
             self._documents = DocumentEncoder(self._loaded(), self.table)
@@ -378,7 +380,7 @@ def _splitting(piece: Piece, language: str) -> _Splitting:
 def _batch(texts: list[str], sketches: Sketches | None, state: _Process, splitting: _Splitting) -> Part:
     """The documents of `texts` that are long enough, tokenized if there is a vocabulary."""
     settings = state.settings
-    if settings.released:
+    if settings.released or settings.keeps_lines:
         return _whole_documents(texts, sketches, state, splitting)
     sentences = map(splitting.split, texts)
     if settings.byte_level:
@@ -394,15 +396,31 @@ def _batch(texts: list[str], sketches: Sketches | None, state: _Process, splitti
 
 
 def _whole_documents(texts: list[str], sketches: Sketches | None, state: _Process, splitting: _Splitting) -> Part:
-    """The documents of `texts` that are long enough, tokenized whole."""
+    """The documents of `texts` that are long enough, tokenized whole if there is a vocabulary."""
     settings = state.settings
     table = measured(texts)
     starts = list(map(splitting.starts, texts))
     long_enough = table["words"] >= settings.min_document_words
     kept = [number for number, its_starts in enumerate(starts) if its_starts and long_enough[number]]
     texts, starts = [texts[number] for number in kept], [starts[number] for number in kept]
-    part = state.documents().encode(texts, starts, table[kept], state.dtype)
-    return replace(part, sketches=sketches.select(np.array(kept, np.int64)) if sketches else None)
+    sketches = sketches.select(np.array(kept, np.int64)) if sketches else None
+    if settings.released:
+        part = replace(state.documents().encode(texts, starts, table[kept], state.dtype), sketches=sketches)
+        # Those of control characters alone have no token.
+        return part.select(part.documents["sentences"] > 0)
+    part = replace(_in_pieces(texts, starts, table[kept], state.table), sketches=sketches)
+    return _tokenized(part.items, part, state) if settings.vocabulary_given else part
+
+
+def _in_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray, numbers: WordTable) -> Part:
+    """Documents cut for a byte-level vocabulary of our own, whose text begins with a blank."""
+    if not texts:
+        return Part(np.zeros(0, np.int32), np.zeros(0, np.uint32), table, [])
+    cut = Gpt2Division(None, adds_blank=True).cut(texts, starts, numbers)
+    table = table.copy()
+    table["sentences"] = np.diff(cut.documents)
+    table["items"] = np.diff(cut.sentences[cut.documents])
+    return Part(cut.pieces, np.diff(cut.sentences).astype(np.uint32), table, [])
 
 
 def _joined(batches: list[Part], state: _Process) -> Part:

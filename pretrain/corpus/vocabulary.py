@@ -11,12 +11,17 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, sha256_file, write_json
-from pretrain.corpus.byte_level import byte_level_from_json, is_byte_level, is_released, repeated, train_byte_level
-from pretrain.corpus.special_tokens import special_ids
+from pretrain.corpus.byte_level import byte_level_from_json, is_byte_level, part_kinds, repeated, train_byte_level
+from pretrain.corpus.released import (
+    MAX_WORD_CHARACTERS,
+    is_bert,
+    kind_of,
+    released_from_json,
+    takes_whole_documents,
+)
+from pretrain.corpus.special_tokens import SPECIAL_TOKENS, special_ids
 
-SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
-MAX_WORD_CHARACTERS = 100  # longer words are [UNK]: google-research/bert tokenization.py, WordpieceTokenizer
 _LINE_FEED, _RETURN = "\u010a", "\u010d"  # GPT-2's characters for the bytes that end the lines of a vocab.txt
 _MAX_ALPHABET = 1000  # most frequent characters kept; `tokenizers`' BertWordPieceTokenizer has the same default
 
@@ -81,11 +86,11 @@ def given_entries(path: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
         if path.suffix != ".json":
             return split_entries(text)
-        model = json.loads(text)["model"]
-        # Beside a WordPiece, added tokens are not taken over.
-        if model.get("type") == "BPE":
+        described = json.loads(text)
+        if not is_bert(described):
             return entries_of(Tokenizer.from_str(text))
-        vocabulary: dict[str, int] = model["vocab"]
+        # Beside BERT's, added tokens are not taken over.
+        vocabulary: dict[str, int] = described["model"]["vocab"]
         return sorted(vocabulary, key=vocabulary.__getitem__)
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{path}: cannot be read as a vocabulary ({error}).") from None
@@ -104,7 +109,7 @@ def numbered(path: Path, entries: Sequence[str]) -> dict[str, int]:
 def load_vocabulary(
     path: Path, *, lowercase: bool, kind: str = "wordpiece", strip_accents: bool | None = None
 ) -> Tokenizer:
-    """The tokenizer of a vocab.txt, of a tokenizer.json (BERT's, or a byte-level BPE's), or of a folder with one.
+    """The tokenizer of a vocab.txt (BERT's), of a tokenizer.json, or of a folder with one.
 
     `strip_accents` None is as `lowercase`, or as a tokenizer.json says.
 
@@ -121,7 +126,7 @@ def load_vocabulary(
         raise InputError(f"corpus.vocabulary.path: {path}: cannot be read ({error}).") from None
     is_json = path.suffix == ".json"
     tokenizer = tokenizer_from_json(path, text, lowercase=lowercase, strip_accents=strip_accents) if is_json else None
-    kind_in_file = "byte_bpe" if tokenizer is not None and is_byte_level(tokenizer) else "wordpiece"
+    kind_in_file = "wordpiece" if tokenizer is None else kind_of(tokenizer)
     if kind_in_file != kind:
         raise InputError(
             f"corpus.vocabulary.kind: {kind}, but {path} is a vocabulary of kind {kind_in_file}. Make them agree."
@@ -133,28 +138,18 @@ def load_vocabulary(
 
 
 def tokenizer_from_json(path: Path, text: str, *, lowercase: bool, strip_accents: bool | None = None) -> Tokenizer:
-    """The tokenizer that the `text` of a tokenizer.json of either kind describes; errors as in `load_vocabulary`."""
+    """The tokenizer that the `text` of a tokenizer.json of any kind describes; errors as in `load_vocabulary`."""
     try:
-        description: dict[str, Any] = json.loads(text)
+        described: dict[str, Any] = json.loads(text)
         Tokenizer.from_str(text)
-        kind = description["model"]["type"]
-        if kind == "BPE":
-            return byte_level_from_json(path, text, SPECIAL_TOKENS)
-        if kind != "WordPiece":
-            raise InputError(
-                f"{path}: uses {kind}; expected BERT's WordPiece or a byte-level BPE, such as RoBERTa's, ModernBERT's "
-                "or EuroBERT's. Choose another vocabulary or checkpoint."
-            )
-        parts = [description[part]["type"] for part in ("model", "normalizer", "pre_tokenizer")]
-        model, settings = description["model"], dict(description["normalizer"])
-    except InputError:
-        raise
+        kinds, model = part_kinds(described), described["model"]
     except Exception as error:  # tokenizers raises bare Exception
-        raise InputError(f"{path}: not a tokenizer.json of a BERT model ({error}).") from None
-    if parts != ["WordPiece", "BertNormalizer", "BertPreTokenizer"]:
-        raise InputError(f"{path}: uses {', '.join(parts)}; expected BERT's WordPiece with BertNormalizer.")
-    if (model["continuing_subword_prefix"], model["max_input_chars_per_word"]) != ("##", MAX_WORD_CHARACTERS):
-        raise InputError(f"{path}: its WordPiece is not BERT's (prefix '##', words of at most 100 characters).")
+        raise InputError(f"{path}: not a tokenizer.json ({error}).") from None
+    if kinds[0] == "BPE" and "ByteLevel" in kinds:
+        return byte_level_from_json(path, text, SPECIAL_TOKENS)
+    if not is_bert(described):
+        return released_from_json(path, text)
+    settings = dict(described["normalizer"])
     settings.pop("type")
     if settings["lowercase"] != lowercase:
         raise InputError(
@@ -251,7 +246,7 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer, declared: Mapping[str, An
     """Write tokenizer.json, vocab.txt and tokenizer_config.json, the files of a released BERT.
 
     A byte-level BPE has a vocab.txt, too: its entries, each byte as GPT-2's character for it. `declared` is what the
-    tokenizer_config.json of a released byte-level BPE says; it is kept.
+    tokenizer_config.json of a released tokenizer says; it is kept, except for the class of one of kind `released`.
     """
     tokens = entries_of(tokenizer)
     with atomic_open(folder / "tokenizer.json", "w") as file:
@@ -261,13 +256,16 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer, declared: Mapping[str, An
     ids = special_ids(tokenizer, declared)
     names = {f"{role}_token": tokenizer.id_to_token(number) for role, number in ids.items()}
     settings = {**_settings(tokenizer), "model_max_length": 512, **(declared or {}), **names}
+    if kind_of(tokenizer) == "released":
+        # Other classes of transformers take the entries alone, and have steps before the model of their own.
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     write_json(folder / "tokenizer_config.json", settings)
 
 
 def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
     """What tokenizer_config.json says of a kind of vocabulary."""
     normalizer: Any = tokenizer.normalizer
-    if is_released(tokenizer):
+    if takes_whole_documents(tokenizer):
         return {"tokenizer_class": "PreTrainedTokenizerFast"}
     if is_byte_level(tokenizer):
         return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

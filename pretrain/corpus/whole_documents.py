@@ -1,12 +1,13 @@
-"""The tokens of whole documents in a released byte-level tokenizer, as the library itself gives them.
+"""The tokens of whole documents in a tokenizer of another maker, as the library itself gives them.
 
 A document's tokens are `Tokenizer.encode(document, add_special_tokens=False)`, cut where its sentences start. There is
 one intended exception, as in `tokenize`: special tokens such as `<s>` that are written out in a text are ordinary
-characters here (transformers: `split_special_tokens=True`). Added tokens that are not special, such as runs of blanks,
-are the library's.
+characters here (transformers: `split_special_tokens=True`, which a Unigram's own entries undo there). Added tokens that
+are not special, such as runs of blanks, are the library's.
 
-Most documents take the pieces of `byte_columns` if the tokenizer divides text as GPT-2 does. All others are encoded
-by the library: with another division, with an added token in the text, or with characters that NFC changes.
+Most documents take the pieces of a division (`divisions`), whose tokens are kept. All others are encoded by the
+library: with a tokenizer whose divisions are not known, with an added token in the text, or with characters that the
+normalizer changes beyond the bounds of a piece.
 """
 
 import json
@@ -16,9 +17,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from pretrain.corpus.byte_columns import document_pieces
+from pretrain.corpus.byte_columns import DocumentPieces
+from pretrain.corpus.divisions import division_of, line_tokens
 from pretrain.corpus.parts import DOCUMENT, Part
-from pretrain.corpus.tokenize import END_OF_DOCUMENT, BytePairs, WordTable, text_hashes
+from pretrain.corpus.tokenize import END_OF_DOCUMENT, WordTable, text_hashes
 from pretrain.corpus.word_counts import document_words
 
 _BLANKS = b" \t\r\n"
@@ -42,21 +44,20 @@ def measured(texts: Sequence[str]) -> np.ndarray:
 
 
 class DocumentEncoder:
-    """Encodes documents with a released byte-level tokenizer; distinct pieces are kept in a `WordTable`."""
+    """Encodes documents with a tokenizer of another maker; distinct pieces are kept in a `WordTable`."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         described = json.loads(tokenizer.to_str())
         described["post_processor"] = None
+        _hide_special(described)
         self._whole = Tokenizer.from_str(json.dumps(described))
         self._whole.encode_special_tokens = True
         self._table = table
-        self._pieces = BytePairs(self._whole, table) if _divides_as_gpt2(described) else None
-        self._adds_blank = bool((described["pre_tokenizer"] or {}).get("add_prefix_space"))
-        self._normalizer = self._whole.normalizer
-        self._added = _shortest([token["content"] for token in described["added_tokens"] if not token["special"]])
+        self.division = division_of(self._whole, table)
+        self._added = _shortest(_outside_division(described))
 
     def encode(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: np.ndarray, dtype: np.dtype) -> Part:
-        """A part of token ids.
+        """A part of token ids; documents without a token are left out.
 
         Args:
             texts: documents that are not empty, without NUL.
@@ -64,8 +65,8 @@ class DocumentEncoder:
             table: as `measured` gives it.
             dtype: of the tokens.
         """
-        fast = [number for number, text in enumerate(texts) if self._has_plain_pieces(text)]
-        found = dict(zip(fast, self._from_pieces([(texts[n], starts[n]) for n in fast], dtype), strict=True))
+        fast = [number for number, text in enumerate(texts) if self.has_plain_pieces(text)]
+        found = self.from_pieces(fast, [texts[n] for n in fast], [starts[n] for n in fast], dtype)
         encoded = [found.get(n) or self._from_library(texts[n], starts[n], dtype) for n in range(len(texts))]
         table = table.copy()
         table["sentences"] = [len(sentences) for _, sentences in encoded]
@@ -74,26 +75,25 @@ class DocumentEncoder:
         sentence_items = np.concatenate([np.zeros(0, np.uint32), *(sentences for _, sentences in encoded)])
         return Part(items, sentence_items, table, [])
 
-    def _has_plain_pieces(self, text: str) -> bool:
-        """Whether the tokens of a document are those of its pieces."""
-        if self._pieces is None or any(token in text for token in self._added):
+    def has_plain_pieces(self, text: str) -> bool:
+        """Whether the tokens of a document may be those of its pieces."""
+        if self.division is None or any(token in text for token in self._added):
             return False
-        return self._normalizer is None or text.isascii() or self._normalizer.normalize_str(text) == text
+        return self.division.fits(text)
 
-    def _from_pieces(self, documents: Sequence[tuple[str, Sequence[int]]], dtype: np.dtype) -> list[_Sentences]:
-        if not documents or self._pieces is None:
-            return []
-        texts, starts = [], []
-        for text, sentences in documents:
-            # pre_tokenizers/byte_level.rs: a text gets a blank unless it begins with one.
-            blank = self._adds_blank and not text.startswith(" ")
-            texts.append(" " + text if blank else text)
-            starts.append(np.asarray(sentences) + blank * (np.arange(len(sentences)) > 0))
-        cut = document_pieces(texts, starts, self._table)
-        tokens, offsets = self._pieces.tokens(cut.pieces, cut.sentences, dtype)
+    def from_pieces(
+        self, numbers: list[int], texts: list[str], starts: list[Sequence[int]], dtype: np.dtype
+    ) -> dict[int, _Sentences]:
+        """Number -> the tokens of those documents whose pieces have the tokens that they have within the text."""
+        if not numbers or self.division is None or self.division.known is None:
+            return {}
+        cut = self.division.cut(texts, starts, self._table)
+        tokens, offsets = self.division.known.tokens(cut.pieces, cut.sentences, dtype)
         counts = np.diff(offsets).astype(np.uint32)
         within = cut.documents[1:-1]
-        return list(zip(np.split(tokens, offsets[within]), np.split(counts, within), strict=True))
+        found = zip(np.split(tokens, offsets[within]), np.split(counts, within), strict=True)
+        plain = _all_of(self.division.are_plain(cut.pieces), cut)
+        return {n: one for n, one, is_plain in zip(numbers, found, plain, strict=True) if is_plain}
 
     def _from_library(self, text: str, starts: Sequence[int], dtype: np.dtype) -> _Sentences:
         encoding = self._whole.encode(text, add_special_tokens=False)
@@ -104,13 +104,37 @@ class DocumentEncoder:
         return tokens, np.diff(np.append(cuts[cuts < len(tokens)], len(tokens))).astype(np.uint32)
 
 
-def _divides_as_gpt2(described: dict[str, Any]) -> bool:
-    """Whether pieces can stand for a text in which there is no added token and which NFC leaves as it is."""
-    cut, entries = described["pre_tokenizer"], described["model"]["vocab"]
-    normalizes = (described["normalizer"] or {}).get("type")
-    # Between pieces, `PieceEncoder` has the first id after the vocabulary's, which therefore has no gaps.
-    whole = max(entries.values()) < len(entries)
-    return whole and cut["type"] == "ByteLevel" and cut["use_regex"] and normalizes in (None, "NFC")
+def _all_of(pieces: np.ndarray, cut: DocumentPieces) -> list[bool]:
+    """Whether all pieces of each document are true, bool [P]."""
+    false = np.append(0, np.cumsum(~pieces))
+    return (np.diff(false[cut.sentences[cut.documents]]) == 0).tolist()
+
+
+def _hide_special(described: dict[str, Any]) -> None:
+    """Rename the entries of special tokens in a tokenizer.json so that no text has them.
+
+    A Unigram or WordPiece takes an entry wherever its characters stand, as in a text that explains `<mask>`. BPE makes
+    entries of pairs, and has none for these.
+    """
+    model = described["model"]
+    special = {token["content"] for token in described["added_tokens"] if token["special"]}
+    if model["type"] == "BPE":
+        return
+    described["added_tokens"] = [token for token in described["added_tokens"] if not token["special"]]
+    if model["type"] == "Unigram":
+        model["vocab"] = [[f"\0{entry}" if entry in special else entry, score] for entry, score in model["vocab"]]
+    else:
+        model["vocab"] = {
+            f"\0{entry}" if entry in special and entry != model.get("unk_token") else entry: number
+            for entry, number in model["vocab"].items()
+        }
+
+
+def _outside_division(described: dict[str, Any]) -> list[str]:
+    """The added tokens with which a text cannot be cut: all but special ones and runs of line breaks."""
+    lines = set(line_tokens(described))
+    contents = [token["content"] for token in described["added_tokens"] if not token["special"]]
+    return [content for content in contents if len(set(content)) > 1 or content[0] not in lines]
 
 
 def _shortest(tokens: Sequence[str]) -> list[str]:

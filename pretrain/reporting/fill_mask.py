@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pretrain.common.errors import InputError
-from pretrain.corpus.byte_words import is_byte_vocabulary, spelled
+from pretrain.corpus.byte_words import Spell, spelled, speller
 from pretrain.corpus.vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: in
     The choice depends on the shards only, so reports of different runs on one corpus are comparable.
     """
     chosen: list[MaskedSentence] = []
-    maskable = maskable_byte_words if is_byte_vocabulary(vocabulary) else maskable_words
+    spell = speller(vocabulary)
     seen: set[tuple[int, ...]] = set()
     for tokens in _spread_sentences(shards, 40 * count):
-        words = maskable(tokens, vocabulary)
+        words = maskable_spelled_words(tokens, vocabulary, spell) if spell else maskable_words(tokens, vocabulary)
         if words and tokens not in seen:
             seen.add(tokens)
             # A fixed stride through the candidate words avoids a bias to the first or last ones.
@@ -147,11 +147,11 @@ def maskable_words(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int
     ]
 
 
-def maskable_byte_words(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int]:
-    """`maskable_words` of a byte-level vocabulary: a whole word is one token that begins with a blank."""
+def maskable_spelled_words(tokens: Sequence[int], vocabulary: Sequence[str], spell: Spell) -> list[int]:
+    """`maskable_words` of a vocabulary that spells blanks: a whole word is one token that begins with a blank."""
     if not 10 <= len(tokens) <= 40:
         return []
-    texts = spelled([vocabulary[token] for token in tokens])
+    texts = spelled([vocabulary[token] for token in tokens], spell)
     prose = sum(text.strip().isalpha() for text in texts)
     if prose < 0.8 * len(texts) or texts[-1] not in (".", "!", "?"):
         return []
@@ -193,12 +193,12 @@ def _as_batch(sentences: Sequence[MaskedSentence], special: Mapping[str, int]) -
 
 def filling(sentence: MaskedSentence, probabilities: list[float], vocabulary: Sequence[str]) -> Filling:
     words = [vocabulary[token] for token in sentence.tokens]
-    bytewise = is_byte_vocabulary(vocabulary)
-    spaced = spelled(words) if bytewise else _spaced(words)
+    spell = speller(vocabulary)
+    spaced = spelled(words, spell) if spell else _spaced(words)
     truth = sentence.tokens[sentence.masked]
 
     def shown(token: int) -> str:
-        return spelled([vocabulary[token]])[0].strip() if bytewise else vocabulary[token]
+        return spelled([vocabulary[token]], spell)[0].strip() if spell else vocabulary[token]
 
     best = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])[:GUESSES]
     return Filling(

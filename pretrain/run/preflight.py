@@ -219,7 +219,7 @@ def _check_entries(folder: Path, file: Path, shown: str, advice: str) -> None:
 def _check_case(folder: Path, vocabulary: VocabularyConfig, advice: str) -> None:
     """A corpus must be as cased as the config says; a whole tokenizer.json keeps its own case."""
     settings = folder / "tokenizer_config.json"
-    if vocabulary.path.endswith(".json") or not settings.exists():
+    if vocabulary.path.endswith(".json") or vocabulary.kind == "released" or not settings.exists():
         return
     written = json.loads(settings.read_text(encoding="utf-8"))
     lowercase, accents = written.get("do_lower_case", vocabulary.lowercase), written.get("strip_accents")

@@ -369,7 +369,7 @@ def test_a_model_that_began_as_a_released_one_is_exported_as_one(family: str, tm
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["modernbert", "eurobert", "nomic_bert", "gte", "deberta"])
+@pytest.mark.parametrize("family", ["roberta", "modernbert", "eurobert", "nomic_bert", "gte", "deberta"])
 def test_a_pretrained_family_is_exported_in_its_own_layout(family: str, tmp_path: Path) -> None:
     sizes = {"layers": 3, "hidden": 32, "heads": 4, "max_positions": 66}
     window = {"local_attention": 8} if family == "modernbert" else {}

@@ -105,7 +105,7 @@ def test_there_and_back_is_exact(entry: dict[str, Any], next_sentence: bool, tmp
 
 
 def test_models_that_their_family_holds_stay_there() -> None:
-    for family in ("bert", "modernbert", "eurobert", "nomic_bert", "gte", "deberta"):
+    for family in ("bert", "roberta", "modernbert", "eurobert", "nomic_bert", "gte", "deberta"):
         assert layout_of(make_shape(family=family, max_positions=128)) is LAYOUTS[family]
     assert layout_of(make_shape(embedding=16), "electra") is LAYOUTS["electra"]
     assert layout_of(make_shape(embedding=16)) is OWN

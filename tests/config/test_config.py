@@ -164,8 +164,8 @@ def test_whole_numbers(write, written: str, read: int):
         (("      path: data/*.txt\n", ""), "run.yaml:5: corpus.sources.0: kind: books needs path"),
         (
             ("kind: books", "kind: bokks"),
-            "run.yaml:5: corpus.sources.0.kind: 'bokks' is not one of books, csv, docstrings, huggingface, jsonl, "
-            "mediawiki, parquet, sentences, wikiextractor; did you mean books?",
+            "run.yaml:5: corpus.sources.0.kind: 'bokks' is not one of books, csv, docstrings, files, huggingface, "
+            "jsonl, mediawiki, parquet, sentences, wikiextractor; did you mean books?",
         ),
         (
             ("kind: books", "kind: 7"),

@@ -35,7 +35,7 @@ from pretrain.corpus.vocabulary import (
     train_byte_vocabulary,
     train_vocabulary,
 )
-from pretrain.reporting.fill_mask import MaskedSentence, filling, maskable_byte_words
+from pretrain.reporting.fill_mask import MaskedSentence, filling, maskable_spelled_words
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog, and the dog doesn't care. In 1999 the fox's naïve friends said: "
@@ -325,7 +325,7 @@ def test_a_filling_shows_text() -> None:
     text = "the dog and the dog and the dog and the dog and the, the naïve."
     tokens = tuple(trained().encode(text, add_special_tokens=False).ids)
     place = tokens.index(entries.index("Ġand"))
-    words = {entries[tokens[n]] for n in maskable_byte_words(tokens, entries)}
+    words = {entries[tokens[n]] for n in maskable_spelled_words(tokens, entries, entry_bytes)}
     assert {"Ġthe", "Ġdog", "Ġand"} <= words <= {entry for entry in entries if entry.startswith("Ġ")}
     probabilities = [0.0] * len(entries)
     probabilities[entries.index("Ġdog")] = 0.75

@@ -167,7 +167,7 @@ def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
     description = json.loads(trained().to_str())
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(description | {"pre_tokenizer": {"type": "Whitespace"}}))
-    with pytest.raises(InputError, match="WordPiece, BertNormalizer, Whitespace"):
+    with pytest.raises(InputError, match="is a vocabulary of kind released"):
         load_vocabulary(path, lowercase=True)
     path.write_text(json.dumps(description))
     with pytest.raises(InputError, match=r"lowercase: false, but .* has true"):

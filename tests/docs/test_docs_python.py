@@ -23,7 +23,7 @@ from pretrain.run import api
 from tests.artifacts.test_predict import save_untrained
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = ("bert", "modernbert", "eurobert", "nomic_bert", "gte", "deberta")
+FAMILIES = ("bert", "roberta", "modernbert", "eurobert", "nomic_bert", "gte", "deberta")
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -20,14 +20,15 @@ from pretrain.common.errors import InputError
 from pretrain.common.extensions import Contract
 from pretrain.common.kinds import load_kind
 from pretrain.config import MaskingConfig
-from pretrain.corpus.byte_words import is_byte_vocabulary, word_edges
+from pretrain.corpus.byte_words import speller, word_edges
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.special_tokens import special_added_ids
 from pretrain.corpus.vocabulary import read_vocabulary
 
 KIND = Contract("Scheme", MaskingScheme, ("choose",))
 _TOKENS = 1 << 32  # a counter distinct from those of pairs.py and scheme.py
-_UNUSED = re.compile(r"\[unused\d+\]|<\|reserved_special_token_\d+\|>")  # BERT's and Llama's
+# BERT's, Gemma's and Llama's, and the bytes that Gemma's spells rare characters with: one alone is no character.
+_UNUSED = re.compile(r"\[unused\d+\]|<unused\d+>|<\|reserved_special_token_\d+\|>|<0x[0-9A-F]{2}>")
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Masker:
 
 
 def ordinary_ids(entries: Sequence[str], special: Iterable[int]) -> np.ndarray:
-    """int64, ascending: the ids that may replace a token, which special and unused entries do not."""
+    """int64, ascending: the ids that may replace a token, which special and unused entries and single bytes do not."""
     left_out = set(special)
     kept = [number for number, entry in enumerate(entries) if number not in left_out and not _UNUSED.fullmatch(entry)]
     return np.array(kept, np.int64)
@@ -123,14 +124,15 @@ def _vocabulary(shards: TokenShards) -> MaskingVocabulary:
             f"{path}: {len(entries)} entries, but the shards were made with {shards.vocabulary_size}. "
             "Restore the vocabulary they were made with, or prepare the corpus again."
         )
-    # Released byte-level vocabularies have special tokens without a role, such as <|endoftext|>.
-    without_role = special_added_ids(shards.folder) if is_byte_vocabulary(entries) else ()
+    spell = speller(entries)
+    # Released vocabularies have special tokens without a role, such as <|endoftext|>.
+    without_role = special_added_ids(shards.folder) if spell else ()
     ordinary = ordinary_ids(entries, {*shards.special_ids.values(), *without_role})
     if not len(ordinary):
         raise InputError(f"{path}: no token besides special and unused ones. Prepare the corpus again.")
     mask = shards.special_ids["mask"]
-    if is_byte_vocabulary(entries):
-        edges = word_edges(entries)
+    if spell:
+        edges = word_edges(entries, spell)
         return MaskingVocabulary(mask, ordinary, edges.continues, edges.first, edges.last, entries)
     continues = np.array([entry.startswith("##") for entry in entries])
     return MaskingVocabulary(mask, ordinary, continues, entries=entries)

@@ -31,6 +31,7 @@ LAYOUT = KeyMapping(
     mlm_activation="gelu",
     token_types=2,
     padded_positions=True,
+    special_ids={"bos_token_id": "cls", "eos_token_id": "sep"},
     # models/xlm_roberta/modular_xlm_roberta.py, models/camembert/modular_camembert.py
     alike={"xlm-roberta": "XLMRoberta", "camembert": "Camembert"},
 )

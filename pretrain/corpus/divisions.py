@@ -1,0 +1,232 @@
+"""Where a tokenizer's text can be cut so that the pieces have the tokens of the whole: each piece is encoded once.
+
+Gpt2Division    byte-level BPE with GPT-2's regular expression: `byte_columns.document_pieces`
+WordDivision    words between blanks: Metaspace before every word, as XLM-R and DeBERTa-v3 have it
+RunDivision     before blanks, and around line breaks and tabs: BPE over whole texts, as Gemma and mmBERT have it
+"""
+
+import json
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer
+
+from pretrain.corpus.byte_columns import DocumentPieces, document_pieces
+from pretrain.corpus.byte_level import is_own_byte_level, part_kinds
+from pretrain.corpus.tokenize import BytePairs, KnownWords, WordTable
+
+_MARK = "\u2581"  # stands for a blank
+_END_OF_PIECE = "\0"
+# Normalizers that make of a text between blanks what they make of it alone, if no character joins a blank.
+_BY_WORD = {"Precompiled", "Strip", "Lowercase", "StripAccents", "NFC", "NFD", "NFKC", "NFKD", "Replace"}
+_SAMPLE = "The cat's (2) mats;\nA  b\t\tcaf\u00e9 \u6f22\u5b57.\n\n    \u00bd x "
+# Characters that are one grapheme with the blank before or after them, by which Precompiled normalizes; so are those of
+# the categories M (before) and Cf.
+_AFTER = frozenset("\u0e33\u0eb3\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff")
+_BEFORE = frozenset("\u0d4e\U000111c2\U000111c3\U0001193f\U00011941\U00011a3a")
+_WORDS_PER_TEXT = 100
+
+
+class Gpt2Division:
+    """Pieces of a byte-level BPE. `adds_blank`: a text gets a blank unless it begins with one."""
+
+    def __init__(self, known: KnownWords | None, normalizer: Any = None, *, adds_blank: bool) -> None:
+        self.known = known
+        self._normalizer, self._adds_blank = normalizer, adds_blank
+
+    def fits(self, text: str) -> bool:
+        """Whether a text without added tokens may be cut."""
+        return self._normalizer is None or text.isascii() or self._normalizer.normalize_str(text) == text
+
+    def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
+        """The pieces of documents; arguments as for `document_pieces`."""
+        spaced, moved = [], []
+        for text, sentences in zip(texts, starts, strict=True):
+            # pre_tokenizers/byte_level.rs
+            blank = self._adds_blank and not text.startswith(" ")
+            spaced.append(" " + text if blank else text)
+            moved.append(np.asarray(sentences) + blank * (np.arange(len(sentences)) > 0))
+        return document_pieces(spaced, moved, table)
+
+    def are_plain(self, pieces: np.ndarray) -> np.ndarray:
+        """bool [P]: whether the tokens of a piece are those that it has within a text."""
+        return np.ones(len(pieces), bool)
+
+
+class WordDivision:
+    """Words between blanks."""
+
+    def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
+        self.known = _LibraryPieces(tokenizer, table)
+
+    def fits(self, text: str) -> bool:
+        return _MARK not in text
+
+    def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
+        return document_pieces(texts, [np.asarray(one) for one in starts], table, _word_bounds)
+
+    def are_plain(self, pieces: np.ndarray) -> np.ndarray:
+        # Within a text, blanks at the ends of a word would be joined with those around it.
+        return self.known.has_no_blank(pieces)
+
+
+class RunDivision:
+    """Pieces that begin with blanks, and runs of each of the characters `lines`, which are added tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, table: WordTable, lines: str) -> None:
+        self.known = _LibraryPieces(tokenizer, table)
+        self._classes = bytearray([_OTHER]) * 256
+        self._classes[0], self._classes[ord(" ")] = _END, _SPACE
+        for number, character in enumerate(lines):
+            self._classes[ord(character)] = _LINE + number
+
+    def fits(self, text: str) -> bool:
+        return _MARK not in text
+
+    def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
+        return document_pieces(texts, [np.asarray(one) for one in starts], table, self._bounds)
+
+    def are_plain(self, pieces: np.ndarray) -> np.ndarray:
+        return np.ones(len(pieces), bool)
+
+    def _bounds(self, raw: bytes, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        kinds = np.frombuffer(raw.translate(bytes(self._classes)), np.uint8)
+        here, before = kinds[1:], kinds[:-1]
+        begins = (here != before) & ((here >= _LINE) | (before >= _LINE) | (before == _END) | (here == _SPACE))
+        first = np.flatnonzero(begins & (here != _END)) + 1
+        edges = np.flatnonzero(begins | (here == _END)) + 1
+        return first, edges[np.searchsorted(edges, first, side="right")]
+
+
+_END, _SPACE, _OTHER, _LINE = range(4)
+Division = Gpt2Division | WordDivision | RunDivision
+
+
+def division_of(tokenizer: Tokenizer, table: WordTable) -> Division | None:
+    """How documents can be cut for a tokenizer, whose pieces `table` numbers; None if it is not known."""
+    described = json.loads(tokenizer.to_str())
+    cut = described["pre_tokenizer"] or {}
+    if is_own_byte_level(described) or _divides_as_gpt2(described):
+        adds_blank = is_own_byte_level(described) or bool(cut.get("add_prefix_space"))
+        return Gpt2Division(BytePairs(tokenizer, table), tokenizer.normalizer, adds_blank=adds_blank)
+    division: Division | None = None
+    if _divides_at_blanks(described):
+        division = WordDivision(tokenizer, table)
+    elif _joins_no_words(described):
+        division = RunDivision(tokenizer, table, line_tokens(described))
+    if division is None:
+        return None
+    pieces = division.cut([_SAMPLE], [[0]], table).pieces
+    tokens, _ = division.known.tokens(pieces, np.array([0, len(pieces)]), np.dtype(np.int64))
+    agrees = tokens.tolist() == tokenizer.encode(_SAMPLE, add_special_tokens=False).ids
+    return division if agrees else None
+
+
+def line_tokens(described: dict[str, Any]) -> str:
+    """The line breaks and tabs that are added tokens, alone or in runs."""
+    added = {token["content"] for token in described["added_tokens"] if _is_literal(token)}
+    return "".join(character for character in "\n\t\r" if character in added)
+
+
+def _is_literal(token: dict[str, Any]) -> bool:
+    """Whether an added token is found in any text, as it stands, and takes nothing around it."""
+    return not any(token[flag] for flag in ("special", "normalized", "lstrip", "rstrip", "single_word"))
+
+
+def _divides_as_gpt2(described: dict[str, Any]) -> bool:
+    """Whether pieces can stand for a text in which there is no added token and which NFC leaves as it is."""
+    cut, entries = described["pre_tokenizer"], described["model"]["vocab"]
+    if described["model"]["type"] != "BPE" or not cut or cut["type"] != "ByteLevel" or not cut["use_regex"]:
+        return False
+    # Between pieces, `PieceEncoder` has the first id after the vocabulary's, which therefore has no gaps.
+    return max(entries.values()) < len(entries) and (described["normalizer"] or {}).get("type") in (None, "NFC")
+
+
+def _divides_at_blanks(described: dict[str, Any]) -> bool:
+    """Whether every word between blanks is encoded alone, with a mark before it."""
+    normalizers = (described["normalizer"] or {}).get("normalizers", [described["normalizer"]])
+    if not all(one is None or (one["type"] in _BY_WORD and _replaces_blanks(one)) for one in normalizers):
+        return False
+    cut = described["pre_tokenizer"] or {}
+    *before, last = cut.get("pretokenizers", [cut])
+    return (
+        last.get("type") == "Metaspace"
+        and last["replacement"] == _MARK
+        and last["prepend_scheme"] == "always"
+        and last["split"]
+        and all(one["type"] == "WhitespaceSplit" for one in before)
+    )
+
+
+def _replaces_blanks(normalizer: dict[str, Any]) -> bool:
+    """Whether a Replace makes one blank of several, which no word has."""
+    return normalizer["type"] != "Replace" or (normalizer["pattern"], normalizer["content"]) == (
+        {"Regex": " {2,}"},
+        " ",
+    )
+
+
+def _joins_no_words(described: dict[str, Any]) -> bool:
+    """Whether it is a BPE over whole texts in which no token has a blank after another character."""
+    model, normalizer = described["model"], described["normalizer"] or {}
+    blanks = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
+    if part_kinds(described) not in (["BPE", "Replace"], ["BPE", "Replace", "Split"]) or normalizer != blanks:
+        return False
+    # Split at blanks, of which the normalizer leaves none.
+    cut = described["pre_tokenizer"] or {"pattern": {"String": " "}}
+    if cut["pattern"] != {"String": " "} or any(" " in token["content"] for token in described["added_tokens"]):
+        return False
+    bytes_known = all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))  # otherwise unknown ones are fused
+    inner = re.compile(f"[^{_MARK}]{_MARK}")
+    return model["byte_fallback"] and bytes_known and not any(map(inner.search, model["vocab"]))
+
+
+def _word_bounds(raw: bytes, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    solid = np.frombuffer(raw.translate(_SOLID), bool)
+    first = np.flatnonzero(solid[1:] & ~solid[:-1]) + 1
+    return first, np.flatnonzero(solid[:-1] & ~solid[1:]) + 1
+
+
+_SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
+
+
+class _LibraryPieces(KnownWords):
+    """The tokens of pieces that the library encodes one by one."""
+
+    def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
+        super().__init__(table)
+        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.encode_special_tokens = True
+        # Many pieces in one text: one by one they would cost twice as much.
+        self._tokenizer.add_tokens([AddedToken(_END_OF_PIECE, normalized=False)])
+        self._end = self._tokenizer.token_to_id(_END_OF_PIECE)
+        self._no_blank = np.zeros(0, bool)
+
+    def has_no_blank(self, pieces: np.ndarray) -> np.ndarray:
+        """bool [P]: whether the normalizer leaves text of these pieces, and no blank in it or with it."""
+        self._extend()
+        return self._no_blank[pieces]
+
+    def _pieces(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        words = [word.decode() for word in self._table.words(numbers)]
+        self._no_blank = np.append(self._no_blank, [self._is_word(word) for word in words])
+        starts = range(0, len(words), _WORDS_PER_TEXT)
+        texts = [_END_OF_PIECE.join((*words[first : first + _WORDS_PER_TEXT], "")) for first in starts]
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(one.ids, np.int32) for one in encoded)])
+        ends = tokens == self._end
+        return np.bincount(np.cumsum(ends)[~ends], minlength=len(words)), tokens[~ends]
+
+    def _is_word(self, text: str) -> bool:
+        if text.isascii() and text.isalnum():
+            return True
+        first, last = unicodedata.category(text[0]), unicodedata.category(text[-1])
+        if first[0] == "M" or "Cf" in (first, last) or text[0] in _AFTER or text[-1] in _BEFORE:
+            return False
+        normalizer: Any = self._tokenizer.normalizer
+        normal = normalizer.normalize_str(text) if normalizer else text
+        # Strip takes white space from a word that is a part of the text's.
+        return bool(normal) and _MARK not in normal and not any(map(str.isspace, text + normal))

@@ -1,0 +1,19 @@
+"""Text files as they are, one document each: code, tables, or anything whose line breaks mean something."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pretrain.corpus.inputs import Input, Piece, Problems, SourceReader, grouped
+from pretrain.corpus.sources.books import read_text
+
+
+class Reader(SourceReader):
+    """All files of a folder or glob, whatever their suffix; nothing is removed from them."""
+
+    def find(self, where: str) -> list[Input]:
+        return grouped(self.find_files(where), where)
+
+    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
+        for path in piece.paths:
+            if text := read_text(Path(path), problems):
+                yield text
