@@ -341,12 +341,11 @@ class BlockCache:
         """The places of all shards; the files become as large as they need."""
         shards, bases = [], dict.fromkeys(PARTS, 0)
         for stored, first in zip(self._stored, self._firsts.tolist(), strict=False):
-            parts = [parts_of(block) for block in stored.blocks]
             files = {}
-            for name, base in bases.items():
-                array = stored.arrays[name]
-                bounds = base + np.array([part[name] for part in parts], np.int64).reshape(-1, 2) * array.width
-                files[name] = _Place(self._files[name], base, bounds[:, 0].copy(), bounds[:, 1].copy())
+            for name, bounds in parts_of(stored.blocks).items():
+                array, base = stored.arrays[name], bases[name]
+                begins, ends = (base + bound * array.width for bound in bounds)
+                files[name] = _Place(self._files[name], base, begins, ends)
                 bases[name] = base + -(-(array.bytes - array.header) // _PAGE) * _PAGE
             shards.append(_Shard(files, first))
         for name, size in bases.items():
@@ -412,9 +411,8 @@ def remove_unused(folder: Path) -> None:
 
 def _block_bytes(shard: StoredShard) -> np.ndarray:
     """Bytes of each block, int64 [B]."""
-    widths = {name: array.width for name, array in shard.arrays.items()}
-    parts = [parts_of(block) for block in shard.blocks]
-    return np.array([sum((end - begin) * widths[n] for n, (begin, end) in part.items()) for part in parts], np.int64)
+    bounds = parts_of(shard.blocks).items()
+    return np.sum([(end - begin) * shard.arrays[name].width for name, (begin, end) in bounds], axis=0)
 
 
 def _shared(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:

@@ -87,15 +87,15 @@ def _sentence_near(documents: np.ndarray, sentences: np.ndarray, document: int, 
     return int(its[found]) if found < len(its) and its[found] - offset <= reach else offset
 
 
-def parts_of(block: np.void) -> dict[str, tuple[int, int]]:
-    """Which elements of each array of the shard a block is made of: [begin, end).
+def parts_of(blocks: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Which elements of each array of the shard blocks are made of: [begin, end), int64 [B] each.
 
     Neighbors share the entry at which one ends and the other begins, in `documents` and `sentences`.
     """
     return {
-        "documents": (int(block["first"]), int(block["last"]) + 1),
-        "sentences": (int(block["first_sentence"]), int(block["last_sentence"]) + 1),
-        "tokens": (int(block["begin"]), int(block["end"])),
+        "documents": (blocks["first"], blocks["last"] + 1),
+        "sentences": (blocks["first_sentence"], blocks["last_sentence"] + 1),
+        "tokens": (blocks["begin"], blocks["end"]),
     }
 
 
@@ -111,8 +111,9 @@ def write_blocks(path: Path, arrays: dict[str, np.ndarray]) -> str:
     """Write the blocks of a shard whose arrays are given by their names; returns the file's SHA-256."""
     int64 = {name: np.asarray(arrays[name]).view(np.int64) for name in ("documents", "sentences")}
     blocks = cut_blocks(int64["documents"], int64["sentences"])
-    for block in blocks:
-        parts = (arrays[name][slice(*parts_of(block)[name])] for name in PARTS)
+    bounds = parts_of(blocks)
+    for number, block in enumerate(blocks):
+        parts = (arrays[name][begin[number] : end[number]] for name, (begin, end) in bounds.items())
         block["digest"] = np.frombuffer(block_digest(np.ascontiguousarray(part).data for part in parts), np.uint8)
     with atomic_open(path) as file:
         np.save(file, blocks, allow_pickle=False)

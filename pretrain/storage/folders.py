@@ -35,7 +35,8 @@ from pretrain.common.files import (
 )
 from pretrain.storage.objects import ListedObject, ObjectStore, bytes_to_fetch
 
-AT_ONCE = 4  # files on their way
+AT_ONCE, _SMALL_AT_ONCE = 4, 16  # files on their way
+_SMALL_BYTES = 1 << 20
 _SAME_TIME_SECONDS = 0.01  # what a file system may round
 _PATTERN = frozenset("*?[")
 
@@ -93,7 +94,8 @@ def fetch(
             source = place(name, files[name]["sha256"]) if place else join(address, name)
             objects.download(source, folder / name, *expected[name])
 
-        _all(download, missing)
+        is_small = all(files[name]["bytes"] <= _SMALL_BYTES for name in missing)
+        _all(download, missing, _SMALL_AT_ONCE if is_small else AT_ONCE)
         if not but:
             with atomic_open(folder / MANIFEST) as file:
                 file.write(content)
@@ -248,9 +250,9 @@ def files_of(manifest: bytes | None) -> dict[str, Any]:
     return {}
 
 
-def _all(work: Callable[[str], Any], names: Iterable[str]) -> list[Any]:
+def _all(work: Callable[[str], Any], names: Iterable[str], at_once: int = 0) -> list[Any]:
     """`work` on all names, a few at once; the first error ends it."""
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="objects") as pool:
+    with ThreadPoolExecutor(at_once or AT_ONCE, thread_name_prefix="objects") as pool:
         futures = [pool.submit(work, name) for name in names]
         try:
             return [future.result() for future in futures]
