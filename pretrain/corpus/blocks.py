@@ -20,7 +20,7 @@ from pretrain.common.files import atomic_open, sha256_file
 BLOCK_TOKENS = 1 << 20
 _BLOCK_DOCUMENTS = 1 << 14  # at most; a table of where their samples begin is made for each block of a window
 
-PARTS: tuple[str, ...] = ("documents", "sentences", "tokens")  # arrays of a shard, in the order in which a block's digest has them
+PARTS: tuple[str, ...] = ("documents", "sentences", "tokens")  # arrays of a shard, in the order of digests
 
 BLOCK = np.dtype(
     [
