@@ -31,6 +31,7 @@ from pretrain.storage.objects import ObjectStore
 
 _ARRAYS_READ_BY_BLOCK = tuple(f"train-*.{part}.npy" for part in ("tokens", "sentences", "documents"))
 _SIGNATURES = ("source-*.hashes", "source-*.sketches")  # which only a preparation reads
+_SMALL_AT_ONCE = 16  # tables of blocks on their way, of some kilobytes each
 _STREAMED = ".streamed"  # folder of a corpus: its manifest, and the blocks that are here
 
 
@@ -49,7 +50,8 @@ def fetch_corpus(corpus: CorpusConfig) -> Path:
     advice = "Run `prepare` with this config first."
     if is_streamed(corpus):
         objects = ObjectStore()
-        folders.fetch(corpus.dir, objects, but=(*_ARRAYS_READ_BY_BLOCK, *_SIGNATURES), advice=advice)
+        but = (*_ARRAYS_READ_BY_BLOCK, *_SIGNATURES)
+        folders.fetch(corpus.dir, objects, but=but, at_once=_SMALL_AT_ONCE, advice=advice)
         folders.fetch_files(join(corpus.dir, COUNTS), (), objects)
         content = folders.read_stored_manifest(corpus.dir, objects)
         with folders.alone(corpus.folder), atomic_open(corpus.folder / _STREAMED / MANIFEST) as file:

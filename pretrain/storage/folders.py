@@ -35,8 +35,7 @@ from pretrain.common.files import (
 )
 from pretrain.storage.objects import ListedObject, ObjectStore, bytes_to_fetch
 
-AT_ONCE, _SMALL_AT_ONCE = 4, 16  # files on their way
-_SMALL_BYTES = 1 << 20
+AT_ONCE = 4  # files on their way
 _SAME_TIME_SECONDS = 0.01  # what a file system may round
 _PATTERN = frozenset("*?[")
 
@@ -50,6 +49,7 @@ def fetch(
     folder: Path | None = None,
     but: Sequence[str] = (),
     trusted: bool = True,
+    at_once: int = 0,
     place: Callable[[str, str], str] | None = None,
     advice: str = "Check the address.",
 ) -> Path:
@@ -61,6 +61,7 @@ def fetch(
     Args:
         objects: where the address is.
         but: files whose names match one of these patterns are left out, and then no manifest is written.
+        at_once: files on their way; by default few, since they are large.
         trusted: files under the same manifest are compared by size, otherwise by SHA-256.
         place: the address of a file from its name and SHA-256; without it, its name below `address`.
         advice: what to do if there is no manifest.
@@ -94,8 +95,7 @@ def fetch(
             source = place(name, files[name]["sha256"]) if place else join(address, name)
             objects.download(source, folder / name, *expected[name])
 
-        is_small = all(files[name]["bytes"] <= _SMALL_BYTES for name in missing)
-        _all(download, missing, _SMALL_AT_ONCE if is_small else AT_ONCE)
+        _all(download, missing, at_once)
         if not but:
             with atomic_open(folder / MANIFEST) as file:
                 file.write(content)
