@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pretrain.common.children import run_program, unwound_when_terminated
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.records import is_training, read_records
@@ -106,7 +108,13 @@ def scale(config: PretrainConfig, factor: float) -> PretrainConfig:
         least = len(phase.batch_sizes) - 1  # steps of a ramp
         phases.append({**parts, "ramp_steps": max(parts["ramp_steps"], least), "steps": max(steps, least)})
     regular = {name: max(1, round(factor * getattr(config, name).every_steps)) for name in _REGULAR}
-    return _with_schedule(config, phases, regular)
+    # A checkpoint that is kept at the end of a phase stays there.
+    ends = (
+        [0, *np.cumsum([phase.steps for phase in config.phases])],
+        [0, *np.cumsum([one["steps"] for one in phases])],
+    )
+    kept = {max(1, round(float(np.interp(step, *ends)))) for step in config.checkpoint.keep_at}
+    return _with_schedule(config, phases, regular, sorted(kept))
 
 
 def recorded(config: PretrainConfig) -> PretrainConfig:
@@ -116,11 +124,15 @@ def recorded(config: PretrainConfig) -> PretrainConfig:
     if len(before.phases) != len(config.phases):
         return config
     phases = [{name: getattr(phase, name) for name in _SCHEDULE} for phase in before.phases]
-    return _with_schedule(config, phases, {name: getattr(before, name).every_steps for name in _REGULAR})
+    regular = {name: getattr(before, name).every_steps for name in _REGULAR}
+    return _with_schedule(config, phases, regular, before.checkpoint.keep_at)
 
 
-def _with_schedule(config: PretrainConfig, phases: list[dict[str, int]], every_steps: dict[str, int]) -> PretrainConfig:
+def _with_schedule(
+    config: PretrainConfig, phases: list[dict[str, int]], every_steps: dict[str, int], keep_at: Sequence[int]
+) -> PretrainConfig:
     values: dict[str, Any] = config.model_dump()
+    values["checkpoint"]["keep_at"] = tuple(keep_at)
     for phase, schedule in zip(values["phases"], phases, strict=True):
         phase.update(schedule)
     for name, steps in every_steps.items():

@@ -57,6 +57,15 @@ def test_any_factor_gives_a_valid_schedule(tmp_path: Path, factor: float) -> Non
     assert pace.scale(config, 1.0) == config
 
 
+def test_checkpoints_that_are_kept_move_with_their_phases(tmp_path):
+    config = make_config(tmp_path)
+    phases = [config.phases[0].model_copy(update={"steps": steps}) for steps in (10, 30)]
+    checkpoint = config.checkpoint.model_copy(update={"keep_at": (1, 10, 25, 40)})
+    config = config.model_copy(update={"phases": tuple(phases), "checkpoint": checkpoint})
+    assert pace.scale(config, 3.0).checkpoint.keep_at == (3, 30, 75, 120)
+    assert pace.scale(config, 0.25).checkpoint.keep_at == (1, 2, 6, 10)  # phases of 2 and 8 steps
+
+
 def test_a_short_decay_stays_one(tmp_path: Path) -> None:
     """0 steps of decay would be a decay from the warm-up on."""
     config = make_config(tmp_path, {"steps": 1000, "warmup_steps": 900, "decay_steps": 100})
