@@ -363,6 +363,10 @@ class BatchMaker:
         Without an exchange: the rank counts what it has to know of the whole batch, which takes longer. Not if machines
         read different text.
         """
+        with self.sampler.holding():
+            return self._make(first_sample, sequences)
+
+    def _make(self, first_sample: int, sequences: int) -> StepBatch:
         own = balancing.part_of(self.rank, sequences, self.world_size)
         plans = [self.assign(first_sample, part) for part in balancing.parts(sequences, self.world_size)]
         most = max(assignment.micro_batches for _, assignment in plans)
@@ -384,8 +388,9 @@ class BatchMaker:
         if self._machine.count > 1:
             machine = self._machine
             part = balancing.part_of_machine(machine.number, machine.count, sequences, self.world_size)
-        plan, assignment = self.assign(first_sample, part, micro_batches)
-        return RankShare(self._own(part, plan, assignment), first_sample, sequences)
+        with self.sampler.holding():  # a share is made again in another thread
+            plan, assignment = self.assign(first_sample, part, micro_batches)
+            return RankShare(self._own(part, plan, assignment), first_sample, sequences)
 
     def whole(self, share: RankShare, counts: Counts) -> StepBatch:
         """A share with the counts of all ranks."""

@@ -7,8 +7,10 @@ Everything is vectorized over samples. Only to count the samples of each block t
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,6 +112,7 @@ class Sampler:
             raise InputError(f"{shards.folder}: no text in this split. Prepare the corpus again.")
         self.shards = shards
         self.pairs = pairs
+        self._lock = threading.Lock()
         self.paired = pairs.has_classifier
         self.special_tokens = 3 if self.paired else 2  # at least
         self.capacity = sequence_length - self.special_tokens
@@ -145,6 +148,18 @@ class Sampler:
         ]
         self.mix = plan_mix(shards, phase, [source.samples for source in self.sources], self._first, where)
         self._mixture = Mixture(self.mix.shares)
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Keep the text of the samples that are planned within, for one thread at a time."""
+        with self._lock:
+            for source in self.sources:
+                source.in_use = []
+            try:
+                yield
+            finally:
+                for source in self.sources:
+                    source.in_use = None
 
     def check_cache(self, where: str) -> None:
         """Raise `InputError` if what is read at a time is more than the cache of a streamed corpus."""

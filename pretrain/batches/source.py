@@ -82,6 +82,7 @@ class SourceSamples:
         held: StreamedBlocks | None = None,
     ) -> None:
         self._machine, self._held = machine, held
+        self.in_use: list[_OpenWindow] | None = None  # if there is a list, windows that are read are put there
         self._text, self._blocks, self._cutting, self._pairs = text, blocks, cutting, pairs
         # The order of blocks is the same for all lengths, so that a phase knows what others have read.
         self.order = SourceOrder(counts, root_key(fingerprint, seed), window_blocks)
@@ -128,9 +129,7 @@ class SourceSamples:
         """
         owner = np.zeros_like(samples)
         for here, window, within in self._by_window(samples):
-            block, _ = window.samples.locate(within)
-            groups = window.groups
-            owner[here] = window.share[block] % groups + groups * (within % (self._machine.count // groups))
+            owner[here] = window.owner[within]
         return owner
 
     def _by_window(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, _OpenWindow, np.ndarray]]:
@@ -139,7 +138,10 @@ class SourceSamples:
         group = epoch * self.order.windows + window
         for number in np.unique(group).tolist():
             here = np.flatnonzero(group == number)
-            yield here, self._open(*divmod(number, self.order.windows)), within[here]
+            window = self._open(*divmod(number, self.order.windows))
+            if self.in_use is not None:
+                self.in_use.append(window)
+            yield here, window, within[here]
 
     def _open(self, epoch: int, window: int) -> _OpenWindow:
         found = self._windows.get((epoch, window))
@@ -149,10 +151,12 @@ class SourceSamples:
             samples = Window(numbers, self.order.counts[numbers], key)
             share = self._shares(numbers)
             groups, own = self._own(share)
+            self._windows.make_room()
             lease = self._hold(epoch, window, own) if self._held else None
+            owner = self._owner(share[samples.locate(np.arange(samples.samples))[0]] % groups, groups)
             units = Units(self._text, self._blocks, numbers[own], self._cutting)
             first = int(self.order.epoch(epoch).samples[window])
-            found = _OpenWindow(epoch, first, samples, share, groups, own, units, lease)
+            found = _OpenWindow(epoch, first, samples, share, own, owner, units, lease)
             self._windows.put((epoch, window), found)
         return found
 
@@ -160,6 +164,14 @@ class SourceSamples:
         """(shard, first token, one past the last) of the blocks of a window, int64 [W] each."""
         numbers, blocks = self.order.blocks(epoch, window), self._blocks
         return blocks.shard[numbers].astype(np.int64), blocks.begin[numbers], blocks.end[numbers]
+
+    def _owner(self, group: np.ndarray, groups: int) -> np.ndarray:
+        """The machine of each sample of a window from its group of machines, int16 [S]. A group takes turns."""
+        owner = group.astype(np.int16)
+        for number in range(groups if self._machine.count > groups else 0):
+            own = np.flatnonzero(group == number)
+            owner[own] += (groups * (np.arange(len(own)) % (self._machine.count // groups))).astype(np.int16)
+        return owner
 
     def _shares(self, numbers: np.ndarray) -> np.ndarray:
         """The share of a window that each of its blocks is in, int64 [W]; 2^n shares of almost as many tokens."""
@@ -316,10 +328,10 @@ class _OpenWindow:
     first: int  # sample of the epoch
     samples: Window
     share: np.ndarray  # of each block, int64 [W]; couples of pairs stay within one
-    groups: int  # of machines; each reads as many shares
     own: np.ndarray  # places of this machine's blocks in the window, int64
-    units: Units  # of those
-    lease: Lease | None  # keeps those here
+    owner: np.ndarray  # machine of each sample, int16 [S]
+    units: Units  # of this machine's blocks
+    lease: Lease | None  # keeps their text here
 
 
 class _Recent(Generic[V]):
@@ -334,6 +346,10 @@ class _Recent(Generic[V]):
         return self._values.get(name)
 
     def put(self, name: Hashable, value: V) -> None:
+        self.make_room()
         self._values[name] = value
-        if len(self._values) > self._most:
+
+    def make_room(self) -> None:
+        """Forget what was used longest ago, if there is no room for another value."""
+        if len(self._values) >= self._most:
             self._values.popitem(last=False)

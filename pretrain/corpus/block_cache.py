@@ -7,6 +7,7 @@ and holds a `Lease` of the blocks that it reads. Two processes never fetch one b
     <folder>/tokens, sentences, documents  an array of all shards, each from a page on: three files, however many shards
     <folder>/state     _STATE [blocks], under the lock of <folder>/lock
     <folder>/held      bool [_SLOTS, blocks], which process needs which block
+    <folder>/limits    int64 [_SLOTS], how many bytes the cache may have by each process
     <folder>/slot-<n>  locked by the process that has the slot; the kernel unlocks it if that process dies
 """
 
@@ -100,7 +101,7 @@ class BlockCache:
     Args:
         address: of the corpus.
         folder: for the files; all processes of the machine have the same.
-        most_bytes: that this process lets the cache take; blocks that another process needs do not count.
+        most_bytes: of the cache; of several runs with the same folder, the largest counts.
         name: of the setting of `most_bytes`, for errors.
 
     Raises `MachineError` if the file system has no holes, or too many processes use the folder.
@@ -129,10 +130,14 @@ class BlockCache:
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             self._state = _shared(folder / "state", _STATE, (len(self._bytes),))
             self._held = _shared(folder / "held", np.dtype(bool), (_SLOTS, len(self._bytes)))
+            self._limits = _shared(folder / "limits", np.dtype(np.int64), (_SLOTS,))
+            _punch_hole(self._lock, 0, _PAGE, folder)  # tells now whether the file system can
             self._files = {name: os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644) for name in PARTS}
             self._shards = self._placed()
             self._mappings = {name: mmap.mmap(file, 0, access=mmap.ACCESS_READ) for name, file in self._files.items()}
         self._slot = self._take_slot()
+        self._limits[self._slot] = most_bytes
+        self._is_ahead = np.zeros(len(self._bytes), bool)  # fetched ahead by this process, and not held since
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="blocks")
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="blocks-ahead")
         self.fetched_bytes = 0  # by this process
@@ -173,14 +178,17 @@ class BlockCache:
             InputError: the store denies access.
             MachineError: the store fails for too long, a block is damaged there, or the disk is full.
         """
-        with self._locked():
+        began = time.monotonic()
+        with self._locked():  # marked and claimed at once: who finds a block held takes it for verified
             self._uses[blocks] += 1
             self._held[self._slot, blocks] = True
-        lease = Lease(self, blocks)
-        began = time.monotonic()
-        while len(missing := self._bring(blocks)):
+            self._is_ahead[blocks] = False
+            lease = Lease(self, blocks)
+            claimed = self._claim(blocks)
+        self._fetch_claimed(*claimed)
+        while len(blocks := self._not_here(blocks)):
             time.sleep(_POLL_SECONDS)
-            blocks = missing
+            self._fetch_claimed(*self._claim(blocks))
         waited = time.monotonic() - began
         if waited > 1:
             logger.info("%s: waited %.1f s for blocks", self._address, waited)
@@ -197,29 +205,33 @@ class BlockCache:
             self._held[self._slot, blocks[self._uses[blocks] == 0]] = False
 
     def close(self) -> None:
-        """End the threads; leases are no longer kept."""
-        self._pool.shutdown(cancel_futures=True)
-        self._ahead.shutdown(cancel_futures=True)
+        """Fetch no more. What is on its way still comes, or is fetched by another process when this one has ended."""
+        self._ahead.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------ what is here
 
-    def _bring(self, blocks: np.ndarray) -> np.ndarray:
-        """Fetch what no process fetches; returns the blocks that another process is still fetching."""
-        absent, unproven = self._claim(blocks)
+    def _not_here(self, blocks: np.ndarray) -> np.ndarray:
+        """Those of `blocks` that another process is still fetching."""
+        with self._locked():
+            return blocks[self._state["state"][blocks] != _HERE]
+
+    def _fetch_claimed(self, absent: np.ndarray, unproven: np.ndarray) -> None:
+        """Fetch or verify what this process has claimed, and wait for it."""
         futures = {block: self._pool.submit(self._fetch, block) for block in absent.tolist()}
         futures |= {block: self._pool.submit(self._prove, block) for block in unproven.tolist()}
         self._finish(futures)
-        with self._locked():
-            return blocks[self._state["state"][blocks] != _HERE]
 
     def _bring_ahead(self, blocks: np.ndarray) -> None:
         with contextlib.suppress(InputError, MachineError, OSError):  # who needs the blocks will find out
             with self._locked():
                 absent = blocks[self._state["state"][blocks] == _ABSENT]
-                room = self._most - self._present_bytes() + int(self._bytes[self._free()].sum())
+                free = self._free()
+                room = self._limit() - self._present_bytes() + int(self._bytes[free[~self._is_ahead[free]]].sum())
                 fits = absent[np.cumsum(self._bytes[absent]) <= room]
+                self._is_ahead[fits] = True
             for part in np.array_split(fits, max(1, len(fits) // _AT_ONCE)):
-                self._bring(part)
+                self._fetch_claimed(*self._claim(part))
 
     def _claim(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The blocks that this process shall fetch, for which there is room, and those that it shall verify."""
@@ -261,11 +273,11 @@ class BlockCache:
     def _make_room(self, blocks: np.ndarray) -> None:
         """Evict what was used longest ago until `blocks`, which are absent, fit. Under the lock."""
         needed = int(self._bytes[blocks[self._state["state"][blocks] == _ABSENT]].sum())
-        excess = self._present_bytes() + needed - self._most
+        excess = self._present_bytes() + needed - self._limit()
         if excess <= 0:
             return
         free = np.setdiff1d(self._free(), blocks)
-        free = free[np.argsort(self._state["used"][free], kind="stable")]
+        free = free[np.lexsort((self._state["used"][free], self._is_ahead[free]))]  # what was fetched ahead goes last
         count = int(np.searchsorted(np.cumsum(self._bytes[free]), excess)) + 1
         for block in free[:count].tolist():
             self._state["state"][block] = _ABSENT
@@ -279,6 +291,10 @@ class BlockCache:
 
     def _present_bytes(self) -> int:
         return int(self._bytes[self._state["state"] != _ABSENT].sum())
+
+    def _limit(self) -> int:
+        """The size of the cache: the largest that a living process has been given. Under the lock."""
+        return int(self._limits[self._alive()].max())
 
     # ------------------------------------------------------------ one block
 
@@ -400,13 +416,13 @@ def remove_unused(folder: Path) -> None:
     for other in folder.parent.glob("*/state"):
         if other.parent == folder:
             continue
-        descriptors = [os.open(path, os.O_RDWR) for path in other.parent.glob("slot-*")]
-        try:
-            if all(map(_try_lock, descriptors)):
+        with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):  # another process removes it, too
+            descriptors = []
+            for path in other.parent.glob("slot-*"):
+                descriptors.append(os.open(path, os.O_RDWR))
+                stack.callback(os.close, descriptors[-1])
+            if descriptors and all(map(_try_lock, descriptors)):
                 shutil.rmtree(other.parent, ignore_errors=True)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
 
 
 def _block_bytes(shard: StoredShard) -> np.ndarray:

@@ -85,6 +85,11 @@ class TokenShards:
         """The shards of a source, by their place in `shards`."""
         return [number for number, shard in enumerate(self.shards) if shard.source == source]
 
+    def close(self) -> None:
+        """Fetch no more blocks of streamed shards."""
+        for cache in {id(shard.cache): shard.cache for shard in self.shards if shard.cache}.values():
+            cache.close()
+
     def some_tokens(self) -> Iterator[np.ndarray]:
         """The tokens of all shards, in parts; of streamed shards some blocks, evenly spread."""
         for number, shard in enumerate(self.shards):

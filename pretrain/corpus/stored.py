@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, atomic_open, check_manifest, read_manifest
 from pretrain.config import CorpusConfig
 from pretrain.corpus.block_cache import BlockCache, StoredArray, StoredShard, remove_unused
+from pretrain.corpus.blocks import PARTS
 from pretrain.corpus.card import CARD_FILES
 from pretrain.corpus.shards import (
     COUNTS,
@@ -86,7 +88,8 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
             f"{corpus.dir}: was prepared by a version that kept no tables of blocks, so it cannot be streamed. Remove "
             "corpus.cache to copy it to each machine, or prepare it again."
         )
-    folder = corpus.folder / _STREAMED / hashlib.sha256(content).hexdigest()[:16]
+    text = [manifest["files"][f"{entry['name']}.{part}.npy"] for entry in entries for part in PARTS]
+    folder = corpus.folder / _STREAMED / hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16]
     remove_unused(folder)
     stored = [StoredShard(_arrays(entry, manifest), table) for entry, table in zip(entries, tables, strict=True)]
     cache = BlockCache(corpus.dir, folder, stored, most_bytes=int(corpus.cache))

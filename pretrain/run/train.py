@@ -278,6 +278,7 @@ class Pretraining:
             self._loader.close()
         if self._exchange is not None:
             self._exchange.close()
+        self._shards.close()
 
     def _rotate(self) -> None:
         """Let the model rotate by the frequencies of the phase, without recordings of another one's."""
