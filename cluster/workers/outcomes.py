@@ -31,8 +31,9 @@ def one_line(error: BaseException) -> str:
 
 
 def as_data(error: RunError) -> dict[str, str]:
-    """{"kind": class name, "message": text}; `error_from` is the inverse."""
-    return {"kind": type(error).__name__, "message": str(error)}
+    """{"kind": the nearest known class, "message": text}; `error_from` is the inverse."""
+    kind = next(one.__name__ for one in type(error).__mro__ if one.__name__ in _ERRORS)
+    return {"kind": kind, "message": str(error)}
 
 
 def error_from(data: dict[str, str]) -> RunError:

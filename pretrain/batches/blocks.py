@@ -10,6 +10,7 @@ sample takes memory by blocks and not by documents. The documents of a source ar
 import contextlib
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from pretrain.batches.cuts import Cutting
 from pretrain.batches.order import draw, uniform
 from pretrain.batches.text import ShardText, Unit
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import atomic_open
+from pretrain.common.files import atomic_open, locked
 from pretrain.corpus.blocks import cut_blocks
 from pretrain.corpus.shards import COUNTS, Shard, TokenShards
 
 WINDOW_BLOCKS = 64
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -230,19 +233,45 @@ def _counts_of(text: ShardText, blocks: Blocks, cutting: Cutting, shards: TokenS
     if not len(blocks):
         return np.zeros(0, np.uint32)
     path = counts_file(shards, source, cutting, len(blocks))
-    with contextlib.suppress(OSError, ValueError):
-        kept = np.load(path, allow_pickle=False)
-        if (kept.dtype, kept.shape) == (np.dtype(np.uint32), (len(blocks),)):
-            return kept
-    if any(shards.shards[number].cache for number in shards.of_source(source)):
-        raise InputError(
-            f"{shards.folder}: has no counts of sequences of this length and kind, which take the whole text. "
-            "Run `prepare` with this config where the corpus was prepared; it adds them."
-        )
+    if (kept := _kept_counts(path, len(blocks))) is not None:
+        return kept
+    if shards.shards[int(blocks.shard[0])].cache is not None:
+        with locked(path.with_suffix(".lock")):  # one process of a machine reads where documents begin
+            kept = _kept_counts(path, len(blocks))
+            return _keep(path, _streamed_counts(blocks, cutting, shards)) if kept is None else kept
     each = (Units(text, blocks, np.array([number]), cutting).samples for number in range(len(blocks)))
     counts = np.fromiter(each, np.uint32, len(blocks))
     text.forget()
-    if shards.split == "train" and shards.folder.exists():
-        with contextlib.suppress(OSError, InputError, MachineError), atomic_open(path) as file:
-            np.save(file, counts, allow_pickle=False)
+    return _keep(path, counts) if shards.split == "train" and shards.folder.exists() else counts
+
+
+def _kept_counts(path: Path, blocks: int) -> np.ndarray | None:
+    with contextlib.suppress(OSError, ValueError):
+        kept = np.load(path, allow_pickle=False)
+        if (kept.dtype, kept.shape) == (np.dtype(np.uint32), (blocks,)):
+            return kept
+    return None
+
+
+def _keep(path: Path, counts: np.ndarray) -> np.ndarray:
+    with contextlib.suppress(OSError, InputError, MachineError), atomic_open(path) as file:
+        np.save(file, counts, allow_pickle=False)
+    return counts
+
+
+def _streamed_counts(blocks: Blocks, cutting: Cutting, shards: TokenShards) -> np.ndarray:
+    """The counts of a streamed source, from where its documents begin: 16 bytes a document are read."""
+    logger.info("%s: counting the sequences of a new length; `prepare` with this config would have", shards.folder)
+    counts = np.zeros(len(blocks), np.uint32)
+    for shard in np.unique(blocks.shard).tolist():
+        cache = shards.shards[shard].cache
+        assert cache is not None
+        begins = cache.document_begins(shard)
+        for number in np.flatnonzero(blocks.shard == shard).tolist():
+            begin, end = int(blocks.begin[number]), int(blocks.end[number])
+            first, last = int(blocks.first[number]), int(blocks.last[number])
+            sizes = np.diff(begins[first : last + 1].clip(begin, end))
+            counts[number] = cutting.count(
+                np.array([end - begin + last - first - 1]) if cutting.joined else sizes
+            ).sum()
     return counts

@@ -163,6 +163,12 @@ class BlockCache:
         """Bytes of the largest of some blocks."""
         return int(self._bytes[blocks].max(initial=0))
 
+    def document_begins(self, shard: int) -> np.ndarray:
+        """The token offsets of all documents of a shard, int64 [documents + 1], read from the store."""
+        array = self._stored[shard].arrays["documents"]
+        content = self._objects.read_range(join(self._address, array.name), array.header, array.bytes)
+        return np.frombuffer(content, "<i8").reshape(-1, 2)[:, 1]
+
     def check_fits(self, least: int, what: str) -> None:
         """Raise `InputError` if `least` bytes are more than the cache may take."""
         if least > self._most:
@@ -470,4 +476,6 @@ def _punch_hole(descriptor: int, offset: int, length: int, folder: Path) -> None
 
 
 def _size(count: int) -> str:
-    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{max(count, 1) / 1e6:.3g} MB"
+    """Rounded up, so that it can be given as the size of a cache."""
+    unit, name = (10**7, "GB") if count >= 10**9 else (10**4, "MB")
+    return f"{-(-count // unit) / 100:g} {name}"

@@ -31,7 +31,7 @@ from cluster.workers.actors import (
 )
 from cluster.workers.launch import Signals, end_session, last_line, run
 from cluster.workers.nodes import Node, cpus_that_fit, nodes_fit
-from cluster.workers.outcomes import CRASH, WorkerError, error_from, one_line
+from cluster.workers.outcomes import CRASH, WorkerError, as_data, error_from, one_line
 from cluster.workers.request import Attempt, Launch, LaunchRequest
 from cluster.workers.supervisor import AttemptCrashed, cause_of
 from cluster.workers.target import RankAssignment, run_worker
@@ -660,3 +660,11 @@ def test_signals_are_left_alone_off_the_main_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert not errors
+
+
+def test_an_error_of_a_room_arrives_as_the_kind_that_all_know() -> None:
+    class DamagedError(MachineError):
+        pass
+
+    error = error_from(as_data(DamagedError("here: damaged.")))
+    assert (type(error), str(error)) == (MachineError, "here: damaged.")
