@@ -232,7 +232,9 @@ def read_blocks(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -
         return None
     try:
         blocks = np.load(folder / name, allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise _unreadable(folder / name, error) from None
+    except ValueError as error:
         raise InputError(f"{folder / name}: damaged ({error}). Prepare the corpus again.") from None
     if blocks.dtype != BLOCK:
         raise InputError(f"{folder / name}: is no table of blocks ({blocks.dtype}). Prepare the corpus again.")
@@ -253,14 +255,20 @@ def _mapped(path: Path) -> np.ndarray:
     except (ValueError, TypeError) as error:
         raise InputError(f"{path}: damaged ({error}). Prepare the corpus again.") from None
     except OSError as error:
-        if error.errno == errno.EMFILE:
-            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            advice = "Raise the limit (ulimit -n), or prepare the corpus with larger shards (corpus.shard_tokens)."
-            raise MachineError(
-                f"{path}: cannot be opened in addition to the other shards: the limit of open files is {most}. {advice}"
-            ) from None
-        advice = "Check the storage that holds it, and its permissions."
-        raise MachineError(f"{path}: cannot be read ({error.strerror}). {advice}") from None
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> MachineError:
+    """Why a file of a shard cannot be opened or read."""
+    if error.errno == errno.EMFILE:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        advice = "Raise the limit (ulimit -n), or prepare the corpus with larger shards (corpus.shard_tokens)."
+        return MachineError(
+            f"{path}: cannot be opened in addition to the other shards: the limit of open files is {most}. {advice}"
+        )
+    return MachineError(
+        f"{path}: cannot be read ({error.strerror}). Check the storage that holds it, and its permissions."
+    )
 
 
 class ShardWriter:

@@ -317,13 +317,13 @@ def test_large_corpora_are_read_alike(tmp_path, monkeypatch):
     expected = [made.gather(made.plan(np.arange(64) + first)).input_ids for first in range(0, 640, 64)]
     monkeypatch.setattr(texts, "_KEEP_MAPPED", 0)
     monkeypatch.setattr(texts, "_SAMPLES_MAPPED", 64)
-    forgotten = []
-    monkeypatch.setattr(texts, "_forget", lambda array, forget=texts._forget: forgotten.append(forget(array)))
+    forgotten, forget = [], texts.ShardText.forget
+    monkeypatch.setattr(texts.ShardText, "forget", lambda text: forgotten.append(forget(text)))
     made = sampler(shards)
     for number, first in enumerate(range(0, 640, 64)):
         rows = made.gather(made.plan(np.arange(64) + first))
         assert np.array_equal(rows.input_ids, expected[number])
-    assert len(forgotten) == 11 * 6  # six arrays after samples were counted, and for each 64 samples
+    assert len(forgotten) == 10  # for each 64 samples; those of blocks were counted before
 
 
 def test_damaged_shards_are_noticed():

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from corpora import make_corpus
+from tokenizers import Tokenizer, models
 
 from pretrain.__main__ import main
 from pretrain.common import records
@@ -263,7 +264,7 @@ def test_a_truncated_corpus(config_file: Path, calls: Calls, capsys):
 )
 def test_another_vocabulary(config_file: Path, calls: Calls, capsys, override: str, expected: str):
     Path("other.txt").write_text("a\nb\n")
-    Path("other.json").write_text(json.dumps({"model": {"vocab": {"b": 1, "a": 0, "c": 2}}}))
+    Tokenizer(models.WordPiece({"b": 1, "a": 0, "c": 2}, unk_token="a")).save("other.json")
     Path("bad.json").write_text("[]")
     assert cli("pretrain", config_file, "--set", override) == 2
     assert error_of(capsys).startswith(f"error: {expected}")
