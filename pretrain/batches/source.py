@@ -153,7 +153,9 @@ class SourceSamples:
             groups, own = self._own(share)
             self._windows.make_room()
             lease = self._hold(epoch, window, own) if self._held else None
-            owner = self._owner(share[samples.locate(np.arange(samples.samples))[0]] % groups, groups)
+            owner = np.zeros(0, np.int16)
+            if self._machine.count > 1:
+                owner = self._owner(share[samples.locate(np.arange(samples.samples))[0]] % groups, groups)
             units = Units(self._text, self._blocks, numbers[own], self._cutting)
             first = int(self.order.epoch(epoch).samples[window])
             found = _OpenWindow(epoch, first, samples, share, own, owner, units, lease)
