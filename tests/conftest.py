@@ -5,11 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.object_store import FaultyProxy
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_MODE="offline", MPLBACKEND="agg")
 for name in ("WANDB_API_KEY", "RAY_ADDRESS"):
@@ -31,6 +36,7 @@ _PACKAGES = {
     "test_submission": "ray",
     "test_object_storage": "moto",
     "test_stored_runs": "moto",
+    "test_streamed": "moto",
     "test_dashboard": "wandb_workspaces",
 }
 _WORKER_BYTES = 3 << 30  # of a pytest worker at its highest: a test with two training processes, or with Ray
@@ -62,3 +68,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if (package := missing.get(item.path.stem)) is not None:
             item.add_marker(pytest.mark.skip(reason=f"{package} is not installed"))
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[FaultyProxy]:
+    """An S3 server for the tests of a file."""
+    from tests.object_store import s3_server
+
+    with s3_server() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(s3: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyProxy:
+    """The server with an empty bucket; addresses of this process and its children are there."""
+    from tests.object_store import point_to
+
+    point_to(s3, tmp_path / "cache", monkeypatch)
+    s3.reset()
+    return s3

@@ -53,6 +53,7 @@ def check(
 
 
 def machine_checks(measures: str) -> list[Finding]:
+    """What was found on this machine."""
     from cluster.doctor import machine, reduce, verdicts
 
     facts = machine.inspect(measures, Path.cwd())

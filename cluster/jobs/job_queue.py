@@ -67,12 +67,13 @@ def wait_in_queue(name: str) -> None:
     stopped: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     try:
-        wait_seconds(name, Dashboard(find_dashboard()), lambda: bool(stopped))
+        wait_for_turn(name, Dashboard(find_dashboard()), lambda: bool(stopped))
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def wait_seconds(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) -> None:
+def wait_for_turn(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) -> None:
+    """Wait until the job may start. Raises `StoppedError` if it is `stopped` before."""
     queue: Queue | None = None
     answered, shown = time.monotonic(), ""
     while True:
@@ -259,6 +260,7 @@ def _token() -> str:
 
 
 def sleep(seconds: float, stopped: Callable[[], bool]) -> None:
+    """Sleep, or return early if `stopped`."""
     end = time.monotonic() + seconds
     while not stopped() and (left := end - time.monotonic()) > 0:
         time.sleep(min(left, _STOP_SECONDS))

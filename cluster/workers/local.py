@@ -187,6 +187,7 @@ def _alive_nodes(cluster: LocalCluster) -> set[str]:
 
 
 def start_node(cluster: LocalCluster, arguments: list[str], cpus: int, host: str) -> NodeProcess:
+    """Start a process of Ray that is one node."""
     folder = Path(cluster.folder)
     python = interpreter(folder)
     with (folder / "nodes.log").open("ab") as log:
@@ -296,6 +297,7 @@ def _state_file() -> Path:
 
 
 def write_description(cluster: LocalCluster) -> None:
+    """Keep what later commands need to find the cluster."""
     with disk_errors(_state_file()):
         _state_file().parent.mkdir(parents=True, exist_ok=True)
         write_json(_state_file(), asdict(cluster))

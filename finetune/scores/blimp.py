@@ -211,6 +211,7 @@ def pseudo_log_likelihoods(
 
 
 def right_pairs(model: MaskedModel, pairs: Sequence[tuple[str, str]], advance: Advance) -> int:
+    """How many pairs have their first sentence, the acceptable one, scored higher."""
     scores = pseudo_log_likelihoods(model, [sentence for pair in pairs for sentence in pair], advance)
     return int((scores[::2] > scores[1::2]).sum())
 

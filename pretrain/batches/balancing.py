@@ -87,6 +87,7 @@ def balance(lengths: np.ndarray, ranks: int, budget: int, *, micro_batches: int 
 
 
 def balanced_part(number: int, count: int, sequences: int, world_size: int) -> BatchPart:
+    """Part `number` of `count`: as many ranks as any other, to within one, and as many samples for each."""
     first_rank, end = number * world_size // count, (number + 1) * world_size // count
     first = first_rank * sequences // world_size
     return BatchPart(first, end * sequences // world_size - first, first_rank, end - first_rank)

@@ -40,7 +40,7 @@ _LEAST_SEQUENCES = 16  # of held-out text whose loss is told apart
 _PREFETCH_TOKENS = 1 << 22  # of one rank; a token is 28 bytes here, so this is 120 MB
 _COUNTED_AT_ONCE = 1 << 16  # gathered at a time when masked tokens are counted from the text
 _EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
-_DIVIDED_SEQUENCES = 16  # of a rank, at least, if machines read different text: fewer cannot be balanced
+_DIVIDED_SEQUENCES = 512  # of a machine, at least, if machines read different text: of fewer, their tokens differ more
 
 
 M = TypeVar("M", "StepBatch", "RankShare")
@@ -303,8 +303,9 @@ class BatchMaker:
     ) -> None:
         settings = config.phases[phase]
         length = settings.sequence_length
-        # Machines have not exactly the same number of sequences.
-        is_divided = min(settings.batch_sizes) >= _DIVIDED_SEQUENCES * world_size
+        # Text that is here is divided among all ranks, whose tokens then differ least. Machines that fetch different
+        # text have not exactly the same number of sequences.
+        is_divided = shards.is_streamed and min(settings.batch_sizes) >= max(machines * _DIVIDED_SEQUENCES, world_size)
         is_divided &= config.engine.micro_batch_tokens >= 2 * length
         count = machines if is_divided else 1
         self._machine = Machine(rank * count // world_size, count)

@@ -129,7 +129,7 @@ class PhaseConfig(Section):
     max_epochs: float = Field(
         default=0.0,
         ge=0,
-        description="Most passes over a source from the start of the run to the end of this phase. What a source "
+        description="Most epochs of a source from the start of the run to the end of this phase. What a source "
         "cannot give, the others do, in proportion; if weights name it, that is an error. 0 has no limit.",
     )
     masking_probability: float = Field(

@@ -5,7 +5,7 @@ made a hole again when it is the one that was used longest ago. So what reads an
 and holds a `Lease` of the blocks that it reads. Two processes never fetch one block twice, of one run or of several.
 
     <folder>/tokens, sentences, documents  an array of all shards, each from a page on: three files, however many shards
-    <folder>/state     _STATE [blocks], under the lock of <folder>/lock
+    <folder>/state     STATE [blocks], under the lock of <folder>/lock
     <folder>/held      bool [_SLOTS, blocks], which process needs which block
     <folder>/limits    int64 [_SLOTS], how many bytes the cache may have by each process
     <folder>/slot-<n>  locked by the process that has the slot; the kernel unlocks it if that process dies
@@ -41,7 +41,7 @@ _AT_ONCE = 16  # blocks on their way; S3 gives one connection some 90 MB/s
 _POLL_SECONDS = 0.02
 _PAGE = 4096
 _ABSENT, _COMING, _HERE = range(3)
-_STATE = np.dtype([("state", "u1"), ("slot", "u1"), ("used", "<u4")])
+STATE = np.dtype([("state", "u1"), ("slot", "u1"), ("used", "<u4")])
 _PUNCH_HOLE, _KEEP_SIZE = 0x02, 0x01
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class BlockCache:
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-            self._state = _shared(folder / "state", _STATE, (len(self._bytes),))
+            self._state = _shared(folder / "state", STATE, (len(self._bytes),))
             self._held = _shared(folder / "held", np.dtype(bool), (_SLOTS, len(self._bytes)))
             self._limits = _shared(folder / "limits", np.dtype(np.int64), (_SLOTS,))
             _punch_hole(self._lock, 0, _PAGE, folder)  # tells now whether the file system can

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
+from pretrain.common.kinds import not_one_of
 from pretrain.config import CorpusConfig, PretrainConfig
 from pretrain.corpus import sources
 from pretrain.corpus.filters import check_filters
@@ -61,6 +62,18 @@ def processes(config: PretrainConfig) -> int:
     return config.corpus.processes or here
 
 
+def check_weights(config: PretrainConfig) -> None:
+    """Raise `InputError` if a phase weighs a source that the corpus will not have."""
+    known = {source_name(source): None for source in config.corpus.sources}
+    weighed = [(number, name) for number, phase in enumerate(config.phases) for name in phase.weights]
+    if any(name not in known for _, name in weighed):
+        prepared = prepared_manifest(config.corpus) or {"sources": []}
+        known |= dict.fromkeys(source["name"] for source in prepared["sources"])
+    for number, name in weighed:
+        if name not in known:
+            raise InputError(f"phases.{number}.weights: {not_one_of(name, list(known))}")
+
+
 def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
     """What `prepare` would read, for --dry-run: dir, state, whether its sources were compared with those
     of a finished corpus, processes, bytes, those of text by a guess, and the files of every source.
@@ -69,6 +82,7 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
 
     Raises `InputError` as `prepare` does, also if the corpus is finished and was prepared with other settings.
     """
+    check_weights(config)
     corpus, folder = config.corpus, config.corpus.folder
     refuse_other_content(folder)
     manifest = prepared_manifest(corpus)

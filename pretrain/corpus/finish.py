@@ -12,7 +12,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
 from pretrain.common.files import put_manifest
 from pretrain.config import CorpusConfig, SourceConfig
@@ -23,7 +22,7 @@ from pretrain.corpus.growth import Growth, grown_filters, grown_sets, write_sign
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.manifest import content_state, make_manifest, source_facts, with_card
 from pretrain.corpus.released import kind_of
-from pretrain.corpus.shards import TokenShards, open_shards, shards_of, source_fingerprints
+from pretrain.corpus.shards import TokenShards, shards_of, source_fingerprints
 from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
 
 EXTENSION = "extension.json"  # in the work folder: facts about an extended vocabulary, for the card
@@ -161,12 +160,3 @@ class Prepared:
                 }
             )
         return entries
-
-
-def count_again(corpus: CorpusConfig, count: CountReadings | None) -> None:
-    """Count how many samples the blocks of a corpus at an address have at the lengths of a config, if its text is here:
-    a machine that streams it cannot.
-    """
-    if is_remote(corpus.dir) and count is not None:
-        with contextlib.suppress(InputError):
-            count(open_shards(corpus.folder, "train"))

@@ -38,12 +38,19 @@ from pretrain.common.settings import import_named
 from pretrain.config import PretrainConfig, VocabularyConfig
 from pretrain.corpus import card, sources, stages
 from pretrain.corpus.byte_level import is_byte_level
-from pretrain.corpus.description import WORK, check_line_breaks, given_settings, given_tokenizer, processes
+from pretrain.corpus.description import (
+    WORK,
+    check_line_breaks,
+    check_weights,
+    given_settings,
+    given_tokenizer,
+    processes,
+)
 from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.filters import check_filters
 from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
-from pretrain.corpus.finish import EXTENSION, CountReadings, Prepared, count_again
+from pretrain.corpus.finish import EXTENSION, CountReadings, Prepared
 from pretrain.corpus.growth import Growth, expect_all, known_at_addresses
 from pretrain.corpus.inputs import PIECE_BYTES, Input, Piece, Problems
 from pretrain.corpus.manifest import (
@@ -98,6 +105,7 @@ def prepare(
         StoppedError: Ctrl-C or SIGTERM.
     """
     import_named(config)
+    check_weights(config)
     folder = config.corpus.folder
     with kept_at_address(config.corpus) as stored:
         if config.corpus.sources:
@@ -161,7 +169,6 @@ class _Preparation:
         manifest, outcome = self._manifest_bytes(), "already prepared"
         if self._is_finished():
             shutil.rmtree(self._work, ignore_errors=True)
-            count_again(self._corpus, self._count_readings)
         else:
             check_filters(self._corpus.filters)
             # The pool comes first: forked processes would hold the lock, too, and catch signals meant for this one.

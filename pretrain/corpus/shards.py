@@ -85,6 +85,11 @@ class TokenShards:
         """The shards of a source, by their place in `shards`."""
         return [number for number, shard in enumerate(self.shards) if shard.source == source]
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether blocks are fetched as they are needed."""
+        return any(shard.cache is not None for shard in self.shards)
+
     def close(self) -> None:
         """Fetch no more blocks of streamed shards."""
         for cache in {id(shard.cache): shard.cache for shard in self.shards if shard.cache}.values():

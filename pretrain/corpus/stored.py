@@ -169,7 +169,7 @@ def _has_all(folder: Path, manifest: bytes) -> bool:
 
 
 def _store_counts(corpus: CorpusConfig) -> None:
-    """Store how many samples the blocks have, which a machine that streams the corpus cannot count."""
+    """Store how many samples the blocks have: a machine that streams would read where all documents begin."""
     here = {path.name: path for path in (corpus.folder / COUNTS).glob("*.npy")}
     objects = ObjectStore()
     there = objects.listing(join(corpus.dir, COUNTS)) if here else {}

@@ -86,7 +86,7 @@ def given_entries(path: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
         if path.suffix != ".json":
             return split_entries(text)
-        described = json.loads(text)
+        described = json.loads(_canonical(text))
         if not is_bert(described):
             return entries_of(Tokenizer.from_str(text))
         # Beside BERT's, added tokens are not taken over.
@@ -140,8 +140,8 @@ def load_vocabulary(
 def tokenizer_from_json(path: Path, text: str, *, lowercase: bool, strip_accents: bool | None = None) -> Tokenizer:
     """The tokenizer that the `text` of a tokenizer.json of any kind describes; errors as in `load_vocabulary`."""
     try:
+        text = _canonical(text)
         described: dict[str, Any] = json.loads(text)
-        Tokenizer.from_str(text)
         kinds, model = part_kinds(described), described["model"]
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{path}: not a tokenizer.json ({error}).") from None
@@ -164,6 +164,11 @@ def tokenizer_from_json(path: Path, text: str, *, lowercase: bool, strip_accents
         )
     _check_specials(path, model["vocab"])
     return bert_tokenizer(model["vocab"], normalizers.BertNormalizer(**settings))
+
+
+def _canonical(text: str) -> str:
+    """A tokenizer.json as the library writes it today. Files of its first years name no `type` of the model."""
+    return Tokenizer.from_str(text).to_str()
 
 
 def _check_specials(path: Path, vocabulary: dict[str, int]) -> None:

@@ -188,6 +188,7 @@ def _products(model: ModelConfig) -> _Products:
 
 @functools.lru_cache(maxsize=16)
 def counted_products(model: ModelConfig) -> _Products:
+    """What the matrix products of the layers cost, for tokens and for pairs of tokens."""
     layers = [[p for p in layer_parameters(model, number) if not _is_of_distances(p)] for number in range(model.layers)]
     return _Products(
         FLOPS_PER_ENTRY * sum(map(matrix_entries, layers)),

@@ -99,6 +99,7 @@ def matmul_peak(device: str, precision: Precision) -> float:
 
 @functools.cache
 def of_one_thread(precision: Precision) -> float:
+    """FLOP/s of matrix products on one thread of this CPU, measured once."""
     return remembered(f"{precision}, 1 thread", lambda: measure_matmul("cpu", precision, threads=1))
 
 

@@ -224,7 +224,9 @@ def _mean_note(config: PretrainConfig, given: float | None, measured: Sequence[f
         return "as given"
     if measured:
         return f"measured on {config.corpus.dir}"
-    return f"assumed, {ASSUMED_FILL:g} of the length; `prepare` the corpus, and it is measured"
+    is_prepared = prepared_manifest(config.corpus) is not None
+    advice = "measured where its text is" if is_prepared else "`prepare` the corpus, and it is measured"
+    return f"assumed, {ASSUMED_FILL:g} of the length; {advice}"
 
 
 def _work_lines(config: PretrainConfig, work: list[Work], mean_note: str) -> str:

@@ -210,6 +210,7 @@ def layer_products(config: PretrainConfig, batch: CountedBatch) -> Iterator[tupl
 
 
 def head_products(config: PretrainConfig, vocabulary: int, batch: CountedBatch) -> Iterator[tuple[float, int, int]]:
+    """(rows, inputs, outputs) of each matrix product of the heads but the decoder."""
     model = config.model
     for parameter in _matrices(head_parameters(model, vocabulary, config.pairs.has_classifier)):
         if parameter.name != "decoder":

@@ -192,6 +192,7 @@ def _as_batch(sentences: Sequence[MaskedSentence], special: Mapping[str, int]) -
 
 
 def filling(sentence: MaskedSentence, probabilities: list[float], vocabulary: Sequence[str]) -> Filling:
+    """What the model expects in place of the masked token, as a reader sees it."""
     words = [vocabulary[token] for token in sentence.tokens]
     spell = speller(vocabulary)
     spaced = spelled(words, spell) if spell else _spaced(words)

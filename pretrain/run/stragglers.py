@@ -88,6 +88,7 @@ class RankTimes:
         return {name: [float(f"{one:.4g}") for one in seconds] for name, seconds in values.items()}
 
     def report_stragglers(self, forward: list[float], recorder: Recorder, step: int) -> None:
+        """Record ranks whose forward passes (seconds, by rank) stay slow."""
         now, times = time.monotonic(), find_stragglers(forward, _FACTOR)
         self._slow = {rank: self._slow.get(rank, _Slow(now)) for rank in sorted(times)}
         for rank, slow in self._slow.items():

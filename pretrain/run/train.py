@@ -26,8 +26,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.records import SOURCE_LOSS
 from pretrain.common.wording import counted
 from pretrain.common.worker import TrainingRequest, Worker
-from pretrain.config import PhaseConfig, PretrainConfig, changed_for_resume
-from pretrain.config.resume import MIXING
+from pretrain.config import PretrainConfig, changed_for_resume
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.stored import fetch_corpus
 from pretrain.model.encoder import Encoder
@@ -290,6 +289,7 @@ class Pretraining:
                 module.use_rotary_bases(now.rotary_base, now.local_rotary_base)
 
     def open_loader(self, phase: int, start_step: int, skipped: Sequence[int]) -> None:
+        """Go on with a phase; `skipped` as for `Loader`."""
         if self._loader is not None:
             self._stalled_before += self._loader.stall_seconds
             self._loader.close()
@@ -318,21 +318,18 @@ def check_state(
     shards: TokenShards,
     mixtures: Sequence[list[list[Any]]],
 ) -> None:
+    """Raise `InputError` unless a run with this config can go on from a checkpoint with this state."""
     if state.get("sampler", 1) != SAMPLER:
-        raise _other_order(checkpoint)
+        raise InputError(
+            f"{checkpoint}: was trained on samples in the order of another version of bertrain. Finish the run with "
+            "that version, or export it and start a new run with start_from: the exported folder."
+        )
     _check_read(state, checkpoint, config, shards, mixtures)
     check_settings(state, checkpoint, config, changed_for_resume)
     if state["step"] > config.total_steps:
         raise InputError(
             f"{checkpoint}: is at step {state['step']}, past the {config.total_steps} steps of the config's phases."
         )
-
-
-def _other_order(checkpoint: Path) -> InputError:
-    return InputError(
-        f"{checkpoint}: was trained on samples in the order of another version of bertrain. Finish the run with "
-        "that version, or export it and start a new run with start_from: the exported folder."
-    )
 
 
 def _check_read(
@@ -343,27 +340,10 @@ def _check_read(
     mixtures: Sequence[list[list[Any]]],
 ) -> None:
     """Raise `InputError` if the phases that have begun would have read other text. Sources may have been added."""
-    if "mixtures" in state:
-        has = {shards.source_fingerprint(number) for number in range(len(shards.sources))}
-        for number, before in zip(_begun(config, state["step"]), state["mixtures"], strict=False):
-            if why := _other_reading(before, mixtures[number], number, has):
-                raise InputError(f"{checkpoint}: {why}")
-    elif state["fingerprint"] != shards.fingerprint:
-        raise InputError(
-            f"{checkpoint}: was trained on another corpus (fingerprint {state['fingerprint'][:12]}, "
-            f"{config.corpus.dir} has {shards.fingerprint[:12]}). Prepare the same corpus again or start a new run."
-        )
-    else:  # of an earlier version
-        for number, before in zip(_begun(config, state["step"]), state["config"]["phases"], strict=False):
-            phase = config.phases[number]
-            # The order of four or more sources depended on those without a share.
-            if len(mixtures[number]) < len(shards.sources) > 3:
-                raise _other_order(checkpoint)
-            if any(getattr(phase, name) != before.get(name, PhaseConfig.model_fields[name].default) for name in MIXING):
-                raise InputError(
-                    f"{checkpoint}: was trained with other weights of the sources in phases.{number} "
-                    f"({before.get('weights') or 'none'}). Set {', '.join(MIXING)} to the old values."
-                )
+    has = {shards.source_fingerprint(number) for number in range(len(shards.sources))}
+    for number, before in zip(_begun(config, state["step"]), state["mixtures"], strict=False):
+        if why := _other_reading(before, mixtures[number], number, has):
+            raise InputError(f"{checkpoint}: {why}")
 
 
 def _begun(config: PretrainConfig, step: int) -> range:

@@ -489,6 +489,7 @@ class StoredRun:
         self._states.pop(name, None)
 
     def download_files(self) -> None:
+        """Fetch the small files of the run."""
         for name in STORED:
             content = self._objects.read(self._at(name))
             if content is None and not (self._folder / WRITER).is_file():  # of a run that was trained again

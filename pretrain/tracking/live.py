@@ -306,6 +306,7 @@ _STYLES = {
 
 
 def live_line(progress: LiveProgress, width: int) -> Text:
+    """The line that a terminal shows, of at most `width` columns."""
     from rich.text import Text
 
     if not progress.started_training:

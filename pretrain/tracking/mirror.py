@@ -220,6 +220,7 @@ def _send(run: Any, row: tuple[int, dict[str, Any]] | None) -> None:
 
 
 def log_wandb_artifact(run: Any, folder: Path, name: str) -> None:
+    """Upload a folder as a model."""
     import wandb
 
     artifact = wandb.Artifact(name, type="model")

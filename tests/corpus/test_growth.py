@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from pretrain.planning import estimate
 from pretrain.planning.text import counts_readings
 from pretrain.storage.objects import ObjectStore
 from tests.corpus.test_prepare import content, text
-from tests.object_store import BUCKET, FaultyProxy, point_to, s3_server
+from tests.object_store import BUCKET, FaultyProxy, point_to
 
 ROOT = Path(__file__).parents[2]
 OLD, NEW = range(60), range(200, 240)
@@ -318,56 +317,63 @@ def test_a_killed_growth_leaves_the_old_corpus_and_goes_on(tmp_path: Path) -> No
     assert content(killed) == content(tmp_path / "whole")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[FaultyProxy]:
-    with s3_server() as proxy:
-        yield proxy
+def test_a_phase_that_weighs_a_source_that_the_corpus_will_not_have_is_refused_first(tmp_path, first, second):
+    def weighing(*sources: SourceConfig, **weights: float) -> PretrainConfig:
+        made = config(tmp_path / "corpus", *sources)
+        return made.model_copy(update={"phases": (made.phases[0].model_copy(update={"weights": weights}),)})
+
+    for ask in (prepare, describe):
+        with pytest.raises(InputError, match=r"phases.0.weights: .*firts.*first"):
+            ask(weighing(first, firts=1.0))
+    assert not (tmp_path / "corpus").exists()
+    prepare(weighing(first, first=1.0), quiet=True)
+    prepare(weighing(second, first=0.0, second=1.0), quiet=True)  # the corpus has it, the config has not
 
 
 def test_at_an_address_only_what_is_new_is_moved(
-    tmp_path: Path, first: SourceConfig, second: SourceConfig, server: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, first: SourceConfig, second: SourceConfig, s3: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = f"s3://{BUCKET}/corpora/grown"
-    point_to(server, tmp_path / "here", monkeypatch)
-    server.reset()
+    point_to(s3, tmp_path / "here", monkeypatch)
+    s3.reset()
     texts = f"s3://{BUCKET}/texts"
     for one in (first, second):
         ObjectStore().upload(Path(one.path), f"{texts}/{one.name}.jsonl")
     first, second = (one.model_copy(update={"path": f"{texts}/{one.name}.jsonl"}) for one in (first, second))
     prepare(config(address, first), quiet=True)
-    point_to(server, tmp_path / "there", monkeypatch)  # another machine
-    server.requests.clear()
+    point_to(s3, tmp_path / "there", monkeypatch)  # another machine
+    s3.requests.clear()
     assert describe(config(address, first, second))["state"] == "grows by second"
     assert "second added" in prepare(config(address, first, second), quiet=True)
-    moved = {line.split("?")[0] for line in server.requests if line.startswith(("GET", "PUT"))}
+    moved = {line.split("?")[0] for line in s3.requests if line.startswith(("GET", "PUT"))}
     shards = {line.rpartition("/")[2] for line in moved if line.endswith(".npy")}
     assert shards == {path.name for path in local(address).glob("*.npy")}
     assert not (local(address) / "manifest.json").exists(), "it lacks the old tokens"
-    assert not [line for line in server.requests if line.startswith("GET") and line.endswith(".npy")]
+    assert not [line for line in s3.requests if line.startswith("GET") and line.endswith(".npy")]
     assert not [line for line in moved if line.startswith("GET") and line.endswith("texts/first.jsonl")]
     assert [line for line in moved if line.startswith("GET") and line.endswith("texts/second.jsonl")]
-    assert not [line for line in server.requests if line.startswith("DELETE")], "it can be read all the time"
-    server.requests.clear()
+    assert not [line for line in s3.requests if line.startswith("DELETE")], "it can be read all the time"
+    s3.requests.clear()
     assert "already prepared" in prepare(config(address, first, second), quiet=True)
-    assert not [line for line in server.requests if line.startswith("PUT")]
-    point_to(server, tmp_path / "third", monkeypatch)
+    assert not [line for line in s3.requests if line.startswith("PUT")]
+    point_to(s3, tmp_path / "third", monkeypatch)
     fetch_corpus(config(address).corpus)
     verify_shards(local(address))
     assert documents(local(address), "train", 1)
 
 
 def test_a_corpus_that_has_grown_elsewhere_is_streamed(
-    tmp_path: Path, first: SourceConfig, second: SourceConfig, server: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, first: SourceConfig, second: SourceConfig, s3: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the counts of samples of the new source, which a machine that streams cannot make."""
     address = f"s3://{BUCKET}/corpora/streamed"
-    point_to(server, tmp_path / "one", monkeypatch)
-    server.reset()
+    point_to(s3, tmp_path / "one", monkeypatch)
+    s3.reset()
     for machine, some in (("one", (first,)), ("two", (first, second))):
-        point_to(server, tmp_path / machine, monkeypatch)
+        point_to(s3, tmp_path / machine, monkeypatch)
         made = config(address, *some)
         prepare(made, quiet=True, count_readings=counts_readings(made))
-    point_to(server, tmp_path / "three", monkeypatch)
+    point_to(s3, tmp_path / "three", monkeypatch)
     streamed = config(address, cache="1MB")
     fetch_corpus(streamed.corpus)
     assert not list(local(address).glob("source-*"))

@@ -7,43 +7,40 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from corpora import make_corpus
 from numbered import JOINED, NEXT, ORDER, SINGLE
 
 import pretrain
 from pretrain.batches.sampler import Sampler
+from pretrain.common.addresses import CACHE_VARIABLE
 from pretrain.common.errors import InputError, MachineError
+from pretrain.common.worker import TrainingRequest, Worker
 from pretrain.config import CorpusConfig, PairsConfig
+from pretrain.corpus import block_cache
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.stored import fetch_corpus, open_corpus
+from pretrain.run import train
 from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
-from tests.object_store import BUCKET, Fault, FaultyProxy, point_to, s3_server
+from tests.distributed import run_workers
+from tests.object_store import BUCKET, Fault, FaultyProxy
+from tests.starts import Start, pretraining, records, starts
 
 ADDRESS = f"s3://{BUCKET}/corpus"
 BLOCK = 2000  # tokens
 LENGTH = 64
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[FaultyProxy]:
-    with s3_server() as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(server: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyProxy:
-    point_to(server, tmp_path / "cache", monkeypatch)
-    server.reset()
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pretrain.corpus.blocks.BLOCK_TOKENS", BLOCK)
     monkeypatch.setattr("pretrain.batches.sampler.WINDOW_BLOCKS", 4)
-    return server
 
 
 def sampler(shards: TokenShards, pairs: dict[str, Any] = SINGLE) -> Sampler:
@@ -245,3 +242,29 @@ def test_what_nobody_counted_is_counted_from_where_documents_begin(proxy, tmp_pa
     assert all(np.array_equal(x.order.counts, y) for x, y in zip(there.sources, counts, strict=True))
     assert not any("tokens" in one for one in reads_of_text(proxy))
     assert same_samples(sampler(here, pairs), there, stop=200)
+
+
+def train_alone_on_a_machine(values: dict[str, Any]) -> int:
+    """Train as the only worker of a machine with a cache of its own; how many blocks are there afterward."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ[CACHE_VARIABLE] += f"-{rank}"
+    train.main(TrainingRequest(values, resume=False), Worker(rank, size, 0, 1))
+    (state,) = Path(os.environ[CACHE_VARIABLE]).rglob(".streamed/*/state")
+    return int(np.count_nonzero(np.fromfile(state, block_cache.STATE)["state"]))
+
+
+def test_machines_that_fetch_different_text_train_as_one_worker(proxy, tmp_path):
+    here, _ = stored(tmp_path, SINGLE, documents=450)
+    phases = [(LENGTH, 1024, 2)]
+    more = {"pairs": SINGLE, "engine__micro_batch_tokens": 8192}
+    alone = pretraining(tmp_path / "here", tmp_path / "alone", phases, **more)
+    assert run_workers(1, starts, [Start(alone)]) == [[""]]
+    together = pretraining(Path("x"), tmp_path / "together", phases, **more, corpus__dir=ADDRESS, corpus__cache="5MB")
+    fetched = run_workers(2, train_alone_on_a_machine, together)
+    blocks = sum(len(shard.blocks) for shard in here.shards if shard.blocks is not None)
+    assert blocks >= 128  # two windows, the one that is read and the next one
+    assert max(fetched) <= 0.52 * blocks
+    losses = [[record["loss"] for record in records(tmp_path / name)] for name in ("alone", "together")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    tokens = [[record["tokens"] for record in records(tmp_path / name)] for name in ("alone", "together")]
+    assert tokens[0] == tokens[1]

@@ -16,6 +16,7 @@ from pretrain.common.errors import InputError
 from pretrain.corpus.vocabulary import (
     SPECIAL_TOKENS,
     count_normal_words,
+    given_entries,
     load_vocabulary,
     save_tokenizer,
     special_ids,
@@ -172,3 +173,14 @@ def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(description))
     with pytest.raises(InputError, match=r"lowercase: false, but .* has true"):
         load_vocabulary(path, lowercase=False)
+
+
+def test_a_tokenizer_json_that_names_no_type_of_model_is_read(tmp_path):
+    """As bert-base-uncased's; `tokenizers` reads it, too."""
+    described = json.loads(trained().to_str())
+    described["model"].pop("type")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(described))
+    read = load_vocabulary(path, lowercase=True)
+    assert read.get_vocab() == trained().get_vocab()
+    assert given_entries(path) == sorted(read.get_vocab(), key=read.get_vocab().__getitem__)

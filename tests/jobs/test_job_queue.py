@@ -139,7 +139,7 @@ def test_finished_jobs_are_skipped_without_a_pause(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(cluster, "jobs", jobs)
     monkeypatch.setattr(job_queue, "sleep", lambda *_: pytest.fail("it waits, though it may start"))
-    job_queue.wait_seconds("job-19", cluster, lambda: False)  # type: ignore[arg-type]
+    job_queue.wait_for_turn("job-19", cluster, lambda: False)  # type: ignore[arg-type]
     assert "nodes" not in cluster.requests
 
 

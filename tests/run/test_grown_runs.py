@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -133,26 +132,6 @@ def test_adding_a_source_changes_no_sample(tmp_path: Path, corpus: Path, sources
     prepare(config(corpus, *reversed(sources)), quiet=True)
     assert batches({"weights": ZERO}) == before
     assert batches() != before
-
-
-def test_an_older_checkpoint_keeps_its_corpus_and_weights(
-    tmp_path: Path, corpus: Path, sources: list[SourceConfig]
-) -> None:
-    made = PretrainConfig.model_validate(settings(corpus, tmp_path / "run"))
-    state = {"fingerprint": open_shards(corpus, "train").fingerprint, "step": 2}
-    state["config"] = json.loads(json.dumps(made.model_dump(mode="json")))
-    for phase in state["config"]["phases"]:
-        del phase["temperature"], phase["max_epochs"]
-    shards = open_shards(corpus, "train")
-    _check_read(state, tmp_path, made, shards, [[], []])
-    later = PretrainConfig.model_validate(settings(corpus, tmp_path / "run", {}, {"weights": {"one": 2}}))
-    _check_read(state, tmp_path, later, shards, [[], []])
-    changed = PretrainConfig.model_validate(settings(corpus, tmp_path / "run", {"weights": {"one": 2}}))
-    with pytest.raises(InputError, match=r"other weights of the sources in phases\.0"):
-        _check_read(state, tmp_path, changed, shards, [[], []])
-    prepare(config(corpus, *sources), quiet=True)
-    with pytest.raises(InputError, match="was trained on another corpus"):
-        _check_read(state, tmp_path, made, open_shards(corpus, "train"), [[], []])
 
 
 def test_losses_of_sources_add_up_to_the_mean(tmp_path: Path) -> None:

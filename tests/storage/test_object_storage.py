@@ -33,22 +33,9 @@ from pretrain.storage import folders, objects, runs
 from pretrain.storage.objects import ListedObject, ObjectStore, _listed, _part_file
 from pretrain.storage.runs import StoredRun, fetched_model
 from pretrain.training.engine import Fragment
-from tests.object_store import BUCKET, Fault, FaultyProxy, forget_clients, point_to, s3_server
+from tests.object_store import BUCKET, Fault, FaultyProxy, forget_clients
 
 RUN = f"s3://{BUCKET}/runs/a"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FaultyProxy]:
-    with s3_server() as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(server: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyProxy:
-    point_to(server, tmp_path / "cache", monkeypatch)
-    server.reset()
-    return server
 
 
 def make_folder(folder: Path, **files: str) -> Path:

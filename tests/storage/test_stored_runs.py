@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,23 +36,10 @@ from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
 from pretrain.storage.runs import fetched_model
 from tests.distributed import run_workers
-from tests.object_store import BUCKET, Fault, FaultyProxy, point_to, s3_server
+from tests.object_store import BUCKET, Fault, FaultyProxy
 from tests.starts import _StopsAt, pretraining, records
 
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[FaultyProxy]:
-    with s3_server() as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def proxy(server: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyProxy:
-    point_to(server, tmp_path / "cache", monkeypatch)
-    server.reset()
-    return server
 
 
 @dataclass

@@ -123,6 +123,7 @@ class TextEncoder:
         return Column(column.ids, starts, column.offsets - within[:, None]), characters
 
     def encode_whole(self, texts: list[str]) -> Column:
+        """The tokens of whole texts, without special tokens, and their offsets."""
         ids, offsets = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)]
         for first in range(0, len(texts), _CHUNK):
             for encoding in self.tokenizer.encode_batch(texts[first : first + _CHUNK], add_special_tokens=False):

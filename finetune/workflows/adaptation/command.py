@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise `InputError` for values that no option can have."""
     if arguments.minutes is not None and not 0 < arguments.minutes < math.inf:
         raise InputError(f"--minutes: {arguments.minutes:g}; expected a number above 0.")
     if not 0 <= arguments.replay < 1:

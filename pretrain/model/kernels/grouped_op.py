@@ -112,6 +112,7 @@ _SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Ar
 
 @torch.library.custom_op("bertrain::grouped_attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
 def forward_op(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """(context, log-sum-exp of the scores); takes the fields of `Arguments`."""
     given = Arguments(*arguments).detached()
     context_RH, lse_RN = _empty_outputs(given)
     heads, between, tables = given.heads, kernels(given.fused), given.tables

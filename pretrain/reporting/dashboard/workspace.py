@@ -193,6 +193,7 @@ def _continue(workspace: Workspace, previous: Workspace | None) -> None:
 
 
 def as_data(workspace: Workspace) -> dict[str, Any]:
+    """A workspace as the API takes it."""
     return workspace._to_model().model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
