@@ -122,7 +122,7 @@ class Queue:
         if name not in names:
             raise InputError(f"{name}: Ray has no such job.")
         *self._ahead, self._mine = (_waiting(job) for job in active[: names.index(name) + 1])
-        self.find_dashboard = dashboard
+        self._dashboard = dashboard
         self._next = 0
         self._nodes_read = float("-inf")
 
@@ -140,12 +140,12 @@ class Queue:
             return True
         if time.monotonic() - self._nodes_read < _NODES_SECONDS:
             return False
-        nodes = self.find_dashboard.nodes()
+        nodes = self._dashboard.nodes()
         self._nodes_read = time.monotonic()
         return leaves_capacity(nodes, self._ahead, self._mine)
 
     def _has_finished(self, job: WaitingJob) -> bool:
-        now = self.find_dashboard.job(job.name)
+        now = self._dashboard.job(job.name)
         return now is None or now["status"] in FINISHED or (now["start_time"] or 0) != job.submitted
 
     def _due(self) -> list[WaitingJob]:

@@ -63,8 +63,8 @@ def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None 
         raise InputError("--minutes: times steps on this machine alone; leave out scheduling.address and torchrun.")
     print(f"timing steps for --minutes {minutes:g} ...", flush=True)
     pace = measure(config, lengths)
-    fitted = scale(config, minutes / pace.minutes(is_possible(config, lengths)))
-    needed = pace.minutes(is_possible(fitted, lengths))
+    fitted = scale(config, minutes / pace.minutes(work_of_phases(config, lengths)))
+    needed = pace.minutes(work_of_phases(fitted, lengths))
     # Every phase has a step at least.
     about = f"{needed:.3g} min, not {minutes:g}" if needed > _OVER * minutes else f"{minutes:g} min"
     chosen = f"{fitted.total_steps:,} steps take about {about} ({config.total_steps:,} in the config)"
@@ -79,7 +79,7 @@ def measure(config: PretrainConfig, lengths: Sequence[float] | None = None) -> P
     """
     resolved, _ = resolve_precision(config)
     cluster = parse_cluster("here", resolved)
-    first = is_possible(config, lengths)[0]
+    first = work_of_phases(config, lengths)[0]
     # All of the phase's batches count as full ones: the timed run has no ramp.
     of_step = first.executed / first.sequences * config.phases[0].global_sequences
     guess = of_step / (cluster.peak_flops * ASSUMED_MFU[cluster.device])
@@ -89,7 +89,7 @@ def measure(config: PretrainConfig, lengths: Sequence[float] | None = None) -> P
     return Pace(steps, seconds, seconds / of_step)
 
 
-def is_possible(config: PretrainConfig, lengths: Sequence[float] | None) -> list[Work]:
+def work_of_phases(config: PretrainConfig, lengths: Sequence[float] | None) -> list[Work]:
     """The work of each phase."""
     rows, frozen = vocabulary_size(config), frozen_shape(config)
     pairs = zip(config.phases, lengths or [None] * len(config.phases), strict=True)

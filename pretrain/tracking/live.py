@@ -119,7 +119,7 @@ class LiveProgress:
         # Events of the file so far: a restart and a rollback replace the file and keep them.
         self._known_events = {_key(record) for record in _Tail(run_dir / METRICS).read()[0] if "event" in record}
         # Whether records of this start have arrived, other than events.
-        self.latest = False
+        self.has_news = False
         # (clock, work done) of recent records, for the time left.
         self._pace: deque[tuple[float, float]] = deque(maxlen=60)
         self._best = math.inf
@@ -144,7 +144,7 @@ class LiveProgress:
             if "event" in record:
                 self._take_event(record)
                 continue
-            self.latest = self.latest or not history
+            self.has_news = self.has_news or not history
             self._take(record)
 
     def _print_wait(self) -> None:
@@ -166,7 +166,7 @@ class LiveProgress:
 
     def _start_again(self) -> None:
         """Show the phases of a start until the next record."""
-        self.latest, self.started = False, time.monotonic()
+        self.has_news, self.started = False, time.monotonic()
         self._pace.clear()
 
     def _take_event(self, record: dict[str, Any]) -> None:
@@ -177,18 +177,18 @@ class LiveProgress:
         if record["event"] == "resume":
             self._start_again()
         elif record["event"] == "rollback":
-            self.latest = True  # training goes on at once
+            self.has_news = True  # training goes on at once
 
     def _take(self, record: dict[str, Any]) -> None:
         if record.get("split") == "validation":
             loss = record.get("loss")
             best = record.get("best", loss is not None and loss < self._best)
             self._best = loss if best and loss is not None else self._best
-            if self.latest:
+            if self.has_news:
                 self.console.print(_evaluation_line(record, self.metrics, best))
             return
         self.last = record
-        if self.latest:
+        if self.has_news:
             self._pace.append((time.monotonic(), self._work(self.step)))
 
     def live_metrics(self) -> list[tuple[str, Metric]]:
@@ -197,7 +197,7 @@ class LiveProgress:
     @property
     def started_training(self) -> bool:
         """Whether this start has written a record."""
-        return self.latest and bool(self.last)
+        return self.has_news and bool(self.last)
 
     @property
     def step(self) -> int:

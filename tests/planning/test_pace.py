@@ -103,7 +103,7 @@ def test_phases_are_weighed_by_the_lengths_of_the_text(tmp_path: Path, monkeypat
     fake_timing(monkeypatch, 1.0)
     config = make_config(tmp_path, {}, {}, pairs={"objective": "none"})
     fitted = pace.fit(config, 10, [8.0, 32.0])
-    work = [one.executed for one in pace.is_possible(config, [8.0, 32.0])]
+    work = [one.executed for one in pace.work_of_phases(config, [8.0, 32.0])]
     assert work[1] > 3 * work[0]
     assert [phase.steps for phase in fitted.phases] == [round(570 / (1 + work[1] / work[0]))] * 2
 
@@ -112,9 +112,9 @@ def test_a_teacher_takes_its_part_of_the_time(tmp_path: Path, monkeypatch: pytes
     fake_timing(monkeypatch, 1.0)
     config = make_config(tmp_path, pairs={"objective": "none"}, distillation={"teacher": "big"})
     monkeypatch.setattr(pace, "frozen_shape", lambda _: None)
-    alone = pace.is_possible(config, None)[0].executed
+    alone = pace.work_of_phases(config, None)[0].executed
     monkeypatch.setattr(pace, "frozen_shape", lambda _: ModelConfig(size="mini"))
-    assert pace.is_possible(config, None)[0].executed > 1.5 * alone
+    assert pace.work_of_phases(config, None)[0].executed > 1.5 * alone
 
 
 def test_a_time_for_less_than_a_step_is_not_promised(

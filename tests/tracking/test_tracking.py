@@ -746,7 +746,7 @@ class TestFollow:
             "mfu": 0.4,
             "data_stall_fraction": 0.01,
         }
-        progress.latest = True
+        progress.has_news = True
         line = live.live_line(progress, width).plain
         assert len(line.rstrip()) < width
         assert f"step {step}/100" in line

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
     path = report.write_report(arguments.run_dir, arguments.run_dir / "report.html")
     print(report.summary(arguments.run_dir))
     if arguments.quick:
-        print("\nA minute of pretraining adds nothing that one task could show; the whole demo does.")
+        print("\nA minute of pretraining is too short to help. The whole demo trains longer, on three tasks.")
     print(f"\nAll stages took {time.monotonic() - started:.0f} s.")
     print(f"Curves, corpus card, fill-mask examples and scores: {path.resolve().as_uri()}")
 
