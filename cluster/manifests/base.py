@@ -14,7 +14,6 @@ from pretrain.common.errors import InputError
 from pretrain.common.sections import Section
 from pretrain.config import PretrainConfig, RunConfig
 
-IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST
 RUN_COMMANDS = _PRETRAIN, _FINETUNE = "pretrain pretrain", "finetune finetune"  # of python -m; they train
 STORED_RUNS = "stored-runs"  # in place.storage: BERTRAIN_RUNS of all nodes, below which runs at addresses train
 
