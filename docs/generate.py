@@ -184,7 +184,7 @@ def _help(action: argparse.Action) -> str:
 
 def place_page() -> str:
     """Settings of `place.` for each kind of manifest."""
-    from cluster.manifests import kuberay, rayup, slurm
+    from cluster.manifests import kuberay, slurm
 
     lines = [
         _title("Cluster settings (`place`)"),
@@ -193,7 +193,6 @@ def place_page() -> str:
     ]
     for kind, settings in (
         ("kuberay", kuberay.KubeRaySettings),
-        ("rayup", rayup.RayUpSettings),
         ("slurm", slurm.SlurmSettings),
     ):
         lines += [f"## {kind}", "", _one_line(settings.__doc__ or ""), "", *_fields(settings, "place."), ""]

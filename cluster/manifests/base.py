@@ -14,7 +14,6 @@ from pretrain.common.errors import InputError
 from pretrain.common.sections import Section
 from pretrain.config import PretrainConfig, RunConfig
 
-IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST
 _PROGRAM = "finetune.cli"  # of python -m
 RUN_COMMANDS = f"{_PROGRAM} pretrain", f"{_PROGRAM} finetune"  # they train
 STORED_RUNS = "stored-runs"  # in place.storage: BERTRAIN_RUNS of all nodes, below which runs at addresses train

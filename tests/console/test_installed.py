@@ -52,10 +52,9 @@ def test_every_command_describes_itself(site: Path, tmp_path: Path) -> None:
         assert run(site, tmp_path, command, "--help").startswith(f"usage: bertrain {command}"), command
 
 
-@pytest.mark.parametrize("kind", ["kuberay", "rayup", "slurm"])
+@pytest.mark.parametrize("kind", ["kuberay", "slurm"])
 def test_a_manifest_of_an_example_config_is_written(kind: str, site: Path, tmp_path: Path) -> None:
-    place = ["--set", "place.file_system=fs-0123456789abcdef0"] if kind == "rayup" else []
-    assert "bert-base" in run(site, tmp_path, "manifest", kind, "bert-base", *place)
+    assert "bert-base" in run(site, tmp_path, "manifest", kind, "bert-base")
 
 
 def test_example_configs_are_listed_printed_and_taken_by_name(site: Path, tmp_path: Path) -> None:
