@@ -55,7 +55,7 @@ def _run(words: list[str]) -> int:
     return run_command(parser, ["--help"] if first == "help" else words)
 
 
-def build_parsers(listed: str | None = argparse.SUPPRESS) -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
+def build_parsers(listed: str | None = argparse.SUPPRESS) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
     """The parser of the command line, and that of each command by its name.
 
     `listed` is over argparse's own list of the commands; it is left out, as the description lists them.
