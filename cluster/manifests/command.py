@@ -23,7 +23,7 @@ def add_to(commands: Any, config_type: Callable[[Path], type[RunConfig]]) -> Non
         commands,
         "manifest",
         functools.partial(_manifest, config_type),
-        "write what a real cluster needs to run a config",
+        "write a KubeRay or SLURM manifest",
         """
   ./launch.sh manifest kuberay my.yaml --set place.image=registry/bertrain:1 --out my-run.yaml
   ./launch.sh manifest kuberay my.yaml --set place.kind=RayCluster --set place.queue=training

@@ -31,7 +31,7 @@ from cluster.manifests.render import KIND_SETTINGS
 from cluster.manifests.render import render as render_manifest
 from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
-from finetune.cli import main
+from finetune.cli import build_parsers, main
 from finetune.training.config import config_type
 from finetune.training.config import load_config as load_finetuning
 from pretrain.common.errors import InputError
@@ -300,11 +300,10 @@ def test_pods_are_contained(config: Path) -> None:
 @pytest.mark.parametrize("command", [DRIVER, JOB_ENTRYPOINT, *RUN_COMMANDS])
 def test_a_pod_finds_the_run_by_programs_that_exist(command: str) -> None:
     """A renamed module would go unnoticed until a pod ends without waiting for its checkpoint."""
-    module, *subcommand = command.split()
+    module, *_ = command.split()
     assert re.fullmatch(f"python {kuberay_manifest.COMMAND}", f"python -m {command}")
     assert not re.search(kuberay_manifest.COMMAND, f"python -m {command.replace('.', '-')[1:]}")
-    path = ROOT / module.replace(".", "/")
-    path = path / "__main__.py" if subcommand else path.with_suffix(".py")
+    path = (ROOT / module.replace(".", "/")).with_suffix(".py")
     assert 'if __name__ == "__main__":' in path.read_text()
 
 
@@ -312,7 +311,7 @@ def test_a_pod_finds_the_run_by_programs_that_exist(command: str) -> None:
     ("title", "head", "drains"),
     [
         (f"{PROCESS_TITLE}.run", False, True),  # by the name that Ray gives it (test_cluster.py checks a real one)
-        ("python -m finetune finetune", False, False),
+        ("python -m finetune.cli finetune", False, False),
         (f"{PROCESS_TITLE}.run", True, False),
         (f"python -m {DRIVER}", True, False),
     ],
@@ -636,18 +635,13 @@ def test_slurm_without_ray_is_not_a_success(slurm_job: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_commands_are_ours(config: Path, finetuning: Path, kind: str) -> None:
     """Every command line in a manifest is one that its parser takes, and resumes."""
-    import finetune.__main__ as finetune_main
-    import pretrain.__main__ as pretrain_main
-
-    parsers = {"pretrain": pretrain_main.build_parser, "finetune": finetune_main.build_parser}
+    parser, _ = build_parsers()
     for path, count in ((config, 2), (finetuning, 1)):
         given = ["place.prepare=true"] if path == config else []
-        matches = re.findall(
-            r"python -m (pretrain|finetune) ((?:pretrain|prepare|finetune) [^&)\n]*)", render(kind, path, given)
-        )
-        assert len(matches) == count
-        for package, line in matches:
-            arguments = parsers[package]().parse_args(shlex.split(line.replace("'", "")))
+        lines = re.findall(r"python -m finetune.cli ((?:pre|fine)[^&)\n]*)", render(kind, path, given))
+        assert len(lines) == count
+        for line in lines:
+            arguments = parser.parse_args(shlex.split(line.replace("'", "")))
             assert arguments.set[0].startswith("scheduling.address=")
         assert arguments.resume
 
@@ -667,7 +661,7 @@ def test_no_secret_gets_into_a_manifest(config: Path, monkeypatch: pytest.Monkey
 
 def test_a_finetuning_is_known_by_its_keys(finetuning: Path, tmp_path: Path) -> None:
     data = kuberay(finetuning)["ConfigMap"]["data"]
-    assert "python -m finetune finetune" in data["start.sh"]
+    assert "python -m finetune.cli finetune" in data["start.sh"]
     written = tmp_path / "written.yaml"
     written.write_text(data["config.yaml"])
     assert load_finetuning(written) == load_finetuning(finetuning, ["scheduling.cpus_per_worker=8"])
@@ -875,7 +869,7 @@ def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: 
             capture_output=True,
         )
     assert not canary.exists()
-    assert "-m pretrain pretrain " in (tmp_path / "calls").read_text()  # the script ran to its last line
+    assert "-m finetune.cli pretrain " in (tmp_path / "calls").read_text()  # the script ran to its last line
     assert written_config(kind, text, Path(settings.storage) / value) == job.config
 
 
