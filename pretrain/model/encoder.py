@@ -2,8 +2,7 @@
 defaults (Devlin et al. 2019).
 
 BERT's forward pass is four files, in this order: `encoder.py`, `block.py`, `attention.py`, `heads.py`. What else they
-call is a kernel (`kernels/`), or a part that BERT lacks and that is chosen when a model is made: `positions.py`,
-`relative_positions.py`, `projection.py`, `norms.py`, `activations.py`, `final_norm.py`.
+call is a kernel (`kernels/`), or a part that BERT lacks, such as `relative_positions.py`, `norms.py`, `final_norm.py`.
 
 Shape letters: T tokens of the micro-batch, S sequences, R query positions, H hidden width, E width of the
 embeddings (H except in some ELECTRA models), V vocabulary, P positions.

@@ -134,7 +134,7 @@ class _Whole:
 
 
 def _manifest(ranks: int) -> dict[str, int]:
-    """The fragments listed in a checkpoint of BERT-Base: whole on every rank, or cut as by ZeRO-1 and 2, or by ZeRO-3."""
+    """The fragments listed for BERT-Base: whole on every rank, or cut as by ZeRO-1 and 2, or by ZeRO-3."""
     whole, cut = ([entry for rank in range(ranks) for entry in of(rank, ranks)] for of in (_whole, _cut))
     lists = {
         "manifest": packed(whole),
