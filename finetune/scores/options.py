@@ -1,13 +1,14 @@
 """The command line of `evaluate-pretrained`. Imports nothing heavy."""
 
 import argparse
+from typing import Any
 
-from pretrain.common.commands import add_set, local_path, positive_int
+from pretrain.common.addresses import hub_hint
+from pretrain.common.commands import add_command, add_set, local_path, positive_int
+from pretrain.common.errors import InputError
 from pretrain.run.arguments import run_path
 
-NAME = "evaluate-pretrained"
-PURPOSE = "say what a pretrained encoder is worth: bits of held-out words, BLiMP, fine-tunings beside random weights"
-EXAMPLES = """
+_EXAMPLES = """
   ./launch.sh evaluate-pretrained runs/bert-mini --text held-out.txt --blimp blimp/data
   ./launch.sh evaluate-pretrained bert-base-uncased/ --blimp blimp/data --blimp-limit 100 --json
   ./launch.sh evaluate-pretrained runs/bert-mini --finetune configs/finetune/transfer/*.yaml --data data/ --seeds 5
@@ -16,8 +17,10 @@ EXAMPLES = """
   ./launch.sh evaluate-pretrained exported/other --text held-out.txt --out scores/"""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `evaluate-pretrained`."""
+def add_to(commands: Any) -> None:
+    """Add `evaluate-pretrained` to the subcommands of a parser."""
+    purpose = "score a pretrained encoder: held-out text, BLiMP, fine-tunings"
+    parser = add_command(commands, "evaluate-pretrained", _run, purpose, _EXAMPLES)
     parser.add_argument(
         "model",
         type=run_path,
@@ -35,6 +38,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the model's scores as JSON instead of a table")
     _add_predictions(parser)
     _add_finetunings(parser)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    if not arguments.model.is_dir():  # before torch is loaded
+        hint = hub_hint(arguments.model)
+        raise InputError(f"{arguments.model}: no such folder. Give a released model, an export or a run.{hint}")
+    from finetune.scores import command
+
+    command.run(arguments)
 
 
 def _add_predictions(parser: argparse.ArgumentParser) -> None:

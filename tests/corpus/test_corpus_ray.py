@@ -200,7 +200,7 @@ def test_a_stopped_or_killed_preparation_resumes_here_or_on_a_cluster(folder: Pa
     def start(*settings: str) -> subprocess.Popen[str]:
         options = [option for setting in settings for option in ("--set", setting)]
         return subprocess.Popen(
-            [sys.executable, "-m", "pretrain", "prepare", "run.yaml", *options],
+            [sys.executable, "-m", "finetune.cli", "prepare", "run.yaml", *options],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -220,7 +220,7 @@ def test_a_killed_coordinator_leaves_neither_processes_nor_a_lock(tmp_path: Path
     (tmp_path / "run.yaml").write_text(
         f"name: trial\nphases: {phase}\ncorpus:\n  dir: {tmp_path / 'out'}\n  sources: {source}\n  processes: 2\n"
     )
-    command = [sys.executable, "-m", "pretrain", "prepare", str(tmp_path / "run.yaml")]
+    command = [sys.executable, "-m", "finetune.cli", "prepare", str(tmp_path / "run.yaml")]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as coordinator:
         while coordinator.poll() is None and not list((tmp_path / "out" / ".work").glob("*.words")):
             time.sleep(0.005)
@@ -391,7 +391,7 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path: Path) -> None:
         write_wiki(tmp_path / f"wiki{number}.txt", [text(1000 * number + seed, 40) for seed in range(400)])
     source = f"[{{kind: wikiextractor, path: '{tmp_path}/wiki*.txt'}}]"
     phase = "[{sequence_length: 32, global_sequences: 2, steps: 1, peak_learning_rate: 1e-3}]"
-    command = [sys.executable, "-m", "pretrain", "prepare", str(tmp_path / "run.yaml")]
+    command = [sys.executable, "-m", "finetune.cli", "prepare", str(tmp_path / "run.yaml")]
 
     def start(folder: str) -> subprocess.Popen[bytes]:
         (tmp_path / "run.yaml").write_text(
