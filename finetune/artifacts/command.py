@@ -51,8 +51,10 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     """A pretraining run's checkpoint, or a fine-tuned model."""
+    if not arguments.run.is_dir():  # before torch is loaded
+        raise InputError(f"{arguments.run}: no such folder. Give a run or a fine-tuned model, such as runs/bert-mini.")
     options = {name: getattr(arguments, name) for name in ("checkpoint", "averaged", "average")}
-    if find_model(arguments.run) is None:  # before torch is loaded
+    if find_model(arguments.run) is None:
         if arguments.onnx:
             raise InputError(f"--onnx: writes fine-tuned models, and {arguments.run} is none. Fine-tune it first.")
         from pretrain.run import api

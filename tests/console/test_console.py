@@ -129,6 +129,7 @@ def test_export_depends_on_what_the_folder_holds(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(api, "export", lambda run, out, **given: f"pretrained {run}")
     monkeypatch.setattr(export, "export", lambda run, out, **given: f"tuned {run}")
+    Path("pretrained").mkdir()
     for folder in ("best", "tuned/model", "runs/named/model"):
         Path(folder).mkdir(parents=True)
         Path(folder, "finetune.json").write_text("{}")
