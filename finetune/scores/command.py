@@ -9,14 +9,16 @@ from typing import Any
 
 from finetune.experiments.grid import parse_grid
 from finetune.experiments.results import show
+from finetune.scores import held_out
 from finetune.scores.blimp import blimp_score, read_blimp
 from finetune.scores.finetuning import finetuning_scores
 from finetune.scores.finetuning_runs import FinetuningSettings, read_plans
 from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import ModelSettings, fingerprint
+from finetune.scores.options import TEXT_SCORES
 from finetune.scores.record import Record, read_record
+from finetune.scores.text_scores import PARTS, WHY_NOT, text_scores
 from finetune.scores.view import score_table, write_scores_page
-from finetune.scores.word_scores import WHY_NOT, word_scores
 from pretrain.checkpoint.released import read_released
 from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import write_json
@@ -67,6 +69,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError(f"--out: {arguments.out} is the folder of a run, whose {SCORES} stays. Give another folder.")
     needs = {
         "--length": (arguments.length != 128, bool(arguments.text), "--text"),
+        "--text-scores": (arguments.text_scores, bool(arguments.text), "--text"),
         "--blimp-limit": (arguments.blimp_limit, bool(arguments.blimp), "--blimp"),
         "--seeds": (arguments.seeds != 3, bool(arguments.finetune), "--finetune"),
         "--precision": (arguments.precision != "fp32", predicts, "--text or --blimp"),
@@ -120,9 +123,11 @@ def _predictions(arguments: argparse.Namespace, record: Record) -> list[str]:
     settings = ModelSettings(arguments.precision, arguments.compile)
     skipped: list[str] = []
     if arguments.text:
-        how = HeldOutSettings(arguments.length)
-        held_out_score(arguments.model, arguments.text, how=how, settings=settings, record=record)
-        found = word_scores(arguments.model, arguments.text, settings=settings, record=record)
+        how, given = HeldOutSettings(arguments.length), arguments.text_scores or TEXT_SCORES
+        if held_out.PART in given:
+            held_out_score(arguments.model, arguments.text, how=how, settings=settings, record=record)
+        parts = [part for part in PARTS if part in given]
+        found = text_scores(arguments.model, arguments.text, parts=parts, settings=settings, record=record)
         skipped = [f"{part.replace('_', ' ')}: {one[WHY_NOT]}." for part, one in found.items() if WHY_NOT in one]
     if arguments.blimp:
         blimp_score(arguments.model, arguments.blimp, limit=arguments.blimp_limit, settings=settings, record=record)

@@ -6,6 +6,7 @@ from pretrain.common.commands import add_set, local_path, positive_int
 from pretrain.run.arguments import run_path
 
 NAME = "evaluate-pretrained"
+TEXT_SCORES = ("held_out", "common_words", "whole_words", "positions")
 PURPOSE = "say what a pretrained encoder is worth: bits of held-out words, BLiMP, fine-tunings beside random weights"
 EXAMPLES = """
   ./launch.sh evaluate-pretrained runs/bert-mini --text held-out.txt --blimp blimp/data
@@ -49,6 +50,14 @@ def _add_predictions(parser: argparse.ArgumentParser) -> None:
         help="score on text that the model was not trained on; bits of common words compare vocabularies: "
         "plain text (one document a file), JSONL with `text`, "
         "WikiExtractor's files, or folders of them",
+    )
+    parser.add_argument(
+        "--text-scores",
+        nargs="+",
+        choices=TEXT_SCORES,
+        default=[],
+        metavar="SCORE",
+        help=f"--text: only some of {', '.join(TEXT_SCORES)}",
     )
     parser.add_argument(
         "--length",

@@ -7,21 +7,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.experiments.outcomes import Spread
-from finetune.scores import blimp, common_words, finetuning, held_out, whole_words
+from finetune.scores import blimp, common_words, finetuning, held_out, positions, whole_words
 from finetune.scores.finetuning import FinetuningScore
 from finetune.scores.record import MODEL
-from finetune.scores.word_scores import WHY_NOT
+from finetune.scores.text_scores import WHY_NOT
 from pretrain.reporting.charts import Bar, bar_chart
 from pretrain.reporting.pages import write_page
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PARTS = (common_words.PART, whole_words.PART, held_out.PART, blimp.PART, finetuning.PART)
+_PARTS = (common_words.PART, whole_words.PART, held_out.PART, positions.PART, blimp.PART, finetuning.PART)
 _TITLES = {
     common_words.PART: "common words",
     whole_words.PART: "whole words",
     held_out.PART: "held-out text",
+    positions.PART: "loss by position",
     blimp.PART: "BLiMP",
 }
 _NONE = "–"
@@ -35,6 +36,7 @@ def score_rows(models: Sequence[Mapping[str, Any]], parts: Sequence[str] = _PART
         common_words.PART: _common_word_rows,
         whole_words.PART: _whole_word_rows,
         held_out.PART: _held_out_rows,
+        positions.PART: _position_rows,
         blimp.PART: _blimp_rows,
         finetuning.PART: _finetuning_rows,
     }
@@ -129,6 +131,17 @@ def _held_out_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, l
     ):
         values = [f"{one[key]:.4f}" if one else _NONE for one in found]
         yield title, _marked(values, _settings(models, held_out.PART))
+
+
+def _position_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    found = [_scores(model, positions.PART) for model in models]
+    hows = _settings(models, positions.PART)
+    for name in dict.fromkeys(name for one in found for name in one.get("nats", ())):
+        values = [
+            f"{one['nats'][name]:.4f} ± {one['standard_errors'][name]:.4f}" if name in one.get("nats", ()) else _NONE
+            for one in found
+        ]
+        yield f"positions {name}, nats per masked token", _marked(values, hows)
 
 
 def _blimp_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
