@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,20 +18,22 @@ FORMER_NAMES = {"peak_fraction": "mfu"}
 SOURCE_LOSS = "source_loss/"
 """What fields of an evaluation begin with, before the name of a source: the loss on its text."""
 
-_TEXT_FIELDS = ("split", "event", "message")
+_TEXT_FIELDS = ("split", "event", "message", "error")
 # Larger values, infinities and NaN break the arithmetic of reports and dashboards.
 _LARGEST = 1e300
 # The end of the year 9999, the last that datetime can show.
 _LATEST_TIME = 253_402_300_799
 
 
-def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """All records of a run's metrics.jsonl in file order, under today's field names; [] without a file.
+def read_records(run_dir: Path, name: str = METRICS) -> list[dict[str, Any]]:
+    """All records of a run's metrics.jsonl in file order, or of another such file, under today's field names.
+
+    [] without a file.
 
     An incomplete last line is ignored: a killed process may leave one.
     Raises `InputError` with the line number if a line before the last one is not a valid record.
     """
-    path = run_dir / METRICS
+    path = run_dir / name
     if not path.is_file():
         return []
     lines = path.read_bytes().split(b"\n")
@@ -155,6 +157,17 @@ class Metric(NamedTuple):
 
 
 NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
+
+
+def metrics_of(fields: Iterable[str], known: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Those of `fields` that are `known`; a known name that ends in / stands for all fields that begin with it."""
+    found = {}
+    for field in fields:
+        group, slash, rest = field.partition("/")
+        if metric := known.get(f"{group}{slash}"):
+            short = metric.short and f"{metric.short} {rest}".rstrip()
+            found[field] = metric._replace(title=f"{metric.title} {rest}".rstrip(), short=short)
+    return found
 
 
 def metric_lines(record: Mapping[str, Any], metrics: Mapping[str, Metric]) -> list[str]:

@@ -31,6 +31,7 @@ _WANDB_TRAIN = {
     "data_stall_fraction": "throughput/data_stall_fraction",
     "memory_bytes": "memory/peak_allocated_bytes",
 }
+PROBE_STEP = "probe/step"  # the x axis of probes, which come later than their step
 _WANDB_EVALUATION = {"step": "train/global_step", "epoch": "train/epoch", "seconds": "eval/runtime"}
 
 _MOST_RANKS = 16  # with a metric each in W&B
@@ -58,8 +59,8 @@ def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
     if "event" in record:
         named = {_WANDB_TRAIN["step"]: record.get("step"), f"events/{record['event']}": record.get("rank", 1)}
         return {**named, MESSAGE: record.get("message", "")}
-    evaluation = "split" in record
-    names, section = (_WANDB_EVALUATION, "eval") if evaluation else (_WANDB_TRAIN, "train")
+    kinds = {"": (_WANDB_TRAIN, "train"), "probe": ({}, "probe")}
+    names, section = kinds.get(record.get("split", ""), (_WANDB_EVALUATION, "eval"))
     named = {names.get(key, f"{section}/{key}"): value for key, value in record.items() if key != "split"}
     for name in [name for name, value in named.items() if isinstance(value, list)]:
         named.update({f"{name}/{key}": one for key, one in _of_ranks(named.pop(name)).items()})
@@ -210,6 +211,7 @@ def start_wandb(mode: str, arguments: dict[str, Any]) -> Any:
     if run is None:
         run = wandb.init(**arguments, mode="offline", settings=settings)
     run.define_metric("*", step_metric="train/global_step")
+    run.define_metric("probe/*", step_metric=PROBE_STEP)
     return run
 
 
