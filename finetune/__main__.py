@@ -192,7 +192,10 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate_pretrained(arguments: argparse.Namespace) -> None:
-    if not arguments.model.is_dir():  # before torch is loaded
+    scores_options.check(arguments)  # before torch is loaded
+    if arguments.dry_run:
+        return
+    if not arguments.model.is_dir():
         hint = hub_hint(arguments.model)
         raise InputError(f"{arguments.model}: no such folder. Give a released model, an export or a run.{hint}")
     from finetune.scores import command

@@ -3,6 +3,8 @@
 import argparse
 
 from pretrain.common.commands import add_set, local_path, positive_int
+from pretrain.common.errors import InputError
+from pretrain.common.run_files import CONFIG_FILE, SCORES
 from pretrain.run.arguments import run_path
 
 NAME = "evaluate-pretrained"
@@ -32,10 +34,51 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of all results (default: runs/scores)",
     )
+    _add_follow(parser)
     parser.add_argument("--name", metavar="NAME", help="of the model in the results (default: that of its folder)")
     parser.add_argument("--json", action="store_true", help="print the model's scores as JSON instead of a table")
     _add_predictions(parser)
     _add_finetunings(parser)
+
+
+def _add_follow(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="score checkpoints of the run MODEL into its probes.jsonl as they are saved, until the last "
+        "(evaluation.probes does so from the config)",
+    )
+    parser.add_argument("--pid", type=positive_int, metavar="PID", help="--follow: end when this process is gone")
+    parser.add_argument("--dry-run", action="store_true", help="check the options, then exit")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse options without effect, and paths that do not exist."""
+    predicts = bool(arguments.text or arguments.blimp)
+    if not (predicts or arguments.finetune):
+        raise InputError(f"{NAME}: nothing to measure. Give --text, --blimp or --finetune.")
+    if (arguments.out / CONFIG_FILE).exists():
+        raise InputError(f"--out: {arguments.out} is the folder of a run, whose {SCORES} stays. Give another folder.")
+    needs = {
+        "--length": (arguments.length != 128, bool(arguments.text), "--text"),
+        "--text-scores": (arguments.text_scores, bool(arguments.text), "--text"),
+        "--blimp-limit": (arguments.blimp_limit, bool(arguments.blimp), "--blimp"),
+        "--seeds": (arguments.seeds != 3, bool(arguments.finetune), "--finetune"),
+        "--precision": (arguments.precision != "fp32", predicts, "--text or --blimp"),
+        "--compile": (arguments.compile, predicts, "--text or --blimp"),
+        "--pid": (arguments.pid, arguments.follow, "--follow"),
+        **{
+            f"--{option.replace('_', '-')}": (getattr(arguments, option), bool(arguments.finetune), "--finetune")
+            for option in ("data", "no_random", "parallel", "grid_set", "set")
+        },
+    }
+    for option, (given, has_effect, needed) in needs.items():
+        if given and not has_effect:
+            raise InputError(f"{option}: has no effect without {needed}. Give that, or leave {option} out.")
+    given = {"--text": arguments.text, "--blimp": [arguments.blimp], "--finetune": arguments.finetune}
+    for option, paths in given.items():
+        if missing := [path for path in paths if path is not None and not path.exists()]:
+            raise InputError(f"{option}: {missing[0]} does not exist.")
 
 
 def _add_predictions(parser: argparse.ArgumentParser) -> None:

@@ -118,7 +118,7 @@ def _is_number(value: Any) -> bool:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the records after `step` from metrics.jsonl. The file is rewritten only if something changes.
+    """Drop the records after `step` from a file such as metrics.jsonl, which is rewritten only if something changes.
 
     Events after `step` stay if the run resumes (`step` >= 0), because they did happen.
     """
@@ -126,7 +126,7 @@ def keep_until(path: Path, step: int) -> None:
         return
     lines = [
         json.dumps(record)
-        for record in read_records(path.parent)
+        for record in read_records(path.parent, path.name)
         if record.get("step", 0) <= step or ("event" in record and step >= 0)
     ]
     text = "".join(f"{line}\n" for line in lines)

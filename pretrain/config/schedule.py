@@ -228,6 +228,30 @@ class PhaseConfig(Section):
         return self
 
 
+class ProbesConfig(Section):
+    """Scores of checkpoints that a process of its own measures while the run goes on."""
+
+    options: str = Field(
+        default="",
+        description="What is scored, as options of evaluate-pretrained, such as --text held-out.txt --blimp blimp/data "
+        "--blimp-limit 20. Empty scores nothing.",
+    )
+    every_steps: int = Field(
+        default=1000,
+        ge=1,
+        description="Optimizer steps after which the next checkpoint is scored, at least checkpoint.every_steps. The "
+        "last checkpoint is scored, too. Where scores take longer, only the newest checkpoint is.",
+    )
+    threads: int = Field(
+        default=1,
+        ge=1,
+        description="CPU cores of the launching machine for the scores, at the lowest priority. They take no GPU.",
+    )
+    wait_seconds: float = Field(
+        default=600.0, ge=0, description="How long a finished run waits for the scores of its last checkpoint."
+    )
+
+
 class EvaluationConfig(Section):
     """Evaluation on held-out sequences during pretraining."""
 
@@ -235,3 +259,6 @@ class EvaluationConfig(Section):
 
     every_steps: int = Field(default=1000, ge=1, description="Optimizer steps between evaluations.")
     sequences: int = Field(default=1024, ge=1, description="Held-out sequences per evaluation, always the same ones.")
+    probes: ProbesConfig = Field(
+        default=ProbesConfig(), description="Scores of checkpoints that are measured while the run goes on."
+    )

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pretrain.common.errors import InputError
 from pretrain.common.run_files import read_fork
 from pretrain.config import RunConfig
-from pretrain.tracking.rows import MESSAGE, MetricRows
+from pretrain.tracking.rows import MESSAGE, PROBE_STEP, MetricRows
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ _WANDB_TRAIN = {
     "data_stall_fraction": "throughput/data_stall_fraction",
     "memory_bytes": "memory/peak_allocated_bytes",
 }
-PROBE_STEP = "probe/step"  # the x axis of probes, which come later than their step
 _WANDB_EVALUATION = {"step": "train/global_step", "epoch": "train/epoch", "seconds": "eval/runtime"}
 
 _MOST_RANKS = 16  # with a metric each in W&B
@@ -149,7 +148,7 @@ class WandbMirror:
 
     def __init__(self, mode: str, arguments: dict[str, Any], rows: MetricRows) -> None:
         self._rows = rows
-        self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self.failure = ""
         self._close_seconds = TEARDOWN_SECONDS
         if mode == "online":
@@ -157,13 +156,13 @@ class WandbMirror:
         self.thread = threading.Thread(target=self._run, args=(mode, arguments), name="wandb", daemon=True)
         self.thread.start()
 
-    def log(self, record: dict[str, Any]) -> None:
-        """Queue a record."""
-        self._queue.put(("log", record))
+    def log(self, record: dict[str, Any], at: int | None = None) -> None:
+        """Queue a record, for the row `at` of a later step than its own if that is given."""
+        self._queue.put((record["step"] if at is None else at, record))
 
     def log_artifact(self, folder: Path, name: str) -> None:
         """Queue a folder as model artifact."""
-        self._queue.put(("artifact", (folder, name)))
+        self._queue.put((0, (folder, name)))
 
     def close(self) -> None:
         """Finish the W&B run; waits until it is uploaded, for a limited time."""
@@ -174,9 +173,9 @@ class WandbMirror:
         try:
             run = start_wandb(mode, arguments)
             while (item := self._queue.get()) is not None:
-                kind, value = item
-                if kind == "log":
-                    _send(run, self._rows.add(value["step"], wandb_names(value), event="event" in value))
+                step, value = item
+                if isinstance(value, dict):
+                    _send(run, self._rows.add(step, wandb_names(value), event="event" in value))
                 else:
                     log_wandb_artifact(run, *value)
             _send(run, self._rows.take())

@@ -19,7 +19,8 @@ from pretrain.common.files import atomic_open
 from pretrain.reporting.dashboard.panels import EVENTS, Panel, panels_for
 from pretrain.reporting.dashboard.runs import RunRecords
 from pretrain.reporting.dashboard.subjects import by_subject, differing
-from pretrain.tracking.mirror import ID_NAME, LARGEST_RANK, PROBE_STEP, wandb_entity, wandb_mode, wandb_names
+from pretrain.tracking.mirror import ID_NAME, LARGEST_RANK, wandb_entity, wandb_mode, wandb_names
+from pretrain.tracking.rows import PROBE_STEP
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
