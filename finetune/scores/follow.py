@@ -23,7 +23,7 @@ from finetune.scores.finetuning_runs import FINETUNED
 from finetune.scores.record import MODELS, Record, read_record
 from pretrain.checkpoint import hf, store
 from pretrain.common.errors import InputError, RunError
-from pretrain.common.files import append_open, checkpoint_names, disk_errors
+from pretrain.common.files import append_open, checkpoint_names, disk_errors, locked
 from pretrain.common.records import read_records
 from pretrain.common.run_files import CONFIG_FILE, PROBES
 
@@ -42,13 +42,20 @@ def follow(run: Path, measure: Measure, pid: int | None = None) -> None:
     """Score the newest due checkpoint again and again, until the run's last one is scored; `pid` as `end_with`.
 
     Raises:
-        InputError: `run` is not the folder of a pretraining, or its probes.jsonl is damaged.
+        InputError: `run` is not the folder of a pretraining, another process follows it (with `pid`, it is waited for),
+            or its probes.jsonl is damaged.
         MachineError: the disk is full.
     """
     if pid is not None:
         end_with(pid)
     if not (run / CONFIG_FILE).is_file():
         raise InputError(f"--follow: {run} is not a run folder (no {CONFIG_FILE}). Give one.")
+    refusal = f"--follow: {run}: another process scores the checkpoints of this run. Wait for it, or end it."
+    with locked(run / _FOLDER / ".lock", "" if pid is not None else refusal):
+        _follow(run, measure)
+
+
+def _follow(run: Path, measure: Measure) -> None:
     while True:
         name, done = next(reversed(checkpoint_names(run)), ""), _scored(run)
         state = _state(run, name) if name else {}
@@ -122,8 +129,10 @@ def _score(run: Path, step: int, state: Mapping[str, Any], passed_over: int, mea
     }
     if failure is not None:
         record["error"] = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+    line = json.dumps(record)
     with disk_errors(run / PROBES), append_open(run / PROBES) as file:
-        file.write(json.dumps(record).encode() + b"\n")
+        file.write(f"{line}\n".encode())
+    print(line, flush=True)
     for folder in (model, out / FINETUNED):
         shutil.rmtree(folder, ignore_errors=True)
 
