@@ -112,13 +112,13 @@ def _report_end(child: subprocess.Popen[bytes], ending: threading.Event, config:
 def _wait(child: subprocess.Popen[bytes], config: PretrainConfig) -> None:
     limit = config.evaluation.probes.wait_seconds
     if child.poll() is None:
-        print(f"  training is done; waiting at most {limit:.0f} s for the scores of the last checkpoint", flush=True)
+        print(f"  training is done; waiting up to {limit:.0f} s for the scores of the last checkpoint", flush=True)
     try:
         child.wait(limit)
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # the run itself is finished
         options = config.evaluation.probes.options
         print(
-            f"warning: the last checkpoint is not scored after {limit:.0f} s (evaluation.probes.wait_seconds). "
+            "warning: the last checkpoint is not scored yet; the run no longer waits (evaluation.probes.wait_seconds). "
             f"{program()} evaluate-pretrained {shlex.quote(str(config.folder))} {options} --follow does it.",
             file=sys.stderr,
         )

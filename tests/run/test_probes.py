@@ -125,7 +125,7 @@ def test_a_finished_run_waits_for_a_limited_time(fake: Path, capsys: pytest.Capt
         facts = started(fake / "run")
     assert not psutil.pid_exists(facts["pid"])
     said = capsys.readouterr()
-    assert "waiting at most 0 s for the scores of the last checkpoint" in said.out
+    assert "waiting up to 0 s for the scores of the last checkpoint" in said.out
     assert f"evaluate-pretrained {fake / 'run'} sleep --follow does it." in said.err
 
 
