@@ -7,15 +7,20 @@ venv=$root/.venv
 lock=$root/requirements.lock
 log=$venv/install.log
 
+# The commands, as the reference lists them: docs/generate.py writes it from their parser.
+list_commands() {
+    awk '/^```/ { if (inside) exit; inside = 1; next } inside' "$root/docs/reference/commands.md"
+}
+
 usage() {
     printf 'usage: ./launch.sh COMMAND [arguments]      each command takes --help\n\n'
-    cat "$root/finetune/commands.txt"
+    list_commands
     cat <<'TEXT'
 
 Develop:
-  bench NAME                measure speed and quality beside other software; --help lists the names
-  docs                      serve the documentation as a site on 127.0.0.1; --build DIR writes its files
-  test [pytest arguments]   run lint, type checks and tests; with arguments, only pytest with them
+  bench                measure speed and quality beside other software; --help lists the names
+  docs                 serve the documentation as a site on 127.0.0.1; --build DIR writes its files
+  test                 run lint, type checks and tests; with arguments, only pytest with them
 
 The first command sets up .venv beside this file. PYTHON=/path/to/python3 chooses its Python (3.10 to 3.13).
 TEXT
@@ -52,13 +57,8 @@ asks_for_help() { # [arguments]
     [[ " $* " == *" --help "* || " $* " == *" -h "* ]]
 }
 
-# Whether commands.txt lists the command.
 is_command() { # NAME
-    local line
-    while IFS= read -r line; do
-        [[ $line != "  $1 "* ]] || return 0
-    done <"$root/finetune/commands.txt"
-    return 1
+    [[ $'\n'$(list_commands) == *$'\n'"  $1 "* ]]
 }
 
 fail() {

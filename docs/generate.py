@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from pydantic_core import PydanticUndefined
 
+from finetune.cli import GROUPS, build_parsers, overview
 from pretrain.common import errors
 from pretrain.common.records import FORMER_NAMES, Metric
 from pretrain.common.sections import LocalPath, Location, Section, WritableLocation
@@ -110,50 +111,20 @@ def _text(path: Path) -> str:
 
 def commands_page() -> str:
     """Usage, options and examples of every command."""
+    _, parsers = build_parsers()
     lines = [
         _title("Commands"),
         "Every command is `./launch.sh COMMAND`. Each also takes `--help`, which prints the same text. "
         "[Contributing](../contributing.md) has the commands `test` and `docs`.",
         "",
         "```text",
-        _launcher_usage(),
+        overview(parsers),
         "```",
         "",
     ]
-    for name, parser in _parsers():
+    for name, parser in ((name, parsers[name]) for names in GROUPS.values() for name in names):
         lines += [f"## {name}", "", *_command(parser), ""]
     return _joined(lines)
-
-
-def _launcher_usage() -> str:
-    return (ROOT / "finetune" / "commands.txt").read_text(encoding="utf-8").rstrip()
-
-
-def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Each command's heading and parser, in the order of a user's work."""
-    pretrain, finetune, cluster = (_subcommands(name) for name in ("pretrain", "finetune", "cluster"))
-    yield "demo", finetune["demo"]
-    yield from ((name, pretrain[name]) for name in ("prepare", "pretrain"))
-    yield "adapt", finetune["adapt"]
-    yield "export: a pretraining run", pretrain["export"]
-    yield from ((name, parser) for name, parser in finetune.items() if name not in ("demo", "adapt", "export"))
-    yield "export: a fine-tuned model", finetune["export"]
-    placed = {"prepare", "pretrain", *finetune}
-    yield from ((name, parser) for name, parser in pretrain.items() if name not in placed)
-    yield from cluster.items()
-
-
-def _subcommands(package: str) -> dict[str, argparse.ArgumentParser]:
-    from finetune import __main__ as finetune
-    from finetune import cli
-    from pretrain import __main__ as pretrain
-
-    makers = {"pretrain": pretrain.build_parser, "finetune": finetune.build_parser, "cluster": cli.cluster_parser}
-    parser = makers[package]()
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            return dict(action.choices)
-    raise LookupError(f"{package}: its parser has no commands")
 
 
 def _command(parser: argparse.ArgumentParser) -> list[str]:
@@ -213,7 +184,7 @@ def _help(action: argparse.Action) -> str:
 
 def place_page() -> str:
     """Settings of `place.` for each kind of manifest."""
-    from cluster.manifests import kuberay, rayup, slurm
+    from cluster.manifests import kuberay, slurm
 
     lines = [
         _title("Cluster settings (`place`)"),
@@ -222,7 +193,6 @@ def place_page() -> str:
     ]
     for kind, settings in (
         ("kuberay", kuberay.KubeRaySettings),
-        ("rayup", rayup.RayUpSettings),
         ("slurm", slurm.SlurmSettings),
     ):
         lines += [f"## {kind}", "", _one_line(settings.__doc__ or ""), "", *_fields(settings, "place."), ""]

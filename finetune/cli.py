@@ -1,6 +1,6 @@
-"""The console command `bertrain`: runs each command with the command line of its package.
+"""The command line `bertrain`: one parser, to which each component adds its commands.
 
-A command line is imported when one of its commands runs.
+Building it imports nothing heavy: a command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -13,84 +13,98 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.common.commands import EXIT_CODES, add_command, exit_code, make_parser, program, run_command
-from pretrain.common.files import find_run
-from pretrain.common.kinds import did_you_mean
+from cluster.doctor import command as doctor
+from cluster.jobs import command as jobs
+from cluster.manifests import command as manifests
+from finetune.artifacts import command as artifacts
+from finetune.experiments import command as experiments
+from finetune.scores import options as scores
+from finetune.workflows.adaptation import command as adaptation
+from finetune.workflows.demo import command as demo
+from pretrain.common.commands import EXIT_CODES, Parser, add_command, exit_code, program, run_command
+from pretrain.common.errors import InputError
+from pretrain.common.examples import listing, text_of
+from pretrain.common.wording import did_you_mean
+from pretrain.reporting import command as reporting
+from pretrain.run import command as run
 
 if TYPE_CHECKING:
     from cluster.jobs.submission import Kind
 
-# launch.sh prints this file too, before there is a Python to run.
-COMMANDS_FILE = Path(__file__).with_name("commands.txt")
-
 MEASURES = "pretrain.run.machine"  # what `doctor` measures with, on every node
-_PRETRAIN = ("configs", "prepare", "pretrain", "report", "dashboard", "attention")
-_FINETUNE = ("demo", "adapt", "finetune", "evaluate", "predict", "sweep", "glue", "evaluate-pretrained")
-_CLUSTER = ("completion", "doctor", "manifest", "submit", "status", "logs", "list", "stop", "delete", "up", "down")
+# All commands, as --help and the reference list them.
+GROUPS = {
+    "Start here": ("demo", "configs", "completion", "doctor"),
+    "Pretrain": ("prepare", "pretrain", "adapt", "report", "dashboard", "attention"),
+    "Fine-tune": ("finetune", "evaluate", "predict", "sweep", "glue", "evaluate-pretrained", "export"),
+    "Run on a cluster": ("submit", "list", "status", "logs", "stop", "delete", "manifest", "up", "down"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0
-    package = package_of(words)
-    if not package:
-        nearest = did_you_mean(words[0], commands())
-        advice = f"{nearest} {program()} --help lists them.".lstrip()
-        print(f"error: {words[0]!r} is not a command; {advice}", file=sys.stderr)
-        return 2
-    if package == "cluster":
-        return exit_code(lambda: run_command(cluster_parser(), words))
-    if package == "pretrain":
-        from pretrain.__main__ import main as run
-    else:
-        from finetune.__main__ import main as run
-    return run(words)
+    return exit_code(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
 
 
-def usage() -> str:
-    """The text of --help."""
-    return (
-        f"usage: {program()} COMMAND [arguments]\n\n{COMMANDS_FILE.read_text(encoding='utf-8')}\n"
-        f"{program()} COMMAND --help describes a command and its arguments.\n{textwrap.fill(EXIT_CODES, 90)}"
+def _run(words: list[str]) -> int:
+    first = words[0] if words else "help"
+    parser, parsers = build_parsers()
+    if first not in (*parsers, "-h", "--help", "help"):
+        advice = f"{did_you_mean(first, parsers)} {program()} --help lists them.".lstrip()
+        raise InputError(f"{first!r} is not a command; {advice}")
+    return run_command(parser, ["--help"] if first == "help" else words)
+
+
+def build_parsers(listed: str | None = argparse.SUPPRESS) -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser of the command line, and that of each command by its name.
+
+    `listed` is over argparse's own list of the commands; it is left out, as the description lists them.
+    """
+    parser = Parser(
+        prog=program(),
+        usage="%(prog)s COMMAND [arguments]",
+        epilog=f"{program()} COMMAND --help describes a command and its arguments.\n{textwrap.fill(EXIT_CODES, 90)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
+    commands = parser.add_subparsers(prog=program(), metavar="COMMAND", help=listed)
+    for component in (demo, run, adaptation, artifacts, experiments, scores):
+        component.add_to(commands)
+    reporting.add_to(commands, _find_job)
+    jobs.add_to(commands, job_kinds)
+    manifests.add_to(commands, _config_type)
+    doctor.add_to(commands, MEASURES)
+    _add_configs(commands)
+    _add_completion(commands)
+    parser.description = overview(commands.choices)
+    return parser, commands.choices
 
 
-def commands() -> list[str]:
-    """The names of all commands."""
-    lines = COMMANDS_FILE.read_text(encoding="utf-8").splitlines()
-    return [line.split()[0] for line in lines if line.startswith("  ")]
+def overview(parsers: Mapping[str, argparse.ArgumentParser]) -> str:
+    """A line for each command, in groups."""
+    lines = []
+    for title, names in GROUPS.items():
+        lines += ["", f"{title}:"]
+        purposes = {name: str(parsers[name].description) for name in names}
+        lines += [f"  {name:19}  {purpose[0].lower()}{purpose[1:-1]}" for name, purpose in purposes.items()]
+    return "\n".join(lines[1:])
 
 
-def package_of(words: Sequence[str]) -> str:
-    """The package whose command line runs `words`: pretrain, finetune or cluster; "" if it is not a command."""
-    command, *rest = words
-    if command == "export":
-        return "finetune" if _exports_finetuned(rest) else "pretrain"
-    packages = {"pretrain": _PRETRAIN, "finetune": _FINETUNE, "cluster": _CLUSTER}
-    return next((package for package, members in packages.items() if command in members), "")
+# ---------------------------------------------------------------- the commands of the command line itself
 
 
-def _exports_finetuned(words: Sequence[str]) -> bool:
-    """Whether the first argument of `export` that is neither an option nor its value is a fine-tuned model."""
-    run = next(
-        (
-            word
-            for before, word in zip(["", *words], words, strict=False)
-            if not word.startswith("-") and before != "--checkpoint"
-        ),
-        None,
+def _add_configs(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "configs",
+        lambda given: print(text_of(given.name) if given.name else listing(), end="" if given.name else "\n"),
+        "list the example configs, or print one",
+        """
+  ./launch.sh configs
+  ./launch.sh configs mini > my.yaml      # a copy to edit
+  ./launch.sh pretrain mini --dry-run     # commands take the names as well""",
     )
-    files = ("finetune.json", "model/finetune.json")
-    return run is not None and any((find_run(run) / name).is_file() for name in files)
-
-
-def cluster_parser() -> argparse.ArgumentParser:
-    """The parser of the commands for clusters, and of the one that completes all commands."""
-    purpose = "Check a machine or a cluster, submit jobs, or start a cluster on this machine."
-    return make_parser(purpose, (_add_cluster, _add_completion))
+    parser.add_argument("name", nargs="?", metavar="NAME", help="config to print")
 
 
 def _add_completion(commands: Any) -> None:
@@ -98,7 +112,7 @@ def _add_completion(commands: Any) -> None:
         commands,
         "completion",
         _completion,
-        "print what makes a shell complete commands and options",
+        "print what makes bash or zsh complete commands and options",
         """
   ./launch.sh completion bash >> ~/.bashrc
   ./launch.sh completion zsh > "${fpath[1]}/_bertrain"
@@ -111,34 +125,12 @@ They complete the console command bertrain, in a new shell.""",
 def _completion(arguments: argparse.Namespace) -> None:
     import shtab
 
-    from finetune.__main__ import add_to as add_finetune
-    from pretrain.__main__ import add_to as add_pretrain
-
-    def add_all(commands: Any) -> None:
-        add_pretrain(commands)
-        commands.choices["export"].add_argument("--onnx", action="store_true", help="also write model.onnx")
-        for add in (add_finetune, _add_cluster, _add_completion):
-            add(commands)
-
-    parser = make_parser("", (add_all,))
+    parser, _ = build_parsers(listed=None)
     parser.prog = "bertrain"
     print(shtab.complete(parser, arguments.shell))
 
 
-def _add_cluster(commands: Any) -> None:
-    """The commands for clusters, which are handed what they need to know of runs."""
-    from cluster.doctor import command as doctor
-    from cluster.jobs import command as jobs
-    from cluster.manifests import command as manifests
-
-    def config_type(path: Path) -> type[Any]:
-        from finetune.training.config import config_type
-
-        return config_type(path)
-
-    jobs.add_to(commands, job_kinds)
-    manifests.add_to(commands, config_type)
-    doctor.add_to(commands, MEASURES)
+# ---------------------------------------------------------------- what components are handed of others
 
 
 def job_kinds() -> Mapping[str, Kind]:
@@ -154,6 +146,18 @@ def job_kinds() -> Mapping[str, Kind]:
         "prepare": Kind(load, f"{api.__name__}:prepare", trains=False),
         "finetune": Kind(finetuning.read_config, f"{finetuning.__name__}:train"),
     }
+
+
+def _config_type(path: Path) -> type[Any]:
+    from finetune.training.config import config_type
+
+    return config_type(path)
+
+
+def _find_job(*given: Any, **options: Any) -> Path | None:
+    from cluster.jobs.client import run_folder
+
+    return run_folder(*given, **options)
 
 
 if __name__ == "__main__":

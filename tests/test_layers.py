@@ -45,13 +45,15 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.model pretrain.checkpoint "
         "pretrain.run"
     ),
-    "pretrain": "pretrain.common pretrain.run cluster.jobs pretrain.reporting",
+    "pretrain": "pretrain.common pretrain.run",
     "finetune.tasks": "pretrain.common pretrain.corpus",
     "finetune.training": (
         "pretrain.common pretrain.config pretrain.storage pretrain.batches pretrain.model pretrain.checkpoint "
         "pretrain.training pretrain.run finetune.tasks"
     ),
-    "finetune.artifacts": "pretrain.common pretrain.model pretrain.checkpoint finetune.tasks finetune.training",
+    "finetune.artifacts": (
+        "pretrain.common pretrain.model pretrain.checkpoint pretrain.run finetune.tasks finetune.training"
+    ),
     "finetune.experiments": (
         "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.run finetune.tasks "
         "finetune.training finetune.artifacts"
@@ -65,8 +67,8 @@ MAY_IMPORT: dict[str, str] = {
         "finetune.training"
     ),
     "finetune": (
-        "pretrain.common pretrain.run cluster.jobs cluster.manifests cluster.doctor pretrain finetune.training "
-        "finetune.artifacts finetune.experiments finetune.scores finetune.workflows"
+        "pretrain.common pretrain.run pretrain.reporting cluster.jobs cluster.manifests cluster.doctor "
+        "finetune.training finetune.artifacts finetune.experiments finetune.scores finetune.workflows"
     ),
     "cluster": "cluster.jobs finetune",
 }

@@ -1,1 +1,1 @@
-"""Manifests for real clusters, made from the config of a run: KubeRay, `ray up` on AWS, SLURM."""
+"""Manifests for real clusters, made from the config of a run: KubeRay, SLURM."""

@@ -14,8 +14,8 @@ from pretrain.common.errors import InputError
 from pretrain.common.sections import Section
 from pretrain.config import PretrainConfig, RunConfig
 
-IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST
-RUN_COMMANDS = _PRETRAIN, _FINETUNE = "pretrain pretrain", "finetune finetune"  # of python -m; they train
+_PROGRAM = "finetune.cli"  # of python -m
+RUN_COMMANDS = f"{_PROGRAM} pretrain", f"{_PROGRAM} finetune"  # they train
 STORED_RUNS = "stored-runs"  # in place.storage: BERTRAIN_RUNS of all nodes, below which runs at addresses train
 
 
@@ -50,7 +50,7 @@ class ManifestJob:
     name: str
     folder: str  # the run folder, relative to the folder in which the commands start
     config: str  # resolved, as YAML
-    subcommands: tuple[str, ...]  # of python -m, in order; the last one trains, the others prepare
+    subcommands: tuple[str, ...]  # in order; the last one trains, the others prepare
     nodes: int
     min_nodes: int  # fewer than `nodes` only if the run is elastic
     workers_per_node: int
@@ -69,7 +69,8 @@ class ManifestJob:
         """
         *before, last = self.subcommands
         arguments = f"{config} --set scheduling.address={address}"
-        return [*(f"python -m {one} {arguments}" for one in before), f"python -m {last} {arguments} --resume"]
+        lines = [*(f"{one} {arguments}" for one in before), f"{last} {arguments} --resume"]
+        return [f"python -m {_PROGRAM} {line}" for line in lines]
 
 
 def load(path: Path | str, run_type: type[RunConfig], kind: type[S], overrides: Sequence[str]) -> tuple[ManifestJob, S]:
@@ -102,7 +103,7 @@ def _job(path: Path | str, config: RunConfig, settings: ManifestSettings) -> Man
         name=config.name,
         folder=_folder(config),
         config=yaml_settings.dump(resolved, exclude={"place"}),
-        subcommands=(_FINETUNE,) if finetunes else (*(["pretrain prepare"] if settings.prepare else []), _PRETRAIN),
+        subcommands=("finetune",) if finetunes else (*(["prepare"] if settings.prepare else []), "pretrain"),
         nodes=_nodes(scheduling.workers, per_node),
         min_nodes=math.ceil((scheduling.min_workers or scheduling.workers) / per_node),
         workers_per_node=per_node,

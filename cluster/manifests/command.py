@@ -14,7 +14,7 @@ from pretrain.common.files import atomic_open, disk_errors, expect_other
 if TYPE_CHECKING:
     from pretrain.config import RunConfig
 
-KINDS = ("kuberay", "rayup", "slurm")
+KINDS = ("kuberay", "slurm")
 
 
 def add_to(commands: Any, config_type: Callable[[Path], type[RunConfig]]) -> None:
@@ -23,14 +23,13 @@ def add_to(commands: Any, config_type: Callable[[Path], type[RunConfig]]) -> Non
         commands,
         "manifest",
         functools.partial(_manifest, config_type),
-        "write what a real cluster needs to run a config",
+        "write a KubeRay or SLURM manifest",
         """
   ./launch.sh manifest kuberay my.yaml --set place.image=registry/bertrain:1 --out my-run.yaml
   ./launch.sh manifest kuberay my.yaml --set place.kind=RayCluster --set place.queue=training
-  ./launch.sh manifest rayup my.yaml --set place.file_system=fs-0123456789abcdef0
   ./launch.sh manifest slurm my.yaml --set scheduling.workers=16 --set place.partition=gpu
 
-The settings below place. say where it runs; cluster/manifests/{kuberay,rayup,slurm}.py describe them.""",
+The settings below place. say where it runs; cluster/manifests/{kuberay,slurm}.py describe them.""",
     )
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
     parser.add_argument(

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator
 
-from cluster.manifests.base import IMAGE, RUN_COMMANDS, STORED_RUNS, ManifestJob, ManifestSettings
+from cluster.manifests.base import RUN_COMMANDS, STORED_RUNS, ManifestJob, ManifestSettings
 from cluster.manifests.text import as_yaml
 from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
@@ -62,7 +62,7 @@ class KubeRaySettings(ManifestSettings):
     )
     image: str = Field(
         default="bertrain:latest",
-        pattern=IMAGE,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$",  # REGISTRY/NAME:TAG or @DIGEST
         description="Container image, built from cluster/manifests/Containerfile.",
     )
     image_pull_secrets: tuple[_ObjectName, ...] = Field(

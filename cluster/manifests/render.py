@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.manifests import kuberay, rayup, slurm
+from cluster.manifests import kuberay, slurm
 from cluster.manifests.base import load
 from pretrain.config import RunConfig
 
 KIND_SETTINGS = {
     "kuberay": (kuberay.KubeRaySettings, kuberay.render),
-    "rayup": (rayup.RayUpSettings, rayup.render),
     "slurm": (slurm.SlurmSettings, slurm.render),
 }
 

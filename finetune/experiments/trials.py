@@ -93,7 +93,8 @@ def run_all(
         pending = [number for number, outcome in enumerate(outcomes) if outcome is None]
         for number, trial in enumerate(trials):
             if number in pending:
-                preflight.check_run_folder(trial.config, True, changed_for_resume)
+                before = preflight.recorded_config(trial.config)
+                preflight.check_run_folder(trial.config, before, changed_for_resume, resume=True)
                 if checkpoint_names(trial.config.folder):
                     runs.check_same(trial.config, over=False)  # it continues without --resume
                 preflight.record_run(trial.config, [sys.executable, *sys.orig_argv[1:]])

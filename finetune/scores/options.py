@@ -1,16 +1,16 @@
 """The command line of `evaluate-pretrained`. Imports nothing heavy."""
 
 import argparse
+from typing import Any
 
-from pretrain.common.commands import add_set, local_path, positive_int
+from pretrain.common.addresses import hub_hint
+from pretrain.common.commands import add_command, add_set, local_path, positive_int
 from pretrain.common.errors import InputError
 from pretrain.common.run_files import CONFIG_FILE, SCORES
 from pretrain.run.arguments import run_path
 
-NAME = "evaluate-pretrained"
 TEXT_SCORES = ("held_out", "common_words", "whole_words", "positions")
-PURPOSE = "say what a pretrained encoder is worth: bits of held-out words, BLiMP, fine-tunings beside random weights"
-EXAMPLES = """
+_EXAMPLES = """
   ./launch.sh evaluate-pretrained runs/bert-mini --text held-out.txt --blimp blimp/data
   ./launch.sh evaluate-pretrained bert-base-uncased/ --blimp blimp/data --blimp-limit 100 --json
   ./launch.sh evaluate-pretrained runs/bert-mini --finetune configs/finetune/transfer/*.yaml --data data/ --seeds 5
@@ -19,8 +19,10 @@ EXAMPLES = """
   ./launch.sh evaluate-pretrained exported/other --text held-out.txt --out scores/"""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `evaluate-pretrained`."""
+def add_to(commands: Any) -> None:
+    """Add `evaluate-pretrained` to the subcommands of a parser."""
+    purpose = "score a pretrained encoder: held-out text, BLiMP, fine-tunings"
+    parser = add_command(commands, "evaluate-pretrained", _run, purpose, _EXAMPLES)
     parser.add_argument(
         "model",
         type=run_path,
@@ -56,7 +58,7 @@ def check(arguments: argparse.Namespace) -> None:
     """Refuse options without effect, and paths that do not exist."""
     predicts = bool(arguments.text or arguments.blimp)
     if not (predicts or arguments.finetune):
-        raise InputError(f"{NAME}: nothing to measure. Give --text, --blimp or --finetune.")
+        raise InputError("evaluate-pretrained: nothing to measure. Give --text, --blimp or --finetune.")
     if (arguments.out / CONFIG_FILE).exists():
         raise InputError(f"--out: {arguments.out} is the folder of a run, whose {SCORES} stays. Give another folder.")
     needs = {
@@ -79,6 +81,18 @@ def check(arguments: argparse.Namespace) -> None:
     for option, paths in given.items():
         if missing := [path for path in paths if path is not None and not path.exists()]:
             raise InputError(f"{option}: {missing[0]} does not exist.")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    check(arguments)  # before torch is loaded
+    if arguments.dry_run:
+        return
+    if not arguments.model.is_dir():
+        hint = hub_hint(arguments.model)
+        raise InputError(f"{arguments.model}: no such folder. Give a released model, an export or a run.{hint}")
+    from finetune.scores import command
+
+    command.run(arguments)
 
 
 def _add_predictions(parser: argparse.ArgumentParser) -> None:

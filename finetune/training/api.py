@@ -59,7 +59,8 @@ def train(
         changed=changed_for_resume,
         metrics=NO_METRICS,
     )
-    return FinetunedRun(read, launch.start_run(kind, read, resume=resume, ray=ray, no_ray=no_ray))
+    before = launch.config_before(read, resume)
+    return FinetunedRun(read, launch.start_run(kind, read, before, resume=resume, ray=ray, no_ray=no_ray))
 
 
 def read_config(config: AnyConfig, overrides: Overrides = (), *, start_from: Any = None) -> FinetuneConfig:

@@ -111,12 +111,12 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Fine
     """
     if not config.start_from:
         raise InputError("--from: missing. Give the folder of the initial checkpoint, or set start_from in the config.")
+    launch.check_start(config, alone)
     task = config.make_task()
     examples = task.read_train()
     held_out = task.read_held_out()
     if test_sets:
         task.read_test()
-    launch.check_cores(config, alone)
     released, encoder = _read_start(config)
     check_fit(config, released.model)
     task.check(encoder)

@@ -10,12 +10,13 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pretrain.common.addresses import check_address, is_remote
 from pretrain.common.errors import InputError, RunError, printable
 from pretrain.common.examples import config_path
 from pretrain.common.files import check_local, find_run
+from pretrain.common.wording import did_you_mean
 
 LAUNCHER = "./launch.sh"
 EXIT_CODES = (
@@ -94,8 +95,8 @@ def _output_is_cut() -> bool:
 # ---------------------------------------------------------------- parsers
 
 
-class _Parser(argparse.ArgumentParser):
-    """Accepts options before an optional positional, as in `evaluate RUN --precision fp32 FILE`.
+class Parser(argparse.ArgumentParser):
+    """Takes options before an optional positional, as in `evaluate RUN --precision fp32 FILE`; an error is one line.
 
     argparse gives such a positional its default as soon as the one before it is read.
     """
@@ -103,22 +104,25 @@ class _Parser(argparse.ArgumentParser):
     _is_inside = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
-        if self._is_inside or all(action.nargs != "?" for action in self._get_positional_actions()):
+        if self._is_inside:
             return super().parse_known_args(args, namespace)
         self._is_inside = True  # parse_known_intermixed_args calls this method again
         try:
-            return self.parse_known_intermixed_args(args, namespace)
+            optional = any(action.nargs == "?" for action in self._get_positional_actions())
+            parse = self.parse_known_intermixed_args if optional else super().parse_known_args
+            found, unknown = parse(args, namespace)
         finally:
             self._is_inside = False
+        if unknown:
+            nearest = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest and f'; {nearest}'}")
+        return found, unknown
 
-
-def make_parser(description: str, adders: Sequence[Callable[[Any], None]]) -> argparse.ArgumentParser:
-    """A parser with the command of each of `adders`, which get what `add_subparsers` returns."""
-    parser = _Parser(prog=program(), description=description, epilog=EXIT_CODES, allow_abbrev=False)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in adders:
-        add(commands)
-    return parser
+    def error(self, message: str) -> NoReturn:
+        """Raise `InputError`."""
+        command = self.prog.removeprefix(program()).strip()
+        stop = "" if message.endswith("?") else "."
+        raise InputError(f"{command}: {message}{stop} {self.prog} --help describes its arguments.")
 
 
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from pretrain.common.errors import InputError
+from pretrain.common.files import disk_errors
 
 # In the run folder: the run saves a checkpoint and finishes.
 STOP_FILE = "stop"
@@ -91,11 +92,12 @@ def clear_stop(run_dir: Path, *, remove: bool = True) -> int:
 
     The clock is the one that stamps the folder's files: a network file system has its own.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if remove:
-        (run_dir / STOP_FILE).unlink(missing_ok=True)
-    with tempfile.NamedTemporaryFile(dir=run_dir, prefix=".clock-") as file:
-        return os.fstat(file.fileno()).st_mtime_ns
+    with disk_errors(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if remove:
+            (run_dir / STOP_FILE).unlink(missing_ok=True)
+        with tempfile.NamedTemporaryFile(dir=run_dir, prefix=".clock-") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -164,6 +166,10 @@ class Worker:
         Only the first process of a machine looks at the flags; the others would ask the same storage once more.
         """
         return self._signaled.is_set() or (self.local_rank == 0 and any(flag.is_set() for flag in self.flags))
+
+    def heed_stop_file(self, run_dir: Path) -> None:
+        """Treat the run's stop file as a request if it is touched from now on. Rank 0 removes an earlier one."""
+        self.flags = (Flag(run_dir / STOP_FILE, since=clear_stop(run_dir, remove=self.rank == 0)),)
 
     def listen(self) -> None:
         """Treat the `stop_signals` as stop requests; a second SIGINT ends the process immediately.

@@ -145,9 +145,8 @@ def time_steps(config: PretrainConfig, steps: int) -> float:
     with unwound_when_terminated(), tempfile.TemporaryDirectory(prefix="bertrain-pace-") as folder:
         run, path = Path(folder) / "run", Path(folder) / CONFIG_FILE
         path.write_text(dump(timed_run(config, run, _UNTIMED_STEPS + steps)), encoding="utf-8")
-        alone = ["--no-ray"] if config.scheduling.workers == 1 else []
-        command = [sys.executable, "-m", "pretrain", "pretrain", str(path), *alone]
-        done = run_program(command)
+        program = f"import sys, pretrain; pretrain.train(sys.argv[1], no_ray={config.scheduling.workers == 1})"
+        done = run_program([sys.executable, "-c", program, str(path)])
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
             raise MachineError(f"The run that times steps failed: {said[-1]}")

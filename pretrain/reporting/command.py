@@ -75,7 +75,7 @@ def _add_dashboard(commands: Any, find_job: FindJob) -> None:
         commands,
         "dashboard",
         functools.partial(_dashboard, find_job),
-        "write the curves, events and scores of runs as an HTML page and a W&B workspace",
+        "write the curves and scores of runs as an HTML page and a W&B workspace",
         """
   ./launch.sh dashboard bert-mini
   ./launch.sh dashboard runs/glue --out glue.html

@@ -83,7 +83,8 @@ def train(
         metrics=objective_of(read).metrics,
         beside=probes.probing,
     )
-    return Run(read, launch.start_run(kind, read, resume=resume, ray=ray, no_ray=no_ray))
+    before = launch.config_before(read, resume)
+    return Run(read, launch.start_run(kind, read, before, resume=resume, ray=ray, no_ray=no_ray))
 
 
 def export(
@@ -173,7 +174,7 @@ def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run
         return pace.recorded(config)
     preflight.check_corpus(config)
     if not dry_run:
-        preflight.check_run_folder(config, resume, changed_for_resume)
+        preflight.check_run_folder(config, None, changed_for_resume, resume=resume)
     return pace.fit(config, minutes, read_text(config).lengths)
 
 
@@ -196,6 +197,7 @@ def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:
     from pretrain.corpus.stored import fetch_corpus
     from pretrain.model.cost import check_names
 
+    launch.check_start(config, alone)
     check_names(config.model)
     fetch_corpus(config.corpus)
     begins = config.start_from and not (resume and began_from(config.folder))
@@ -208,7 +210,6 @@ def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:
         from pretrain.checkpoint.start import read_frozen
 
         objective.check(read_frozen)
-    launch.check_cores(config, alone)
     probes.check(config)
     if begins:
         print(f"{config.start_from}:\n{textwrap.indent(start_table(config), '  ')}")

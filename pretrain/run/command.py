@@ -1,4 +1,4 @@
-"""The commands that prepare a corpus, train on it and export what was trained. Each imports what it needs when run."""
+"""The commands that prepare a corpus and train on it. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from pretrain.common.commands import (
     overrides,
     program,
     run_options,
-    target_path,
 )
 from pretrain.common.errors import InputError
-from pretrain.run.arguments import run_path
 
 
 def add_to(commands: Any) -> None:
-    """Add `prepare`, `pretrain` and `export` to the subcommands of a parser."""
-    for add in (_add_prepare, _add_pretrain, _add_export):
-        add(commands)
+    """Add `prepare` and `pretrain` to the subcommands of a parser."""
+    _add_prepare(commands)
+    _add_pretrain(commands)
 
 
 # ---------------------------------------------------------------- what the commands do
@@ -104,13 +102,6 @@ def _check_budget(arguments: argparse.Namespace) -> None:
             raise InputError(f"{option}: has no effect with --budget. Leave one of them out.")
 
 
-def _export(arguments: argparse.Namespace) -> None:
-    from pretrain.run import api
-
-    options = {name: getattr(arguments, name) for name in ("checkpoint", "averaged", "average")}
-    print(api.export(arguments.run, arguments.out, **options))
-
-
 # ---------------------------------------------------------------- their parsers
 
 
@@ -145,7 +136,7 @@ def _add_pretrain(commands: Any) -> None:
   ./launch.sh pretrain configs/pretrain/adapt.yaml --from bert-base-uncased/
   ./launch.sh pretrain configs/pretrain/bert-large-phase1-phase2.yaml --dry-run --on 8xH100
   ./launch.sh pretrain my.yaml --set phases.0.steps=100 --set engine.zero_stage=2
-  torchrun --nproc-per-node 8 -m pretrain pretrain my.yaml""",
+  torchrun --nproc-per-node 8 -m finetune.cli pretrain my.yaml""",
     )
     add_config(parser, "checkpoint to continue from")
     add_dry_run(parser, "print the run folder, parameters, memory, FLOPs and time, then exit")
@@ -183,35 +174,4 @@ def _add_pretrain(commands: Any) -> None:
         type=float,
         metavar="TOKENS",
         help="with --dry-run: mean tokens per sequence (default: as in the prepared corpus, else 0.8 of the length)",
-    )
-
-
-def _add_export(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "export",
-        _export,
-        "write a run's checkpoint in the Hugging Face layout",
-        """
-  ./launch.sh export runs/bert-mini exported/bert-mini
-  ./launch.sh export runs/bert-mini exported/best --checkpoint best
-
-Fine-tuned models are exported by the same command, also as ONNX:
-  ./launch.sh export runs/sst2 exported/sst2 --onnx""",
-    )
-    parser.add_argument("run", type=run_path, metavar="RUN", help="run folder, name of a run in runs/, or address")
-    parser.add_argument("out", type=target_path, metavar="DIR", help="folder or address to write")
-    parser.add_argument("--checkpoint", metavar="NAME", help="checkpoint of the run (default: the newest)")
-    parser.add_argument(
-        "--average",
-        type=run_path,
-        nargs="+",
-        default=[],
-        metavar="RUN",
-        help="write the mean of this run's weights and those of these, such as forks of one run",
-    )
-    parser.add_argument(
-        "--averaged",
-        action="store_true",
-        help="write the mean of the last steps' weights (see phases.N.averaged_share)",
     )

@@ -6,24 +6,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic
 
 from pretrain.common import records
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
-from pretrain.common.files import disk_errors
 from pretrain.common.records import Metric
 from pretrain.common.wording import counted
-from pretrain.common.worker import (
-    STOP_FILE,
-    Flag,
-    TrainingRequest,
-    Worker,
-    clear_stop,
-    torchrun_place,
-)
-from pretrain.config import R, RunConfig
+from pretrain.common.worker import TrainingRequest, Worker, torchrun_place
+from pretrain.config import R, RunConfig, SchedulingConfig
 from pretrain.run import preflight
 from pretrain.run.callbacks import check_options
 from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
@@ -46,37 +37,48 @@ class RunKind(Generic[R]):
     beside: Callable[[R], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
 
 
-def start_run(kind: RunKind[R], config: R, *, resume: bool, ray: bool = False, no_ray: bool = False) -> bool:
+def start_run(
+    kind: RunKind[R], config: R, before: R | None = None, *, resume: bool, ray: bool = False, no_ray: bool = False
+) -> bool:
     """Check that the run can start, record it in its folder and train it to the end; `api.train` has the options.
 
     Under torchrun only the first process checks, records and prints. The others only train.
 
+    Args:
+        before: the config that an earlier start recorded, if the run resumes (`config_before`).
+
     Returns whether this process started the training; it may be finished already. Raises a `RunError` if the run cannot
     start, diverged, or was stopped.
     """
-    check_options(config.callbacks)
-    alone = is_alone(config, no_ray)
+    alone = is_alone(config.scheduling.workers, no_ray)
     if is_follower():
         if not kind.is_finished(config):
             _train(kind.target, config, resume, alone=True)
         return False
     steps = kind.check(config, alone)
-    if steps is None:
-        with stored_run(config, resume):
-            return _report_finished(config)
     with preflight.only_run(config.folder):
-        config = preflight.check_run_folder(config, resume, kind.changed)
+        config = preflight.check_run_folder(config, before, kind.changed, resume=resume)
         with stored_run(config, resume):
-            if kind.is_finished(config):
-                return _report_finished(config)
+            if steps is None or kind.is_finished(config):
+                print(f"{config.folder}: already finished; nothing to do")
+                return False
             preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
-            print(_how(config, ray=ray, alone=alone))
+            print(_how(config.scheduling, ray=ray, alone=alone))
             _train_and_follow(kind, config, resume, steps, alone=alone, ray=ray)
     return True
 
 
-def check_cores(config: RunConfig, alone: bool) -> None:
-    """Raise `MachineError` if the workers do not fit on this machine. Clusters are checked when the run starts."""
+def config_before(config: R, resume: bool) -> R | None:
+    """The config that an earlier start recorded, for the process that starts a run which is to `resume`; else None."""
+    return preflight.recorded_config(config) if resume and not is_follower() else None
+
+
+def check_start(config: RunConfig, alone: bool) -> None:
+    """Check what the config says of processes: options of callbacks, and whether the workers fit on this machine.
+
+    Clusters are checked when the run starts. Raises `InputError` for the callbacks, `MachineError` for the workers.
+    """
+    check_options(config.callbacks)
     if alone or config.scheduling.address:
         return
     from cluster.workers.nodes import nodes_fit
@@ -85,11 +87,11 @@ def check_cores(config: RunConfig, alone: bool) -> None:
     nodes_fit([(cores, 0)], config.scheduling.workers, config.scheduling.cpus_per_worker, "this machine")
 
 
-def is_alone(config: RunConfig, no_ray: bool) -> bool:
+def is_alone(workers: int, no_ray: bool) -> bool:
     """Whether this process trains, by itself or as one of torchrun's; `InputError` if it cannot."""
-    if no_ray and config.scheduling.workers > 1:
+    if no_ray and workers > 1:
         raise InputError(
-            f"--no-ray: trains in one process, but scheduling.workers is {config.scheduling.workers}. "
+            f"--no-ray: trains in one process, but scheduling.workers is {workers}. "
             "Add --workers 1, or start several processes with torchrun."
         )
     return bool(torchrun_place()) or no_ray
@@ -99,12 +101,6 @@ def is_follower() -> bool:
     """Whether this is a process of torchrun's, but not the first."""
     place = torchrun_place()
     return place is not None and place[0] > 0
-
-
-def _report_finished(config: RunConfig) -> bool:
-    """Print that there is nothing to do; returns False, since nothing was started."""
-    print(f"{config.folder}: already finished; nothing to do")
-    return False
 
 
 def download(run_dir: Any) -> None:
@@ -152,13 +148,12 @@ def stored_run(config: RunConfig, resume: bool) -> Iterator[None]:
     print(f"{config.address}: stored")
 
 
-def _how(config: RunConfig, *, ray: bool, alone: bool) -> str:
+def _how(scheduling: SchedulingConfig, *, ray: bool, alone: bool) -> str:
     """Where the run trains, for the terminal."""
     if torchrun_place():
         return "processes of torchrun, without Ray"
     if alone:
         return "this process, without Ray"
-    scheduling = config.scheduling
     where = f"Ray at {scheduling.address}" if scheduling.address else "Ray"
     by_ray = ray or scheduling.workers > 1 or bool(scheduling.address)
     return f"{counted(scheduling.workers, 'worker')}, {f'through {where}' if by_ray else 'without Ray'}"
@@ -183,7 +178,7 @@ def _train(target: str, config: RunConfig, resume: bool, *, alone: bool, ray: bo
         module, function = target.split(":")
         with process_restored():
             worker = Worker.from_environment()
-            worker.flags = (_stop_flag(config.folder),)
+            worker.heed_stop_file(config.folder)
             getattr(importlib.import_module(module), function)(training, worker)
         return
     from cluster.workers.launch import run
@@ -202,9 +197,3 @@ def _train(target: str, config: RunConfig, resume: bool, *, alone: bool, ray: bo
         min_workers=scheduling.min_workers,
         wait_for_nodes_seconds=scheduling.wait_for_nodes_seconds,
     )
-
-
-def _stop_flag(run_dir: Path) -> Flag:
-    """Requests a stop if the run's stop file is touched from now on. An earlier one is removed."""
-    with disk_errors(run_dir):
-        return Flag(run_dir / STOP_FILE, since=clear_stop(run_dir, remove=not is_follower()))

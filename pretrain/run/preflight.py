@@ -99,11 +99,18 @@ def only_run(folder: Path) -> contextlib.AbstractContextManager[bool]:
     )
 
 
-def check_run_folder(config: R, resume: bool, changed: Callable[[R, R, int], list[str]]) -> R:
+def recorded_config(config: R) -> R | None:
+    """The config that an earlier start in the run's folder recorded; None before the first."""
+    path = config.folder / CONFIG_FILE
+    return load(path, type(config)) if path.is_file() else None
+
+
+def check_run_folder(config: R, before: R | None, changed: Callable[[R, R, int], list[str]], *, resume: bool) -> R:
     """Check what the run writes to: W&B's names, and its folder, whose checkpoints, if any, must fit this config.
 
     Args:
         config: the run.
+        before: the `recorded_config` of a run that resumes.
         resume: continue from the newest checkpoint, if there is one.
         changed: names the settings that differ between two configs and must not when a run resumes after so many steps.
 
@@ -125,15 +132,14 @@ def check_run_folder(config: R, resume: bool, changed: Callable[[R, R, int], lis
             f"{folder}: already holds checkpoints (newest {checkpoints[-1]}). Add --resume to "
             "continue that run, or choose another name or run_dir to start a new one."
         )
-    before = folder / CONFIG_FILE
-    if before.exists() and not checkpoints and not (folder / ENVIRONMENT_FILE).exists():
-        raise InputError(f"{before}: no run wrote it, and this one would replace it. Choose another name or run_dir.")
-    if not (resume and before.exists()):
+    path = folder / CONFIG_FILE
+    if path.exists() and not checkpoints and not (folder / ENVIRONMENT_FILE).exists():
+        raise InputError(f"{path}: no run wrote it, and this one would replace it. Choose another name or run_dir.")
+    if before is None:
         return config
-    earlier = load(before, type(config))
     if checkpoints:
-        check_unchanged(before, earlier, config, int(checkpoints[-1].removeprefix("step-")), changed)
-    return keep_precision(config, earlier)
+        check_unchanged(path, before, config, int(checkpoints[-1].removeprefix("step-")), changed)
+    return keep_precision(config, before)
 
 
 def check_unchanged(where: Path, before: R, config: R, done: int, changed: Callable[[R, R, int], list[str]]) -> None:
@@ -166,8 +172,8 @@ def run_state(folder: Path, *, finished: bool) -> str:
 
 def with_resolved_precision(config: R) -> R:
     """`config` with what an earlier start in its run folder resolved (`pretrain.config.keep_precision`)."""
-    before = config.folder / CONFIG_FILE
-    return keep_precision(config, load(before, type(config))) if before.is_file() else config
+    before = recorded_config(config)
+    return keep_precision(config, before) if before else config
 
 
 def record_config(config: RunConfig) -> None:

@@ -18,9 +18,9 @@ from tiny_checkpoints import make_bert, write_reviews
 from torch import Tensor
 
 import finetune
-from finetune.__main__ import main
 from finetune.artifacts import export
 from finetune.artifacts.padded import PaddedModel
+from finetune.cli import main
 from finetune.tasks.base import Head, Objective, Task
 from finetune.tasks.registry import make_task
 from finetune.training.card import CardFacts, model_card

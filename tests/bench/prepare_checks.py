@@ -74,7 +74,7 @@ def measure_memory(
         settings["corpus"] |= {"filters": _FILTERS} if filters else {}
         config.write_text(json.dumps(settings), encoding="utf-8")
         began = time.perf_counter()
-        peak = _peak_memory([sys.executable, "-m", "pretrain", "prepare", str(config)], scratch / "prepare.log")
+        peak = _peak_memory([sys.executable, "-m", "finetune.cli", "prepare", str(config)], scratch / "prepare.log")
         row = {"megabytes": text.stat().st_size / 1e6, "seconds": time.perf_counter() - began, **peak}
         source = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sources"][0]
         rows.append(row | {name: source[name] for name in ("documents", "duplicates")})

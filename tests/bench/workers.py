@@ -106,7 +106,7 @@ def _pretrain(run: Path, setup: dict[str, Any], options: argparse.Namespace) -> 
         "scheduling.workers": setup["workers"],
         "scheduling.cpus_per_worker": max(1, (os.cpu_count() or 1) // setup["workers"]),
     }
-    command = [sys.executable, "-m", "pretrain", "pretrain", str(path)]
+    command = [sys.executable, "-m", "finetune.cli", "pretrain", str(path)]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
     process = run_program(command)

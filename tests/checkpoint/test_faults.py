@@ -31,7 +31,7 @@ def start(values: dict[str, Any], *, resume: bool = False, **environment: str) -
     path = Path(values["run_dir"]).parent / f"{values['name']}.yaml"
     path.write_text(yaml.safe_dump(values))
     return subprocess.Popen(
-        [sys.executable, "-m", "pretrain", "pretrain", str(path), "--no-ray", *(["--resume"] if resume else [])],
+        [sys.executable, "-m", "finetune.cli", "pretrain", str(path), "--no-ray", *(["--resume"] if resume else [])],
         cwd=ROOT,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,

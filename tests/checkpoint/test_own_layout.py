@@ -16,12 +16,11 @@ from tiny_checkpoints import write_reviews
 from torch import Tensor
 
 import finetune
-from finetune.__main__ import main as finetune_main
 from finetune.artifacts.padded import PaddedModel
+from finetune.cli import main
 from finetune.tasks.base import Head, Objective
 from finetune.training.model.batches import LabeledBatch
 from finetune.training.model.task_model import TaskModel
-from pretrain.__main__ import main
 from pretrain.checkpoint import hf, store
 from pretrain.checkpoint.layouts import LAYOUTS, OWN, layout_of, task_head
 from pretrain.checkpoint.released import read_released, read_shape
@@ -372,7 +371,7 @@ def test_a_fine_tuned_model_is_exported_with_onnx(
 ) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    assert finetune_main(["export", str(place / "reviews"), str(tmp_path / "out"), "--onnx"]) == 0
+    assert main(["export", str(place / "reviews"), str(tmp_path / "out"), "--onnx"]) == 0
     printed = capsys.readouterr().out
     assert "transformers cannot load it: model.recursions is 2" in printed
     assert "model.onnx: opset" in printed
@@ -388,5 +387,5 @@ def test_pictures_and_scores_of_it(place: Path, tmp_path: Path, capsys: pytest.C
     assert len(weights) == 4, "a layer that is applied twice has two pictures"
     (tmp_path / "text.txt").write_text("ab cd ef gh " * 20)
     arguments = ["evaluate-pretrained", str(place / "export"), "--out", str(tmp_path / "out")]
-    assert finetune_main([*arguments, "--text", str(tmp_path / "text.txt"), "--length", "32", "--json"]) == 0
+    assert main([*arguments, "--text", str(tmp_path / "text.txt"), "--length", "32", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["held_out"]

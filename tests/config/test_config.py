@@ -69,7 +69,7 @@ def test_what_wandb_refuses_is_refused_where_a_run_starts_and_read_where_one_is(
     path, folder = write(GOOD), tmp_path / "run"
     config = load_config(path, [f"tracking.{setting}", f"run_dir={folder}"])
     with pytest.raises(InputError) as caught:
-        preflight.check_run_folder(config, False, changed_for_resume)
+        preflight.check_run_folder(config, None, changed_for_resume, resume=False)
     assert str(caught.value).startswith(f"tracking.{message}")
     assert not folder.exists()
 
@@ -78,7 +78,8 @@ def test_what_wandb_refuses_is_refused_where_a_run_starts_and_read_where_one_is(
     preflight.record_config(config)
     assert load_config(folder / "config.yaml") == config
     for changes in ([], [f"tracking.{setting}", "tracking.wandb=off"]):
-        preflight.check_run_folder(load_config(path, [*changes, f"run_dir={folder}"]), True, changed_for_resume)
+        changed = load_config(path, [*changes, f"run_dir={folder}"])
+        preflight.check_run_folder(changed, config, changed_for_resume, resume=True)
 
 
 def test_reads_a_run(write):

@@ -17,7 +17,7 @@ import yaml
 from corpora import make_corpus
 from tokenizers import Tokenizer, models
 
-from pretrain.__main__ import main
+from finetune.cli import main
 from pretrain.common import records
 from pretrain.common.commands import usual_workers
 from pretrain.common.errors import DivergedError, MachineError, StoppedError
@@ -428,28 +428,10 @@ def test_a_run_may_be_given_by_its_name(tmp_path: Path, monkeypatch: pytest.Monk
     assert seen[-1] == Path("a"), "a folder comes before a name"
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["--help"], ["prepare", "--help"], ["pretrain", "--help"], ["export", "--help"]], ids=" ".join
-)
-def test_help_has_examples_and_imports_nothing_heavy(arguments: list[str]):
-    code = (
-        "import sys; from pretrain.__main__ import main\n"
-        f"try: main({arguments})\n"
-        "except SystemExit: pass\n"
-        "print(sorted({name.partition('.')[0] for name in sys.modules}))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    loaded = result.stdout.splitlines()[-1]
-    for heavy in ("torch", "ray", "transformers", "numpy", "pydantic", "yaml", "rich", "wandb", "deepspeed"):
-        assert f"'{heavy}'" not in loaded
-    if len(arguments) == 2:
-        assert "examples:\n  ./launch.sh" in result.stdout
-
-
 def test_the_driver_loads_no_torch_before_workers_start(config_file: Path):
     """Reading and estimating a run must stay quick; only to settle a precision is the machine measured."""
     code = (
-        "import sys; from pretrain.__main__ import main\n"
+        "import sys; from finetune.cli import main\n"
         f"assert main(['pretrain', {str(config_file)!r}, '--dry-run', '--set', 'engine.precision=fp32']) == 0\n"
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
     )
@@ -491,10 +473,8 @@ def test_what_a_message_quotes_does_nothing_to_the_terminal(capsys):
 def test_fine_tuning_refuses_remote_addresses(
     arguments: list[str], capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from finetune.__main__ import main as finetune
-
     monkeypatch.chdir(tmp_path)
-    assert finetune(arguments) == 2
+    assert main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "is a remote address; only local paths are supported." in line
     assert not list(tmp_path.iterdir())

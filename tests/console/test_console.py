@@ -16,19 +16,11 @@ import pytest
 from cluster.doctor.verdicts import judge_versions
 from cluster.workers.launch import environment
 from finetune import cli
-from finetune.__main__ import build_parser as finetune_parser
-from pretrain.__main__ import build_parser as pretrain_parser
 from pretrain.common.commands import EXIT_CODES
 
 ROOT = Path(__file__).parents[2]
-PARSERS = {"pretrain": pretrain_parser, "finetune": finetune_parser, "cluster": cli.cluster_parser}
+PARSER, PARSERS = cli.build_parsers()
 HEAVY = ("torch", "ray", "transformers", "numpy", "pydantic", "yaml", "rich", "wandb", "deepspeed")
-
-
-def commands_of(package: str) -> set[str]:
-    """The commands that the package's parser has."""
-    parser = PARSERS[package]()
-    return {name for action in parser._actions for name in action.choices or ()}
 
 
 # ---- bertrain
@@ -45,7 +37,16 @@ def test_a_reader_that_ends_ends_the_command_quietly() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["--help"], ["-h"], ["help"], ["pretrian"], *([name, "--help"] for name in cli.commands())],
+    [
+        [],
+        ["--help"],
+        ["-h"],
+        ["help"],
+        ["pretrian"],
+        *([name, "--help"] for name in PARSERS),
+        ["logs"],
+        ["up", "--cpu", "1"],
+    ],
     ids=" ".join,
 )
 def test_help_and_typing_errors_import_nothing_heavy(words: list[str]) -> None:
@@ -56,25 +57,22 @@ try: sys.exit(main({words}))
 finally: print(sorted({{name.partition('.')[0] for name in sys.modules}}))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == (2 if words == ["pretrian"] else 0)
+    assert result.returncode == (0 if not words or words[-1] in ("--help", "-h", "help") else 2)
     loaded = result.stdout.splitlines()[-1]
     assert not [name for name in HEAVY if f"'{name}'" in loaded]
 
 
-def test_help_lists_every_command_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
+@pytest.mark.parametrize("words", [[], ["help"], ["-h"], ["--help"]], ids=" ".join)
+def test_help_lists_every_command_on_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert end.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
-    expected = {*commands_of("pretrain"), *commands_of("finetune"), *commands_of("cluster")}
-    assert set(cli.commands()) == expected
-    assert len(cli.commands()) == len(expected)
-    for name in expected:
-        assert sum(line.startswith(f"  {name} ") for line in lines) == 1
-
-
-def test_every_command_is_one_of_its_packages_parser() -> None:
-    for name in cli.commands():
-        assert name in commands_of(cli.package_of([name]))
+    assert [line.split()[0] for line in lines if re.match(r"  [a-z]", line)] == [
+        name for names in cli.GROUPS.values() for name in names
+    ]
+    assert sorted(name for names in cli.GROUPS.values() for name in names) == sorted(PARSERS)
 
 
 @pytest.mark.parametrize(
@@ -92,54 +90,66 @@ def test_an_unknown_command_names_the_nearest(word: str, advice: str, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("package", "words"),
+    ("words", "message"),
     [
-        ("finetune", ["demo", "--fresh"]),
-        ("pretrain", ["prepare", "run.yaml"]),
-        ("finetune", ["predict", "runs/sst2"]),
-        ("cluster", ["logs", "-f", "bert-mini"]),
+        (["pretrain"], "pretrain: the following arguments are required: CONFIG."),
+        (["pretrain", "a.yaml", "--frk", "b"], "pretrain: unrecognized arguments: --frk b; did you mean --fork?"),
+        (["finetune", "a.yaml", "--seedz=3"], "finetune: unrecognized arguments: --seedz=3; did you mean --seeds?"),
+        (["logs", "a", "b"], "logs: unrecognized arguments: b."),
+        (["evaluate", "a", "b", "c"], "evaluate: unrecognized arguments: c."),
+        (["up", "--nodes", "0"], "up: argument --nodes: '0' is not a whole number above 0."),
+        (["attention", "a", "--text"], "attention: argument --text: expected one argument."),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_command_reaches_its_package_whole(monkeypatch: pytest.MonkeyPatch, package: str, words: list[str]) -> None:
-    seen = stand_in(monkeypatch, package, 75)
-    assert cli.main(words) == 75
-    assert seen == [words]
+def test_wrong_arguments_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    advice = f"./launch.sh {words[0]} --help describes its arguments."
+    assert capsys.readouterr().err == f"error: {message} {advice}\n"
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, package: str, code: int) -> list[Any]:
-    """Put a command line that returns `code` in the package's place; returns what it is called with."""
+@pytest.mark.parametrize("words", [["demo", "--fresh"], ["logs", "-f", "bert-mini"]], ids=" ".join)
+def test_a_command_gets_its_arguments_and_says_how_it_ended(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    parser, parsers = cli.build_parsers()
     seen: list[Any] = []
-    line = "finetune.cli.run_command" if package == "cluster" else f"{package}.__main__.main"
-    monkeypatch.setattr(line, lambda *given: seen.append(given[-1]) or code)
-    return seen
+    parsers[words[0]].set_defaults(command=lambda given: seen.append(given) or 75)
+    monkeypatch.setattr(cli, "build_parsers", lambda: (parser, parsers))
+    assert cli.main(words) == 75
+    assert seen == [parser.parse_args(words)]
 
 
-@pytest.mark.parametrize("options", [[], ["--onnx"], ["--checkpoint", "best"], ["--checkpoint=best"]])
+@pytest.mark.parametrize("options", [["--onnx"], ["--checkpoint", "best"], ["--average", "other"], ["--averaged"], []])
 def test_export_depends_on_what_the_folder_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`best` is a fine-tuned model here, but as an option's value it is not what is exported."""
+    from finetune.artifacts import export
+    from pretrain.run import api
+
     monkeypatch.chdir(tmp_path)
-    for folder in ("best", "tuned/model"):
+    monkeypatch.setattr(api, "export", lambda run, out, **given: f"pretrained {run}")
+    monkeypatch.setattr(export, "export", lambda run, out, **given: f"tuned {run}")
+    for folder in ("best", "tuned/model", "runs/named/model"):
         Path(folder).mkdir(parents=True)
         Path(folder, "finetune.json").write_text("{}")
-    assert cli.package_of(["export", *options, "pretrained", "out"]) == "pretrain"
-    assert cli.package_of(["export", *options, "tuned", "out"]) == "finetune"
-    assert cli.package_of(["export", "tuned/model", "out", *options]) == "finetune"
-    assert cli.package_of(["export", *options, "--help"]) == "pretrain"
-    Path("runs/named/model").mkdir(parents=True)
-    Path("runs/named/model/finetune.json").write_text("{}")
-    assert cli.package_of(["export", *options, "named", "out"]) == "finetune"
+    for run, folder in (("tuned", "tuned"), ("tuned/model", "tuned/model"), ("named", "runs/named")):
+        allowed = options in ([], ["--onnx"])
+        assert cli.main(["export", run, "out", *options]) == (0 if allowed else 2)
+        shown = capsys.readouterr()
+        refused = f"error: {''.join(options[:1])}: is for pretraining runs, and {folder} is fine-tuned. Leave it out.\n"
+        assert (shown.out, shown.err) == ((f"tuned {folder}\n", "") if allowed else ("", refused))
+    assert cli.main(["export", "pretrained", "out", *options]) == (2 if options == ["--onnx"] else 0)
+    refused = "error: --onnx: writes fine-tuned models, and pretrained is none. Fine-tune it first.\n"
+    assert capsys.readouterr() == (("", refused) if options == ["--onnx"] else ("pretrained pretrained\n", ""))
 
 
 def test_the_program_is_named_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BERTRAIN_PROGRAM", raising=False)
     monkeypatch.setattr(sys, "argv", ["/usr/bin/bertrain", "pretrain"])
-    help_text = pretrain_parser().format_help()
+    help_text = cli.build_parsers()[0].format_help()
     assert help_text.startswith("usage: bertrain ")
     monkeypatch.setenv("BERTRAIN_PROGRAM", "./launch.sh")
-    assert pretrain_parser().format_help() == help_text.replace("bertrain", "./launch.sh")
+    assert cli.build_parsers()[0].format_help() == help_text.replace("bertrain", "./launch.sh")
 
 
 def test_ray_and_its_workers_name_the_program_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,17 +179,14 @@ def test_the_help_has_the_exit_codes_of_the_reference() -> None:
 def test_an_installed_package_brings_the_command() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     assert '[project.scripts]\nbertrain = "finetune.cli:main"\n' in project
-    assert f'"finetune" = ["{cli.COMMANDS_FILE.name}"]' in project
 
 
 # ---- every command's help
 
 
-@pytest.mark.parametrize("package", PARSERS)
-def test_every_command_has_a_sentence_and_examples(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_has_a_sentence_and_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    (subparsers,) = [action for action in PARSERS[package]()._actions if action.choices]
-    for name, parser in dict(subparsers.choices or {}).items():
+    for name, parser in PARSERS.items():
         text = parser.format_help()
         assert re.search(r"^[A-Z][^\n]{15,}\.$", text, re.MULTILINE), name
         assert f"examples:\n  ./launch.sh {name}" in text
@@ -194,8 +201,8 @@ def test_every_command_has_a_sentence_and_examples(package: str, monkeypatch: py
 def clone(tmp_path: Path) -> Path:
     """launch.sh beside a .venv that is set up, and whose `bertrain` prints what it is called with."""
     shutil.copy(ROOT / "launch.sh", tmp_path)
-    (tmp_path / "finetune").mkdir()
-    shutil.copy(cli.COMMANDS_FILE, tmp_path / "finetune")
+    (tmp_path / "docs/reference").mkdir(parents=True)
+    shutil.copy(ROOT / "docs/reference/commands.md", tmp_path / "docs/reference")
     for name in ("requirements.lock", "pyproject.toml"):
         (tmp_path / name).write_text("")
     program = tmp_path / ".venv/bin/bertrain"
@@ -223,7 +230,7 @@ def test_launch_sh_lists_the_same_commands(clone: Path) -> None:
     for words in ([], ["--help"]):
         result = launch(clone, *words)
         assert (result.returncode, result.stderr) == (0, "")
-        assert cli.COMMANDS_FILE.read_text() in result.stdout
+        assert cli.overview(PARSERS) in result.stdout
         assert "\n  test " in result.stdout
         assert max(map(len, result.stdout.splitlines())) <= 120
     assert not (clone / ".venv").exists()
@@ -260,7 +267,7 @@ def test_launch_sh_and_the_docs_program_have_the_same_options(clone: Path) -> No
 
 def test_launch_sh_hands_every_command_over(clone: Path) -> None:
     add_stamps(clone, "base")
-    for name in cli.commands():
+    for name in PARSERS:
         result = launch(clone, name, "a b", "--set", "x=1")
         assert result.stdout.splitlines() == [f"{name} a b --set x=1", "1 ./launch.sh"], result.stderr
 
@@ -310,7 +317,7 @@ def test_launch_sh_makes_a_copied_venv_again(clone: Path, moved: bool, shebang: 
     (clone / ".venv/made-by-launch.sh").touch()
     add_stamps(clone, "base", "test")
     checkout.mkdir()
-    for name in ("launch.sh", "finetune", "requirements.lock", "pyproject.toml", ".venv"):
+    for name in ("launch.sh", "docs", "requirements.lock", "pyproject.toml", ".venv"):
         subprocess.run(["mv" if moved else "cp", *([] if moved else ["-a"]), clone / name, checkout], check=True)
     python = clone / "python"
     python.write_text('#!/bin/sh\n[ "$2" != venv ] || exit 9\n')
@@ -373,7 +380,7 @@ complete ''; complete pretrain --fo; complete export --o; complete submit --addr
 """
     done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
     first, *options = done.stdout.splitlines()
-    assert set(cli.commands()) <= set(first.split())
+    assert set(PARSERS) <= set(first.split())
     assert options == ["--fork", "--onnx", "--address", "--seeds"]
     assert cli_output(["completion", "zsh"]).startswith("#compdef bertrain\n")
 

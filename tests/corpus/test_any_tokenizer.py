@@ -13,7 +13,7 @@ import pytest
 from piece_tokenizers import CODE, LANGUAGES, PieceKind, make_pieces, save_pieces
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from pretrain.__main__ import main
+from finetune.cli import main
 from pretrain.batches.masking import Masker
 from pretrain.common.errors import InputError
 from pretrain.config import MaskingConfig, PretrainConfig, VocabularyConfig

@@ -286,7 +286,7 @@ def test_an_error_at_the_end_leaves_the_old_corpus(
 def test_a_killed_growth_leaves_the_old_corpus_and_goes_on(tmp_path: Path) -> None:
     first = write_lines(tmp_path / "first.jsonl", [text(seed, 40) for seed in range(300)])
     second = write_lines(tmp_path / "second.jsonl", [text(seed, 40) for seed in range(1000, 6000)])
-    command = [sys.executable, "-m", "pretrain", "prepare", str(tmp_path / "run.yaml")]
+    command = [sys.executable, "-m", "finetune.cli", "prepare", str(tmp_path / "run.yaml")]
 
     def start(folder: str, *paths: Path) -> subprocess.Popen[bytes]:
         sources = "".join(f"\n    - {{kind: jsonl, name: {path.stem}, path: {path}}}" for path in paths)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from released_tokenizers import Kind, make_released, make_tokenizer, save_released
 
-from pretrain.__main__ import main
+from finetune.cli import main
 from pretrain.batches.masking import Masker
 from pretrain.common.errors import InputError
 from pretrain.config import MaskingConfig, load_config

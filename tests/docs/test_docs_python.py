@@ -14,8 +14,8 @@ import transformers
 from corpora import SPECIALS, write_tokenizer
 from tiny_checkpoints import WORDS, make_bert, write_reviews
 
+from finetune.cli import main
 from finetune.training import api as finetuning
-from pretrain.__main__ import main
 from pretrain.checkpoint import hf
 from pretrain.config import ModelConfig
 from pretrain.model.heads import PretrainingModel

@@ -90,7 +90,7 @@ def write_config(folder: Path, start: Path, **changes: Any) -> None:
 
 def finetune(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "finetune", *arguments],
+        [sys.executable, "-m", "finetune.cli", *arguments],
         cwd=work,
         env=environment(),
         capture_output=True,
@@ -222,7 +222,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_continues(work: Pat
         "evaluation.every_epochs=100",
     ]
     process = subprocess.Popen(
-        [sys.executable, "-m", "finetune", *command],
+        [sys.executable, "-m", "finetune.cli", *command],
         cwd=work,
         env=environment(),
         stdout=subprocess.PIPE,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tiny_checkpoints import make_bert, make_roberta, write_reviews
 
 import finetune
-from finetune.__main__ import main
+from finetune.cli import main
 from finetune.training import runs, train
 from finetune.training.config import PRESETS, FinetuneConfig, TrainingConfig
 from finetune.training.train import layered_groups
@@ -302,7 +302,7 @@ def test_the_lines_before_a_bad_one_are_answered(
 def test_a_missing_model_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     code = """
 import sys
-from finetune.__main__ import main
+from finetune.cli import main
 for words in (["predict", "nowhere", "--text", "a"], ["evaluate", "nowhere"], ["export", "nowhere", "out"]):
     assert main(words) == 2
 sys.exit("torch" in sys.modules)
@@ -323,7 +323,7 @@ def predict_lines(root: Path, content: bytes, folder: Path, *options: str) -> in
 
 
 def test_standard_input_is_utf8_whatever_the_locale(root: Path) -> None:
-    command = [sys.executable, "-m", "finetune", "predict", str(root / "whole")]
+    command = [sys.executable, "-m", "finetune.cli", "predict", str(root / "whole")]
     result = subprocess.run(
         command, input=b"\xe9t\xe9\n", capture_output=True, env={**os.environ, "LC_ALL": "C.UTF-8"}, check=False
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import json
 import os
 import re
@@ -32,7 +31,7 @@ from cluster.manifests.render import KIND_SETTINGS
 from cluster.manifests.render import render as render_manifest
 from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
-from finetune.cli import main
+from finetune.cli import build_parsers, main
 from finetune.training.config import config_type
 from finetune.training.config import load_config as load_finetuning
 from pretrain.common.errors import InputError
@@ -54,8 +53,6 @@ start_from: exported/bert
 classification: {train: train.csv, dev: dev.csv, text_column: text, label_column: label}
 scheduling: {workers: 4}
 """
-EFA = ["place.private=true", "place.subnet=subnet-1a", "place.security_group=sg-1a", "place.placement_group=near"]
-NEEDED = {"kuberay": [], "rayup": ["place.file_system=fs-0123abcd", *EFA], "slurm": []}
 
 
 def render(kind: str, config: Path | str, overrides: Sequence[str] = ()) -> str:
@@ -80,10 +77,6 @@ def finetuning(tmp_path: Path) -> Path:
 def kuberay(config: Path, *overrides: str) -> dict[str, dict[str, Any]]:
     """The documents of a KubeRay manifest by kind."""
     return {one["kind"]: one for one in yaml.safe_load_all(render("kuberay", config, overrides))}
-
-
-def rayup(config: Path, *overrides: str) -> dict[str, Any]:
-    return yaml.safe_load(render("rayup", config, [*NEEDED["rayup"], *overrides]))
 
 
 # KubeRay
@@ -173,7 +166,7 @@ def test_a_wrong_field_fails(config: Path, path: str, value: Any) -> None:
 
 
 def test_kubernetes_has_its_own_form_of_a_name(config: Path) -> None:
-    documents = kuberay(config, *NEEDED["kuberay"], "name=Mini_v1.2-")
+    documents = kuberay(config, "name=Mini_v1.2-")
     check_kuberay(documents)
     assert documents["RayJob"]["metadata"]["name"] == "mini-v1-2"
     assert documents["ConfigMap"]["metadata"]["name"] == "mini-v1-2-files"
@@ -307,11 +300,10 @@ def test_pods_are_contained(config: Path) -> None:
 @pytest.mark.parametrize("command", [DRIVER, JOB_ENTRYPOINT, *RUN_COMMANDS])
 def test_a_pod_finds_the_run_by_programs_that_exist(command: str) -> None:
     """A renamed module would go unnoticed until a pod ends without waiting for its checkpoint."""
-    module, *subcommand = command.split()
+    module, *_ = command.split()
     assert re.fullmatch(f"python {kuberay_manifest.COMMAND}", f"python -m {command}")
     assert not re.search(kuberay_manifest.COMMAND, f"python -m {command.replace('.', '-')[1:]}")
-    path = ROOT / module.replace(".", "/")
-    path = path / "__main__.py" if subcommand else path.with_suffix(".py")
+    path = (ROOT / module.replace(".", "/")).with_suffix(".py")
     assert 'if __name__ == "__main__":' in path.read_text()
 
 
@@ -319,7 +311,7 @@ def test_a_pod_finds_the_run_by_programs_that_exist(command: str) -> None:
     ("title", "head", "drains"),
     [
         (f"{PROCESS_TITLE}.run", False, True),  # by the name that Ray gives it (test_cluster.py checks a real one)
-        ("python -m finetune finetune", False, False),
+        ("python -m finetune.cli finetune", False, False),
         (f"{PROCESS_TITLE}.run", True, False),
         (f"python -m {DRIVER}", True, False),
     ],
@@ -433,7 +425,7 @@ def test_a_run_at_an_address_trains_in_storage_that_all_nodes_share(
     monkeypatch.setenv("BERTRAIN_RUNS", "/my/runs")
     address = "run_dir=s3://bucket/runs/my-run"
     folder = "stored-runs/s3/bucket/runs/my-run"
-    assert "/my/" not in "".join(render(kind, config, [*needed, address]) for kind, needed in NEEDED.items())
+    assert "/my/" not in "".join(render(kind, config, [address]) for kind in KINDS)
 
     documents = kuberay(config, address)
     assert f"touch -- /shared/{folder}/stop" in documents["ConfigMap"]["data"]["stop.sh"]
@@ -446,124 +438,9 @@ def test_a_run_at_an_address_trains_in_storage_that_all_nodes_share(
     with pytest.raises(InputError, match="BERTRAIN_RUNS is set for all pods"):
         kuberay(config, "place.worker_environment={BERTRAIN_RUNS: /tmp}")
 
-    assert "--env=BERTRAIN_RUNS=/shared/stored-runs" in rayup(config, address)["docker"]["run_options"]
     script = render("slurm", config, [address])
     assert f"run={folder}\n" in script
     assert 'export BERTRAIN_RUNS="$PWD/stored-runs"\n' in script
-
-
-# ray up
-
-
-@pytest.fixture(scope="module")
-def ray_schema() -> dict[str, Any]:
-    """Ray's own, located without importing Ray."""
-    spec = importlib.util.find_spec("ray")
-    assert spec is not None
-    assert spec.origin is not None
-    return json.loads((Path(spec.origin).parent / "autoscaler" / "ray-schema.json").read_text())
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [],
-        [
-            "place.spot=true",
-            "place.private=true",
-            "place.zone=us-west-2a",
-            "place.security_group=sg-1a",
-            "place.machine_image=ami-1",
-            "place.netrc=~/.netrc",
-            "place.prepare=true",
-        ],
-        ["place.gpus=false", "place.efa_interfaces=0", "place.instance=m6i.32xlarge"],
-    ],
-)
-def test_rayup_is_valid(config: Path, ray_schema: dict[str, Any], overrides: list[str]) -> None:
-    cluster = rayup(config, *overrides)
-    jsonschema.validate(cluster, ray_schema)
-    assert cluster["head_node_type"] in cluster["available_node_types"]
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("max_worker", 2),
-        ("auth/ssh_usr", "me"),
-        ("docker/images", "x"),
-        ("available_node_types/workers/minimum", 1),
-        ("max_workers", "2"),
-    ],
-)
-def test_a_wrong_field_of_rayup_fails(config: Path, ray_schema: dict[str, Any], path: str, value: Any) -> None:
-    cluster = rayup(config)
-    set_at(cluster, path, value)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(cluster, ray_schema)
-
-
-def test_rayup_follows_the_config(config: Path) -> None:
-    cluster = rayup(config)
-    workers = cluster["available_node_types"]["workers"]
-    assert cluster["cluster_name"] == "my-run"
-    assert (workers["min_workers"], workers["max_workers"], cluster["max_workers"]) == (2, 2, 2)
-    assert any("fs-0123abcd.efs.us-west-2" in command for command in cluster["initialization_commands"])
-
-
-def test_rayup_opens_nothing(config: Path) -> None:
-    cluster = rayup(config)
-    assert "security_group" not in cluster["provider"]  # Ray's own lets SSH in and nothing else
-    assert "--dashboard-host=127.0.0.1" in cluster["head_start_ray_commands"][-1]
-    assert any("RAY_AUTH_MODE=token" in option for option in cluster["docker"]["run_options"])
-    assert list(cluster["file_mounts"].values()) == ["~/.ray/auth_token"]
-
-
-@pytest.mark.parametrize(("instance", "count"), [("p4d.24xlarge", 4), ("p5.48xlarge", 32), ("p5en.48xlarge", 16)])
-def test_nodes_with_efa_use_it(config: Path, instance: str, count: int) -> None:
-    """As AWS recommends: one interface for IP, one for EFA alone on each card; Ray needs subnet and group in each."""
-    cluster = rayup(config, f"place.instance={instance}")
-    node = cluster["available_node_types"]["workers"]["node_config"]
-    first, *others = node["NetworkInterfaces"]
-    assert (first["NetworkCardIndex"], first["DeviceIndex"], first["InterfaceType"]) == (0, 0, "interface")
-    assert [one["NetworkCardIndex"] for one in others] == list(range(count))
-    assert [one["DeviceIndex"] for one in others] == [1, *[0] * (count - 1)]
-    assert {one["InterfaceType"] for one in others} == {"efa-only"}
-    for one in (first, *others):
-        assert (one["SubnetId"], one["Groups"]) == ("subnet-1a", ["sg-1a"])
-    assert not {"SubnetIds", "SubnetId", "SecurityGroupIds"} & node.keys()
-    assert node["Placement"] == {"GroupName": "near"}
-    options = cluster["docker"]["worker_run_options"]
-    assert {"--device=/dev/infiniband", "--ulimit=memlock=-1:-1"} <= set(options)
-    head = cluster["available_node_types"]["head"]["node_config"]
-    assert (head["SubnetIds"], head["SecurityGroupIds"]) == (["subnet-1a"], ["sg-1a"])
-    assert "NetworkInterfaces" not in head
-    assert "Placement" not in head
-
-
-def test_nodes_without_efa_keep_to_tcp(config: Path) -> None:
-    for given in (["place.efa_interfaces=0"], ["place.instance=g5.48xlarge"], ["scheduling.workers=8"]):
-        cluster = rayup(config, *given)
-        node = cluster["available_node_types"]["workers"]["node_config"]
-        assert "NetworkInterfaces" not in node
-        assert (node["SubnetIds"], node["SecurityGroupIds"]) == (["subnet-1a"], ["sg-1a"])
-        assert "--device=/dev/infiniband" not in cluster["docker"]["worker_run_options"]
-
-
-def test_workers_of_rayup_get_their_gpus(config: Path) -> None:
-    """The image names no GPUs, so NVIDIA's toolkit gives it none unless requested; the head has none."""
-    docker = rayup(config)["docker"]
-    wanted = {"--gpus=all", "--env=NVIDIA_VISIBLE_DEVICES=all", "--env=NVIDIA_DRIVER_CAPABILITIES=compute,utility"}
-    assert wanted <= set(docker["worker_run_options"])
-    assert not [option for option in docker["run_options"] if "NVIDIA" in option or "gpus" in option]
-    assert "worker_run_options" not in rayup(config, "place.gpus=false", "place.efa_interfaces=0")["docker"]
-
-
-def test_rayup_writes_config_and_script_on_the_head(config: Path, tmp_path: Path) -> None:
-    for line in rayup(config)["head_setup_commands"]:
-        subprocess.run(["bash", "-c", line.replace("/home/bertrain", str(tmp_path))], check=True)
-    assert load_config(tmp_path / "my-run.yaml") == load_config(config)
-    check_script((tmp_path / "start.sh").read_text())
 
 
 # SLURM and all scripts
@@ -737,7 +614,6 @@ def test_slurm_gives_back_a_job_that_prepares(slurm_job: Any, tmp_path: Path) ->
 def test_an_elastic_run_takes_as_many_nodes_as_it_gets(config: Path) -> None:
     elastic = ["scheduling.min_workers=1", "scheduling.workers=2", "place.workers_per_node=1"]
     assert "#SBATCH --nodes=1-2\n" in render("slurm", config, elastic)
-    assert "waiting for 1 nodes" in render("rayup", config, [*NEEDED["rayup"], *elastic])
 
 
 def test_slurm_finds_the_heads_address_without_a_resolver(slurm_job: Any, tmp_path: Path) -> None:
@@ -759,18 +635,13 @@ def test_slurm_without_ray_is_not_a_success(slurm_job: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_commands_are_ours(config: Path, finetuning: Path, kind: str) -> None:
     """Every command line in a manifest is one that its parser takes, and resumes."""
-    import finetune.__main__ as finetune_main
-    import pretrain.__main__ as pretrain_main
-
-    parsers = {"pretrain": pretrain_main.build_parser, "finetune": finetune_main.build_parser}
+    parser, _ = build_parsers()
     for path, count in ((config, 2), (finetuning, 1)):
-        given = [*NEEDED[kind], *(["place.prepare=true"] if path == config else [])]
-        matches = re.findall(
-            r"python -m (pretrain|finetune) ((?:pretrain|prepare|finetune) [^&)\n]*)", render(kind, path, given)
-        )
-        assert len(matches) == count
-        for package, line in matches:
-            arguments = parsers[package]().parse_args(shlex.split(line.replace("'", "")))
+        given = ["place.prepare=true"] if path == config else []
+        lines = re.findall(r"python -m finetune.cli ((?:pre|fine)[^&)\n]*)", render(kind, path, given))
+        assert len(lines) == count
+        for line in lines:
+            arguments = parser.parse_args(shlex.split(line.replace("'", "")))
             assert arguments.set[0].startswith("scheduling.address=")
         assert arguments.resume
 
@@ -779,7 +650,7 @@ def test_the_commands_are_ours(config: Path, finetuning: Path, kind: str) -> Non
 def test_no_secret_gets_into_a_manifest(config: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     for name in ("WANDB_API_KEY", "RAY_AUTH_TOKEN", "HF_TOKEN"):
         monkeypatch.setenv(name, "canary-5f1e")
-    text = render(kind, config, NEEDED[kind])
+    text = render(kind, config)
     assert "canary-5f1e" not in text
     assert "kind: Secret" not in text
     for document in yaml.safe_load_all(text) if kind == "kuberay" else []:
@@ -790,7 +661,7 @@ def test_no_secret_gets_into_a_manifest(config: Path, monkeypatch: pytest.Monkey
 
 def test_a_finetuning_is_known_by_its_keys(finetuning: Path, tmp_path: Path) -> None:
     data = kuberay(finetuning)["ConfigMap"]["data"]
-    assert "python -m finetune finetune" in data["start.sh"]
+    assert "python -m finetune.cli finetune" in data["start.sh"]
     written = tmp_path / "written.yaml"
     written.write_text(data["config.yaml"])
     assert load_finetuning(written) == load_finetuning(finetuning, ["scheduling.cpus_per_worker=8"])
@@ -800,7 +671,7 @@ def test_a_finetuning_is_known_by_its_keys(finetuning: Path, tmp_path: Path) -> 
 def test_shipped_configs_have_manifests(path: Path) -> None:
     start = ["start_from=/shared/bert"] if path.parent.name == "finetune" else []
     for kind in KINDS:
-        assert render(kind, path, [*NEEDED[kind], *start])
+        assert render(kind, path, start)
 
 
 def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -816,27 +687,10 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("kuberay", ["scheduling.workers=9"], "multiple of place.workers_per_node (8)"),
         ("kuberay", ["phases.0.step=1"], "phases.0.step is not a known setting; did you mean"),
         ("kuberay", ["place.storage=shared"], "place.storage is 'shared'; expected text like ^/"),
-        ("rayup", [], "place.file_system is missing. EFS"),
-        (
-            "rayup",
-            ["place.file_system=fs-1"],
-            "need place.private, place.subnet, place.security_group, place.placement_group",
-        ),
-        ("rayup", [*NEEDED["rayup"], "place.region=$(id)"], "place.region is '$(id)'; expected text like"),
-        ("rayup", [*NEEDED["rayup"], "place.image=x --privileged"], "place.image is 'x --privileged'; expected text"),
+        ("kuberay", ["place.image=x --privileged"], "place.image is 'x --privileged'; expected text"),
         ("slurm", ["place.storage=s3://bucket/run"], "place.storage: 's3://bucket/run' is a remote address"),
         ("slurm", ['place.storage="a\\nb"'], "place.storage is 'a\\nb', which contains control characters (\\n)"),
         ("slurm", ['run_dir="a\\ntouch canary"'], "run_dir is 'a\\ntouch canary', which contains control characters"),
-        (
-            "rayup",
-            ["place.file_system=fs-1a", 'place.region="a\\tb"'],
-            "place.region is 'a\\tb', which contains control",
-        ),
-        (
-            "rayup",
-            ["place.file_system=fs-1a", "place.netrc=s3://b/netrc"],
-            "place.netrc is 's3://b/netrc'; expected text like",
-        ),
         ("slurm", ["place.partition=a b"], "place.partition is 'a b'; expected text like"),
         ("slurm", ["place.constraint=a;b"], "place.constraint is 'a;b'; expected text like"),
         ("kuberay", ["place.worker_resources={nvidia.com/gpu: 1}"], "set by place.workers_per_node and place.gpus"),
@@ -902,54 +756,6 @@ def test_the_container_file_takes_its_versions_from_the_lock() -> None:
     assert "--uid 1000" in text  # runAsUser of the pods
 
 
-@pytest.mark.skipif(not shutil.which("gpg"), reason="no gpg here")
-@pytest.mark.parametrize("signed", ["by the key", "by another key", "another file"])
-def test_only_a_signed_installer_runs(tmp_path: Path, signed: str) -> None:
-    """The lines of the image that install EFA, with a downloaded installer that writes a file."""
-    text = (ROOT / "cluster/manifests/Containerfile").read_text()
-    lines = text[text.index('RUN if [ -n "$EFA_INSTALLER" ]') + 4 : text.index("WORKDIR")]
-    site, efa = tmp_path / "site", tmp_path / "efa"
-    installer = site / "aws-efa-installer/efa_installer.sh"
-    program(installer.parent, installer.name, f"touch {tmp_path}/ran\n")
-    home = {**os.environ, "GNUPGHOME": str(tmp_path / "keys")}
-    (tmp_path / "keys").mkdir(mode=0o700)
-
-    def call(*command: object) -> str:
-        return subprocess.run(
-            list(map(str, command)), env=home, cwd=site, check=True, capture_output=True, text=True
-        ).stdout
-
-    for name in ("aws", "other"):
-        call("gpg", "--batch", "--passphrase", "", "--quick-generate-key", f"{name}@example.com", "ed25519", "sign")
-    key = re.findall(r"^fpr:+([0-9A-F]{40}):", call("gpg", "--list-keys", "--with-colons"), re.MULTILINE)[0]
-    call("tar", "--create", "--gzip", "--file", "aws-efa-installer-1.tar.gz", "aws-efa-installer")
-    signer = "other" if signed == "by another key" else "aws"
-    call("gpg", "--batch", "--local-user", f"{signer}@example.com", "--detach-sign", "aws-efa-installer-1.tar.gz")
-    (site / "aws-efa-installer.key").write_text(call("gpg", "--armor", "--export"))
-    call("gpgconf", "--kill", "gpg-agent")
-    if signed == "another file":
-        (site / "aws-efa-installer-1.tar.gz").write_bytes(b"replaced")
-    bin_ = tmp_path / "bin"
-    program(bin_, "wget", f'for one in "${{@:2}}"; do cp {site}/"${{one##*/}}" .; done\n')
-    for name in ("apt-get", "ldconfig"):
-        program(bin_, name, "")
-    lines = lines.replace("/tmp/efa", str(efa)).replace("/var/lib/apt/lists", f"{tmp_path}/lists")
-    lines = lines.replace("/opt/amazon", str(tmp_path)).replace("/etc/ld.so.conf.d", str(tmp_path))
-    done = subprocess.run(
-        ["sh", "-c", lines], env=with_programs(bin_, EFA_INSTALLER="1", EFA_KEY=key), capture_output=True
-    )
-    assert ((tmp_path / "ran").exists(), done.returncode == 0) == (signed == "by the key", signed == "by the key"), done
-
-
-def test_the_image_has_what_the_head_starts_nodes_with() -> None:
-    """Ray's autoscaler runs in the head's container: boto3 for AWS, ssh and rsync for the nodes."""
-    text = (ROOT / "cluster/manifests/Containerfile").read_text()
-    assert ".[aws]" in text
-    assert {"openssh-client", "rsync"} <= set(text.split())
-    assert re.search(r"^aws = \[\n +\"boto3", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert re.search(r"^boto3==", LOCK, re.MULTILINE)
-
-
 # Hostile values
 
 _CANARY = "CANARY"  # stands for the path of a file that must not come into being
@@ -981,8 +787,7 @@ SHELL_LINES = {"environment"}
 
 def accepted(settings: type[ManifestSettings], value: str, folder: Path) -> Any:
     """Settings in which every text that passes their own checks is hostile; a whole config has further checks."""
-    given: dict[str, Any] = {"file_system": "fs-1"} if "file_system" in settings.model_fields else {}
-    given |= {"efa_interfaces": 0} if "efa_interfaces" in settings.model_fields else {}
+    given: dict[str, Any] = {}
     names = [name for name in settings.model_fields if name not in SHELL_LINES]
     for name in names:
         for wanted in (value, f"{folder}/{value}", (value,), {value: "x"}, {"x": value}, {"X": value}):
@@ -1030,24 +835,12 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
     )
 
 
-def scripts_of(kind: str, text: str, home: Path) -> list[str]:
+def scripts_of(kind: str, text: str) -> list[str]:
     """Every piece of shell in a manifest, as those who read it would run it."""
     if kind == "slurm":
         return [text]
-    if kind == "kuberay":
-        data = next(one for one in yaml.safe_load_all(text) if one["kind"] == "ConfigMap")["data"]
-        return [data["start.sh"], data["stop.sh"]]
-    cluster = yaml.safe_load(text)
-    docker = cluster["docker"]
-    words = [*docker["run_options"], *docker.get("worker_run_options", []), docker["image"]]
-    lines = [
-        *cluster["initialization_commands"],
-        *cluster["setup_commands"],
-        *cluster["head_setup_commands"],
-        f"docker run {' '.join(words)} bash",
-        "bash ~/start.sh",
-    ]
-    return [line.replace("/home/bertrain", str(home)) for line in lines]
+    data = next(one for one in yaml.safe_load_all(text) if one["kind"] == "ConfigMap")["data"]
+    return [data["start.sh"], data["stop.sh"]]
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
@@ -1066,7 +859,7 @@ def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: 
     job = hostile_job(value, canary)
     text = render_job(job, settings)
     (tmp_path / "home").mkdir()
-    for script in scripts_of(kind, text, tmp_path / "home"):
+    for script in scripts_of(kind, text):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
         subprocess.run(
             ["bash", "-c", script],
@@ -1076,12 +869,12 @@ def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: 
             capture_output=True,
         )
     assert not canary.exists()
-    assert "-m pretrain pretrain " in (tmp_path / "calls").read_text()  # the script ran to its last line
-    assert written_config(kind, text, Path(settings.storage) / value, tmp_path / "home") == job.config
+    assert "-m finetune.cli pretrain " in (tmp_path / "calls").read_text()  # the script ran to its last line
+    assert written_config(kind, text, Path(settings.storage) / value) == job.config
 
 
-def written_config(kind: str, text: str, run_dir: Path, home: Path) -> str:
+def written_config(kind: str, text: str, run_dir: Path) -> str:
     """The run's config where its command finds it."""
     if kind == "kuberay":
         return next(one for one in yaml.safe_load_all(text) if one["kind"] == "ConfigMap")["data"]["config.yaml"]
-    return (run_dir / "submitted.yaml" if kind == "slurm" else home / "my-run.yaml").read_text()
+    return (run_dir / "submitted.yaml").read_text()

@@ -12,7 +12,7 @@ from corpora import make_corpus, make_vocabulary, write_corpus
 from planned_laws import PLANTED, planted_law, planted_points
 from scipy.optimize import minimize
 
-from pretrain.__main__ import main
+from finetune.cli import main
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json

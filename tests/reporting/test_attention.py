@@ -14,7 +14,7 @@ import torch
 from html_page import Page
 from tiny_checkpoints import make_bert, make_distilbert, make_roberta
 
-from pretrain import __main__ as command_line
+from finetune.cli import main
 from pretrain.common.errors import InputError
 from pretrain.model.padded import PaddedEncoder
 from pretrain.reporting.attention.page import strongest_heads, write_attention_page
@@ -281,10 +281,10 @@ def test_the_command_writes_the_page(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command_line.main(["attention", str(folders["roberta"]), "--text", TEXT]) == 0
+    assert main(["attention", str(folders["roberta"]), "--text", TEXT]) == 0
     assert capsys.readouterr().out.endswith(f"\n\n{(tmp_path / 'attention.html').as_uri()}\n")
     assert Page((tmp_path / "attention.html").read_text()).text
-    assert command_line.main(["attention", str(tmp_path / "none"), "--text", TEXT]) == 2
+    assert main(["attention", str(tmp_path / "none"), "--text", TEXT]) == 2
     assert "no such folder" in capsys.readouterr().err
 
 

@@ -17,9 +17,9 @@ from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finetune.cli import main
 from finetune.tasks import registry
 from finetune.training.config import TASKS, FinetuneConfig
-from pretrain import __main__ as command_line
 from pretrain.common.errors import InputError
 from pretrain.common.records import is_training, note_end, read_records
 from pretrain.common.run_files import FAILED, SCORES
@@ -497,7 +497,7 @@ class TestRefusals:
     ) -> None:
         if records is not None:
             (tmp_path / "metrics.jsonl").write_text(records)
-        assert command_line.main(["dashboard", str(tmp_path)]) == 2
+        assert main(["dashboard", str(tmp_path)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert expected in line
 

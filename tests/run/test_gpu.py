@@ -387,7 +387,7 @@ def _pretrain(root: Path, name: str, *options: str, stop: bool = False, **enviro
         # Small buckets, of which a model of this size has several.
         code = (
             "import sys, pretrain.training.engine.buckets as b; b.ENTRIES = 40_000; "
-            "from pretrain.__main__ import main; sys.exit(main(['pretrain', *sys.argv[1:]]))"
+            "from finetune.cli import main; sys.exit(main(['pretrain', *sys.argv[1:]]))"
         )
         options = options if environment.get("RANK") else (*options, "--no-ray")
     arguments = [sys.executable, "-c", code, str(root / f"{name}.yaml"), *options]
@@ -516,7 +516,7 @@ def test_a_fine_tuned_model_predicts_what_it_does_on_the_cpu(tmp_path: Path) -> 
 
     config = FinetuneConfig.model_validate(with_changes(values, {}))
     (tmp_path / "reviews.yaml").write_text(dump(config), encoding="utf-8")
-    code = "import sys; from finetune.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from finetune.cli import main; sys.exit(main(sys.argv[1:]))"
     answers = []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code]

@@ -15,7 +15,7 @@ import torch
 from corpora import make_corpus
 from tiny_checkpoints import WORDS, make_bert
 
-from pretrain.__main__ import main
+from finetune.cli import main
 from pretrain.batches.replay import mixture_weights, with_replay
 from pretrain.batches.sampler import Sampler
 from pretrain.checkpoint import store

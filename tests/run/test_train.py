@@ -335,7 +335,7 @@ def test_workers_with_other_settings_or_data_are_refused(corpus: Path, tmp_path:
 
 
 def command(config: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "pretrain", "pretrain", str(config), *more]
+    return [sys.executable, "-m", "finetune.cli", "pretrain", str(config), *more]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.__main__ import main
+from finetune.cli import main
 from finetune.scores.masked_model import MaskedModel, MaskedSequence, Predictions
 from finetune.scores.passages import NoScoreError
 from finetune.scores.positions import PositionSettings, score_positions

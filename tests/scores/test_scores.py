@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
-from finetune.__main__ import main
+from finetune.cli import main
 from finetune.scores import blimp, finetuning_runs, held_out, masked_model
 from finetune.scores.blimp import BlimpScore, ParadigmScore, blimp_score, pseudo_log_likelihoods, read_blimp
 from finetune.scores.finetuning import FinetuningScore, finetuning_scores

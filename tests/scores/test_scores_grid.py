@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from finetune.__main__ import main
+from finetune.cli import main
 from finetune.scores.finetuning import FinetuningScore, finetuning_scores
 from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.record import Record

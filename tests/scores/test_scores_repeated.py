@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from finetune.__main__ import main
+from finetune.cli import main
 from finetune.scores import blimp, finetuning, finetuning_runs
 from finetune.scores.blimp import blimp_score, read_blimp
 from finetune.scores.finetuning import finetuning_scores

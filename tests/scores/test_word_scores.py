@@ -18,7 +18,7 @@ import torch
 from tiny_checkpoints import SPECIALS
 from tokenizers import Tokenizer
 
-from finetune.__main__ import main
+from finetune.cli import main
 from finetune.scores import common_words, masked_model
 from finetune.scores.common_words import LIST, score_common_words, token_groups
 from finetune.scores.masked_model import MaskedModel, MaskedSequence, Predictions, TokenGroups

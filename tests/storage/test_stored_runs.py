@@ -23,7 +23,7 @@ import yaml
 from corpora import make_corpus
 from tiny_checkpoints import make_bert, write_reviews
 
-from pretrain.__main__ import main
+from finetune.cli import main
 from pretrain.checkpoint.tokenizer import corpus_of
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
@@ -49,13 +49,10 @@ class Command:
     arguments: Sequence[str]
     stop_at: int = 0
     forget: str = ""  # a folder to delete first
-    package: str = "pretrain"
 
 
 def codes(commands: Sequence[Command]) -> list[int]:
     """Exit codes of the commands, one after another in this process."""
-    import finetune.__main__ as finetune
-    import pretrain.__main__ as pretrain
     from pretrain.common.worker import Worker
 
     found = []
@@ -64,7 +61,7 @@ def codes(commands: Sequence[Command]) -> list[int]:
             shutil.rmtree(command.forget, ignore_errors=True)
             fetched_model.cache_clear()
         Worker.from_environment = staticmethod(lambda step=command.stop_at: _StopsAt(0, 1, 0, 1, step=step))  # type: ignore[method-assign]
-        found.append((finetune if command.package == "finetune" else pretrain).main(list(command.arguments)))
+        found.append(main(list(command.arguments)))
     return found
 
 
@@ -183,10 +180,10 @@ def test_a_fine_tuning_on_s3_starts_resumes_and_ends_there(proxy: FaultyProxy, t
     proxy.plan = [Fault("503", "GET .*bert/model"), Fault("lost", "PUT .*model/model"), Fault("drop", "DELETE .*step-")]
 
     def again(*arguments: str) -> Command:
-        return Command(arguments, forget=cache, package="finetune")
+        return Command(arguments, forget=cache)
 
     commands = [
-        Command(command, stop_at=2, package="finetune"),
+        Command(command, stop_at=2),
         again(*command),  # refused: there is a run
         again(*command, "--resume"),
         again("export", address, exported),

@@ -381,7 +381,7 @@ def test_a_second_submission_and_impossible_resources_are_refused(
     wait_for_step(run_dir, 5)
     # Beside the cluster, in the same folder.
     beside = subprocess.run(
-        [sys.executable, "-m", "pretrain", "pretrain", path, "--resume", "--no-ray", "--workers", "1"],
+        [sys.executable, "-m", "finetune.cli", "pretrain", path, "--resume", "--no-ray", "--workers", "1"],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -428,7 +428,15 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_one_only(corpus: Path, 
     run_dir, rng = Path(values["run_dir"]), random.Random(0)
     for number in range(10):
         started = subprocess.Popen(
-            [sys.executable, "-m", "pretrain", "pretrain", str(path), "--no-ray", *(["--resume"] if number else [])],
+            [
+                sys.executable,
+                "-m",
+                "finetune.cli",
+                "pretrain",
+                str(path),
+                "--no-ray",
+                *(["--resume"] if number else []),
+            ],
             cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

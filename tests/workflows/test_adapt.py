@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from finetune.__main__ import build_parser
+from finetune.cli import build_parsers
 from finetune.training.config import load_config as load_finetuning
 from finetune.workflows.adaptation import settings
-from finetune.workflows.adaptation.command import Stages, check_arguments, finetuning_folder, finetuning_overrides, run
+from finetune.workflows.adaptation.stages import Stages, check_arguments, finetuning_folder, finetuning_overrides, run
 from finetune.workflows.adaptation.texts import held_out_share, sources_of
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError, StoppedError
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def options(*words: str) -> Any:
-    return build_parser().parse_args(["adapt", *words])
+    return build_parsers()[0].parse_args(["adapt", *words])
 
 
 # ---- all stages

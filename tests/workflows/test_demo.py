@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from finetune.__main__ import build_parser, main
-from finetune.workflows.demo import command as demo
+from finetune.cli import build_parsers, main
+from finetune.workflows.demo import stages as demo
 from pretrain.common.errors import DivergedError, InputError, RunError, StoppedError
 from pretrain.common.examples import examples
 from pretrain.common.settings import as_overrides
@@ -97,7 +97,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Names
     monkeypatch.setattr(demo, "write_sets", write_sets)
     monkeypatch.setattr(report, "write_report", lambda run, out: out)
     monkeypatch.setattr(report, "summary", lambda run: "the summary")
-    return build_parser().parse_args(["demo", "--workers", "1"])
+    return build_parsers()[0].parse_args(["demo", "--workers", "1"])
 
 
 def test_each_task_is_trained_from_pretrained_and_from_random_weights(
@@ -134,7 +134,7 @@ def test_each_task_is_trained_from_pretrained_and_from_random_weights(
 def test_a_quick_demo_is_one_task_on_a_small_text(
     arguments: argparse.Namespace, calls: Calls, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    demo.run(build_parser().parse_args(["demo", "--quick"]))
+    demo.run(build_parsers()[0].parse_args(["demo", "--quick"]))
     (given,) = calls.of("train")
     assert (given["run_dir"], given["corpus.dir"]) == ("runs/demo-quick", "data/demo-quick")
     assert (given["scheduling.workers"], given["engine.compile"]) == (1, False)

@@ -1,223 +1,81 @@
-"""The stages of `adapt`: prepare, pretrain, export, fine-tune before and after, report.
-
-The same command again continues where an earlier one stopped.
-"""
-
-from __future__ import annotations
+"""The command line of `adapt`. Imports nothing heavy."""
 
 import argparse
-import contextlib
-import json
-import math
-import shlex
-import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from finetune.training import api as finetuning
-from finetune.training import runs
-from finetune.training.config import load_config as load_finetuning
-from finetune.training.config import run_name
-from finetune.training.saved import MODEL
-from finetune.workflows.adaptation.settings import (
-    CONFIG_FILE,
-    corpus_values,
-    run_values,
-    sequences_of,
-    steps_of,
-    write_config,
-)
-from finetune.workflows.adaptation.texts import held_out_share, sources_of
-from pretrain.common import settings
-from pretrain.common.addresses import hub_hint
-from pretrain.common.commands import program
-from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
-from pretrain.common.files import MANIFEST, checkpoint_names, expect_other, write_json
-from pretrain.common.run_files import COMPARED, SCORES
-from pretrain.config import PretrainConfig, load_config
-from pretrain.corpus.sources import find_inputs
-from pretrain.reporting.gains import gain_lines
-from pretrain.run import api as pretraining
+from pretrain.common.commands import USUAL_WORKERS, add_command, add_set, add_workers, local_path, positive_int
+
+_EXAMPLES = """
+  ./launch.sh adapt novels/ --from bert-base-uncased/ --out adapted/
+  ./launch.sh adapt notes.txt papers.jsonl --from runs/bert-mini --out adapted/ --minutes 30
+  ./launch.sh adapt notes.txt --from bert-base-uncased/ --out adapted/ --general wiki.txt --new-words 500
+  ./launch.sh adapt notes.txt --from bert-base-uncased/ --out adapted/ --finetune my-task.yaml --seeds 3"""
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Run all stages; `arguments` are those of `add_options`.
-
-    Raises:
-        InputError: a path, or options that contradict those with which the folder was begun.
-        RunError: what the first stage that fails raises.
-    """
-    check_arguments(arguments)
-    started = time.monotonic()
-    try:
-        Stages(arguments).run()
-    except StoppedError as error:
-        raise error.again() from None
-    except (MachineError, DivergedError):  # after an error of the input, the same command would be refused again
-        print(f"The adaptation stopped. Run the same command again to continue it in {arguments.out}.")
-        raise
-    _finish(arguments, started)
-
-
-def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise `InputError` for values that no option can have."""
-    if arguments.minutes is not None and not 0 < arguments.minutes < math.inf:
-        raise InputError(f"--minutes: {arguments.minutes:g}; expected a number above 0.")
-    if not 0 <= arguments.replay < 1:
-        raise InputError(f"--replay: {arguments.replay:g}; expected a share from 0 to below 1.")
-    if arguments.seeds and not arguments.finetune:
-        raise InputError("--seeds: counts the runs of each fine-tuning, so it needs --finetune CONFIG.")
-    for path in arguments.finetune or ():
-        if not path.is_file():
-            raise InputError(f"--finetune: {path}: no such file. Give the config of a fine-tuning.")
-    stems = [path.stem for path in arguments.finetune or ()]
-    if len(set(stems)) < len(stems):
-        raise InputError("--finetune: two configs have the same file name, and so would their results. Rename one.")
-    if not arguments.start_from.is_dir():
-        hint = hub_hint(arguments.start_from)
-        raise InputError(f"--from: {arguments.start_from}: no such folder. Give one with a checkpoint.{hint}")
-    written = [arguments.out / f"{name}.{suffix}" for name in ("corpus", "general") for suffix in ("jsonl", "yaml")]
-    read = [*arguments.texts, *(arguments.general or ()), *(arguments.finetune or ())]
-    expect_other([*written, arguments.out / CONFIG_FILE], read)
-    for path in arguments.finetune or ():
-        _check_finetuning(path, arguments)
-
-
-def _check_finetuning(path: Path, arguments: argparse.Namespace) -> None:
-    """Refuse a fine-tuning that cannot run, or has no score to compare: it begins when all else has been done."""
-    folder = finetuning_folder(arguments.out, str(path), "before", 0)
-    config = load_finetuning(path, finetuning_overrides(folder, str(arguments.start_from), 0))
-    runs.is_finished(config, resume=True)  # refuses one with other settings
-    if not runs.plan(config, alone=True).held_out:
-        raise InputError(f"--finetune: {path}: no dev set, so there is no score to compare. Give one.")
-
-
-class Stages:
-    """The stages of an adaptation: later ones depend on what earlier ones wrote."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._arguments = arguments
-        self._out: Path = arguments.out
-        runs = 2 * len(arguments.finetune or ()) * (arguments.seeds or 1)
-        self._count = 3 + bool(arguments.general) + (runs > 0)
-        self._number = 0
-
-    def run(self) -> None:
-        arguments, out = self._arguments, self._out
-        corpus = self._corpus("corpus", arguments.texts, arguments.new_words)
-        self._print_title("tokenizing the text")
-        print(pretraining.prepare(corpus))
-        if arguments.general:
-            general = self._corpus("general", arguments.general, 0)
-            self._print_title("tokenizing the general text")
-            print(pretraining.prepare(general))
-        path = self._run_config(corpus)
-        config = load_config(path)
-        self._print_title("training")
-        run = pretraining.train(path, resume=True, no_ray=config.scheduling.workers == 1)
-        self._print_title("export")
-        print(pretraining.export(run, out / "model"))
-        self.finetune(config)
-
-    def _print_title(self, title: str) -> None:
-        self._number += 1
-        print(f"\n[{self._number}/{self._count}] {title}", flush=True)
-
-    def _corpus(self, name: str, texts: Sequence[Path], added_words: int) -> Path:
-        """Write the config of a corpus; returns its path."""
-        sources = sources_of(texts, self._out / f"{name}.jsonl")
-        size = sum(file.stat().st_size for path in texts for file in ([path] if path.is_file() else path.rglob("*")))
-        values = corpus_values(name, self._out / name, self._arguments.start_from, sources, held_out_share(size))
-        if added_words:
-            values["corpus"]["vocabulary"] = {"added_words": added_words}
-        config = pretraining.read_config(values, _of_corpus(self._arguments.set))
-        for number, source in enumerate(config.corpus.sources):
-            find_inputs(source, f"--set corpus.sources.{number}")  # refuses a table without the column of texts
-        write_config(
-            self._out / f"{name}.yaml",
-            config,
-            begun=(self._out / name).exists(),
-        )
-        return self._out / f"{name}.yaml"
-
-    def _run_config(self, corpus: Path) -> Path:
-        """Write the config of the run, whose batch and steps follow from the prepared text; returns its path."""
-        arguments, path = self._arguments, self._out / CONFIG_FILE
-        section = settings.read_values(corpus)["corpus"]
-        section["vocabulary"] = {"added_words": arguments.new_words}
-        model = load_config(corpus).model
-        sequences = sequences_of(pretraining.read_config(run_values(arguments, section, model, 1), arguments.set))
-        begun = path.is_file() and bool(checkpoint_names(self._out / "run"))  # training may have refused it
-        if begun and not arguments.steps:
-            steps = load_config(path).total_steps
-        else:
-            one_step = run_values(arguments, section, model, 1, sequences)
-            steps = steps_of(pretraining.read_config(one_step, arguments.set), arguments)
-        values = run_values(arguments, section, model, steps, sequences)
-        write_config(path, pretraining.read_config(values, arguments.set), begun=begun)
-        return path
-
-    def finetune(self, config: PretrainConfig) -> None:
-        """Make the fine-tunings that are not finished, and write what all of them came to."""
-        named, seeds = [str(path) for path in self._arguments.finetune or ()], self._arguments.seeds or 1
-        if not named:
-            return
-        self._print_title("fine-tuning before and after")
-        starts = {"before": config.start_from, "after": str(self._out / "model")}
-        for path in named:
-            for seed in range(seeds):
-                for when, start in starts.items():
-                    folder = finetuning_folder(self._out, path, when, seed)
-                    if not (folder / MODEL / MANIFEST).is_file():
-                        settings = finetuning_overrides(folder, start, seed)
-                        print(finetuning.train(path, overrides=settings, resume=True, no_ray=True))
-        write_json(config.folder / COMPARED, [self._compared(path, seeds) for path in named])
-
-    def _compared(self, path: str, seeds: int) -> dict[str, Any]:
-        """The scores of a fine-tuning before and after, for the report."""
-        found = {}
-        for when in ("before", "after"):
-            folders = [finetuning_folder(self._out, path, when, seed) for seed in range(seeds)]
-            found[when] = [json.loads((folder / SCORES).read_text("utf-8")) for folder in folders]
-        metric, part = (found["before"][0][name] for name in ("metric", "chosen_on"))
-        scores = {when: [one["scores"][part][metric] for one in ones] for when, ones in found.items()}
-        return {"title": Path(path).stem, "metric": metric, "set": part, **scores}
+def add_to(commands: Any) -> None:
+    """Add `adapt` to the subcommands of a parser."""
+    purpose = "continue a checkpoint on your own text, and show what it gained and lost"
+    parser = add_command(commands, "adapt", _run, purpose, _EXAMPLES)
+    parser.add_argument(
+        "texts",
+        nargs="+",
+        type=local_path,
+        metavar="TEXT",
+        help="text to adapt to: plain text, JSONL, CSV, Parquet, a Wikipedia dump or WikiExtractor's files, or folders",
+    )
+    parser.add_argument(
+        "--from",
+        dest="start_from",
+        type=local_path,
+        required=True,
+        metavar="DIR",
+        help="checkpoint to continue from: a released model, an export or a run folder",
+    )
+    parser.add_argument("--out", type=local_path, required=True, metavar="DIR", help="folder of all that is written")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--steps", type=positive_int, metavar="N", help="optimizer steps (default: by the size of the text)"
+    )
+    length.add_argument(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="train about this long on this machine: time a few steps first, then choose how many",
+    )
+    parser.add_argument(
+        "--general",
+        action="append",
+        type=local_path,
+        metavar="TEXT",
+        help="text like that which the checkpoint was trained on; may be repeated; shows what is lost",
+    )
+    parser.add_argument(
+        "--replay",
+        type=float,
+        default=0.2,
+        metavar="SHARE",
+        help="share of the training sequences that come from --general (default: 0.2)",
+    )
+    parser.add_argument(
+        "--new-words",
+        type=positive_int,
+        default=0,
+        metavar="N",
+        help="add up to N words of the text to the vocabulary (default: 0)",
+    )
+    parser.add_argument(
+        "--finetune",
+        action="append",
+        type=local_path,
+        metavar="CONFIG",
+        help="fine-tune with this config from the checkpoint and from the result, and compare; may be repeated",
+    )
+    parser.add_argument("--seeds", type=positive_int, metavar="N", help="fine-tunings of each config (default: 1)")
+    add_workers(parser, USUAL_WORKERS)
+    add_set(parser, "override a setting of the pretraining; may be repeated")
 
 
-def _of_corpus(overrides: Sequence[str]) -> list[str]:
-    """Those overrides that a corpus's config takes, too."""
-    return [text for text in overrides if text.startswith("corpus.") and not text.startswith("corpus.dir")]
+def _run(arguments: argparse.Namespace) -> None:
+    from finetune.workflows.adaptation import stages
 
-
-def finetuning_folder(out: Path, path: str, when: str, seed: int) -> Path:
-    """The run folder of a fine-tuning from the checkpoint ("before") or from the result ("after")."""
-    return out / "finetuned" / f"{Path(path).stem}-{when}-{seed}"
-
-
-def finetuning_overrides(folder: Path, start: str, seed: int) -> dict[str, Any]:
-    """The overrides of a fine-tuning in this run folder."""
-    return {
-        "name": run_name(f"adapt-{folder.name}"),
-        "run_dir": folder,
-        "start_from": start,
-        "seed": seed,
-        "scheduling.workers": 1,
-    }
-
-
-def _finish(arguments: argparse.Namespace, started: float) -> None:
-    """Write the report, and say what was gained, what was lost, and what comes next."""
-    from pretrain.reporting import report
-
-    out: Path = arguments.out
-    with contextlib.suppress(OSError):  # where links do not exist, the report shows no predictions
-        (out / "run" / "export").symlink_to(Path("..") / "model")
-    page = report.write_report(out / "run", out / "run" / "report.html")
-    print(f"\n{report.summary(out / 'run')}")
-    print("\n".join(["\nGained and lost", *(f"  {line}" for line in gain_lines(out / "run"))]))
-    if not arguments.general:
-        print("  What the model lost on other text is unknown: name some with --general.")
-    print(f"\nAll stages took {time.monotonic() - started:.0f} s. Curves and scores: {page.resolve().as_uri()}")
-    following = shlex.join(["finetune", "CONFIG", "--from", str(out / "model")])
-    print(f"{out / 'model'}: finished. Next: {program()} {following}")
+    stages.run(arguments)

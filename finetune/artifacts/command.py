@@ -1,0 +1,186 @@
+"""The commands that use a trained model: `evaluate`, `predict`, `export`. Each imports what it needs when it runs."""
+
+import argparse
+import sys
+from typing import Any
+
+from finetune.training.folders import find_model, model_folder
+from pretrain.common.addresses import local
+from pretrain.common.commands import add_command, local_path, target_path
+from pretrain.common.errors import InputError
+from pretrain.run.arguments import run_path, store_target
+
+_PREDICT_FIELDS = {
+    "text": "one text",
+    "pair": "the second text of a pair",
+    "question": "one question",
+    "context": "the text that answers the question",
+}
+
+
+def add_to(commands: Any) -> None:
+    """Add `evaluate`, `predict` and `export` to the subcommands of a parser."""
+    for add in (_add_evaluate, _add_predict, _add_export):
+        add(commands)
+
+
+# ---------------------------------------------------------------- what the commands do
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    model_folder(arguments.model)  # before torch is loaded
+    from finetune.artifacts.evaluation import evaluate
+    from pretrain.common.thread_waits import sleeping_when_crowded
+
+    with sleeping_when_crowded():
+        print(evaluate(arguments.model, arguments.file, arguments.out, arguments.precision))
+
+
+def _predict(arguments: argparse.Namespace) -> None:
+    source = "-" if arguments.input is None else arguments.input
+    fields = {name: text for name in _PREDICT_FIELDS if (text := getattr(arguments, name)) is not None}
+    if fields and arguments.input is not None:
+        raise InputError(f"predict: got both {source} and --{next(iter(fields))}. Give one of them.")
+    if not fields and source == "-" and sys.stdin.isatty():
+        raise InputError("predict: no input. Give --text, a file, or lines on standard input.")
+    folder = model_folder(arguments.model)  # before torch is loaded
+    from finetune.artifacts.prediction import predict
+
+    predict(folder, source, arguments.out, arguments.precision, fields)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    """A pretraining run's checkpoint, or a fine-tuned model."""
+    options = {name: getattr(arguments, name) for name in ("checkpoint", "averaged", "average")}
+    if find_model(arguments.run) is None:  # before torch is loaded
+        if arguments.onnx:
+            raise InputError(f"--onnx: writes fine-tuned models, and {arguments.run} is none. Fine-tune it first.")
+        from pretrain.run import api
+
+        print(api.export(arguments.run, arguments.out, **options))
+        return
+    if given := [name for name, value in options.items() if value]:
+        raise InputError(f"--{given[0]}: is for pretraining runs, and {arguments.run} is fine-tuned. Leave it out.")
+    from finetune.artifacts.export import export
+
+    written = export(arguments.run, local(arguments.out), onnx=arguments.onnx)
+    store_target(arguments.out)
+    print(written.replace(str(local(arguments.out)), str(arguments.out), 1))
+
+
+# ---------------------------------------------------------------- their parsers
+
+
+def _add_evaluate(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "evaluate",
+        _evaluate,
+        "score a fine-tuned model on labeled data with the task's official metrics",
+        """
+  ./launch.sh evaluate runs/sst2
+  ./launch.sh evaluate runs/sst2 other.tsv --out scores/""",
+    )
+    _add_model(parser)
+    parser.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="labeled file (default: the dev sets of the config, and its labeled test sets)",
+    )
+    parser.add_argument(
+        "--out",
+        type=local_path,
+        metavar="DIR",
+        help="folder for metrics.json and predictions (default: evaluation/ in the run folder, or "
+        "NAME-evaluation/ beside an export)",
+    )
+
+
+def _add_predict(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "predict",
+        _predict,
+        "predict labels, entities or answers for a file, standard input or one text",
+        """
+  ./launch.sh predict runs/sst2 --text "a lovely film"
+  ./launch.sh predict runs/rte --text "A man sleeps." --pair "Somebody rests."
+  ./launch.sh predict runs/squad --question "Who wrote it?" --context "It was written by Ann."
+  ./launch.sh predict runs/sst2 test.csv --out predictions.jsonl
+  ./launch.sh predict runs/ner texts.jsonl --out spans.jsonl
+  cat texts.txt | ./launch.sh predict runs/sst2""",
+    )
+    _add_model(parser)
+    parser.add_argument(
+        "input",
+        nargs="?",
+        metavar="FILE",
+        help=".csv, .tsv, .jsonl, .json or .parquet with the config's columns, or .txt with one text per line; for "
+        "entities .jsonl, .json, .parquet, .txt or CoNLL columns; without FILE or with -, lines of text or JSON are "
+        "read from standard input",
+    )
+    parser.add_argument(
+        "--out",
+        type=local_path,
+        metavar="FILE",
+        help="file to write, beside files for the task's official scorers: .csv, .tsv, .parquet, or else JSON Lines "
+        "(default: standard output)",
+    )
+    for name, purpose in _PREDICT_FIELDS.items():
+        parser.add_argument(f"--{name}", metavar="TEXT", help=purpose)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", type=run_path, metavar="MODEL", help="fine-tuned model, its run folder, or name of a run in runs/"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("auto", "bf16", "fp16", "fp32"),
+        default="auto",
+        help="precision of the computation; auto: that of training, unless it is slow on this machine (default: auto)",
+    )
+
+
+def _add_export(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "export",
+        _export,
+        "write a run's model in the Hugging Face layout, or as ONNX",
+        """
+  ./launch.sh export runs/bert-mini exported/bert-mini
+  ./launch.sh export runs/bert-mini exported/best --checkpoint best
+  ./launch.sh export runs/sst2 exported/sst2 --onnx""",
+    )
+    parser.add_argument(
+        "run",
+        type=run_path,
+        metavar="RUN",
+        help="folder or address of a pretraining run, of a fine-tuning or of its model, or name of a run in runs/",
+    )
+    parser.add_argument(
+        "out", type=target_path, metavar="DIR", help="folder or address to write; replaces an earlier export"
+    )
+    parser.add_argument(
+        "--checkpoint", metavar="NAME", help="of a pretraining run: which checkpoint (default: the newest)"
+    )
+    parser.add_argument(
+        "--average",
+        type=run_path,
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="of a pretraining run: write the mean of its weights and those of these, such as forks of one run",
+    )
+    parser.add_argument(
+        "--averaged",
+        action="store_true",
+        help="of a pretraining run: write the mean of the last steps' weights (see phases.N.averaged_share)",
+    )
+    parser.add_argument(
+        "--onnx",
+        action="store_true",
+        help="of a fine-tuning: also write model.onnx (needs onnx, onnxscript and onnxruntime)",
+    )

@@ -1,0 +1,242 @@
+"""The whole demo: pretrain on the embedded corpus, then fine-tune on three labeled sets extracted from it.
+
+Each model is trained from the pretrained weights and from random ones, with the same data and steps. The difference
+in scores shows what pretraining adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sysconfig
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.training import api as finetuning
+from finetune.training.saved import MODEL
+from finetune.workflows.demo.data import write_sets
+from pretrain.common.commands import usual_workers
+from pretrain.common.errors import InputError, StoppedError
+from pretrain.common.files import MANIFEST, checkpoint_names, write_json
+from pretrain.common.run_files import ENVIRONMENT_FILE, SCORES
+from pretrain.common.settings import as_overrides
+from pretrain.reporting.report import FINETUNED
+from pretrain.run import api as pretraining
+
+_CONFIG = "tiny"
+# A text that is read in seconds, and steps that take about a minute on two cores, too few to compile or to start Ray.
+_QUICK: dict[str, Any] = {
+    "phases.0.steps": 160,
+    "phases.0.warmup_steps": 20,
+    "checkpoint.every_steps": 80,
+    "evaluation.every_steps": 40,
+    "engine.compile": False,
+}
+STARTS = {"pretrained": False, "random": True}  # name -> value of the setting random_weights
+DATA = "labeled"  # folder of the labeled sets, in the run folder
+_COUNTS = "counts.json"  # of the labeled sets, written after all of them
+_SHOWN = 4  # predictions of each task in the report
+_LONGEST = 320  # characters of a text in the report
+
+
+@dataclass(frozen=True)
+class DemoTask:
+    """A fine-tuning of the demo."""
+
+    name: str
+    title: str
+    section: str  # of the config
+
+
+TASKS = (
+    DemoTask("packages", "Which package is a passage from?", "classification"),
+    DemoTask("names", "Which words are code names?", "entities"),
+    DemoTask("returns", "What does the function return?", "questions"),
+)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the demo with its options and write its report; raises the error of the first stage that fails."""
+    _fill_in(arguments)
+    started = time.monotonic()
+    try:
+        _pretrain(arguments)
+        _finetune(arguments)
+    except StoppedError as error:
+        raise error.again() from None
+    from pretrain.reporting import report
+
+    _print_title(arguments, 5 + len(_tasks(arguments)), "report")
+    path = report.write_report(arguments.run_dir, arguments.run_dir / "report.html")
+    print(report.summary(arguments.run_dir))
+    if arguments.quick:
+        print("\nA minute of pretraining is too short to help. The whole demo trains longer, on three tasks.")
+    print(f"\nAll stages took {time.monotonic() - started:.0f} s.")
+    print(f"Curves, corpus card, fill-mask examples and scores: {path.resolve().as_uri()}")
+
+
+def _fill_in(arguments: argparse.Namespace) -> None:
+    """Fill in what depends on --quick and was not given."""
+    name = "demo-quick" if arguments.quick else "demo"
+    arguments.run_dir = arguments.run_dir or Path("runs", name)
+    arguments.data_dir = arguments.data_dir or Path("data", name)
+    if arguments.minutes is None:
+        arguments.minutes = 0.0 if arguments.quick else 6.0
+    if arguments.workers is None:
+        arguments.workers = 1 if arguments.quick else usual_workers()
+
+
+def _tasks(arguments: argparse.Namespace) -> tuple[DemoTask, ...]:
+    return TASKS[:1] if arguments.quick else TASKS
+
+
+def _print_title(arguments: argparse.Namespace, number: int, title: str) -> None:
+    print(f"\n[{number}/{5 + len(_tasks(arguments))}] {title}", flush=True)
+
+
+def _pretrain(arguments: argparse.Namespace) -> None:
+    """Prepare, pretrain and export, or continue where an earlier demo stopped."""
+    folder: Path = arguments.run_dir
+    if arguments.fresh and folder.exists():
+        if not (folder / ENVIRONMENT_FILE).is_file():
+            raise InputError(f"{folder}: not a run folder, so --fresh does not delete it. Choose another --run-dir.")
+        shutil.rmtree(folder)
+    if checkpoint_names(folder):
+        print(f"{folder}: resuming from the newest checkpoint (--fresh starts a new run)")
+    given = {
+        "name": "demo",
+        "run_dir": folder,
+        "corpus.dir": arguments.data_dir,
+        "scheduling.workers": arguments.workers,
+        **(_QUICK | {"corpus.sources.0.path": sysconfig.get_path("stdlib")} if arguments.quick else {}),
+    }
+    settings = [*as_overrides(given), *arguments.set]
+    _print_title(arguments, 1, "tokenizing text into shards")
+    # A new corpus would differ if packages were installed since, and the run could not resume on it.
+    if (arguments.data_dir / MANIFEST).is_file():
+        print(f"{arguments.data_dir}: using the corpus made by an earlier demo")
+    else:
+        print(pretraining.prepare(_CONFIG, overrides=settings))
+    _print_title(arguments, 2, "training")
+    as_given = any(value.startswith("phases.0.steps=") for value in arguments.set)
+    minutes = None if as_given or not arguments.minutes else arguments.minutes
+    trained = pretraining.train(_CONFIG, overrides=settings, minutes=minutes, resume=True)
+    _print_title(arguments, 3, "export")
+    print(pretraining.export(trained, folder / "export"))
+
+
+def _finetune(arguments: argparse.Namespace) -> None:
+    folder: Path = arguments.run_dir
+    data, tasks = folder / DATA, _tasks(arguments)
+    _print_title(arguments, 4, f"extracting three labeled sets from the corpus: {data}")
+    # Written once, as the corpus is: other packages may be installed when the demo runs again.
+    if not (data / _COUNTS).is_file():
+        write_json(data / _COUNTS, write_sets(data))
+    counts = json.loads((data / _COUNTS).read_text(encoding="utf-8"))
+    for number, task in enumerate(tasks, 5):
+        sizes = counts[task.name]
+        _print_title(arguments, number, f"{task.title} ({sizes['train']:,} examples, {sizes['dev']:,} held out)")
+        for start in STARTS:
+            print(f"\n      {_model_title(task, start, tasks)}", flush=True)
+            try:
+                _train(task, start, folder, data)
+            finally:  # a report of an unfinished demo shows the scores that exist
+                write_json(folder / FINETUNED, [_result(one, folder, counts[one.name]) for one in tasks])
+        print(f"      {_line(_result(task, folder, sizes))}", flush=True)
+
+
+def _model_title(task: DemoTask, start: str, tasks: Sequence[DemoTask]) -> str:
+    """Which of the fine-tunings runs, such as "packages, from pretrained weights (1 of 6)"."""
+    number = tasks.index(task) * len(STARTS) + list(STARTS).index(start) + 1
+    return f"{task.name}, from {start} weights ({number} of {len(tasks) * len(STARTS)})"
+
+
+def _train(task: DemoTask, start: str, folder: Path, data: Path) -> None:
+    """Fine-tune, unless an earlier demo finished this model."""
+    target = folder / "finetuned" / f"{task.name}-{start}"
+    if (target / MODEL / MANIFEST).is_file():
+        print("      finished by an earlier demo", flush=True)
+        return
+    settings = {
+        "name": f"demo-{task.name}-{start}",
+        "run_dir": target,
+        "start_from": folder / "export",
+        "random_weights": STARTS[start],
+        f"{task.section}.train": data / f"{task.name}-train.jsonl",
+        f"{task.section}.dev": data / f"{task.name}-dev.jsonl",
+    }
+    print(finetuning.train(f"demo/{task.name}", overrides=settings, resume=True, no_ray=True))
+
+
+# ---------------------------------------------------------------- results
+
+
+def _result(task: DemoTask, folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
+    """What the report shows of a task: scores of the finished models, and examples once the first has finished."""
+    runs = {start: folder / "finetuned" / f"{task.name}-{start}" for start in STARTS}
+    finished = {start: run for start, run in runs.items() if (run / MODEL / MANIFEST).is_file()}
+    scores = {start: json.loads((run / SCORES).read_text("utf-8")) for start, run in finished.items()}
+    metric = next((one["metric"] for one in scores.values()), "")
+    examples = []
+    if "pretrained" in finished:
+        predictions = _read_lines(finished["pretrained"] / "predictions" / "dev.jsonl")
+        examples = _examples(task, predictions, _read_lines(folder / DATA / f"{task.name}-dev.jsonl"))
+    return {
+        "title": task.title,
+        "metric": metric.replace("_", " "),
+        "train": sizes["train"],
+        "dev": sizes["dev"],
+        "scores": {start: one["scores"]["dev"][metric] for start, one in scores.items()},
+        "examples": examples,
+    }
+
+
+def _line(result: dict[str, Any]) -> str:
+    pretrained, random = (result["scores"][start] for start in STARTS)
+    return f"{result['metric']} {pretrained:.3f} from pretrained weights, {random:.3f} from random weights"
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _examples(task: DemoTask, predictions: list[dict[str, Any]], gold: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A few short held-out texts with their predictions: {"pieces": [[text, mark]], "note": ...}."""
+    show = {"packages": _package_example, "names": _names_example, "returns": _returns_example}[task.name]
+    short = (
+        show(prediction, row)
+        for prediction, row in zip(predictions, gold, strict=True)
+        if len(row.get("context", row.get("text", ""))) <= _LONGEST
+    )
+    return [example for example, _ in zip(short, range(_SHOWN), strict=False)]
+
+
+def _package_example(prediction: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    note = f"{prediction['label']} ({prediction['score']:.0%}); truth: {row['label']}"
+    return {"pieces": [[row["text"], ""]], "note": note}
+
+
+def _names_example(prediction: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    predicted = [(one["start"], one["end"]) for one in prediction["entities"]]
+    truth = {(one["start"], one["end"]) for one in row["entities"]}
+    note = f"{len(truth.intersection(predicted))} of {len(truth)} found, {len(set(predicted) - truth)} wrong"
+    return {"pieces": _pieces(row["text"], predicted), "note": note}
+
+
+def _returns_example(prediction: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    spans = [(prediction["start"], prediction["end"])] if prediction["answer"] else []
+    note = f"{row['question']} Truth: {row['answers']['text'][0]}"
+    return {"pieces": _pieces(row["context"], spans), "note": note}
+
+
+def _pieces(text: str, spans: Sequence[tuple[int, int]]) -> list[list[str]]:
+    """[text, "found" or ""] from the first character to the last; `spans` are marked "found"."""
+    pieces, at = [], 0
+    for start, end in sorted(spans):
+        pieces += [[text[at:start], ""], [text[start:end], "found"]]
+        at = end
+    return [piece for piece in [*pieces, [text[at:], ""]] if piece[0]]
