@@ -16,7 +16,6 @@ from finetune.scores.finetuning_runs import FinetuningSettings, read_plans
 from finetune.scores.follow import follow
 from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import ModelSettings, fingerprint
-from finetune.scores.options import TEXT_SCORES
 from finetune.scores.record import MODELS, Record, read_record
 from finetune.scores.text_scores import PARTS, WHY_NOT, text_scores
 from finetune.scores.view import score_table, write_scores_page
@@ -106,7 +105,7 @@ def _predictions(arguments: argparse.Namespace, record: Record) -> list[str]:
     settings = ModelSettings(arguments.precision, arguments.compile)
     skipped: list[str] = []
     if arguments.text:
-        how, given = HeldOutSettings(arguments.length), arguments.text_scores or TEXT_SCORES
+        how, given = HeldOutSettings(arguments.length), arguments.text_scores
         if held_out.PART in given:
             held_out_score(arguments.model, arguments.text, how=how, settings=settings, record=record)
         parts = [part for part in PARTS if part in given]

@@ -9,7 +9,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.run_files import CONFIG_FILE, SCORES
 from pretrain.run.arguments import run_path
 
-TEXT_SCORES = ("held_out", "common_words", "whole_words", "positions")
+_TEXT_SCORES = ("held_out", "common_words", "whole_words", "positions")
 _EXAMPLES = """
   ./launch.sh evaluate-pretrained runs/bert-mini --text held-out.txt --blimp blimp/data
   ./launch.sh evaluate-pretrained bert-base-uncased/ --blimp blimp/data --blimp-limit 100 --json
@@ -63,7 +63,7 @@ def check(arguments: argparse.Namespace) -> None:
         raise InputError(f"--out: {arguments.out} is the folder of a run, whose {SCORES} stays. Give another folder.")
     needs = {
         "--length": (arguments.length != 128, bool(arguments.text), "--text"),
-        "--text-scores": (arguments.text_scores, bool(arguments.text), "--text"),
+        "--text-scores": (arguments.text_scores != _TEXT_SCORES, bool(arguments.text), "--text"),
         "--blimp-limit": (arguments.blimp_limit, bool(arguments.blimp), "--blimp"),
         "--seeds": (arguments.seeds != 3, bool(arguments.finetune), "--finetune"),
         "--precision": (arguments.precision != "fp32", predicts, "--text or --blimp"),
@@ -111,10 +111,10 @@ def _add_predictions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-scores",
         nargs="+",
-        choices=TEXT_SCORES,
-        default=[],
+        choices=_TEXT_SCORES,
+        default=_TEXT_SCORES,
         metavar="SCORE",
-        help=f"--text: only some of {', '.join(TEXT_SCORES)}",
+        help=f"--text: only some of {', '.join(_TEXT_SCORES)}",
     )
     parser.add_argument(
         "--length",
