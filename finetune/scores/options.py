@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from pretrain.common.addresses import hub_hint
-from pretrain.common.commands import add_command, add_set, local_path, positive_int
+from pretrain.common.commands import add_command, add_follow, add_set, local_path, positive_int
 from pretrain.common.errors import InputError
 from pretrain.common.run_files import CONFIG_FILE, SCORES
 from pretrain.run.arguments import add_run
@@ -31,22 +31,14 @@ def add_to(commands: Any) -> None:
         metavar="DIR",
         help="folder of all results (default: runs/scores)",
     )
-    _add_follow(parser)
+    purpose = "score checkpoints of the run MODEL into its probes.jsonl as they are saved, until the last"
+    add_follow(parser, f"{purpose} (evaluation.probes does so from the config)")
+    parser.add_argument("--pid", type=positive_int, metavar="PID", help="--follow: end when this process is gone")
+    parser.add_argument("--dry-run", action="store_true", help="check the options, then exit")
     parser.add_argument("--name", metavar="NAME", help="of the model in the results (default: that of its folder)")
     parser.add_argument("--json", action="store_true", help="print the model's scores as JSON instead of a table")
     _add_predictions(parser)
     _add_finetunings(parser)
-
-
-def _add_follow(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--follow",
-        action="store_true",
-        help="score checkpoints of the run MODEL into its probes.jsonl as they are saved, until the last "
-        "(evaluation.probes does so from the config)",
-    )
-    parser.add_argument("--pid", type=positive_int, metavar="PID", help="--follow: end when this process is gone")
-    parser.add_argument("--dry-run", action="store_true", help="check the options, then exit")
 
 
 def check(arguments: argparse.Namespace) -> None:

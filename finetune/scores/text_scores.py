@@ -38,32 +38,24 @@ def text_scores(
 
     Other args and errors are those of `held_out_score`; its `--length` has no effect here.
     """
-    documents = read_documents(texts)
+    documents, model, found = read_documents(texts), None, dict[str, dict[str, Any]]()
     digest = text_digest(*documents)
-    hows = {part: {"texts": digest, **asdict(_SCORES[part][2]), **settings.how()} for part in parts}
-    if common_words.PART in hows:
-        hows[common_words.PART]["list"] = text_digest(*common_words.common_words())
-    found = {} if record is None else {part: record.read(part, how) for part, how in hows.items()}
-    missing = [part for part in parts if not _is_score(part, found.get(part, {}))]
-    model = MaskedModel(folder, settings) if missing else None
-    if model is not None and record is not None:
-        record.check(folder)
-    for part in missing:
-        assert model is not None
-        found[part] = _measured(part, model, documents)
+    for part in parts:
+        measure, score, chosen = _SCORES[part]
+        how = {"texts": digest, **asdict(chosen), **settings.how()}
+        if part == common_words.PART:
+            how["list"] = text_digest(*common_words.common_words())
+        found[part] = {} if record is None else record.read(part, how)
+        if found[part].keys() in ({field.name for field in fields(score)}, {WHY_NOT}):  # else it is another version's
+            continue
+        if model is None:
+            model = MaskedModel(folder, settings)
+            if record is not None:
+                record.check(folder)
+        try:
+            found[part] = asdict(measure(model, documents, chosen))
+        except NoScoreError as error:
+            found[part] = {WHY_NOT: str(error)}
         if record is not None:
-            record.write(part, hows[part], found[part])
+            record.write(part, how, found[part])
     return found
-
-
-def _is_score(part: str, scores: dict[str, Any]) -> bool:
-    """Whether this is what this version writes."""
-    return scores.keys() in ({field.name for field in fields(_SCORES[part][1])}, {WHY_NOT})
-
-
-def _measured(part: str, model: MaskedModel, documents: Sequence[str]) -> dict[str, Any]:
-    measure, _, how = _SCORES[part]
-    try:
-        return asdict(measure(model, documents, how))
-    except NoScoreError as error:
-        return {WHY_NOT: str(error)}

@@ -26,9 +26,7 @@ _LATEST_TIME = 253_402_300_799
 
 
 def read_records(run_dir: Path, name: str = METRICS) -> list[dict[str, Any]]:
-    """All records of a run's metrics.jsonl in file order, or of another such file, under today's field names.
-
-    [] without a file.
+    """All records of a run's metrics.jsonl, or such a file, in file order, under today's field names; [] without one.
 
     An incomplete last line is ignored: a killed process may leave one.
     Raises `InputError` with the line number if a line before the last one is not a valid record.
@@ -165,8 +163,8 @@ def metrics_of(fields: Iterable[str], known: Mapping[str, Metric]) -> dict[str, 
     for field in fields:
         group, slash, rest = field.partition("/")
         if metric := known.get(f"{group}{slash}"):
-            short = metric.short and f"{metric.short} {rest}".rstrip()
-            found[field] = metric._replace(title=f"{metric.title} {rest}".rstrip(), short=short)
+            title, short = (text and f"{text} {rest}".rstrip() for text in (metric.title, metric.short))
+            found[field] = metric._replace(title=title, short=short)
     return found
 
 

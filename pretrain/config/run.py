@@ -305,16 +305,6 @@ class PretrainConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_probes(self) -> PretrainConfig:
-        probed, saved = self.evaluation.probes.every_steps, self.checkpoint.every_steps
-        if self.evaluation.probes.options and probed < saved:
-            raise ValueError(
-                f"evaluation.probes.every_steps ({probed}) is less than checkpoint.every_steps ({saved}): only "
-                "checkpoints are scored. Set it to a multiple of that"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_phases(self) -> PretrainConfig:
         for number, phase in enumerate(self.phases):
             if phase.sequence_length > self.model.max_positions:

@@ -233,23 +233,13 @@ class ProbesConfig(Section):
 
     options: str = Field(
         default="",
-        description="What is scored, as options of evaluate-pretrained, such as --text held-out.txt --blimp blimp/data "
-        "--blimp-limit 20. Empty scores nothing.",
+        description="What is scored: options of evaluate-pretrained, such as --text held-out.txt; empty: nothing.",
     )
     every_steps: int = Field(
-        default=1000,
-        ge=1,
-        description="Optimizer steps after which the next checkpoint is scored, at least checkpoint.every_steps. The "
-        "last checkpoint is scored, too. Where scores take longer, only the newest checkpoint is.",
+        default=1000, ge=1, description="Optimizer steps between scored checkpoints; the last one is scored, too."
     )
-    threads: int = Field(
-        default=1,
-        ge=1,
-        description="CPU cores of the launching machine for the scores, at the lowest priority. They take no GPU.",
-    )
-    wait_seconds: float = Field(
-        default=600.0, ge=0, description="How long a finished run waits for the scores of its last checkpoint."
-    )
+    threads: int = Field(default=1, ge=1, description="CPU cores of the launching machine for it, at lowest priority.")
+    wait_seconds: float = Field(default=600.0, ge=0, description="Most that a finished run waits for its last scores.")
 
 
 class EvaluationConfig(Section):
@@ -259,6 +249,4 @@ class EvaluationConfig(Section):
 
     every_steps: int = Field(default=1000, ge=1, description="Optimizer steps between evaluations.")
     sequences: int = Field(default=1024, ge=1, description="Held-out sequences per evaluation, always the same ones.")
-    probes: ProbesConfig = Field(
-        default=ProbesConfig(), description="Scores of checkpoints that are measured while the run goes on."
-    )
+    probes: ProbesConfig = Field(default=ProbesConfig(), description="Scores of checkpoints as they come.")

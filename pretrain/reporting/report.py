@@ -289,22 +289,8 @@ def _charts(run: _ReportData) -> list[str]:
             for name, one in objective_metrics().items()
         ),
         *(
-            line_chart(
-                f"Held-out loss of {name.removeprefix(SOURCE_LOSS)}",
-                [Series("held-out", run.curve(name, "validation"), "held-out")],
-                form=_plain,
-                **at_step,
-            )
-            for name in _source_losses(run)
-        ),
-        *(
-            line_chart(
-                one.title,
-                [Series("checkpoints", run.curve(name, "probe"), "held-out")],
-                form=_percent if one.unit == "fraction" else _plain,
-                **at_step,
-            )
-            for name, one in metrics_of(dict.fromkeys(key for one in run.probes for key in one), PROBE_SCORES).items()
+            line_chart(title, [Series("held-out", run.curve(name, split), "held-out")], form=form, **at_step)
+            for name, title, split, form in _measured(run)
         ),
         line_chart("Learning rate", one("lr", smooth=False), form=_scientific, from_zero=True, **at_step),
         line_chart("Gradient norm", one("grad_norm"), form=_plain, from_zero=True, **at_step),
@@ -314,10 +300,14 @@ def _charts(run: _ReportData) -> list[str]:
     ]
 
 
-def _source_losses(run: _ReportData) -> list[str]:
-    """The fields of the losses by source, the first `_MOST_SOURCES`."""
-    found = dict.fromkeys(key for record in run.evaluations for key in record if key.startswith(SOURCE_LOSS))
-    return list(found)[:_MOST_SOURCES]
+def _measured(run: _ReportData) -> Iterator[tuple[str, str, str, Callable[[float], str]]]:
+    """(field, title, kind of record, form of a value): losses of the first `_MOST_SOURCES`, scores of checkpoints."""
+    sources = dict.fromkeys(key for record in run.evaluations for key in record if key.startswith(SOURCE_LOSS))
+    for name in list(sources)[:_MOST_SOURCES]:
+        yield name, f"Held-out loss of {name.removeprefix(SOURCE_LOSS)}", "validation", _plain
+    fields = dict.fromkeys(key for record in run.probes for key in record)
+    for name, metric in metrics_of(fields, PROBE_SCORES).items():
+        yield name, metric.title, "probe", _percent if metric.unit == "fraction" else _plain
 
 
 def _phase_marks(config: PretrainConfig) -> list[tuple[float, str, str]]:

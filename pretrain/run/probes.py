@@ -1,7 +1,7 @@
 """Starts the process that scores a run's checkpoints while the run goes on (`evaluation.probes`), and ends it.
 
-It is the console command: `evaluate-pretrained RUN --follow` with the options of the config, at the lowest priority, on
-cores of its own count. It writes probes.jsonl, and nothing here waits for it but the end of a run that finishes.
+It is the console command: `evaluate-pretrained RUN --follow` with the options of the config. It writes probes.jsonl.
+Nothing waits for it but the end of a run that finishes.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ from pretrain.common.run_files import PROBES
 from pretrain.config import PretrainConfig
 from pretrain.tracking.tracker import send_probes
 
-LOG = "probes.log"
 _SETTING = "evaluation.probes.options"
 _LOWEST_PRIORITY = 19
 _GRACE_SECONDS = 5.0  # for the process to end
@@ -32,16 +31,11 @@ _PLACES = ("RAY_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
 
 def check(config: PretrainConfig) -> None:
     """Raise `InputError` if the options are wrong, or a path in them does not exist."""
-    if not config.evaluation.probes.options:
-        return
-    try:
-        command = [*_command(config), "--dry-run"]
-    except ValueError as error:
-        raise InputError(f"{_SETTING}: {error}. Quote paths with blanks as on a command line.") from None
-    checked = subprocess.run(command, env=_environment(1), stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if checked.returncode:
-        lines = checked.stderr.strip().splitlines() or [f"exit code {checked.returncode}"]
-        raise InputError(f"{_SETTING}: {lines[-1].partition('error: ')[2] or lines[-1]}")
+    if config.evaluation.probes.options:
+        words = [*_command(config), "--dry-run"]
+        done = subprocess.run(words, env=_environment(1), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode:
+            raise InputError(f"{_SETTING}: {done.stderr.strip().rpartition('error: ')[2]}")
 
 
 @contextlib.contextmanager
@@ -58,39 +52,39 @@ def probing(config: PretrainConfig) -> Iterator[None]:
         yield
         return
     (folder / LOGS).mkdir(exist_ok=True)
-    with append_open(folder / LOGS / LOG) as log:
+    with append_open(folder / LOGS / "probes.log") as log:
+        words, own = [*_command(config), "--pid", str(os.getpid())], _environment(settings.threads)
+        # In a session of its own: Ctrl-C is the run's.
         child = subprocess.Popen(
-            [*_command(config), "--pid", str(os.getpid())],
-            env=_environment(settings.threads),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C is the run's
+            words, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     with contextlib.suppress(OSError):  # it has ended at once, or the system allows no such share
         os.setpriority(os.PRIO_PROCESS, child.pid, _LOWEST_PRIORITY)
         os.sched_setaffinity(child.pid, sorted(os.sched_getaffinity(0))[-settings.threads :])
     ending = threading.Event()
-    watch = threading.Thread(target=_report_end, args=(child, ending, config), name="probes", daemon=True)
+    watch = threading.Thread(target=_watch, args=(child, ending, str(log.name)), name="probes", daemon=True)
     watch.start()
     try:
         yield
         _wait(child, config)
     finally:
         ending.set()
-        _end(child)
+        child.terminate()  # does nothing if it has ended
+        watch.join(_GRACE_SECONDS)
+        child.kill()
         watch.join()
     send_probes(config)
 
 
 def _command(config: PretrainConfig) -> list[str]:
-    """The command that follows the run. Raises `ValueError` if the options cannot be divided into words."""
     given = importlib.metadata.entry_points(group="console_scripts", name="bertrain")
-    module = next((entry.module for entry in given), None)
-    if module is None:
+    if not (module := next((entry.module for entry in given), "")):
         raise InputError(f"{_SETTING}: need the command bertrain, which is not installed. Install the package.")
+    try:
+        options = shlex.split(config.evaluation.probes.options)
+    except ValueError as error:
+        raise InputError(f"{_SETTING}: {error}. Quote paths with blanks as on a command line.") from None
     own = ["--import", config.objective] if config.objective else []
-    options = shlex.split(config.evaluation.probes.options)
     return [sys.executable, "-m", module, "evaluate-pretrained", str(config.folder), *options, *own, "--follow"]
 
 
@@ -99,14 +93,11 @@ def _environment(threads: int) -> dict[str, str]:
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
 
 
-def _report_end(child: subprocess.Popen[bytes], ending: threading.Event, config: PretrainConfig) -> None:
+def _watch(child: subprocess.Popen[bytes], ending: threading.Event, log: str) -> None:
     """Say so if the process ends before it is done."""
     if child.wait() and not ending.is_set():
-        print(
-            f"warning: evaluation.probes: no more checkpoints are scored; the process ended with code "
-            f"{child.returncode} (see {config.folder / LOGS / LOG}). The run goes on.",
-            file=sys.stderr,
-        )
+        what = f"no more checkpoints are scored; the process ended with code {child.returncode} (see {log})"
+        print(f"warning: evaluation.probes: {what}. The run goes on.", file=sys.stderr)
 
 
 def _wait(child: subprocess.Popen[bytes], config: PretrainConfig) -> None:
@@ -116,18 +107,8 @@ def _wait(child: subprocess.Popen[bytes], config: PretrainConfig) -> None:
     try:
         child.wait(limit)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):  # the run itself is finished
-        options = config.evaluation.probes.options
-        print(
-            "warning: the last checkpoint is not scored yet; the run no longer waits (evaluation.probes.wait_seconds). "
-            f"{program()} evaluate-pretrained {shlex.quote(str(config.folder))} {options} --follow does it.",
-            file=sys.stderr,
+        command = (
+            f"{program()} evaluate-pretrained {shlex.quote(str(config.folder))} {config.evaluation.probes.options}"
         )
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    child.terminate()  # does nothing if it has ended
-    try:
-        child.wait(_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+        why = "the last checkpoint is not scored yet; the run no longer waits (evaluation.probes.wait_seconds)"
+        print(f"warning: {why}. {command} --follow does it.", file=sys.stderr)

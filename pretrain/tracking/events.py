@@ -32,9 +32,7 @@ PROBE_SCORES: dict[str, Metric] = {
 """Scores of a checkpoint in probes.jsonl; a name that ends in / stands for several fields."""
 
 PROBE_FIELDS: dict[str, Metric] = {
-    "split": Metric("", "Always `probe`."),
-    "step": Metric("steps", "The checkpoint's."),
-    "time": Metric("s", "Seconds since 1970."),
+    "step": Metric("steps", "The checkpoint's. `split` is always `probe`, and `time` as for events."),
     "seconds": Metric("s", "Time that the scores took."),
     "averaged": Metric("steps", "Steps whose weights were averaged; 0 for the weights of the step itself."),
     "passed_over": Metric("checkpoints", "Due ones since the record before that were not scored: it took too long."),

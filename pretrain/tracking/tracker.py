@@ -87,7 +87,7 @@ class Tracker:
         self._note_failure()
 
     def _mirror_probe(self, step: int) -> None:
-        """Send the oldest scores of a checkpoint that W&B has not in the row of this step, if it is a new row."""
+        """Send the oldest scores of a checkpoint that W&B has not in the row of this step, if that is a new one."""
         if self.mirror is not None and self._rows is not None and step > max(self._rows.last, self._step):
             for record in _probes_after(self._folder, self._probed)[:1]:
                 self.mirror.log(record, at=step)
@@ -150,19 +150,17 @@ class Tracker:
                 os.fsync(self.file.fileno())
 
 
-def _probes_after(folder: Path, step: int) -> list[dict[str, Any]]:
-    return [one for one in read_records(folder, PROBES) if one["step"] > step]
-
-
 def send_probes(config: RunConfig) -> None:
     """Send scores of checkpoints that came after the last row of a finished run, a row for each."""
-    path = config.folder / LAST_SENT
-    if (mode := wandb_mode(config.tracking.wandb)) == "off" or not path.is_file():
-        return
-    run_id = json.loads(path.read_text(encoding="utf-8"))["id"]
-    rows = MetricRows(config.folder, run_id, None)
-    if unsent := _probes_after(config.folder, rows.probe):
-        mirror = WandbMirror(mode, wandb_arguments(config, config.folder, run_id, {}, "pretrain"), rows)
-        for at, record in enumerate(unsent, rows.last + 1):
-            mirror.log(record, at=at)
-        mirror.close()
+    path, folder = config.folder / LAST_SENT, config.folder
+    if (mode := wandb_mode(config.tracking.wandb)) != "off" and path.is_file():
+        rows = MetricRows(folder, run_id := json.loads(path.read_text(encoding="utf-8"))["id"], None)
+        if unsent := _probes_after(folder, rows.probe):
+            mirror = WandbMirror(mode, wandb_arguments(config, folder, run_id, {}, "pretrain"), rows)
+            for at, record in enumerate(unsent, rows.last + 1):
+                mirror.log(record, at=at)
+            mirror.close()
+
+
+def _probes_after(folder: Path, step: int) -> list[dict[str, Any]]:
+    return [one for one in read_records(folder, PROBES) if one["step"] > step]

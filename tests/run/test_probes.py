@@ -55,13 +55,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # ---- the settings
 
 
-def test_only_checkpoints_are_scored(place: Path) -> None:
-    values = settings(place)
-    values["checkpoint"]["every_steps"] = 3
-    with pytest.raises(ValueError, match=r"evaluation.probes.every_steps \(2\) is less than checkpoint.every_steps"):
-        PretrainConfig.model_validate(values)
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -36,7 +36,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpus = make_corpus(folder / "corpus", documents=60, vocabulary_size=300)
     values = pretraining(corpus, folder / "run", [(32, 8, 8)], checkpoint__every_steps=2, checkpoint__keep_last=9)
     values["phases"][0]["averaged_share"] = 0.25
-    values["evaluation"]["probes"] = {"every_steps": 2}
+    values["evaluation"]["probes"] = {"every_steps": 1}  # of the checkpoints, which come every second step
     assert run_workers(1, starts, [Start(values)]) == [[""]]
     record_config(PretrainConfig.model_validate(values))
     return folder / "run"

@@ -73,9 +73,11 @@ def curve_per_run(panel: Panel, runs: Sequence[RunRecords]) -> list[Curve]:
     metric = panel.metrics[0]
     if panel.kind == "ranks":
         return []
-    held_out = any(metric in record for run in runs for record in run.held_out)
+    held_out = any(metric in record for run in runs for record in (*run.evaluations, *run.probes))
     kind = "held-out" if held_out else "training"
-    shown = [_curve(run.label, kind, run.held_out if held_out else run.training, metric) for run in runs]
+    shown = [
+        _curve(run.label, kind, [*run.evaluations, *run.probes] if held_out else run.training, metric) for run in runs
+    ]
     return [curve for curve in shown if curve]
 
 

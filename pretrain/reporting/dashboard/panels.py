@@ -82,7 +82,7 @@ EVENTS = (
 """Kinds of events that runs record; each event of a single run is a vertical line in every panel."""
 
 # Fields of evaluation records that are not scores.
-_NO_SCORES = {"split", "step", "epoch", "samples", "tokens", "seconds", "best", *PROBE_FIELDS}
+_NO_SCORES = {"split", "step", "time", "epoch", "samples", "tokens", "seconds", "best", *PROBE_FIELDS}
 
 
 def panels_for(records: Iterable[dict[str, Any]]) -> Iterator[Panel]:

@@ -56,15 +56,9 @@ class RunRecords:
         return next((name for name in (*main, *names) if name in names), "")
 
     @property
-    def held_out(self) -> list[dict[str, Any]]:
-        """The records of evaluations, then those of probes."""
-        return [*self.evaluations, *self.probes]
-
-    @property
-    def records(self) -> Iterator[dict[str, Any]]:
-        """The records of training, then those on held-out text."""
-        yield from self.training
-        yield from self.held_out
+    def records(self) -> list[dict[str, Any]]:
+        """The records of training, then those of evaluations and of probes."""
+        return [*self.training, *self.evaluations, *self.probes]
 
     @property
     def step(self) -> int:

@@ -152,7 +152,7 @@ def _names(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
     """The panel's metrics under their names in W&B, without the number of a rank, which has another unit."""
     names: dict[str, None] = {}
     for metric in panel.metrics:
-        for records in itertools.chain.from_iterable((run.training, run.held_out) for run in runs):
+        for records in itertools.chain.from_iterable((run.training, run.evaluations, run.probes) for run in runs):
             last = next((record for record in reversed(records) if record.get(metric) is not None), {})
             if last:
                 kept = {key: last[key] for key in (metric, "split") if key in last}
