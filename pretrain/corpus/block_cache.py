@@ -69,14 +69,16 @@ class StoredShard:
 class _Place:
     """Where an array of a shard is in the file of all shards."""
 
+    name: str
     descriptor: int
     base: int  # byte of the file
-    begins: np.ndarray  # int64 [B], byte of the file at which each block of the shard begins
-    ends: np.ndarray  # int64 [B], one past its last byte
+    width: int  # bytes of an element
+    blocks: np.ndarray  # BLOCK [B] of the shard
 
     def range_of(self, block: int) -> tuple[int, int]:
         """[begin, end) of a block, in bytes of the file."""
-        return int(self.begins[block]), int(self.ends[block])
+        begin, end = parts_of(self.blocks[block])[self.name]
+        return self.base + int(begin) * self.width, self.base + int(end) * self.width
 
 
 @dataclass
@@ -347,13 +349,13 @@ class BlockCache:
         shard = self._shards[place]
         absent = self._state["state"][shard.first : int(self._firsts[place + 1])] == _ABSENT
         for file in shard.files.values():
-            begin, end = int(file.begins[block]), int(file.ends[block])
+            begin, end = file.range_of(block)
             low, high = begin // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
             # Pages of a present neighbor stay. Blocks lie in their order.
             if (here := np.flatnonzero(~absent[:block])).size:
-                low = max(low, -(-int(file.ends[here[-1]]) // _PAGE) * _PAGE)
+                low = max(low, -(-file.range_of(int(here[-1]))[1] // _PAGE) * _PAGE)
             if (here := np.flatnonzero(~absent[block + 1 :])).size:
-                high = min(high, int(file.begins[block + 1 + here[0]]) // _PAGE * _PAGE)
+                high = min(high, file.range_of(block + 1 + int(here[0]))[0] // _PAGE * _PAGE)
             if high > low:
                 _punch_hole(file.descriptor, low, high - low, self._folder)
 
@@ -364,11 +366,10 @@ class BlockCache:
         shards, bases = [], dict.fromkeys(PARTS, 0)
         for stored, first in zip(self._stored, self._firsts.tolist(), strict=False):
             files = {}
-            for name, bounds in parts_of(stored.blocks).items():
-                array, base = stored.arrays[name], bases[name]
-                begins, ends = (base + bound * array.width for bound in bounds)
-                files[name] = _Place(self._files[name], base, begins, ends)
-                bases[name] = base + -(-(array.bytes - array.header) // _PAGE) * _PAGE
+            for name in PARTS:
+                array = stored.arrays[name]
+                files[name] = _Place(name, self._files[name], bases[name], array.width, stored.blocks)
+                bases[name] += -(-(array.bytes - array.header) // _PAGE) * _PAGE
             shards.append(_Shard(files, first))
         for name, size in bases.items():
             os.ftruncate(self._files[name], max(size, _PAGE))
