@@ -197,8 +197,7 @@ class BlockCache:
         while len(blocks := self._not_here(blocks)):
             time.sleep(_POLL_SECONDS)
             self._fetch_claimed(*self._claim(blocks))
-        waited = time.monotonic() - began
-        if waited > 1:
+        if (waited := time.monotonic() - began) > 1:
             logger.info("%s: waited %.1f s for blocks", self._address, waited)
         return lease
 
@@ -281,16 +280,19 @@ class BlockCache:
     def _make_room(self, blocks: np.ndarray) -> None:
         """Evict what was used longest ago until `blocks`, which are absent, fit. Under the lock."""
         needed = int(self._bytes[blocks[self._state["state"][blocks] == _ABSENT]].sum())
-        excess = self._present_bytes() + needed - self._limit()
-        if excess <= 0:
-            return
-        free = np.setdiff1d(self._free(), blocks)
+        if (excess := self._present_bytes() + needed - self._limit()) > 0:
+            self._evict(excess, blocks)
+
+    def _evict(self, excess: int, but: np.ndarray) -> int:
+        """Free `excess` bytes if blocks that nobody needs have them; returns the bytes that went. Under the lock."""
+        free = np.setdiff1d(self._free(), but)
         free = free[np.lexsort((self._state["used"][free], self._is_ahead[free]))]  # what was fetched ahead goes last
         count = int(np.searchsorted(np.cumsum(self._bytes[free]), excess)) + 1
         for block in free[:count].tolist():
             self._state["state"][block] = _ABSENT
             self._proven[block] = False
             self._punch(block)
+        return int(self._bytes[free[:count]].sum())
 
     def _free(self) -> np.ndarray:
         """Blocks that are here and that no living process needs. Under the lock."""
@@ -320,8 +322,23 @@ class BlockCache:
                     "it was changed or damaged. Store the corpus again."
                 )
         with disk_errors(self._folder):
-            for name, part in parts.items():
-                _write(files[name].descriptor, part, files[name].range_of(block)[0])
+            places = [(files[name].descriptor, part, files[name].range_of(block)[0]) for name, part in parts.items()]
+            while True:
+                try:
+                    return _write(places)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._has_shrunk(number):
+                        raise
+
+    def _has_shrunk(self, number: int) -> bool:
+        """Whether blocks that nobody needs made room for a block on a full disk; the cache stays as small."""
+        with self._locked():
+            present = self._present_bytes()
+            freed = self._evict(max(int(self._bytes[number]), present // 8), np.array([number]))
+            if freed:
+                self._limits[:] = np.minimum(self._limits, present - freed)
+                logger.warning("%s: disk full; the cache is now %s", self._folder, _size(present - freed))
+        return freed > 0
 
     def _prove(self, number: int) -> None:
         """Verify a block that was here before this process; fetch it again if it is damaged."""
@@ -379,8 +396,7 @@ class BlockCache:
         self._slots: dict[int, int] = {}
         with self._locked():
             for slot in range(_SLOTS):
-                descriptor = os.open(self._folder / f"slot-{slot}", os.O_RDWR | os.O_CREAT, 0o644)
-                self._slots[slot] = descriptor
+                self._slots[slot] = os.open(self._folder / f"slot-{slot}", os.O_RDWR | os.O_CREAT, 0o644)
             for slot, descriptor in self._slots.items():
                 if _try_lock(descriptor):
                     self._held[slot] = False
@@ -456,11 +472,13 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def _write(descriptor: int, content: bytes, offset: int) -> None:
-    view = memoryview(content)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
+def _write(places: Sequence[tuple[int, bytes, int]]) -> None:
+    """Write each (descriptor, content, offset)."""
+    for descriptor, content, offset in places:
+        view = memoryview(content)
+        while view:
+            written = os.pwrite(descriptor, view, offset)
+            view, offset = view[written:], offset + written
 
 
 def _punch_hole(descriptor: int, offset: int, length: int, folder: Path) -> None:

@@ -101,7 +101,7 @@ def parts_of(blocks: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def joined(tables: Sequence[np.ndarray]) -> np.ndarray:
-    """The blocks of several tables as one, BLOCK [N]: a view if they are neighbors in one array, else without digests."""
+    """The blocks of several tables, BLOCK [N]: a view if they are neighbors in one array, else without digests."""
     whole = tables[0].base if tables else None
     ends = [table.ctypes.data + table.nbytes for table in tables]
     begins = [table.ctypes.data for table in tables[1:]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -194,6 +195,25 @@ def test_tables_of_blocks_are_in_one_file_that_processes_share(proxy, tmp_path):
     apart = blocks_of(shards, [0, 2]).table
     assert not np.shares_memory(apart, tables[0])
     assert np.array_equal(apart["last"], np.concatenate([tables[0]["last"], tables[2]["last"]]))
+
+
+def test_a_disk_that_is_full_before_the_cache_is_keeps_what_is_needed(proxy, tmp_path, monkeypatch, caplog):
+    here, corpus = stored(tmp_path)
+    shards = streamed(corpus.model_copy(update={"cache": 10**8}))
+    folder = next((tmp_path / "cache/s3/bucket/corpus/.streamed").glob("*/tokens")).parent
+    write, files = os.pwrite, [folder / name for name in ("documents", "sentences", "tokens")]
+
+    def pwrite(*given: Any) -> int:
+        if sum(512 * path.stat().st_blocks for path in files) > 250_000:
+            raise OSError(errno.ENOSPC, "no space left")
+        return write(*given)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    assert same_samples(sampler(here), sampler(shards))
+    assert "disk full" in caplog.text
+    cache = shards.shards[0].cache
+    assert cache is not None
+    assert cache.total_bytes > 350_000
 
 
 def test_text_that_is_not_as_it_was_prepared_is_refused(proxy, tmp_path, monkeypatch):
