@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pretrain.corpus import stages
-from pretrain.corpus.inputs import Piece
+from pretrain.corpus.inputs import Chunk
 
 
-def read(piece: Piece) -> list[dict[str, Any]]:
-    """stages.read; the process of one piece is killed once, when its part files are written and its summary is not."""
-    if _is_first(f"read-{piece.name}") and piece.name == "000-000001-000000":
+def read(chunk: Chunk) -> list[dict[str, Any]]:
+    """stages.read; the process of one chunk is killed once, when its part files are written and its summary is not."""
+    if _is_first(f"read-{chunk.name}") and chunk.name == "000-000001-000000":
         stages.write_json = _die
-    return stages.read(piece)
+    return stages.read(chunk)
 
 
 def write_shard(name: str, *rest: Any) -> dict[str, Any]:

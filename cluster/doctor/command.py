@@ -24,7 +24,7 @@ def add_to(commands: Any, measures: str) -> None:
     parser.add_argument(
         "--dir",
         type=local_path,
-        metavar="FOLDER",
+        metavar="DIR",
         help="folder that all machines of the cluster should share (default: the current directory)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

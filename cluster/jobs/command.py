@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pretrain.common.commands import add_address, add_command, local_path, positive_int, program
+from pretrain.common.commands import add_address, add_command, add_follow, local_path, positive_int, program
 from pretrain.common.errors import printable
 from pretrain.common.wording import counted
 
@@ -157,7 +157,7 @@ def _add_submit(commands: Any, kinds: Callable[[], Mapping[str, Kind]]) -> None:
     )
     _add_address(parser)
     parser.add_argument("--workers", metavar="N|MIN-MAX", help="number of worker processes, or an elastic range of it")
-    parser.add_argument("--follow", action="store_true", help="print the job's output until it finishes")
+    add_follow(parser, "print the job's output until it finishes")
     parser.add_argument(
         "--wait-for-nodes",
         action="store_true",
@@ -166,7 +166,7 @@ def _add_submit(commands: Any, kinds: Callable[[], Mapping[str, Kind]]) -> None:
     parser.add_argument(
         "--dir",
         type=local_path,
-        metavar="FOLDER",
+        metavar="DIR",
         help="working directory of the job, shared by the cluster's machines (default: the current directory)",
     )
     parser.add_argument(
@@ -198,7 +198,7 @@ def _add_job_commands(commands: Any) -> None:
 def _add_logs(commands: Any) -> None:
     parser = add_command(commands, "logs", _logs, "print the output of a job", "\n  ./launch.sh logs -f bert-mini")
     _add_address(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="continue until the job finishes")
+    add_follow(parser, "continue until the job finishes")
     _add_job(parser)
 
 

@@ -33,7 +33,7 @@ The settings below place. say where it runs; cluster/manifests/{kuberay,slurm}.p
     )
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
     parser.add_argument(
-        "config", type=config_argument, metavar="CONFIG", help="YAML file of a pretraining or fine-tuning run"
+        "config", type=config_argument, metavar="CONFIG", help="YAML file of the run, or a name of `configs`"
     )
     parser.add_argument("--out", type=local_path, metavar="FILE", help="file to write (default: standard output)")
     parser.add_argument(

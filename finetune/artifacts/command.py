@@ -8,7 +8,7 @@ from finetune.training.folders import find_model, model_folder
 from pretrain.common.addresses import local
 from pretrain.common.commands import add_command, local_path, target_path
 from pretrain.common.errors import InputError
-from pretrain.run.arguments import run_path, store_target
+from pretrain.run.arguments import add_run, run_path, store_target
 
 _PREDICT_FIELDS = {
     "text": "one text",
@@ -132,9 +132,7 @@ def _add_predict(commands: Any) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", type=run_path, metavar="MODEL", help="fine-tuned model, its run folder, or name of a run in runs/"
-    )
+    add_run(parser, "model", "a fine-tuned model or its run")
     parser.add_argument(
         "--precision",
         choices=("auto", "bf16", "fp16", "fp32"),
@@ -154,12 +152,7 @@ def _add_export(commands: Any) -> None:
   ./launch.sh export runs/bert-mini exported/best --checkpoint best
   ./launch.sh export runs/sst2 exported/sst2 --onnx""",
     )
-    parser.add_argument(
-        "run",
-        type=run_path,
-        metavar="RUN",
-        help="folder or address of a pretraining run, of a fine-tuning or of its model, or name of a run in runs/",
-    )
+    add_run(parser, "run", "a pretraining run, a fine-tuning or its model")
     parser.add_argument(
         "out", type=target_path, metavar="DIR", help="folder or address to write; replaces an earlier export"
     )

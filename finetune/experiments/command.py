@@ -198,7 +198,7 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
         "--seeds",
         type=positive_int,
         metavar="N",
-        help="train N runs with seeds seed, seed + 1, ..., each in its own folder",
+        help="runs of each config, with seeds seed, seed + 1, ..., each in its own folder (default: one run)",
     )
     parser.add_argument(
         "--parallel",

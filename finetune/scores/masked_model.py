@@ -16,9 +16,8 @@ from tokenizers import Tokenizer
 
 from pretrain.batches.batch import MicroBatch
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.released_writer import released_ids
 from pretrain.checkpoint.start import digest
-from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.checkpoint.tokenizer import ModelTokenizer, read_tokenizer
 from pretrain.common.earlier import as_before
 from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory
@@ -138,9 +137,8 @@ class MaskedModel:
                 f"{folder}: has no head for masked language modeling ({missing} is missing), so it has neither a "
                 "held-out loss nor a BLiMP score. Give a model with one, or fine-tune this one: --finetune."
             )
-        self.tokenizer = read_tokenizer(folder, released.vocabulary_size)
+        _, self.tokenizer, self.special_ids = ModelTokenizer.read(folder, released.vocabulary_size)
         self.tokenizer.encode_special_tokens = True
-        self.special_ids = released_ids(folder, released.vocabulary_size)
         if "mask" not in self.special_ids:
             raise InputError(f"{folder}: its tokenizer has no mask token. Give a model for masked language modeling.")
         self.unknown_id = _unknown_id(self.tokenizer)

@@ -6,7 +6,7 @@ from typing import Any
 from pretrain.common.addresses import hub_hint
 from pretrain.common.commands import add_command, add_set, local_path, positive_int
 from pretrain.common.errors import InputError
-from pretrain.run.arguments import run_path
+from pretrain.run.arguments import add_run
 
 _EXAMPLES = """
   ./launch.sh evaluate-pretrained runs/bert-mini --text held-out.txt --blimp blimp/data
@@ -21,12 +21,7 @@ def add_to(commands: Any) -> None:
     """Add `evaluate-pretrained` to the subcommands of a parser."""
     purpose = "score a pretrained encoder: held-out text, BLiMP, fine-tunings"
     parser = add_command(commands, "evaluate-pretrained", _run, purpose, _EXAMPLES)
-    parser.add_argument(
-        "model",
-        type=run_path,
-        metavar="MODEL",
-        help="a released model, an export, a run folder, or the name of a run in runs/",
-    )
+    add_run(parser, "model", "a run, an export or a released model")
     parser.add_argument(
         "--out",
         type=local_path,
@@ -113,7 +108,7 @@ def add_finetunings(parser: argparse.ArgumentParser, *, prefix: str = "") -> Non
         type=positive_int,
         default=3,
         metavar="N",
-        help="--finetune: runs of each config (default: 3)",
+        help="--finetune: runs of each config, with seeds seed, seed + 1, ... (default: 3)",
     )
     parser.add_argument(
         "--no-random",

@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from torch import Tensor
 
 from pretrain.checkpoint import store
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, OWN, ReleasedFacts, layout_of, why_own, write_config
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.released_writer import released_ids, released_tensors, with_position_table, written_facts
-from pretrain.checkpoint.tokenizer import copy_tokenizer, corpus_of, read_tokenizer
+from pretrain.checkpoint.released_writer import released_tensors, with_position_table, written_facts
+from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer, corpus_of
 from pretrain.checkpoint.weight_files import WEIGHTS, read_json, save_weights, whole_folder
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
@@ -70,17 +71,14 @@ def export(
     model, state = with_position_table(model, state)
     layout, rows = LAYOUTS[family] if family else layout_of(model), len(state["embeddings.word"])
     if family:
-        read_tokenizer(tokenizer_folder, rows)
+        tokenizer = ModelTokenizer.read_files(tokenizer_folder, rows)
     else:
-        ids = _read_special_ids(tokenizer_folder, model, rows)
-        facts = ReleasedFacts(layout, model, 2 if model.token_types else 0)
+        tokenizer = _read_prepared(tokenizer_folder, rows, model)
     if family or layout.padded_positions:
-        if not config and layout.padded_positions:
-            config = _as_released(tokenizer_folder)
-        config = config or {}
+        config = config or (_as_released(tokenizer.tokenizer) if layout.padded_positions else {})
         if not next_sentence and config.get("type_vocab_size") == 1:
             state = _with_one_type(state)
-        facts, ids = written_facts(layout, model, state, config, tokenizer_folder)
+    facts, ids = written_facts(layout, model, state, config or {}, tokenizer.special_ids)
     if next_sentence and not layout.next_sentence:
         logger.warning("the layout of %s has no next-sentence head: it is left out of %s", layout.family, out)
         next_sentence = False
@@ -91,7 +89,7 @@ def export(
         save_weights(released_tensors(kept, facts), aside / WEIGHTS)
         write_json(aside / "config.json", values)
         kind = layout.tokenizer_class or f"{layout.alike.get(values['model_type'], layout.classes)}Tokenizer"
-        _copy_tokenizer(tokenizer_folder, aside, model.max_positions, kind)
+        _copy_tokenizer(tokenizer, aside, model.max_positions, kind)
         if not facts.token_types:
             # transformers would pass token types to a model that takes none.
             path = aside / "tokenizer_config.json"
@@ -189,9 +187,9 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
     )
 
 
-def _as_released(tokenizer: Path) -> dict[str, Any]:
+def _as_released(tokenizer: Tokenizer) -> dict[str, Any]:
     """What tells RoBERTa from XLM-R in a config.json: the model's type goes by its tokenizer. Both have one segment."""
-    is_other = kind_of(read_tokenizer(tokenizer)) == "released"
+    is_other = kind_of(tokenizer) == "released"
     return {"type_vocab_size": 1, **({"model_type": "xlm-roberta"} if is_other else {})}
 
 
@@ -259,15 +257,15 @@ def _model_card(
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    corpus, mask = config.corpus.folder, released_ids(config.corpus.folder).get("mask")
-    corpus_card = corpus / "card.md"
+    corpus = ModelTokenizer.read_files(config.corpus.folder)
+    mask, corpus_card = corpus.special_ids.get("mask"), corpus.folder / "card.md"
     return templates.get_template("model_card.md.j2").render(
         config=config,
         decays=" and ".join(dict.fromkeys(f"{config.weight_decay(n):.4g}" for n in range(len(config.phases)))),
         fork=read_fork(run_dir),
         model=part.shape,
         part=part,
-        mask_token="[MASK]" if mask is None else read_tokenizer(corpus).id_to_token(mask),
+        mask_token="[MASK]" if mask is None else corpus.tokenizer.id_to_token(mask),
         parameters=sum(tensor.numel() for tensor in state.values()),
         step=step,
         averaged=averaged,
@@ -327,43 +325,27 @@ def _config_json(
     return write_config(config, facts, head, rows, ids["pad"], ids)
 
 
-def _read_special_ids(folder: Path, model: ModelConfig, rows: int) -> dict[str, int | None]:
-    """The ids of the special tokens by role; the tokenizer must be complete and of the model's size."""
+def _read_prepared(folder: Path, rows: int, model: ModelConfig) -> ModelTokenizer:
+    """The tokenizer of a prepared corpus, which must be complete and have the entries of `model`'s `rows`."""
     path = folder / "vocab.txt"
-    if not _is_other_kind(folder):
-        entries = len(_read_vocabulary(folder))
-        if model.rows(entries) != rows:
-            raise InputError(
-                f"{path}: {entries} entries, but the model has {rows}. Use the corpus that the model was trained on."
-            )
-    ids = released_ids(folder, rows)
-    if "pad" not in ids:
+    if path.is_file() and model.rows(entries := len(read_vocabulary(path))) != rows:
         raise InputError(
-            f"{path if path.is_file() else folder / 'tokenizer.json'}: has no [PAD]. Prepare the corpus again."
+            f"{path}: {entries} entries, but the model has {rows}. Use the corpus that the model was trained on."
         )
-    return {**ids}
+    read = ModelTokenizer.read_files(folder, rows)
+    missing = [name for name in _TOKENIZER_FILES if not (folder / name).is_file()]
+    if missing and isinstance(read.tokenizer.model, WordPiece):
+        raise InputError(f"{folder / missing[0]}: not found. Give the folder of the prepared corpus.")
+    if "pad" not in read.special_ids:
+        raise InputError(f"{folder}: its tokenizer has no [PAD]. Prepare the corpus again.")
+    return read
 
 
-def _is_other_kind(folder: Path) -> bool:
-    """Whether the tokenizer is not WordPiece, which has a vocab.txt."""
-    if (folder / "vocab.txt").is_file() or not (folder / "tokenizer.json").is_file():
-        return False
-    return not isinstance(read_tokenizer(folder).model, WordPiece)
-
-
-def _read_vocabulary(folder: Path) -> list[str]:
-    """The entries of vocab.txt, one of the files that a prepared corpus has."""
-    for name in _TOKENIZER_FILES:
-        if not (folder / name).is_file():
-            raise InputError(f"{folder / name}: not found. Give the folder of the prepared corpus.")
-    return read_vocabulary(folder / "vocab.txt")
-
-
-def _copy_tokenizer(folder: Path, out: Path, max_positions: int, tokenizer_class: str) -> None:
-    if not all((folder / name).is_file() for name in _TOKENIZER_FILES):
-        copy_tokenizer(folder, out, tokenizer_class=tokenizer_class, max_positions=max_positions)
+def _copy_tokenizer(read: ModelTokenizer, out: Path, max_positions: int, tokenizer_class: str) -> None:
+    if not all((read.folder / name).is_file() for name in _TOKENIZER_FILES):
+        copy_tokenizer(read, out, tokenizer_class=tokenizer_class, max_positions=max_positions)
         return
     for name in _TOKENIZER_FILES:
-        shutil.copyfile(folder / name, out / name)
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        shutil.copyfile(read.folder / name, out / name)
+    settings = json.loads((read.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     write_json(out / "tokenizer_config.json", {**settings, "model_max_length": max_positions})

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pretrain.checkpoint.pieces import PieceIndex
+from pretrain.checkpoint.fragments import FragmentIndex
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import MANIFEST, parse_manifest
 
@@ -67,17 +67,17 @@ class CheckpointReader:
         self._checkpoint = checkpoint
         manifest = checkpoint_manifest(checkpoint)
         files = sorted(name for name in manifest["files"] if name.startswith("rank-"))
-        self._pieces = PieceIndex(manifest["fragments"], files)
+        self._fragments = FragmentIndex(manifest["fragments"], files)
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel) of the flattened `name`, fp32 [numel]; `InputError` if any is missing."""
         out, position, stop = torch.empty(numel), start, start + numel
-        for piece in self._pieces.covering(kind, name, start, stop):
-            if not piece.start <= position < piece.stop:
+        for fragment in self._fragments.covering(kind, name, start, stop):
+            if not fragment.start <= position < fragment.stop:
                 continue
-            end = min(stop, piece.stop)
-            stored = self._file(piece.file).get_slice(f"{kind}|{name}|{piece.start}")
-            out[position - start : end - start] = stored[position - piece.start : end - piece.start]
+            end = min(stop, fragment.stop)
+            stored = self._file(fragment.file).get_slice(f"{kind}|{name}|{fragment.start}")
+            out[position - start : end - start] = stored[position - fragment.start : end - fragment.start]
             self._mapped += out.element_size() * (end - position)
             position = end
         if position < stop:

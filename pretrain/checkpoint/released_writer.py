@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint.layouts import LAYOUTS, KeyMapping, ReleasedFacts, pooled, task_head, write_config
-from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer, tokenizer_folder
+from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.common.files import write_json
 from pretrain.config import ModelConfig
-from pretrain.corpus.special_tokens import declared_settings, special_ids
 from pretrain.model.norms import get_norm
 from pretrain.model.positions import sinusoids
 
@@ -49,7 +48,7 @@ def write_released(
         backbone, head: as in `assembly.Released`; the head needs what the family's `layouts.TaskHead` has.
         purpose: "sequence", "tokens" or "spans", a key of `_CLASSES`.
         config: fields of config.json that the shape does not decide: the config that was read, id2label, problem_type.
-        tokenizer: a folder that `read_tokenizer` reads.
+        tokenizer: a folder with the model's tokenizer.
         card: README.md in Markdown.
         extra: further text files, name -> content.
 
@@ -63,7 +62,8 @@ def write_released(
     if missing := sorted(needed - head.keys()):
         raise ValueError(f"a head for {purpose} needs {', '.join(missing)}")
     labels = _labels(config, len(head["out_weight"]), purpose)
-    facts, ids = written_facts(layout, model, backbone, config, tokenizer)
+    read = ModelTokenizer.read(tokenizer)
+    facts, ids = written_facts(layout, model, backbone, config, read.special_ids)
     values = write_config(
         {**config, **labels}, facts, _CLASSES[purpose], len(backbone["embeddings.word"]), ids["pad"], ids
     )
@@ -75,7 +75,7 @@ def write_released(
         if values["model_type"] == pooled.MODEL_TYPE:
             shutil.copyfile(Path(__file__).parent / "templates" / pooled.MODELING_FILE, aside / pooled.MODELING_FILE)
         copy_tokenizer(
-            tokenizer,
+            read,
             aside,
             tokenizer_class=layout.tokenizer_class or f"{classes}Tokenizer",
             max_positions=model.max_positions,
@@ -137,11 +137,6 @@ def their_tensors(
     return tensors
 
 
-def released_ids(folder: Path, rows: int | None = None) -> dict[str, int]:
-    """The ids of the special tokens by role, of the tokenizer that `read_tokenizer` reads."""
-    return special_ids(read_tokenizer(folder, rows), declared_settings(tokenizer_folder(folder)))
-
-
 def with_position_table(model: ModelConfig, state: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The same model with sinusoidal positions as a table of learned ones, which every layout of BERT's kind holds."""
     if model.positions != "sinusoidal":
@@ -155,19 +150,17 @@ def written_facts(
     model: ModelConfig,
     backbone: Mapping[str, Tensor],
     config: Mapping[str, Any],
-    tokenizer: Path,
+    special_ids: Mapping[str, int],
 ) -> tuple[ReleasedFacts, dict[str, int | None]]:
     """What config.json will say about segments and positions, and the ids of special tokens by role.
 
     Args:
-        config: the config that was read; {} for a run of ours.
-        tokenizer: a folder that `read_tokenizer` reads, if `config` lacks an id.
+        config: the config that was read, whose pad_token_id comes first; {} for a run of ours.
+        special_ids: those of the tokenizer.
     """
-    given = config.get("pad_token_id")
-    ids: dict[str, int | None] = {"pad": given}
-    if given is None or any(key not in config for key in layout.special_ids):
-        ids = {"pad": None, **released_ids(tokenizer)}
-        ids["pad"] = ids["pad"] if given is None else given
+    ids: dict[str, int | None] = {"pad": None, **special_ids}
+    if (given := config.get("pad_token_id")) is not None:
+        ids["pad"] = given
     types = 0 if layout.token_types is None or not model.token_types else 2
     if types and layout.family in ("roberta", "gte") and _one_type(backbone, config):
         types = 1

@@ -6,7 +6,7 @@
                                           kind: weight, exp_avg, exp_avg_sq; average of the last steps' weights;
                                           row_square, where start counts rows
         manifest.json                     sizes and SHA-256 of the files, and where each part of each parameter is
-                                          (`pretrain.checkpoint.pieces`)
+                                          (`pretrain.checkpoint.fragments`)
 
 A checkpoint names its tensors and does not depend on the number of workers that wrote it
 (`pretrain.training.engine.Fragment`).
@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pretrain.checkpoint.pieces import packed
+from pretrain.checkpoint.fragments import packed
 from pretrain.checkpoint.reading import CheckpointReader, checkpoint_manifest, retried
 from pretrain.common.errors import InputError, MachineError, RunError
 from pretrain.common.files import (
@@ -46,7 +46,7 @@ from pretrain.common.files import (
 )
 from pretrain.storage.runs import best_of
 
-FORMAT = 2  # 1 listed every piece with its file, and is still read
+FORMAT = 2  # 1 listed every fragment with its file, and is still read
 _DAMAGED = "damaged-"  # before the name of a checkpoint that was set aside
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -17,6 +17,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import sha256_file, write_json
 from pretrain.common.setting_errors import shortened
 from pretrain.config import CorpusConfig, load_config
+from pretrain.corpus.special_tokens import declared_settings, special_ids
 from pretrain.corpus.stored import fetch_without_tokens
 from pretrain.corpus.vocabulary import bert_tokenizer, numbered, read_vocabulary, tokenizer_digest
 
@@ -30,6 +31,31 @@ _COPIED = (
     "added_tokens.json",
     *_SENTENCE_PIECES,
 )
+
+
+class ModelTokenizer(NamedTuple):
+    """The tokenizer of a model as `read_tokenizer` reads it, with what else its files say.
+
+    Attributes:
+        folder: where the files are.
+        tokenizer: truncation and padding off.
+        special_ids: the ids of the special tokens by role.
+    """
+
+    folder: Path
+    tokenizer: Tokenizer
+    special_ids: dict[str, int]
+
+    @classmethod
+    def read(cls, folder: Path, rows: int | None = None) -> "ModelTokenizer":
+        """Arguments and errors are those of `read_tokenizer`."""
+        return cls.read_files(tokenizer_folder(folder), rows)
+
+    @classmethod
+    def read_files(cls, folder: Path, rows: int | None = None) -> "ModelTokenizer":
+        """As `read`, of a folder that has the files itself."""
+        tokenizer = _read_files(folder, rows)
+        return cls(folder, tokenizer, special_ids(tokenizer, declared_settings(folder)))
 
 
 def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
@@ -47,7 +73,10 @@ def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
     Raises:
         InputError: none of these files exists, one is damaged, or the tokenizer is another model's.
     """
-    folder = tokenizer_folder(folder)
+    return _read_files(tokenizer_folder(folder), rows)
+
+
+def _read_files(folder: Path, rows: int | None) -> Tokenizer:
     declared = _declared(folder)
     if (folder / "tokenizer.json").is_file():
         tokenizer = _from_json(folder / "tokenizer.json", declared)
@@ -153,9 +182,9 @@ def _trained_tokenizer(run: Path) -> dict[str, str]:
 
 
 def copy_tokenizer(
-    folder: Path, out: Path, *, tokenizer_class: str, max_positions: int, for_words: bool = False
+    read: ModelTokenizer, out: Path, *, tokenizer_class: str, max_positions: int, for_words: bool = False
 ) -> None:
-    """Write the tokenizer of `folder` into `out` so that transformers reads the same one.
+    """Write a tokenizer into the folder `out` so that transformers reads the same one.
 
     Args:
         tokenizer_class: transformers' class, if tokenizer_config.json names none.
@@ -163,15 +192,12 @@ def copy_tokenizer(
         for_words: for a model that was trained on single words: a text's first word gets a blank before it like all
             others, and so do words that are given one by one (transformers refuses them otherwise).
     """
-    tokenizer = read_tokenizer(folder)
-    if for_words:
-        tokenizer = _with_prefix_space(tokenizer)
-    folder = tokenizer_folder(folder)
+    tokenizer = _with_prefix_space(read.tokenizer) if for_words else read.tokenizer
     for name in _COPIED:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, out / name)
+        if (read.folder / name).is_file():
+            shutil.copyfile(read.folder / name, out / name)
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    declared = {"tokenizer_class": tokenizer_class, **_declared(folder)}
+    declared = {"tokenizer_class": tokenizer_class, **_declared(read.folder)}
     declared["model_max_length"] = min(declared.get("model_max_length", max_positions), max_positions)
     normalizer: Any = tokenizer.normalizer
     if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):

@@ -26,7 +26,7 @@ EXIT_CODES = (
 
 
 # The commands that read what a run recorded, which imports no module of the user's own by itself.
-_READ_RUNS = ("prepare", "pretrain", "export", "report", "dashboard", "attention")
+_READ_RUNS = ("prepare", "pretrain", "adapt", "export", "report", "dashboard", "attention")
 _READ_RUNS += ("finetune", "sweep", "glue", "evaluate", "predict", "evaluate-pretrained")
 
 
@@ -181,15 +181,14 @@ def add_config(
 ) -> None:
     """Add CONFIG, --from, described by `start`, and --set."""
     parser.add_argument("config", type=config_argument, metavar="CONFIG", nargs="?" if optional else None, help=purpose)
-    parser.add_argument(
-        "--from",
-        dest="start_from",
-        type=run_argument,
-        metavar="DIR",
-        help=f"{start}: folder or address of a released model, an export or a run, or the name of a run in runs/ "
-        "(overrides start_from)",
-    )
+    add_start(parser, f"{start}, in place of the config's", type=run_argument)
     add_set(parser)
+
+
+def add_start(parser: argparse.ArgumentParser, purpose: str, **given: Any) -> None:
+    """Add --from DIR; `given` as for `add_argument`."""
+    where = at("a released model, an export or a run")
+    parser.add_argument("--from", dest="start_from", metavar="DIR", help=f"{purpose}: {where}", **given)
 
 
 def run_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -232,6 +231,16 @@ def add_dry_run(parser: argparse.ArgumentParser, purpose: str) -> None:
 def add_workers(parser: argparse.ArgumentParser, default: str = "overrides scheduling.workers") -> None:
     """Add --workers N."""
     parser.add_argument("--workers", type=int, metavar="N", help=f"number of worker processes ({default})")
+
+
+def add_follow(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Add -f, --follow."""
+    parser.add_argument("-f", "--follow", action="store_true", help=purpose)
+
+
+def at(what: str) -> str:
+    """The help of an argument that `run_argument` reads."""
+    return f"folder or address of {what}, or name of a run in runs/"
 
 
 USUAL_WORKERS = "default: one for each GPU; without GPUs 2, or 1 on a single core"

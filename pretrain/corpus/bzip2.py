@@ -5,7 +5,7 @@ import mmap
 import re
 from pathlib import Path
 
-from pretrain.corpus.inputs import Piece, Problems, one_line
+from pretrain.corpus.inputs import Chunk, Problems, one_line
 
 _STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # stream header and the first block's magic, byte-aligned
 _SEARCHED_BYTES = 64 << 20
@@ -18,26 +18,26 @@ def has_several_streams(path: Path) -> bool:
         return _STREAM.search(file.read(_SEARCHED_BYTES), 1) is not None
 
 
-def read_records(text: mmap.mmap, piece: Piece, record_start: bytes, problems: Problems) -> bytes:
+def read_records(text: mmap.mmap, chunk: Chunk, record_start: bytes, problems: Problems) -> bytes:
     """The records that begin in the streams that begin in [start, end) of the file `text`."""
-    first = _STREAM.search(text, piece.start)
-    if not first or first.start() >= piece.end:
+    first = _STREAM.search(text, chunk.start)
+    if not first or first.start() >= chunk.end:
         return b""
     parts, position = [], first.start()
-    while position < min(piece.end, len(text)):
-        stream, position = _next_stream(text, position, piece, problems)
+    while position < min(chunk.end, len(text)):
+        stream, position = _next_stream(text, position, chunk, problems)
         parts.append(stream)
-    parts.append(_rest_of_record(text, position, piece, record_start, problems))
+    parts.append(_rest_of_record(text, position, chunk, record_start, problems))
     data = b"".join(parts)
-    begin = 0 if piece.start == 0 else data.find(record_start)
+    begin = 0 if chunk.start == 0 else data.find(record_start)
     return data[begin:] if begin >= 0 else b""
 
 
-def _rest_of_record(text: mmap.mmap, position: int, piece: Piece, record_start: bytes, problems: Problems) -> bytes:
+def _rest_of_record(text: mmap.mmap, position: int, chunk: Chunk, record_start: bytes, problems: Problems) -> bytes:
     """The bytes of the streams from `position` on, before the first record that begins in them."""
     rest = b""
     while position < len(text):
-        stream, position = _next_stream(text, position, piece, problems)
+        stream, position = _next_stream(text, position, chunk, problems)
         rest += stream
         end = rest.find(record_start)
         if end >= 0:
@@ -45,12 +45,12 @@ def _rest_of_record(text: mmap.mmap, position: int, piece: Piece, record_start: 
     return rest
 
 
-def _next_stream(text: mmap.mmap, position: int, piece: Piece, problems: Problems) -> tuple[bytes, int]:
+def _next_stream(text: mmap.mmap, position: int, chunk: Chunk, problems: Problems) -> tuple[bytes, int]:
     """The stream at `position`, empty if it is broken, and where the next one begins."""
     try:
         return _read_stream(text, position)
     except (OSError, EOFError, ValueError) as error:
-        problems.add(piece.paths[0], f"broken bzip2 stream: {one_line(error)}", f"byte {position}")
+        problems.add(chunk.paths[0], f"broken bzip2 stream: {one_line(error)}", f"byte {position}")
         following = _STREAM.search(text, position + 1)
         return b"", following.start() if following else len(text)
 

@@ -210,7 +210,7 @@ class _LibraryPieces(KnownWords):
         self._extend()
         return self._no_blank[pieces]
 
-    def _pieces(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         words = [word.decode() for word in self._table.words(numbers)]
         self._no_blank = np.append(self._no_blank, [self._is_word(word) for word in words])
         starts = range(0, len(words), _WORDS_PER_TEXT)

@@ -39,8 +39,8 @@ SPLITS = ("train", "validation")
 
 
 @dataclass
-class PieceSummary:
-    """What `stages.read` returns for a piece: documents read, and the part files of those that are long enough.
+class ChunkSummary:
+    """What `stages.read` returns for a chunk: documents read, and the part files of those that are long enough.
 
     `filtered` has the entries of a `Report` on those that filters dropped before, `seen` the texts of evaluation sets
     that were found.
@@ -130,7 +130,7 @@ class _DecidedPart:
 class Documents:
     """All documents in the order of the corpus."""
 
-    def __init__(self, work: Path, read: list[PieceSummary], held_out: Sequence[bool]) -> None:
+    def __init__(self, work: Path, read: list[ChunkSummary], held_out: Sequence[bool]) -> None:
         self._work = work
         self._read = read
         self._parts = [(part, summary.source) for summary in read for part in summary.parts]
@@ -147,7 +147,7 @@ class Documents:
     def load(
         cls,
         work: Path,
-        summaries: list[PieceSummary],
+        summaries: list[ChunkSummary],
         validation_fraction: float,
         held_out: Sequence[bool] = (),
         near_duplicates: NearDuplicates | None = None,
@@ -397,7 +397,7 @@ _SUMS = {"sentences": "sentences", "words": "words", "tokens": "items", "text_by
 """Figure of the card -> column of DOCUMENT."""
 
 
-def _empty(read: Sequence[PieceSummary], faults: Sequence[dict[str, Any]]) -> InputError:
+def _empty(read: Sequence[ChunkSummary], faults: Sequence[dict[str, Any]]) -> InputError:
     """The error of a corpus without documents: faults of the input, and which setting dropped the most."""
     documents, dropped = (sum(getattr(summary, key) for summary in read) for key in ("documents", "dropped"))
     if not documents:

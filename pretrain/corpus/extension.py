@@ -1,7 +1,8 @@
 """A WordPiece vocabulary extended by whole words of a corpus, those that save the most tokens.
 
-A word that occurs n times and takes p pieces costs n x p tokens; as an entry of its own it costs n. New entries come
-after the old ones, so all old ids keep their meaning, and the corpus of an old vocabulary is one of the extended one.
+A word that occurs n times and takes p wordpieces costs n x p tokens; as an entry of its own it costs n. New entries
+come after the old ones, so all old ids keep their meaning, and the corpus of an old vocabulary is one of the extended
+one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,8 +29,8 @@ class Extension(NamedTuple):
 def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[bytes, int], most: int) -> Extension:
     """Add up to `most` words to a BERT tokenizer.
 
-    Candidates are words of at least two pieces, one letter and `_LEAST_COUNT` occurrences, without unknown characters.
-    Those that save the most tokens come first; the same counts give the same vocabulary.
+    Candidates are words of at least two wordpieces, one letter and `_LEAST_COUNT` occurrences, without unknown
+    characters. Those that save the most tokens come first; the same counts give the same vocabulary.
 
     Args:
         tokenizer: of the checkpoint.
@@ -42,22 +43,22 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[bytes, int], most: i
     check_extension(tokenizer, most)
     unknown = tokenizer.token_to_id("[UNK]")
     words = count_normal_words(dict(counts), tokenizer.normalizer)
-    pieces = _pieces(tokenizer, words)
+    wordpieces = _wordpieces(tokenizer, words)
     saved = {
         word: words[word] * (len(ids) - 1)
-        for word, ids in pieces.items()
+        for word, ids in wordpieces.items()
         if len(ids) > 1 and words[word] >= _LEAST_COUNT and unknown not in ids and any(map(str.isalpha, word))
     }
     chosen = sorted(saved, key=lambda word: (-saved[word], word))[:most]
     while True:
         extended = _with_entries(tokenizer, chosen)
-        after = _pieces(extended, words)
-        broken = [word for word in words if unknown in after[word] and unknown not in pieces[word]]
+        after = _wordpieces(extended, words)
+        broken = [word for word in words if unknown in after[word] and unknown not in wordpieces[word]]
         if not broken:
             break
-        # The longest match comes first: after a new word as its beginning, a longer one may have no pieces left.
+        # The longest match comes first: after a new word as its beginning, a longer one may have no wordpieces left.
         chosen = [entry for entry in chosen if not any(word.startswith(entry) for word in broken)]
-    return Extension(extended, chosen, _tokens(words, pieces), _tokens(words, after))
+    return Extension(extended, chosen, _tokens(words, wordpieces), _tokens(words, after))
 
 
 def check_extension(tokenizer: Tokenizer, most: int) -> None:
@@ -76,14 +77,14 @@ def check_extension(tokenizer: Tokenizer, most: int) -> None:
         )
 
 
-def old_pieces(tokenizer: Tokenizer, entries: Iterable[str]) -> list[list[int]]:
+def old_wordpieces(tokenizer: Tokenizer, entries: Iterable[str]) -> list[list[int]]:
     """The ids in the old vocabulary of `tokenizer` that each new entry replaces."""
     entries = list(entries)
-    pieces = _pieces(tokenizer, entries)
-    return [pieces[entry] for entry in entries]
+    wordpieces = _wordpieces(tokenizer, entries)
+    return [wordpieces[entry] for entry in entries]
 
 
-def _pieces(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
+def _wordpieces(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
     """The ids of each word. The words are as the normalizer and the pre-tokenizer leave them."""
     model: Any = tokenizer.model
     return {word: [token.id for token in model.tokenize(word)] for word in words}
@@ -96,5 +97,5 @@ def _with_entries(tokenizer: Tokenizer, entries: list[str]) -> Tokenizer:
     return bert_tokenizer(both, tokenizer.normalizer)  # pyright: ignore[reportArgumentType]
 
 
-def _tokens(words: Mapping[str, int], pieces: Mapping[str, list[int]]) -> int:
-    return sum(count * len(pieces[word]) for word, count in words.items())
+def _tokens(words: Mapping[str, int], wordpieces: Mapping[str, list[int]]) -> int:
+    return sum(count * len(wordpieces[word]) for word, count in words.items())

@@ -55,8 +55,8 @@ def documents_of(file: Path, problems: Problems) -> Iterator[str]:
     """
     config = SourceConfig(kind=kind_of(file), path=str(file))
     for number, item in enumerate(sources.find_inputs(config, "text")):
-        for piece in sources.cut(config, 0, number, item):
-            yield from sources.documents(piece, problems)
+        for chunk in sources.cut(config, 0, number, item):
+            yield from sources.documents(chunk, problems)
 
 
 def pieces_of(text: str, least: int) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""What all kinds of sources share: inputs, the pieces they are cut into, and how a kind finds, cuts and reads them.
+"""What all kinds of sources share: inputs, the chunks they are cut into, and how a kind finds, cuts and reads them.
 
-A piece is what one process prepares in one go: a byte range of a plain file, a block of a decompressed stream, a
+A chunk is what one process prepares in one go: a byte range of a plain file, a block of a decompressed stream, a
 row group, a handful of small files. The cuts depend on the files only, so the corpus is the same whatever the
 number of processes and however often the work was interrupted. A document is a string whose lines are its paragraphs.
 Faults in an input are counted in `Problems` with its path; the rest of the input is read.
@@ -27,7 +27,7 @@ from pretrain.common.wording import counted
 from pretrain.config import SourceConfig
 from pretrain.storage import folders
 
-PIECE_BYTES = 8 << 20  # least text per piece
+CHUNK_BYTES = 8 << 20  # least text per chunk
 _MOST_SHOWN = 3  # faults in an error
 _MOST_BAD_SHARE = 0.2  # of the characters of a text: Latin-1 has fewer in any language, GB 18030 or KOI8 more
 _FEW_BAD = 5  # characters, as the accents of a short line
@@ -89,7 +89,7 @@ def first_faults(entries: Sequence[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Input:
-    """A file, or several small ones, or a data set: what is cut into pieces together."""
+    """A file, or several small ones, or a data set: what is cut into chunks together."""
 
     paths: tuple[str, ...]
     bytes: int
@@ -113,7 +113,7 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece(Span):
+class Chunk(Span):
     """A span that knows its input. (source, input, block) is its place in the corpus."""
 
     source: int
@@ -129,7 +129,7 @@ class Piece(Span):
 
 
 class SourceReader:
-    """One source. Every kind subclasses this as `Reader`; by default, an input is a file, read in one piece."""
+    """One source. Every kind subclasses this as `Reader`; by default, an input is a file, read in one chunk."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()  # of the files to take from a folder; () takes all
     text_share: ClassVar[float] = 1.0  # bytes of text for each byte of a file, about
@@ -160,8 +160,8 @@ class SourceReader:
         """Whether `cut` has to read the whole input in order, so that its spans carry their data."""
         return False
 
-    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
-        """The documents of a piece, paragraphs as lines. Faults of the input go to `problems`."""
+    def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
+        """The documents of a chunk, paragraphs as lines. Faults of the input go to `problems`."""
         raise NotImplementedError
 
     def takes(self, file: Path) -> bool:
@@ -244,14 +244,14 @@ def nothing_found(config: SourceConfig, where: str) -> InputError:
 
 
 def grouped(files: Iterable[Path], where: str) -> list[Input]:
-    """Inputs of several small files each, PIECE_BYTES together."""
+    """Inputs of several small files each, CHUNK_BYTES together."""
     inputs: list[Input] = []
     paths: list[str] = []
     total = 0
     for file in files:
         paths.append(str(file))
         total += file_size(file, where)
-        if total >= PIECE_BYTES:
+        if total >= CHUNK_BYTES:
             inputs.append(Input(tuple(paths), total))
             paths, total = [], 0
     if paths:

@@ -29,7 +29,7 @@ def is_spread(path: Path) -> bool:
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """(values of about a piece, one a line; bytes of the file read so far).
+    """(values of about a chunk, one a line; bytes of the file read so far).
 
     Raises `BrokenInputError` where the file or a value cannot be read; all before it has been yielded.
     """
@@ -41,7 +41,7 @@ def lines(path: Path) -> Iterator[tuple[bytes, int]]:
             for value in _values(stream):
                 values.append(value)
                 size += len(value)
-                if size >= inputs.PIECE_BYTES:
+                if size >= inputs.CHUNK_BYTES:
                     yield b"\n".join(values), raw.tell()
                     values, size = [], 0
         except BrokenInputError as error:

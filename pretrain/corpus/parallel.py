@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from pretrain.common.errors import MachineError
 from pretrain.corpus import stages
-from pretrain.corpus.inputs import Piece
+from pretrain.corpus.inputs import Chunk
 
 
 class Pool:
@@ -179,5 +179,5 @@ def _is_ready(result: Any) -> bool:
 
 
 def _without_data(item: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments without the text that a piece may carry, so that memory stays bounded."""
-    return tuple(replace(part, data=None) if isinstance(part, Piece) else part for part in item)
+    """The arguments without the text that a chunk may carry, so that memory stays bounded."""
+    return tuple(replace(part, data=None) if isinstance(part, Chunk) else part for part in item)

@@ -2,13 +2,13 @@
 
 Of a corpus that is prepared, only the sources that it has not are (`growth`).
 
-    read        pieces of the sources, filtered -> part files; if asked for, near-duplicates by their sketches
+    read        chunks of the sources, filtered -> part files; if asked for, near-duplicates by their sketches
     vocabulary  counts of the words of the documents that stay -> a vocabulary, unless one is given
     tokenize    part files of words -> part files of tokens, unless a vocabulary is given
     shards      the documents that stay, in the order of the sources -> shard files
     card        figures; then the manifest, which makes the folder a corpus
 
-The state between runs is in `<dir>/.work`. Files there are atomic, and part files are named after their piece, so
+The state between runs is in `<dir>/.work`. Files there are atomic, and part files are named after their chunk, so
 that a later run finds them. What `documents` writes is written again by every run. The coordinating process hands out
 calls of `stages`, to processes of this machine or to tasks of a Ray cluster. Text and tokens stay in those processes.
 No process's memory grows with the corpus, but for a bit for each document on a cluster, which takes all calls at
@@ -46,13 +46,13 @@ from pretrain.corpus.description import (
     given_tokenizer,
     processes,
 )
-from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
+from pretrain.corpus.documents import ChunkSummary, Documents, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.filters import check_filters
 from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
 from pretrain.corpus.finish import EXTENSION, CountReadings, Prepared
 from pretrain.corpus.growth import Growth, expect_all, known_at_addresses
-from pretrain.corpus.inputs import PIECE_BYTES, Input, Piece, Problems
+from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems
 from pretrain.corpus.manifest import (
     VOCABULARY_BYTES,
     by_source,
@@ -303,8 +303,8 @@ class _Preparation:
     def _begin_work(self) -> None:
         """Go on with what the work folder has. Raises `InputError` if that was begun with other settings."""
         path, growth = self._work / "settings.json", self._growth
-        # Part files are known by their piece.
-        now = self._settings | {"piece_bytes": PIECE_BYTES, "order": "random"}
+        # Part files are known by their chunk.
+        now = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random"}
         if growth:
             now = by_source(now)[0] | self._new | {"grows": growth.identity}
         before = _read_json(path)
@@ -328,19 +328,19 @@ class _Preparation:
 
     # ------------------------------------------------------------ stages
 
-    def _read(self, pool: Pool) -> list[PieceSummary]:
-        """Part files of all pieces; returns the pieces' summaries in the order of the corpus."""
-        summaries: list[PieceSummary] = []
+    def _read(self, pool: Pool) -> list[ChunkSummary]:
+        """Part files of all chunks; returns the chunks' summaries in the order of the corpus."""
+        summaries: list[ChunkSummary] = []
         examples: collections.Counter[tuple[str, str]] = collections.Counter()
         seen: set[int] = set()
         total = self._input_bytes()
         with self._bar.stage("reading", total) as advance:
-            for (piece,), read in pool.run(stages.read, self._pieces(), self._known_summaries):
+            for (chunk,), read in pool.run(stages.read, self._chunks(), self._known_summaries):
                 for summary in read:
                     self._problems.extend(summary.pop("problems"))
-                    summaries.append(PieceSummary(**summary))
+                    summaries.append(ChunkSummary(**summary))
                     summaries[-1].drop_surplus(examples, seen)
-                advance(piece.bytes)
+                advance(chunk.bytes)
         for number, source in self._sources.items():
             if not any(summary.documents for summary in summaries if summary.source == number):
                 self._problems.add(source.path or source.dataset, f"no document in this source of kind {source.kind}")
@@ -349,15 +349,15 @@ class _Preparation:
     def _input_bytes(self) -> int:
         return sum(item.bytes for inputs in self._inputs.values() for item in inputs)
 
-    def _pieces(self) -> Iterator[tuple[Piece]]:
+    def _chunks(self) -> Iterator[tuple[Chunk]]:
         for number, source in self._sources.items():
             for input_number, item in enumerate(self._inputs[number]):
                 # No text is sent to a cluster: the task that prepares a stream reads it there.
-                for piece in sources.cut(source, number, input_number, item, streams=bool(self._address)):
-                    yield (piece,)
+                for chunk in sources.cut(source, number, input_number, item, streams=bool(self._address)):
+                    yield (chunk,)
 
-    def _known_summaries(self, piece: Piece) -> list[dict[str, Any]] | None:
-        summary = None if piece.is_stream else stages.known_summary(self._work, piece)
+    def _known_summaries(self, chunk: Chunk) -> list[dict[str, Any]] | None:
+        summary = None if chunk.is_stream else stages.known_summary(self._work, chunk)
         return None if summary is None else [summary]
 
     def _begin_hashing(self, pool: Pool) -> list[tuple[int, Input, Any]]:
@@ -381,7 +381,7 @@ class _Preparation:
             write_json(self._work / "hashes.json", hashes)
         return hashes
 
-    def _vocabulary(self, pool: Pool, summaries: list[PieceSummary]) -> Tokenizer:
+    def _vocabulary(self, pool: Pool, summaries: list[ChunkSummary]) -> Tokenizer:
         """Train on the documents that stay, at most VOCABULARY_BYTES of them, those with the lowest hashes."""
         path = self._work / stages.TOKENIZER
         if path.exists():
@@ -407,7 +407,7 @@ class _Preparation:
         save_tokenizer(self._work, tokenizer)
         return tokenizer
 
-    def _documents(self, summaries: list[PieceSummary]) -> Documents:
+    def _documents(self, summaries: list[ChunkSummary]) -> Documents:
         held_out = [False] * max(self._sources, default=-1) + [False]
         for number, source in self._sources.items():
             held_out[number] = source.held_out
@@ -426,7 +426,7 @@ class _Preparation:
         write_json(self._work / EXTENSION, facts)
         return extension.tokenizer
 
-    def _tokenize(self, pool: Pool, summaries: list[PieceSummary]) -> None:
+    def _tokenize(self, pool: Pool, summaries: list[ChunkSummary]) -> None:
         """Part files of words become part files of tokens, under the new names in `summaries`."""
         work = []
         for summary in summaries:

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from pretrain.common.errors import InputError
 from pretrain.corpus import bzip2, inputs
-from pretrain.corpus.inputs import BrokenInputError, Input, Piece, Problems, SourceReader, Span, compression
+from pretrain.corpus.inputs import BrokenInputError, Chunk, Input, Problems, SourceReader, Span, compression
 from pretrain.corpus.streams import TextStream, is_utf16
 
 MAX_RECORD_BYTES = 512 << 20  # a single record this large means that the file is not what its kind says
-BZIP2_PIECE_BYTES = 2 << 20
+BZIP2_CHUNK_BYTES = 2 << 20
 STREAM_READ_BYTES = 1 << 18
 
 
@@ -30,17 +30,17 @@ class RecordReader(SourceReader):
         path = Path(item.paths[0])
         if self.is_stream(item):
             return inputs.carried_spans(item, self._blocks(path), b"")
-        return _ranges(item, BZIP2_PIECE_BYTES if compression(path) else inputs.PIECE_BYTES)
+        return _ranges(item, BZIP2_CHUNK_BYTES if compression(path) else inputs.CHUNK_BYTES)
 
-    def records(self, piece: Piece, problems: Problems) -> bytes:
-        """The whole records of a piece, end to end."""
-        return piece.data if piece.data is not None else self._read_range(piece, problems)
+    def records(self, chunk: Chunk, problems: Problems) -> bytes:
+        """The whole records of a chunk, end to end."""
+        return chunk.data if chunk.data is not None else self._read_range(chunk, problems)
 
     def _is_cut_bzip2(self, path: Path) -> bool:
         return self.cuts_bzip2 and compression(path) == ".bz2" and bzip2.has_several_streams(path)
 
     def _blocks(self, path: Path) -> Iterator[tuple[bytes, int]]:
-        """(whole records of about PIECE_BYTES, bytes of the file read so far)."""
+        """(whole records of about CHUNK_BYTES, bytes of the file read so far)."""
         rest, searched = bytearray(), 0
         ended = False
         with path.open("rb") as raw:
@@ -49,7 +49,7 @@ class RecordReader(SourceReader):
                 read = stream.read(STREAM_READ_BYTES)
                 rest += read
                 ended = not read
-                if len(rest) >= searched + inputs.PIECE_BYTES and not ended:
+                if len(rest) >= searched + inputs.CHUNK_BYTES and not ended:
                     last = self.last_record(rest)
                     if last > 0:
                         yield bytes(rest[:last]), raw.tell()
@@ -62,16 +62,16 @@ class RecordReader(SourceReader):
         if stream.fault:
             raise BrokenInputError(f"broken file: {stream.fault}")
 
-    def _read_range(self, piece: Piece, problems: Problems) -> bytes:
+    def _read_range(self, chunk: Chunk, problems: Problems) -> bytes:
         """The records that begin in [start, end) of the file."""
-        path = Path(piece.paths[0])
+        path = Path(chunk.paths[0])
         if not path.stat().st_size:
             problems.add(str(path), "empty file")
             return b""
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             if compression(path) == ".bz2":
-                return bzip2.read_records(text, piece, self.record_start, problems)
-            begin, end = self.next_record(text, piece.start), self.next_record(text, piece.end)
+                return bzip2.read_records(text, chunk, self.record_start, problems)
+            begin, end = self.next_record(text, chunk.start), self.next_record(text, chunk.end)
             if end - begin > MAX_RECORD_BYTES:
                 raise self._no_records(path)
             return text[begin:end]

@@ -1,4 +1,4 @@
-"""What the preparation processes do, one call at a time: read a piece, count words, tokenize, write a shard, hash.
+"""What the preparation processes do, one call at a time: read a chunk, count words, tokenize, write a shard, hash.
 
 Between the stages there are part files (`parts`). A process keeps its table of words from call to call.
 """
@@ -27,7 +27,7 @@ from pretrain.corpus.documents import DocumentRange
 from pretrain.corpus.filters import Filters, near_duplicates
 from pretrain.corpus.filters.near_duplicates import Sketches
 from pretrain.corpus.filters.report import Report
-from pretrain.corpus.inputs import Piece, Problems
+from pretrain.corpus.inputs import Chunk, Problems
 from pretrain.corpus.parts import DOCUMENT, Part, random_order
 from pretrain.corpus.sentences import line_starts, sentence_starts, split_sentences
 from pretrain.corpus.shards import ShardWriter, token_dtype
@@ -75,7 +75,7 @@ class _Process:
         self.unknown_id = -1
         self.is_remote = False  # on a cluster, whose machines may not have the coordinating process's files
         self._tokenizer = tokenizer
-        self._pieces: KnownWords | None = None
+        self._words: KnownWords | None = None
         self._documents: DocumentEncoder | None = None
         if tokenizer is not None:
             self.load_tokenizer()  # now, while the coordinating process is still busy itself
@@ -85,16 +85,16 @@ class _Process:
         if self.settings.released:
             self.documents()
         else:
-            self.pieces()
+            self.words()
 
-    def pieces(self) -> KnownWords:
+    def words(self) -> KnownWords:
         """The tokens of the words of `table`."""
-        if self._pieces is None:
+        if self._words is None:
             tokenizer = self._loaded()
             self.unknown_id = special_ids(tokenizer)["unk"]
             known_words = BytePairs if self.settings.byte_level else WordPieces
-            self._pieces = known_words(tokenizer, self.table)
-        return self._pieces
+            self._words = known_words(tokenizer, self.table)
+        return self._words
 
     def documents(self) -> DocumentEncoder:
         """What encodes whole documents with a tokenizer of another maker."""
@@ -112,7 +112,7 @@ class _Process:
     def renew(self) -> None:
         """Forget the words if there are too many."""
         if self.table.size > MAX_TABLE_WORDS:
-            self.table, self._pieces, self._documents = WordTable(), None, None
+            self.table, self._words, self._documents = WordTable(), None, None
 
 
 _process: _Process | None = None
@@ -207,26 +207,26 @@ def _state() -> _Process:
 # ---------------------------------------------------------------- calls
 
 
-def read(piece: Piece) -> list[dict[str, Any]]:
-    """Prepare a piece, or the pieces of a stream that are not prepared yet, one after the other; their summaries."""
-    _check_seen(piece.paths)
-    if not piece.is_stream:
-        return [_read_piece(piece)]
+def read(chunk: Chunk) -> list[dict[str, Any]]:
+    """Prepare a chunk, or the chunks of a stream that are not prepared yet, one after the other; their summaries."""
+    _check_seen(chunk.paths)
+    if not chunk.is_stream:
+        return [_read_chunk(chunk)]
     work = _state().work
-    return [known_summary(work, part) or _read_piece(part) for part in cut_stream(piece)]
+    return [known_summary(work, one) or _read_chunk(one) for one in cut_stream(chunk)]
 
 
-def known_summary(work: Path, piece: Piece) -> dict[str, Any] | None:
-    """The summary of a piece, if it is prepared."""
-    path = work / f"{piece.name}.json"
+def known_summary(work: Path, chunk: Chunk) -> dict[str, Any] | None:
+    """The summary of a chunk, if it is prepared."""
+    path = work / f"{chunk.name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def _read_piece(piece: Piece) -> dict[str, Any]:
-    """Read, split, cut and (with a vocabulary) tokenize one piece into part files; its summary comes last."""
+def _read_chunk(chunk: Chunk) -> dict[str, Any]:
+    """Read, split, cut and (with a vocabulary) tokenize one chunk into part files; its summary comes last."""
     state = _state()
     problems, report = Problems(), Report()
-    splitting = _splitting(piece, state.settings.language)
+    splitting = _splitting(chunk, state.settings.language)
     names: list[str] = []
     batches: list[Part] = []
     read = size = 0
@@ -235,7 +235,7 @@ def _read_piece(piece: Piece) -> dict[str, Any]:
         nonlocal size
         part = _joined(batches, state)
         if len(part.documents):
-            names.append(f"{piece.name}-{len(names):04d}.{'tokens' if state.settings.vocabulary_given else 'words'}")
+            names.append(f"{chunk.name}-{len(names):04d}.{'tokens' if state.settings.vocabulary_given else 'words'}")
             part.ordered(np.argsort(random_order(part.documents["hash"]), kind="stable")).save(state.work / names[-1])
             if part.sketches:  # in the order of the input: of two near-duplicates the first is kept
                 path = (state.work / names[-1]).with_suffix(near_duplicates.SUFFIX)
@@ -244,7 +244,7 @@ def _read_piece(piece: Piece) -> dict[str, Any]:
         size = 0
         state.renew()
 
-    for texts in chunks(documents(piece, problems)):
+    for texts in batches_of(documents(chunk, problems)):
         read += len(texts)
         texts, sketches = state.filters.keep(texts, report)
         if not texts:
@@ -256,7 +256,7 @@ def _read_piece(piece: Piece) -> dict[str, Any]:
     if batches:
         flush()
     summary = {
-        "source": piece.source,
+        "source": chunk.source,
         "documents": read,
         "parts": names,
         "problems": problems.entries(),
@@ -264,7 +264,7 @@ def _read_piece(piece: Piece) -> dict[str, Any]:
         "seen": sorted(report.seen),
         "left_out": problems.left_out,
     }
-    write_json(state.work / f"{piece.name}.json", summary)
+    write_json(state.work / f"{chunk.name}.json", summary)
     return summary
 
 
@@ -349,18 +349,18 @@ def _histogram(lengths: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------- documents to parts
 
 
-def chunks(texts: Iterator[str]) -> Iterator[list[str]]:
+def batches_of(texts: Iterator[str]) -> Iterator[list[str]]:
     """Lists of documents with about _BATCH_BYTES characters each."""
-    chunk: list[str] = []
+    batch: list[str] = []
     total = 0
     for text in texts:
-        chunk.append(text)
+        batch.append(text)
         total += len(text)
         if total >= _BATCH_BYTES:
-            yield chunk
-            chunk, total = [], 0
-    if chunk:
-        yield chunk
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True)
@@ -371,8 +371,8 @@ class _Splitting:
     starts: Callable[[str], list[int]]
 
 
-def _splitting(piece: Piece, language: str) -> _Splitting:
-    if reader(piece.config).lines_are_sentences:
+def _splitting(chunk: Chunk, language: str) -> _Splitting:
+    if reader(chunk.config).lines_are_sentences:
         return _Splitting(lambda text: text.split("\n"), line_starts)
     return _Splitting(lambda text: split_sentences(text, language), lambda text: sentence_starts(text, language))
 
@@ -457,9 +457,9 @@ def _tokenized(numbers: np.ndarray, words: Part, state: _Process) -> Part:
 
     Sentences and documents that have no token left (control characters) are dropped.
     """
-    pieces = state.pieces()
+    known = state.words()
     offsets = np.concatenate([[0], np.cumsum(words.sentence_items, dtype=np.int64)])
-    tokens, token_offsets = pieces.tokens(numbers, offsets, state.dtype)
+    tokens, token_offsets = known.tokens(numbers, offsets, state.dtype)
     sentence_tokens = np.diff(token_offsets).astype(np.uint32)
     table = words.documents.copy()
     sentences_before = np.concatenate([[0], np.cumsum(table["sentences"], dtype=np.int64)])

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pretrain.corpus.inputs import Piece, Problems, SourceReader, decode, one_line, without_surrogates
+from pretrain.corpus.inputs import Chunk, Problems, SourceReader, decode, one_line, without_surrogates
 
 ROWS_PER_READ = 1000
 
@@ -11,16 +11,16 @@ ROWS_PER_READ = 1000
 class ColumnReader(SourceReader):
     """A source of rows. A kind defines how the values of the text column are read."""
 
-    def values(self, piece: Piece) -> Iterable[Any]:
-        """The text column of a piece, in order: str, or bytes that may not be UTF-8."""
+    def values(self, chunk: Chunk) -> Iterable[Any]:
+        """The text column of a chunk, in order: str, or bytes that may not be UTF-8."""
         raise NotImplementedError
 
-    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
+    def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
         import pyarrow as pa
 
-        path = piece.paths[0]
+        path = chunk.paths[0]
         try:
-            for value in self.values(piece):
+            for value in self.values(chunk):
                 if isinstance(value, bytes):
                     yield decode(value, path, 0, problems)
                 elif isinstance(value, str):
@@ -28,4 +28,4 @@ class ColumnReader(SourceReader):
                 else:
                     problems.add(path, f"row whose {self.config.text_column!r} is not text")
         except (OSError, pa.ArrowException) as error:
-            problems.add(path, f"broken file: {one_line(error)}", f"rows or row group from {piece.start} on")
+            problems.add(path, f"broken file: {one_line(error)}", f"rows or row group from {chunk.start} on")

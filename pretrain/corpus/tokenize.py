@@ -194,7 +194,7 @@ class WordTable:
 
 
 class KnownWords:
-    """The tokens of every word in a `WordTable`, worked out once per word. Vocabularies differ in `_pieces`."""
+    """The tokens of every word in a `WordTable`, worked out once per word. Vocabularies differ in `_encode`."""
 
     def __init__(self, table: WordTable) -> None:
         self._table = table
@@ -225,7 +225,7 @@ class KnownWords:
         known, size = self._words, self._table.size
         if known == size:
             return
-        counts, tokens = self._pieces(np.arange(known, size))
+        counts, tokens = self._encode(np.arange(known, size))
         starts = np.cumsum(counts) - counts
         heads = np.zeros(size - known, np.int32)
         heads[counts > 0] = tokens[starts[counts > 0]]
@@ -235,7 +235,7 @@ class KnownWords:
         self._pool = _appended(self._pool, self._pooled, tokens)
         self._words, self._pooled = size, self._pooled + len(tokens)
 
-    def _pieces(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tokens per word, tokens end to end) of words of the table."""
         raise NotImplementedError
 
@@ -248,7 +248,7 @@ class WordPieces(KnownWords):
         self._trie = TokenTrie(tokenizer)
         self._whole_tokenizer = _WholeTokenizer(tokenizer)
 
-    def _pieces(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tokens per word, tokens end to end) of words of the table.
 
         Printable ASCII is left as it is by BERT's normalizer, and its marks are single words already: such words can
@@ -271,7 +271,7 @@ class BytePairs(KnownWords):
         super().__init__(table)
         self._encoder = byte_level.PieceEncoder(tokenizer)
 
-    def _pieces(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         counts, tokens = self._encoder.encode(self._table.words(numbers))
         return counts, tokens
 

@@ -229,9 +229,9 @@ def count_normal_words(counts: dict[bytes, int], normalizer: normalizers.BertNor
         text = word.decode()
         # Nine in ten are ASCII letters and digits (bytes.isalnum) of the right case and stay as they are.
         plain = word.isalnum() and not (lowercase and word != word.lower())
-        for piece, _ in [(text, None)] if plain else cut.pre_tokenize_str(normalizer.normalize_str(text)):
-            if len(piece) <= MAX_WORD_CHARACTERS:
-                words[piece] += count
+        for normal, _ in [(text, None)] if plain else cut.pre_tokenize_str(normalizer.normalize_str(text)):
+            if len(normal) <= MAX_WORD_CHARACTERS:
+                words[normal] += count
     return dict(sorted(words.items()))
 
 

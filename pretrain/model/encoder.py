@@ -2,8 +2,7 @@
 defaults (Devlin et al. 2019).
 
 BERT's forward pass is four files, in this order: `encoder.py`, `block.py`, `attention.py`, `heads.py`. What else they
-call is a kernel (`kernels/`), or a part that BERT lacks and that is chosen when a model is made: `positions.py`,
-`projection.py`, `norms.py`, `activations.py`, `encoder_parts.py`.
+call is a kernel (`kernels/`), or a part that BERT lacks, such as `relative_positions.py`, `norms.py`, `final_norm.py`.
 
 Shape letters: T tokens of the micro-batch, S sequences, R query positions, H hidden width, E width of the
 embeddings (H except in some ELECTRA models), V vocabulary, P positions.
@@ -19,12 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from pretrain.config import ModelConfig
 from pretrain.model.block import BlockFunctions, EmbeddingWeights, Layer, embed
 from pretrain.model.compile import program
-from pretrain.model.encoder_parts import FinalNorm, RelativeEmbeddings, RelativePositions
+from pretrain.model.final_norm import FinalNorm
 from pretrain.model.initialization import begin_at_neighbors, create_parameters
 from pretrain.model.kernels.hash_rng import BETWEEN
 from pretrain.model.kernels.layout import TokenLayout
 from pretrain.model.parameters import embedding_parameters
 from pretrain.model.positions import rotations, sinusoids
+from pretrain.model.relative_positions import RelativeEmbeddings, RelativePositions
 
 
 class UnpaddedBatch(Protocol):

@@ -55,7 +55,7 @@ def embedding_parameters(model: ModelConfig, vocabulary_size: int) -> tuple[Para
 
 
 def position_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The parameters of `encoder_parts.RelativePositions` or `encoder_parts.RelativeEmbeddings`, for all layers."""
+    """The parameters of `relative_positions.RelativePositions` or `RelativeEmbeddings`, for all layers."""
     if model.positions == "relative":
         return (Parameter("table", (model.relative_buckets, model.heads), "normal"),)
     if model.disentangled:
@@ -93,7 +93,7 @@ def relative_projections(model: ModelConfig) -> tuple[Parameter, ...]:
 
 
 def final_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The parameters of `encoder_parts.FinalNorm`, after the last layer of a pre-norm model."""
+    """The parameters of `final_norm.FinalNorm`, after the last layer of a pre-norm model."""
     return _norm("norm", model.hidden, model) if model.norm_placement == "pre" else ()
 
 

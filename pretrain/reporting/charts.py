@@ -77,7 +77,7 @@ def line_chart(
         f'<figure class="chart" data-chart="{data}">'
         f"<figcaption><b>{escape(title)}</b>{_legend(shown)}</figcaption>"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title, quote=True)}">'
-        f"{''.join(parts)}<g class=cursor></g></svg></figure>"
+        f'{"".join(parts)}<g class="cursor"></g></svg></figure>'
     )
 
 
@@ -162,7 +162,7 @@ def change_chart(title: str, unit: str, changes: Sequence[Change], *, before: st
     """
     parts = [_change(one, number, form) for number, one in enumerate(changes)]
     height = len(changes) * _CHANGE_PITCH
-    legend = f"<span class=before>{escape(before)}</span><span class=train>{escape(after)}</span>"
+    legend = f'<span class="before">{escape(before)}</span><span class="train">{escape(after)}</span>'
     return (
         f'<figure class="chart"><figcaption><b>{escape(title)}</b>{legend}<i>{escape(unit)}</i></figcaption>'
         f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title, quote=True)}">'
@@ -207,8 +207,8 @@ class _Frame:
 def _horizontal(frame: _Frame, y: float, label: str) -> str:
     at = frame.y(y)
     return (
-        f'<line class=grid x1={_LEFT} x2={_WIDTH - _RIGHT} y1="{at}" y2="{at}"/>'
-        f'<text x={_LEFT - 6} y="{at + 4}" text-anchor=end>{escape(label)}</text>'
+        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>'
+        f'<text x="{_LEFT - 6}" y="{at + 4}" text-anchor="end">{escape(label)}</text>'
     )
 
 
@@ -216,22 +216,22 @@ def _tick_x(frame: _Frame, x: float, label: str) -> str:
     at, anchor = frame.x(x), "middle"
     if at + _LETTER_WIDTH * len(label) / 2 > _WIDTH:  # it would be cut off
         at, anchor = _WIDTH, "end"
-    return f'<text x="{at}" y={_HEIGHT - 6} text-anchor={anchor}>{escape(label)}</text>'
+    return f'<text x="{at}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{escape(label)}</text>'
 
 
 def _mark(frame: _Frame, x: float, left: str, right: str) -> str:
     at = frame.x(x)
     return (
-        f'<line class=mark x1="{at}" x2="{at}" y1={_TOP} y2={_HEIGHT - _BOTTOM} />'
-        f'<text x="{at - 5}" y={_TOP + 10} text-anchor=end>{escape(left)}</text>'
-        f'<text x="{at + 5}" y={_TOP + 10}>{escape(right)}</text>'
+        f'<line class="mark" x1="{at}" x2="{at}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" />'
+        f'<text x="{at - 5}" y="{_TOP + 10}" text-anchor="end">{escape(left)}</text>'
+        f'<text x="{at + 5}" y="{_TOP + 10}">{escape(right)}</text>'
     )
 
 
 def _drawing(frame: _Frame, curve: _Curve) -> str:
     faint = "" if curve.line is curve.raw else _path(frame, curve.raw, f"{curve.kind} raw")
     dots = curve.line if len(curve.line) <= _FEW_POINTS else []
-    circles = "".join(f'<circle class={curve.kind} cx="{frame.x(x)}" cy="{frame.y(y)}" r=2.6 />' for x, y in dots)
+    circles = "".join(f'<circle class="{curve.kind}" cx="{frame.x(x)}" cy="{frame.y(y)}" r="2.6" />' for x, y in dots)
     return faint + _path(frame, curve.line, curve.kind) + circles
 
 
@@ -246,15 +246,16 @@ def _bar_x(value: float, end: float) -> float:
 
 def _bar(bar: Bar, number: int, end: float, form: Form) -> str:
     """A bar with its name and value above, and its range as a line."""
-    top = number * _BAR_PITCH
+    top, right = number * _BAR_PITCH, _WIDTH - _BAR_MARGIN
     middle = top + _BAR_TOP + _BAR_HEIGHT / 2
     low, high = _bar_x(bar.low, end), _bar_x(bar.high, end)
     width = round(_bar_x(bar.value, end) - _BAR_MARGIN, 1)
     return (
-        f'<text class=name x={_BAR_MARGIN} y="{top + 13}">{escape(bar.name)}</text>'
-        f'<text class=value x={_WIDTH - _BAR_MARGIN} y="{top + 13}" text-anchor=end>{escape(form(bar.value))}</text>'
-        f'<rect class="{bar.kind}" x={_BAR_MARGIN} y="{top + _BAR_TOP}" width="{width}" height={_BAR_HEIGHT} rx=3 />'
-        f'<line class=range x1="{low}" x2="{high}" y1="{middle}" y2="{middle}" />'
+        f'<text class="name" x="{_BAR_MARGIN}" y="{top + 13}">{escape(bar.name)}</text>'
+        f'<text class="value" x="{right}" y="{top + 13}" text-anchor="end">{escape(form(bar.value))}</text>'
+        f'<rect class="{bar.kind}" x="{_BAR_MARGIN}" y="{top + _BAR_TOP}" '
+        f'width="{width}" height="{_BAR_HEIGHT}" rx="3" />'
+        f'<line class="range" x1="{low}" x2="{high}" y1="{middle}" y2="{middle}" />'
     )
 
 
@@ -265,15 +266,15 @@ def _change(change: Change, number: int, form: Form) -> str:
     values = [value for value in (change.before, change.after) if value is not None]
     dots = zip(("before", "train"), (change.before, change.after), strict=True)
     at = [_bar_x(value, 1.0) for value in values]
-    joined = f'<line class=change x1="{at[0]}" x2="{at[1]}" y1="{middle}" y2="{middle}" />' if len(at) == 2 else ""
+    joined = f'<line class="change" x1="{at[0]}" x2="{at[1]}" y1="{middle}" y2="{middle}" />' if len(at) == 2 else ""
     said = " \N{RIGHTWARDS ARROW} ".join("?" if v is None else form(v) for v in (change.before, change.after))
     said = f"{change.metric} {said}"
     return (
-        f'<text class=name x={_BAR_MARGIN} y="{top + 13}">{escape(change.name)}</text>'
-        f'<text class=value x={_WIDTH - _BAR_MARGIN} y="{top + 52}" text-anchor=end>{escape(said)}</text>'
-        f'<line class=grid x1={_BAR_MARGIN} x2={_WIDTH - _BAR_MARGIN} y1="{middle}" y2="{middle}" />{joined}'
+        f'<text class="name" x="{_BAR_MARGIN}" y="{top + 13}">{escape(change.name)}</text>'
+        f'<text class="value" x="{_WIDTH - _BAR_MARGIN}" y="{top + 52}" text-anchor="end">{escape(said)}</text>'
+        f'<line class="grid" x1="{_BAR_MARGIN}" x2="{_WIDTH - _BAR_MARGIN}" y1="{middle}" y2="{middle}" />{joined}'
         + "".join(
-            f'<circle class={kind} cx="{_bar_x(value, 1.0)}" cy="{middle}" r=6 />'
+            f'<circle class="{kind}" cx="{_bar_x(value, 1.0)}" cy="{middle}" r="6" />'
             for kind, value in dots
             if value is not None
         )
@@ -285,20 +286,19 @@ def _limit(name: str, value: str, at: float | None, bars: int) -> str:
     below = bars * _BAR_PITCH + 13
     if at is None:
         text = escape(f"{name}: {value}, out of range")
-        return (
-            f'<text class=note x={_WIDTH - _BAR_MARGIN} y="{below}" text-anchor=end>{text} \N{RIGHTWARDS ARROW}</text>'
-        )
+        text = f"{text} \N{RIGHTWARDS ARROW}"
+        return f'<text class="note" x="{_WIDTH - _BAR_MARGIN}" y="{below}" text-anchor="end">{text}</text>'
     tops = [number * _BAR_PITCH + _BAR_TOP for number in range(bars)]
-    lines = (f'<line class=limit x1="{at}" x2="{at}" y1="{top - 3}" y2="{top + _BAR_HEIGHT + 3}" />' for top in tops)
+    lines = (f'<line class="limit" x1="{at}" x2="{at}" y1="{top - 3}" y2="{top + _BAR_HEIGHT + 3}" />' for top in tops)
     side = "end" if at > _WIDTH / 2 else "start"
     text = escape(f"{name}: {value}")
-    return f'{"".join(lines)}<text class=note x="{at}" y="{below}" text-anchor={side}>{text}</text>'
+    return f'{"".join(lines)}<text class="note" x="{at}" y="{below}" text-anchor="{side}">{text}</text>'
 
 
 def _legend(series: Sequence[Series]) -> str:
     if len(series) < 2:
         return ""
-    return "".join(f"<span class={one.kind}>{escape(one.name)}</span>" for one in series)
+    return "".join(f'<span class="{one.kind}">{escape(one.name)}</span>' for one in series)
 
 
 def _thin(points: Points) -> Points:

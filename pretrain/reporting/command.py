@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.commands import add_address, add_command, local_path, local_text
-from pretrain.run.arguments import run_path
+from pretrain.common.commands import add_address, add_command, add_follow, local_path, local_text
+from pretrain.run.arguments import add_run
 
 FindJob = Callable[..., "Path | None"]  # as `cluster.jobs.client.run_folder`
 
@@ -64,9 +64,7 @@ def _add_report(commands: Any) -> None:
   ./launch.sh report runs/bert-mini
   ./launch.sh report runs/bert-mini --out bert-mini.html""",
     )
-    parser.add_argument(
-        "run", type=run_path, metavar="RUN", help="run folder, or name of a run in runs/; it may still be training"
-    )
+    add_run(parser, "run", "a run, which may still be training")
     parser.add_argument("--out", type=local_path, metavar="FILE", help="page to write (default: RUN/report.html)")
 
 
@@ -90,7 +88,7 @@ def _add_dashboard(commands: Any, find_job: FindJob) -> None:
     )
     add_address(parser, "dashboard URL of the cluster that runs the job")
     parser.add_argument("--out", type=local_path, metavar="FILE", help="page to write (default: RUN/dashboard.html)")
-    parser.add_argument("--follow", action="store_true", help="update the page every 10 s until the run finishes")
+    add_follow(parser, "update the page every 10 s until the run finishes")
 
 
 def _add_attention(commands: Any) -> None:
@@ -104,14 +102,9 @@ def _add_attention(commands: Any) -> None:
   ./launch.sh attention exported/bert-mini --text "Who wrote it?" --pair "Anna wrote it." --out pair.html
   ./launch.sh attention runs/sst2 --texts sentences.txt""",
     )
-    parser.add_argument(
-        "model",
-        type=local_path,
-        metavar="MODEL",
-        help="run folder, exported, fine-tuned or released model",
-    )
+    add_run(parser, "model", "a run, an export, a fine-tuned or a released model")
     parser.add_argument("--text", metavar="TEXT", help="text to draw (default: the first of --texts)")
-    parser.add_argument("--pair", metavar="TEXT", help="second text of a pair")
+    parser.add_argument("--pair", metavar="TEXT", help="the second text of a pair")
     parser.add_argument(
         "--texts",
         type=local_path,

@@ -89,7 +89,7 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
     import torch
 
     from pretrain.checkpoint import hf
-    from pretrain.checkpoint.released_writer import released_ids
+    from pretrain.checkpoint.tokenizer import ModelTokenizer
     from pretrain.model.heads import PretrainingModel
 
     if not sentences:
@@ -101,7 +101,7 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
     model = PretrainingModel(shape, len(state["embeddings.word"]), next_sentence).eval()
     model.load_state_dict(state)
     order = sorted(range(len(sentences)), key=lambda number: len(sentences[number].tokens))
-    batch = _as_batch([sentences[number] for number in order], released_ids(export_dir))
+    batch = _as_batch([sentences[number] for number in order], ModelTokenizer.read(export_dir).special_ids)
     with torch.inference_mode():
         # Padded rows stand for no token.
         probabilities = model.masked_logits(batch)[:, : len(vocabulary)].softmax(-1).tolist()

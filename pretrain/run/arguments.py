@@ -1,10 +1,16 @@
 """Arguments of command lines that name what is stored: runs that are read, targets that are written."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 from pretrain.common.addresses import is_remote, local
-from pretrain.common.commands import run_argument
+from pretrain.common.commands import at, run_argument
+
+
+def add_run(parser: argparse.ArgumentParser, name: str, what: str) -> None:
+    """Add the positional `name`, a folder or address of `what`."""
+    parser.add_argument(name, type=run_path, metavar=name.upper(), help=at(what))
 
 
 def run_path(given: Any) -> Path:

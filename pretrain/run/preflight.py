@@ -184,12 +184,12 @@ def record_config(config: RunConfig) -> None:
 
 def record_run(config: RunConfig, command: Sequence[str]) -> None:
     """Write the resolved config and the environment into the run folder; warn of modules that are not as before."""
+    record_config(config)
     path, now = config.folder / ENVIRONMENT_FILE, hashes()
     known = checkpoint_names(config.folder) and path.is_file()
     before = json.loads(path.read_text(encoding="utf-8")).get("modules", {}) if known else {}
     if changed := [name for name, digest in now.items() if before.get(name, digest) != digest]:
         print(f"warning: {', '.join(changed)}: changed since the run was last started.", file=sys.stderr)
-    record_config(config)
     write_json(path, {**environment(command), **({"modules": now} if now else {})})
 
 

@@ -23,7 +23,7 @@ from pretrain.batches.balancing import Assignment, balance
 from pretrain.batches.batch import StepBatch
 from pretrain.batches.exchange import Exchange
 from pretrain.batches.loader import BatchMaker, Loader
-from pretrain.checkpoint.pieces import packed
+from pretrain.checkpoint.fragments import packed
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.training.engine import RankGroup
@@ -289,7 +289,7 @@ def test_processes_add_up_exactly(tmp_path: Path) -> None:
 
 
 def test_a_manifest_of_buckets_does_not_grow_with_the_ranks() -> None:
-    few, many = (len(packed(scale._bucket_pieces(ranks))) for ranks in (64, 4096))
+    few, many = (len(packed(scale._bucket_fragments(ranks))) for ranks in (64, 4096))
     assert few <= many < 2 * few
 
 

@@ -114,7 +114,7 @@ def read_documents(file: Path) -> Iterator[list[str]]:
     """The sentences of each document of a WikiExtractor file, as our preparation splits them."""
     source, problems = SourceConfig(kind="wikiextractor", path=str(file)), Problems()
     for number, item in enumerate(sources.find_inputs(source, "--file")):
-        for piece in sources.cut(source, 0, number, item):
-            for text in sources.documents(piece, problems):
+        for chunk in sources.cut(source, 0, number, item):
+            for text in sources.documents(chunk, problems):
                 lines = "\n".join(split_sentences(text, _LANGUAGE)).split("\n")
                 yield [line for line in lines if line.strip(" \t\r")]

@@ -21,7 +21,7 @@ from pretrain.config import PretrainConfig
 from pretrain.corpus import prepare
 from pretrain.corpus.shards import token_dtype
 from pretrain.corpus.stage_bar import StageBar
-from pretrain.corpus.stages import chunks
+from pretrain.corpus.stages import batches_of
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, WordPieces, WordTable, columns
 from tests.bench.prepare_data import SEQUENCE_LENGTH, Vocabulary, settings_for
 
@@ -175,7 +175,7 @@ def token_batches(
     table = WordTable()
     pieces = WordPieces(tokenizer, table)
     dtype = token_dtype(tokenizer.get_vocab_size())
-    for batch in chunks(texts):
+    for batch in batches_of(texts):
         if table.size > MAX_TABLE_WORDS:
             table = WordTable()
             pieces = WordPieces(tokenizer, table)

@@ -24,7 +24,7 @@ from pretrain.batches import balancing
 from pretrain.batches.loader import BatchMaker
 from pretrain.batches.synthetic import VOCABULARY_SIZE, synthetic_corpus
 from pretrain.checkpoint import store
-from pretrain.checkpoint.pieces import packed
+from pretrain.checkpoint.fragments import packed
 from pretrain.common.commands import positive_int, program
 from pretrain.common.wording import aligned
 from pretrain.config import ModelConfig
@@ -134,18 +134,18 @@ class _Whole:
 
 
 def _manifest(ranks: int) -> dict[str, int]:
-    """The list of pieces in a checkpoint of BERT-Base: whole on every rank, or cut as by ZeRO-1 and 2, or by ZeRO-3."""
-    whole, cut = ([entry for rank in range(ranks) for entry in of(rank, ranks)] for of in (_whole_pieces, _cut_pieces))
+    """The fragments listed for BERT-Base: whole on every rank, or cut as by ZeRO-1 and 2, or by ZeRO-3."""
+    whole, cut = ([entry for rank in range(ranks) for entry in of(rank, ranks)] for of in (_whole, _cut))
     lists = {
         "manifest": packed(whole),
-        "manifest_of_zero_1": packed(_bucket_pieces(ranks)),
+        "manifest_of_zero_1": packed(_bucket_fragments(ranks)),
         "manifest_of_zero_3": packed(cut),
     }
     entries = {f"{name}_entries": len(one) for name, one in lists.items()}
     return {**entries, **{f"{name}_bytes": len(json.dumps(one)) for name, one in lists.items()}}
 
 
-def _whole_pieces(rank: int, ranks: int) -> list[dict[str, Any]]:
+def _whole(rank: int, ranks: int) -> list[dict[str, Any]]:
     held = [
         _Whole(one.name, 0, dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), torch.empty(1).expand(one.numel)))
         for one in _parameters()
@@ -153,23 +153,23 @@ def _whole_pieces(rank: int, ranks: int) -> list[dict[str, Any]]:
     return [{**entry, "rank": rank} for entry in store.take_shard(held, _Rank(rank, ranks)).entries]
 
 
-def _cut_pieces(rank: int, ranks: int) -> list[dict[str, Any]]:
-    pieces = []
+def _cut(rank: int, ranks: int) -> list[dict[str, Any]]:
+    fragments = []
     for one in _parameters():
         part = -(-one.numel // ranks)
         start, stop = part * rank, min(one.numel, part * (rank + 1))
         if start < stop:
             kinds = ["weight", "exp_avg", "exp_avg_sq"]
-            pieces.append({"name": one.name, "start": start, "numel": stop - start, "kinds": kinds, "rank": rank})
-    return pieces
+            fragments.append({"name": one.name, "start": start, "numel": stop - start, "kinds": kinds, "rank": rank})
+    return fragments
 
 
-def _bucket_pieces(ranks: int) -> list[dict[str, Any]]:
+def _bucket_fragments(ranks: int) -> list[dict[str, Any]]:
     """ZeRO-1 and 2: every rank has an equal part of each bucket, so that parts do not end where parameters do."""
     named = [(one.name, torch.empty(one.shape, device="meta")) for one in _parameters()]
     optimizer = torch.optim.AdamW(parameter_groups(named, 0.01))
     buckets.divide_groups(optimizer, [name for name, _ in named], buckets.ENTRIES)
-    pieces = []
+    fragments = []
     for group in optimizer.param_groups:
         part, begin = -(-sum(one.numel() for one in group["params"]) // ranks), 0
         for name, parameter in zip(group["names"], group["params"], strict=True):
@@ -177,11 +177,11 @@ def _bucket_pieces(ranks: int) -> list[dict[str, Any]]:
             for rank in range(begin // part, -(-end // part)):
                 start, stop = max(begin, rank * part), min(end, (rank + 1) * part)
                 kinds = ["weight", "exp_avg", "exp_avg_sq"]
-                pieces.append(
+                fragments.append(
                     {"name": name, "start": start - begin, "numel": stop - start, "kinds": kinds, "rank": rank}
                 )
             begin = end
-    return pieces
+    return fragments
 
 
 def _parameters() -> list[parameters.Parameter]:

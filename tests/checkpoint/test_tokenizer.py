@@ -13,7 +13,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers,
 from finetune.tasks.datasets.text import TextEncoder
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import write_released
-from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
+from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer, read_tokenizer
 from pretrain.common.errors import InputError
 
 transformers: Any = pytest.importorskip("transformers")
@@ -91,7 +91,7 @@ def test_a_cased_tokenizer_json_stays_cased_without_a_word_about_it(tmp_path: Pa
     assert tokenizer.encode("The the").tokens == ["[CLS]", "The", "the", "[SEP]"]
     # What we write says so, and transformers then agrees.
     (tmp_path / "out").mkdir()
-    copy_tokenizer(tmp_path, tmp_path / "out", tokenizer_class="BertTokenizer", max_positions=40)
+    copy_tokenizer(ModelTokenizer.read(tmp_path), tmp_path / "out", tokenizer_class="BertTokenizer", max_positions=40)
     assert_equals_transformers(tmp_path / "out", tokenizer)
 
 
@@ -118,7 +118,9 @@ def test_robertas_bytes(kind: str, prefix_space: bool, tmp_path: Path) -> None:
     assert encoded.ids[-2] == tokenizer.token_to_id("<mask>")
     assert encoded.tokens[-3] != "Ġ"
     (tmp_path / "out").mkdir()
-    copy_tokenizer(tmp_path, tmp_path / "out", tokenizer_class="RobertaTokenizer", max_positions=40)
+    copy_tokenizer(
+        ModelTokenizer.read(tmp_path), tmp_path / "out", tokenizer_class="RobertaTokenizer", max_positions=40
+    )
     assert_equals_transformers(tmp_path / "out", tokenizer)
 
 
@@ -222,7 +224,9 @@ def test_what_is_copied_keeps_its_settings(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, UNCASED)  # says 512
     (tmp_path / "special_tokens_map.json").write_text("{}")
     (tmp_path / "out").mkdir()
-    copy_tokenizer(tmp_path, tmp_path / "out", tokenizer_class="ElectraTokenizer", max_positions=40)
+    copy_tokenizer(
+        ModelTokenizer.read(tmp_path), tmp_path / "out", tokenizer_class="ElectraTokenizer", max_positions=40
+    )
     settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert (settings["model_max_length"], settings["tokenizer_class"]) == (40, "BertTokenizer")
     assert settings["do_lower_case"] is True
@@ -299,7 +303,7 @@ def test_null_settings_count_as_missing(tmp_path: Path) -> None:
     write_files(tmp_path, UNCASED, **settings)
     assert read_tokenizer(tmp_path).encode("The Thé").tokens == ["[CLS]", "the", "the", "[SEP]"]
     (tmp_path / "out").mkdir()
-    copy_tokenizer(tmp_path, tmp_path / "out", tokenizer_class="BertTokenizer", max_positions=40)
+    copy_tokenizer(ModelTokenizer.read(tmp_path), tmp_path / "out", tokenizer_class="BertTokenizer", max_positions=40)
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["model_max_length"] == 40
     write_files(tmp_path, None, do_lower_case="yes")
     with pytest.raises(InputError, match="do_lower_case is 'yes'"):

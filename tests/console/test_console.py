@@ -194,6 +194,18 @@ def test_every_command_has_a_sentence_and_examples(monkeypatch: pytest.MonkeyPat
             assert action.help, f"{name} {action.dest}"
 
 
+def test_an_option_is_the_same_in_every_command() -> None:
+    """Its short form, and what it takes: a file or a folder to write, a number of workers or an elastic range."""
+    differing = {"--out": {"DIR", "FILE"}, "--workers": {"N", "N|MIN-MAX"}, "--text": {"TEXT", "PATH"}}
+    taken: dict[str, set[Any]] = {}
+    for parser in PARSERS.values():
+        for action in parser._actions:
+            name = action.option_strings[-1] if action.option_strings else ""
+            metavar = "" if action.metavar in differing.get(name, set()) else action.metavar
+            taken.setdefault(name, set()).add((*action.option_strings, metavar))
+    assert [forms for name, forms in taken.items() if name and len(forms) > 1] == []
+
+
 # ---- launch.sh
 
 

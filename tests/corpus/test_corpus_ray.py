@@ -160,17 +160,17 @@ def test_a_job_that_always_dies_and_a_bug_end_the_preparation(
     folder: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stages, "count_words", cluster_preparation.always_die)
-    one_piece = (SourceConfig(kind="csv", path="table.csv"),)
+    one_chunk = (SourceConfig(kind="csv", path="table.csv"),)
     with pytest.raises(MachineError, match=r"^A job's process on the cluster .* died 4 times[^\n]*again;[^\n]*$"):
-        prepare(_config("there", address, sources=one_piece), quiet=True)
+        prepare(_config("there", address, sources=one_chunk), quiet=True)
     assert cluster_preparation.runs() == {"die": 4}
     monkeypatch.setattr(stages, "count_words", cluster_preparation.bug)
     with pytest.raises(RuntimeError, match=r"Traceback[^$]*cluster_preparation\.py[^$]*ZeroDivisionError: a bug"):
-        prepare(_config("there", address, sources=one_piece), quiet=True)
+        prepare(_config("there", address, sources=one_chunk), quiet=True)
     monkeypatch.undo()
     os.chdir(folder)
-    prepare(_config("there", address, sources=one_piece), quiet=True)
-    prepare(_config("here", sources=one_piece), quiet=True)
+    prepare(_config("there", address, sources=one_chunk), quiet=True)
+    prepare(_config("here", sources=one_chunk), quiet=True)
     assert _content("there") == _content("here")
 
 

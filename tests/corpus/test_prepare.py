@@ -27,7 +27,7 @@ from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceCon
 from pretrain.corpus import parallel, shards
 from pretrain.corpus import prepare as preparing
 from pretrain.corpus.description import describe
-from pretrain.corpus.documents import Documents, PieceSummary
+from pretrain.corpus.documents import ChunkSummary, Documents
 from pretrain.corpus.parts import DOCUMENT, random_order
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards, verify_shards
@@ -424,13 +424,13 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     assert killed == whole
 
 
-def test_a_preparation_begun_with_other_pieces_is_refused(
+def test_a_preparation_begun_with_other_chunks_is_refused(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its part files are known by the numbers of their pieces: documents would be lost, or be there twice."""
+    """Its part files are known by the numbers of their chunks: documents would be lost, or be there twice."""
     with pytest.raises(InputError, match="none of 94 documents remains"):
         prepare(config(sources, tmp_path / "corpus", min_document_words=10_000), quiet=True)
-    monkeypatch.setattr("pretrain.corpus.prepare.PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr("pretrain.corpus.prepare.CHUNK_BYTES", 1 << 20)
     with pytest.raises(InputError, match=r"prepared with other settings\. piece_bytes: was 8388608, is 1048576"):
         prepare(config(sources, tmp_path / "corpus", min_document_words=10_000), quiet=True)
 
@@ -498,7 +498,7 @@ def _documents(folder: Path, tables: list[tuple[int, np.ndarray]], fraction: flo
     summaries = []
     for number, (source, table) in enumerate(tables):
         np.save(folder / f"{number}.npy", table)
-        summaries.append(PieceSummary(source, len(table), [f"{number}.npy"]))
+        summaries.append(ChunkSummary(source, len(table), [f"{number}.npy"]))
     return Documents.load(folder, summaries, fraction)
 
 

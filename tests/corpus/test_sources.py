@@ -30,10 +30,10 @@ def read(source: SourceConfig) -> tuple[list[str], list[dict[str, Any]]]:
     texts, problems = [], Problems()
     names = []
     for number, item in enumerate(find_inputs(source, "corpus.sources.0")):
-        for piece in cut(source, 0, number, item):
-            names.append(piece.name)
-            texts += documents(piece, problems)
-    assert names == sorted(set(names)), "pieces must sort as the corpus does"
+        for chunk in cut(source, 0, number, item):
+            names.append(chunk.name)
+            texts += documents(chunk, problems)
+    assert names == sorted(set(names)), "chunks must sort as the corpus does"
     return texts, problems.entries()
 
 
@@ -42,10 +42,10 @@ def faults(problems: list[dict[str, Any]]) -> dict[str, int]:
 
 
 @pytest.fixture(params=[1, 50, 700, 1 << 20])
-def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Pieces from a byte to the whole file."""
-    monkeypatch.setattr(inputs, "PIECE_BYTES", request.param)
-    monkeypatch.setattr(records, "BZIP2_PIECE_BYTES", request.param)
+def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Chunks from a byte to the whole file."""
+    monkeypatch.setattr(inputs, "CHUNK_BYTES", request.param)
+    monkeypatch.setattr(records, "BZIP2_CHUNK_BYTES", request.param)
     monkeypatch.setattr(records, "STREAM_READ_BYTES", min(request.param, 64) + 1)
     return request.param
 
@@ -101,7 +101,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("kind", ["wikiextractor", "jsonl", "mediawiki"])
-def test_every_document_is_read_once(tmp_path: Path, piece_bytes: int, suffix: str, kind: str) -> None:
+def test_every_document_is_read_once(tmp_path: Path, chunk_bytes: int, suffix: str, kind: str) -> None:
     data = {"wikiextractor": wiki_bytes, "jsonl": jsonl_bytes, "mediawiki": dump_bytes}[kind]()
     path = tmp_path / f"file{suffix}"
     path.write_bytes(COMPRESS[suffix](data))
@@ -113,7 +113,7 @@ def test_every_document_is_read_once(tmp_path: Path, piece_bytes: int, suffix: s
 
 @pytest.mark.parametrize("stream_bytes", [300, 1000, 100_000])
 @pytest.mark.parametrize("aligned", [True, False])
-def test_multistream_dump(tmp_path: Path, piece_bytes: int, stream_bytes: int, aligned: bool) -> None:
+def test_multistream_dump(tmp_path: Path, chunk_bytes: int, stream_bytes: int, aligned: bool) -> None:
     """Wikimedia's streams hold whole pages; pbzip2's cut anywhere, also inside a tag."""
     text = HEADER + "".join(PAGES) + "</mediawiki>\n"
     if aligned:
@@ -251,21 +251,21 @@ def test_rows_left_out_are_counted_and_not_kept(tmp_path: Path) -> None:
     assert problems == [{"path": str(path), "fault": "row left out", "first": "3 columns instead of 2", "count": 4}]
 
 
-def test_pieces_do_not_grow_with_the_file(tmp_path: Path) -> None:
-    """A process holds the text of one piece, so its memory would."""
+def test_chunks_do_not_grow_with_the_file(tmp_path: Path) -> None:
+    """A process holds the text of one chunk, so its memory would."""
     path = tmp_path / "large.txt"
     with path.open("wb") as file:
         file.truncate(20 << 30)  # sparse
     source = SourceConfig(kind="wikiextractor", path=str(path))
     (item,) = find_inputs(source, "corpus.sources.0")
-    pieces = list(cut(source, 0, 0, item))
-    assert max(piece.bytes for piece in pieces) <= inputs.PIECE_BYTES
-    assert sum(piece.bytes for piece in pieces) == 20 << 30
+    chunks = list(cut(source, 0, 0, item))
+    assert max(chunk.bytes for chunk in chunks) <= inputs.CHUNK_BYTES
+    assert sum(chunk.bytes for chunk in chunks) == 20 << 30
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_a_csv_row_may_be_larger_than_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
-    monkeypatch.setattr(inputs, "PIECE_BYTES", 64)
+    monkeypatch.setattr(inputs, "CHUNK_BYTES", 64)
     texts = [f"Row {n}." * (1 + 100 * (n in (20, 30))) for n in range(60)]
     rows = [f"{n},{text}\n" + "1,2,3\n" * (n % 20 == 0) for n, text in enumerate(texts)]
     path = tmp_path / f"t.csv{suffix}"
@@ -273,12 +273,12 @@ def test_a_csv_row_may_be_larger_than_a_piece(tmp_path: Path, monkeypatch: pytes
     found, problems = read(SourceConfig(kind="csv", path=str(path)))
     assert found == texts
     assert faults(problems) == {"row left out": 3}
-    spans = [piece.data for piece in cut(SourceConfig(kind="csv", path=str(path)), 0, 0, Input((str(path),), 1))]
-    assert max(len(texts) for texts in spans) <= 10, "pieces stay small after a long row"
+    spans = [chunk.data for chunk in cut(SourceConfig(kind="csv", path=str(path)), 0, 0, Input((str(path),), 1))]
+    assert max(len(texts) for texts in spans) <= 10, "chunks stay small after a long row"
 
 
 def test_a_csv_row_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "PIECE_BYTES", 64)
+    monkeypatch.setattr(inputs, "CHUNK_BYTES", 64)
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1 << 20)
     path = tmp_path / "t.csv"
     path.write_text('id,text\n1,"It never ends.\n' + "2,x\n" * (1 << 19))
@@ -354,7 +354,7 @@ def test_a_saved_data_set_without_rows_is_refused(tmp_path: Path) -> None:
         find_inputs(SourceConfig(kind="huggingface", dataset=str(tmp_path / "set")), "corpus.sources.0")
 
 
-def test_a_data_set_from_disk(tmp_path: Path, piece_bytes: int) -> None:
+def test_a_data_set_from_disk(tmp_path: Path, chunk_bytes: int) -> None:
     import datasets
 
     rows = [f"row {n} of the set" for n in range(30)]

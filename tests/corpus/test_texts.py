@@ -37,8 +37,8 @@ def read(kind: str, path: Path) -> tuple[list[str], dict[str, int]]:
     """All documents of a source, and the count of each fault."""
     source, texts, problems = SourceConfig(kind=kind, path=str(path)), [], Problems()
     for number, item in enumerate(find_inputs(source, "corpus.sources.0")):
-        for piece in cut(source, 0, number, item):
-            texts += documents(piece, problems)
+        for chunk in cut(source, 0, number, item):
+            texts += documents(chunk, problems)
     return texts, {problem["fault"]: problem["count"] for problem in problems.entries()}
 
 
@@ -234,7 +234,7 @@ def test_a_parquet_column_that_is_no_text_is_refused(tmp_path: Path, kind: str) 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 def test_utf16_with_a_byte_order_mark_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
-    monkeypatch.setattr(inputs, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(inputs, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(records, "STREAM_READ_BYTES", 333)
     expected = [row["text"] for row in ROWS]
     for kind, name, text in (("jsonl", "a.jsonl", LINES), ("csv", "a.csv", TABLE), ("sentences", "a.txt", BOOK)):
@@ -263,13 +263,13 @@ FORMS: dict[str, Callable[[], str]] = {
 }
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 900, 1 << 20])
+@pytest.mark.parametrize("chunk_bytes", [1, 900, 1 << 20])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_json_in_an_array_or_indented_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, suffix: str, piece_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, suffix: str, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr(inputs, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(inputs, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr("pretrain.corpus.json_values.READ_BYTES", 50)
     data = FORMS[form]().encode()
     (tmp_path / f"a.json{suffix}").write_bytes(gzip.compress(data) if suffix else data)
@@ -326,7 +326,7 @@ def test_documents_of_sentences_are_those_between_blank_lines(
     path = tmp_path_factory.mktemp("lines") / "a"
     path.write_bytes(blank.join("".join(f"{line}\n" for line in lines) for lines in drawn).encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inputs, "PIECE_BYTES", size)
+        patch.setattr(inputs, "CHUNK_BYTES", size)
         patch.setattr(records, "STREAM_READ_BYTES", 7)
         expected = ["\n".join(lines) for lines in drawn]
         assert read("sentences", path)[0] == expected

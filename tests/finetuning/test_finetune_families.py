@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 import finetune
 from finetune.tasks.datasets.text import TextEncoder
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
+from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer, read_tokenizer
 from pretrain.common.errors import InputError
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, records, with_changes
@@ -284,9 +284,8 @@ def test_words_have_the_tokens_of_a_text(split: bool, tmp_path: Path) -> None:
         offsets = column.offsets[column.starts[number] : column.starts[number + 1]]
         assert (offsets[0, 0], offsets[-1, 1]) == (0, len(word))
     (tmp_path / "out").mkdir()
-    copy_tokenizer(
-        tmp_path, tmp_path / "out", tokenizer_class="PreTrainedTokenizerFast", max_positions=64, for_words=True
-    )
+    read = ModelTokenizer.read(tmp_path)
+    copy_tokenizer(read, tmp_path / "out", tokenizer_class="PreTrainedTokenizerFast", max_positions=64, for_words=True)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     split_up = theirs(words, is_split_into_words=True, add_special_tokens=False)["input_ids"]
     assert split_up == column.ids.tolist()

@@ -3,7 +3,16 @@
 import argparse
 from typing import Any
 
-from pretrain.common.commands import USUAL_WORKERS, add_command, add_set, add_workers, local_path, positive_int
+from pretrain.common.commands import (
+    USUAL_WORKERS,
+    add_command,
+    add_set,
+    add_start,
+    add_workers,
+    local_path,
+    positive_int,
+)
+from pretrain.run.arguments import run_path
 
 _EXAMPLES = """
   ./launch.sh adapt novels/ --from bert-base-uncased/ --out adapted/
@@ -23,14 +32,7 @@ def add_to(commands: Any) -> None:
         metavar="TEXT",
         help="text to adapt to: plain text, JSONL, CSV, Parquet, a Wikipedia dump or WikiExtractor's files, or folders",
     )
-    parser.add_argument(
-        "--from",
-        dest="start_from",
-        type=local_path,
-        required=True,
-        metavar="DIR",
-        help="checkpoint to continue from: a released model, an export or a run folder",
-    )
+    add_start(parser, "checkpoint to continue from", type=run_path, required=True)
     parser.add_argument("--out", type=local_path, required=True, metavar="DIR", help="folder of all that is written")
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
@@ -65,12 +67,18 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--finetune",
-        action="append",
+        nargs="+",
+        action="extend",
         type=local_path,
         metavar="CONFIG",
-        help="fine-tune with this config from the checkpoint and from the result, and compare; may be repeated",
+        help="fine-tune with these configs from the checkpoint and from the result, and compare",
     )
-    parser.add_argument("--seeds", type=positive_int, metavar="N", help="fine-tunings of each config (default: 1)")
+    parser.add_argument(
+        "--seeds",
+        type=positive_int,
+        metavar="N",
+        help="--finetune: runs of each config, with seeds seed, seed + 1, ... (default: 1)",
+    )
     add_workers(parser, USUAL_WORKERS)
     add_set(parser, "override a setting of the pretraining; may be repeated")
 

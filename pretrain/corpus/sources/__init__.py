@@ -11,7 +11,7 @@ from pretrain.common.addresses import is_remote
 from pretrain.common.extensions import Contract
 from pretrain.common.kinds import load_kind
 from pretrain.config import SourceConfig
-from pretrain.corpus.inputs import Input, Piece, Problems, SourceReader, Span, nothing_found
+from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader, Span, nothing_found
 from pretrain.storage import folders
 
 KIND = Contract("Reader", SourceReader, ("read",))
@@ -43,28 +43,28 @@ def list_inputs(config: SourceConfig, where: str) -> list[Input]:
 
 def cut(
     config: SourceConfig, source_number: int, input_number: int, item: Input, *, streams: bool = False
-) -> Iterator[Piece]:
-    """The pieces of one input; at least one, so that every fault is reported.
+) -> Iterator[Chunk]:
+    """The chunks of one input; at least one, so that every fault is reported.
 
-    A file that can only be read in order is read here, into pieces that carry their text. With `streams` it is one
-    piece, which the process that prepares it cuts with `cut_stream`.
+    A file that can only be read in order is read here, into chunks that carry their text. With `streams` it is one
+    chunk, which the process that prepares it cuts with `cut_stream`.
     """
     source = reader(config)
     is_uncut = streams and source.is_stream(item)
     spans = [Span(bytes=item.bytes, is_stream=True)] if is_uncut else source.cut(item)
     for block, span in enumerate(spans):
-        yield Piece(
+        yield Chunk(
             source=source_number, input=input_number, block=block, config=config, paths=item.paths, **vars(span)
         )
 
 
-def cut_stream(piece: Piece) -> Iterator[Piece]:
-    """The pieces of a file that can only be read in order, one after the other with its text."""
-    return cut(piece.config, piece.source, piece.input, Input(piece.paths, piece.bytes))
+def cut_stream(chunk: Chunk) -> Iterator[Chunk]:
+    """The chunks of a file that can only be read in order, one after the other with its text."""
+    return cut(chunk.config, chunk.source, chunk.input, Input(chunk.paths, chunk.bytes))
 
 
-def documents(piece: Piece, problems: Problems) -> Iterator[str]:
-    """The documents of `piece`: paragraphs are lines; no NUL, no lone surrogate. Faults go to `problems`."""
-    problems.extend(piece.problems)
-    for text in reader(piece.config).read(piece, problems):
+def documents(chunk: Chunk, problems: Problems) -> Iterator[str]:
+    """The documents of `chunk`: paragraphs are lines; no NUL, no lone surrogate. Faults go to `problems`."""
+    problems.extend(chunk.problems)
+    for text in reader(chunk.config).read(chunk, problems):
         yield text.replace("\0", "") if "\0" in text else text

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pretrain.corpus import inputs
-from pretrain.corpus.inputs import Input, Piece, Problems, SourceReader
+from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader
 from pretrain.corpus.streams import open_text
 from pretrain.corpus.word_counts import count_words
 
@@ -44,8 +44,8 @@ class Reader(SourceReader):
     def find(self, where: str) -> list[Input]:
         return inputs.grouped(self.find_files(where), where)
 
-    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
-        for path in piece.paths:
+    def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
+        for path in chunk.paths:
             text = read_text(Path(path), problems)
             if text:
                 yield paragraphs(text, problems)

@@ -11,7 +11,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.quoting import Quoting, detect_quoting
 from pretrain.common.wording import counted
 from pretrain.corpus import inputs, records
-from pretrain.corpus.inputs import BrokenInputError, Input, Piece, Problems, Span
+from pretrain.corpus.inputs import BrokenInputError, Chunk, Input, Problems, Span
 from pretrain.corpus.streams import TextStream, open_text
 from pretrain.corpus.text_columns import ColumnReader
 
@@ -33,8 +33,8 @@ class Reader(ColumnReader):
         problems = Problems()
         return inputs.carried_spans(item, self._blocks(Path(item.paths[0]), problems), [], problems)
 
-    def values(self, piece: Piece) -> Iterable[Any]:
-        return piece.data
+    def values(self, chunk: Chunk) -> Iterable[Any]:
+        return chunk.data
 
     def _blocks(self, path: Path, problems: Problems) -> Iterator[tuple[list[bytes | None], int]]:
         """(texts of a block of rows as bytes, bytes of the file read so far)."""
@@ -70,7 +70,7 @@ def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> I
     Arrow reads no row that is larger than its blocks. The file is then read again with larger ones, from its start:
     Arrow cannot continue where it stopped.
     """
-    done, block_bytes = 0, inputs.PIECE_BYTES
+    done, block_bytes = 0, inputs.CHUNK_BYTES
     while True:
         rows, left_out = 0, Problems()
         try:
@@ -79,7 +79,7 @@ def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> I
                 for batch in _open_csv(path, stream, column, quoting, block_bytes, left_out):
                     new = batch.slice(max(0, done - rows))
                     rows += batch.num_rows
-                    for part in _parts(new) if block_bytes > inputs.PIECE_BYTES else [new]:
+                    for part in _parts(new) if block_bytes > inputs.CHUNK_BYTES else [new]:
                         yield part, raw.tell()
             problems.extend(left_out.entries())
             if stream.fault:
@@ -97,8 +97,8 @@ def _batches(path: Path, column: str, quoting: Quoting, problems: Problems) -> I
 
 
 def _parts(batch: Any) -> Iterator[Any]:
-    """A batch as batches of about PIECE_BYTES."""
-    rows = max(1, batch.num_rows * inputs.PIECE_BYTES // max(1, batch.nbytes))
+    """A batch as batches of about CHUNK_BYTES."""
+    rows = max(1, batch.num_rows * inputs.CHUNK_BYTES // max(1, batch.nbytes))
     return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pretrain.common.addresses import local
-from pretrain.corpus.inputs import Input, Piece, Problems, SourceReader, files_in, grouped, nothing_found
+from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader, files_in, grouped, nothing_found
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "testing", "idle_test", "__pycache__"})
 _MIN_WORDS = 6
@@ -45,8 +45,8 @@ class Reader(SourceReader):
     def find(self, where: str) -> list[Input]:
         return grouped(self._modules(where) if self.config.path else map(Path, installed_modules()), where)
 
-    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
-        return documents(piece.paths, problems.add)
+    def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
+        return documents(chunk.paths, problems.add)
 
     def _modules(self, where: str) -> list[Path]:
         """The files at `path` that are no tests."""

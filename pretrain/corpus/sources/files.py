@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from pretrain.corpus.inputs import Input, Piece, Problems, SourceReader, grouped
+from pretrain.corpus.inputs import Chunk, Input, Problems, SourceReader, grouped
 from pretrain.corpus.sources.books import read_text
 
 
@@ -13,7 +13,7 @@ class Reader(SourceReader):
     def find(self, where: str) -> list[Input]:
         return grouped(self.find_files(where), where)
 
-    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
-        for path in piece.paths:
+    def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
+        for path in chunk.paths:
             if text := read_text(Path(path), problems):
                 yield text

@@ -7,7 +7,7 @@ from typing import Any
 from pretrain.common.errors import InputError, MachineError
 from pretrain.config import SourceConfig
 from pretrain.corpus import inputs
-from pretrain.corpus.inputs import Input, Piece, Span
+from pretrain.corpus.inputs import Chunk, Input, Span
 from pretrain.corpus.text_columns import ROWS_PER_READ, ColumnReader
 
 
@@ -35,21 +35,21 @@ class Reader(ColumnReader):
             yield Span(start=int(shard), end=int(shards))
             return
         rows = len(saved_dataset(self.config.dataset, self.config.split))
-        step = max(1, rows * inputs.PIECE_BYTES // max(item.bytes, 1))
+        step = max(1, rows * inputs.CHUNK_BYTES // max(item.bytes, 1))
         for start in range(0, max(rows, 1), step):
             end = min(start + step, rows)
             yield Span(start=start, end=end, bytes=item.bytes * (end - start) // max(rows, 1))
 
-    def values(self, piece: Piece) -> Iterator[Any]:
+    def values(self, chunk: Chunk) -> Iterator[Any]:
         column = self.config.text_column
-        if piece.paths and piece.paths[0].startswith("hub:"):
-            for row in _hub_rows(self.config, piece):
+        if chunk.paths and chunk.paths[0].startswith("hub:"):
+            for row in _hub_rows(self.config, chunk):
                 _check_column(self.config, "", row)
                 yield row[column]
             return
         dataset = saved_dataset(self.config.dataset, self.config.split).select_columns([column])
-        for start in range(piece.start, piece.end, ROWS_PER_READ):
-            yield from dataset[start : min(start + ROWS_PER_READ, piece.end)][column]
+        for start in range(chunk.start, chunk.end, ROWS_PER_READ):
+            yield from dataset[start : min(start + ROWS_PER_READ, chunk.end)][column]
 
 
 def saved_dataset(folder: str, split: str) -> Any:
@@ -85,7 +85,7 @@ def _streamed(name: str, subset: str, split: str, revision: str) -> Any:
     return datasets.load_dataset(name, subset or None, split=split, revision=revision, streaming=True)
 
 
-def _hub_rows(source: SourceConfig, piece: Piece) -> Iterator[dict[str, Any]]:
+def _hub_rows(source: SourceConfig, chunk: Chunk) -> Iterator[dict[str, Any]]:
     """The rows of a shard on the hub.
 
     Raises `MachineError` if they cannot be read to the end, whatever the hub's client raises then: a connection is
@@ -95,13 +95,13 @@ def _hub_rows(source: SourceConfig, piece: Piece) -> Iterator[dict[str, Any]]:
 
     try:
         yield from _streamed(source.dataset, source.subset, source.split, source.revision).shard(
-            num_shards=piece.end, index=piece.start
+            num_shards=chunk.end, index=chunk.start
         )
     except pa.ArrowException:
         raise  # the data is at fault, which is counted
     except Exception as error:
         raise MachineError(
-            f"{piece.paths[0]}: cannot be read to its end ({type(error).__name__}: {inputs.one_line(error)}). "
+            f"{chunk.paths[0]}: cannot be read to its end ({type(error).__name__}: {inputs.one_line(error)}). "
             "Check the connection and run the same command again; it resumes."
         ) from error
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pretrain.corpus import json_values
 from pretrain.corpus.inputs import (
+    Chunk,
     Input,
-    Piece,
     Problems,
     Span,
     carried_spans,
@@ -44,13 +44,13 @@ class Reader(RecordReader):
         path = Path(item.paths[0])
         return carried_spans(item, json_values.lines(path), b"") if json_values.is_spread(path) else super().cut(item)
 
-    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
-        path, column = piece.paths[0], self.config.text_column
-        lines = decode(self.records(piece, problems), path, piece.start, problems).split("\n")
+    def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
+        path, column = chunk.paths[0], self.config.text_column
+        lines = decode(self.records(chunk, problems), path, chunk.start, problems).split("\n")
         for number, line in enumerate(lines):
             if not line or line.isspace():
                 continue
-            place = f"line {number + 1} of block {piece.block}"
+            place = f"line {number + 1} of block {chunk.block}"
             try:
                 text = json.loads(line)[column]
             except (ValueError, RecursionError) as error:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import mwparserfromhell
 from mwparserfromhell.nodes import Heading, Tag, Wikilink
 
-from pretrain.corpus.inputs import Piece, Problems, decode
+from pretrain.corpus.inputs import Chunk, Problems, decode
 from pretrain.corpus.records import RecordReader
 
 _PAGE = re.compile(rb"<page>(.*?)</page>", re.S)
@@ -64,16 +64,16 @@ class Reader(RecordReader):
     record_start = b"<page>"
     cuts_bzip2 = True
 
-    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
+    def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
         """The articles (namespace 0, no redirects) of whole <page> elements, one paragraph per line."""
-        data, path = self.records(piece, problems), piece.paths[0]
+        data, path = self.records(chunk, problems), chunk.paths[0]
         for page in _PAGE.finditer(data):
             body = page[1]
             namespace, model, text = _NAMESPACE.search(body), _MODEL.search(body), _TEXT.search(body)
             if b"<redirect " in body or (namespace and namespace[1] != b"0") or (model and model[1] != b"wikitext"):
                 continue
             if text:
-                yield plain_text(html.unescape(decode(text[1], path, piece.start, problems)))
+                yield plain_text(html.unescape(decode(text[1], path, chunk.start, problems)))
         if data.count(b"<page>") > data.count(b"</page>"):
             problems.add(path, "<page> that is not closed")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.errors import InputError
-from pretrain.corpus.inputs import Input, Piece, Problems, Span, check_column, one_line
+from pretrain.corpus.inputs import Chunk, Input, Problems, Span, check_column, one_line
 from pretrain.corpus.text_columns import ROWS_PER_READ, ColumnReader
 
 
@@ -37,16 +37,16 @@ class Reader(ColumnReader):
         if not groups:
             yield Span(problems=problems.entries())
 
-    def values(self, piece: Piece) -> Iterator[Any]:
+    def values(self, chunk: Chunk) -> Iterator[Any]:
         import pyarrow.parquet as pq
 
-        if piece.start == piece.end:
+        if chunk.start == chunk.end:
             return
-        with pq.ParquetFile(piece.paths[0], memory_map=True) as file:
+        with pq.ParquetFile(chunk.paths[0], memory_map=True) as file:
             column, names = self.config.text_column, file.schema_arrow.names
             if column not in names:
-                raise InputError(f"{piece.paths[0]}: no column {column!r}; it has {', '.join(names)}.")
-            for batch in file.iter_batches(ROWS_PER_READ, row_groups=[piece.start], columns=[column]):
+                raise InputError(f"{chunk.paths[0]}: no column {column!r}; it has {', '.join(names)}.")
+            for batch in file.iter_batches(ROWS_PER_READ, row_groups=[chunk.start], columns=[column]):
                 yield from _as_bytes(batch.column(0)).to_pylist()
 
 

@@ -5,7 +5,7 @@ import mmap
 import re
 from collections.abc import Iterator
 
-from pretrain.corpus.inputs import Piece, Problems, decode
+from pretrain.corpus.inputs import Chunk, Problems, decode
 from pretrain.corpus.records import RecordReader
 
 _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
@@ -25,8 +25,8 @@ class Reader(RecordReader):
         ends = [found.end() for found in _BLANK_LINE.finditer(text)]
         return ends[-1] if ends else 0
 
-    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
-        text = decode(self.records(piece, problems), piece.paths[0], piece.start, problems)
+    def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
+        text = decode(self.records(chunk, problems), chunk.paths[0], chunk.start, problems)
         sentences: list[str] = []
         for line in (*text.split("\n"), ""):
             if sentence := line.strip():

@@ -4,7 +4,7 @@ import html
 import re
 from collections.abc import Iterator
 
-from pretrain.corpus.inputs import Piece, Problems, decode
+from pretrain.corpus.inputs import Chunk, Problems, decode
 from pretrain.corpus.records import RecordReader
 
 _HEAD = re.compile(r'^<doc [^\n]*?title="([^\n]*)"[^\n]*>\n', re.M)
@@ -17,9 +17,9 @@ class Reader(RecordReader):
     record_start = b"\n<doc "
     previous_bytes = 1
 
-    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
-        path = piece.paths[0]
-        return articles(decode(self.records(piece, problems), path, piece.start, problems), path, problems)
+    def read(self, chunk: Chunk, problems: Problems) -> Iterator[str]:
+        path = chunk.paths[0]
+        return articles(decode(self.records(chunk, problems), path, chunk.start, problems), path, problems)
 
 
 def articles(text: str, path: str, problems: Problems) -> Iterator[str]:

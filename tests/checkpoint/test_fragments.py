@@ -1,4 +1,4 @@
-"""The list of pieces in a checkpoint's manifest: short, and every part of it is found."""
+"""The list of fragments in a checkpoint's manifest: short, and every part of it is found."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.pieces import PieceIndex, packed
+from pretrain.checkpoint.fragments import FragmentIndex, packed
 
 KINDS = ["weight", "exp_avg"]
 
@@ -35,38 +35,38 @@ def test_equal_parts_are_one_entry(ranks: int) -> None:
     assert len(listed) <= 2 * len(names), "the parts, and the shorter last one"
 
 
-def test_any_range_is_found_whatever_the_pieces() -> None:
+def test_any_range_is_found_whatever_the_fragments() -> None:
     choose = random.Random(0)
     for _ in range(300):
         ranks, numel = choose.randint(1, 9), choose.randint(1, 60)
         cuts = sorted({0, numel, *(choose.randint(1, numel) for _ in range(choose.randint(0, 6)))})
         uneven = [entry("a", a, b, choose.randrange(ranks)) for a, b in itertools.pairwise(cuts)]
-        for pieces in (uneven, cut_equally("a", numel, ranks)):
-            choose.shuffle(pieces)
-            index = PieceIndex(packed(pieces), files(ranks))
+        for fragments in (uneven, cut_equally("a", numel, ranks)):
+            choose.shuffle(fragments)
+            index = FragmentIndex(packed(fragments), files(ranks))
             start = choose.randrange(numel)
             stop = choose.randint(start + 1, numel)
             found = list(index.covering("exp_avg", "a", start, stop))
             expected = sorted(
                 (p["start"], p["start"] + p["numel"], files(ranks)[p["rank"]])
-                for p in pieces
+                for p in fragments
                 if p["start"] < stop and p["start"] + p["numel"] > start
             )
-            assert [tuple(piece) for piece in found] == expected
+            assert [tuple(fragment) for fragment in found] == expected
 
 
-def test_another_name_or_kind_has_no_pieces() -> None:
-    index = PieceIndex(packed([entry("a", 0, 5, 0)]), files(1))
+def test_another_name_or_kind_has_no_fragments() -> None:
+    index = FragmentIndex(packed([entry("a", 0, 5, 0)]), files(1))
     assert not list(index.covering("weight", "b", 0, 5))
     assert not list(index.covering("average", "a", 0, 5))
 
 
 def test_parts_on_other_ranks_in_turn_are_not_joined() -> None:
-    pieces = [entry("a", 0, 5, 0), entry("a", 5, 10, 2), entry("a", 10, 15, 3), entry("b", 15, 20, 4)]
-    assert [(run["start"], run.get("parts", 1)) for run in packed(pieces)] == [(0, 1), (5, 2), (15, 1)]
+    fragments = [entry("a", 0, 5, 0), entry("a", 5, 10, 2), entry("a", 10, 15, 3), entry("b", 15, 20, 4)]
+    assert [(run["start"], run.get("parts", 1)) for run in packed(fragments)] == [(0, 1), (5, 2), (15, 1)]
 
 
 def test_manifests_that_name_the_file_of_each_piece_are_read() -> None:
     old = [{"name": "a", "start": 5 * n, "numel": 5, "kinds": KINDS, "file": f"file-{n}"} for n in (1, 0)]
-    found = list(PieceIndex(old, []).covering("weight", "a", 3, 6))
-    assert [piece.file for piece in found] == ["file-0", "file-1"]
+    found = list(FragmentIndex(old, []).covering("weight", "a", 3, 6))
+    assert [fragment.file for fragment in found] == ["file-0", "file-1"]

@@ -1,18 +1,17 @@
-"""Modules of the encoder that BERT lacks: positions by distance, and the last norm of a pre-norm model.
+"""Positions by the distance of two tokens: biases of the scores (T5), or embeddings (DeBERTa).
 
-Shape letters: T tokens, R query positions, H hidden width, N heads, M tokens of the longest sequence.
+Shape letters: H hidden width, N heads, M tokens of the longest sequence.
 """
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from pretrain.config import ModelConfig
 from pretrain.model.block import BlockFunctions, apply_norm, norm_weights
-from pretrain.model.compile import program
 from pretrain.model.initialization import create_parameters
 from pretrain.model.kernels.layout import RelativeRows, TokenLayout
-from pretrain.model.parameters import final_parameters, position_parameters
+from pretrain.model.parameters import position_parameters
 from pretrain.model.positions import distance_rows, relative_buckets
 
 
@@ -53,16 +52,3 @@ class RelativeEmbeddings(nn.Module):
         if self.shape.relative_norm:
             rows_PH = apply_norm(rows_PH, norm_weights(self, "norm", self.functions), self.functions)
         return layout._replace(relative=RelativeRows(rows_PH, row_of - row_of[0]))
-
-
-class FinalNorm(nn.Module):
-    """The norm after the last layer of a pre-norm model."""
-
-    def __init__(self, shape: ModelConfig, compile: bool) -> None:
-        super().__init__()
-        self.functions, self.apply_norm = BlockFunctions.of(shape), program(apply_norm, compile, ("M",))
-        create_parameters(self, final_parameters(shape), shape.init_std)
-
-    def forward(self, hidden_RH: Tensor) -> Tensor:
-        """[R, H] -> [R, H]"""
-        return self.apply_norm(hidden_RH, norm_weights(self, "norm", self.functions), self.functions)

@@ -1,4 +1,4 @@
-"""Where each part of each parameter is in a checkpoint: the manifest's list of pieces, and how it is searched.
+"""Where each part of each parameter is in a checkpoint: the manifest's list of fragments, and how it is searched.
 
 ZeRO-3 cuts every parameter into equal parts, one for each rank. Such parts are one entry of the list, with their
 number: the list grows with the parameters, not with parameters times ranks. Before it is written, rank 0 receives the
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
-class StoredPiece(NamedTuple):
+class StoredFragment(NamedTuple):
     """Entries [start, stop) of a flattened parameter, in `file` under the tensor name that ends with `start`."""
 
     start: int
@@ -41,11 +41,11 @@ def _continues(run: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
     )
 
 
-class PieceIndex:
-    """Finds the pieces that a range of a parameter lies in.
+class FragmentIndex:
+    """Finds the fragments that a range of a parameter lies in.
 
     Args:
-        entries: as `packed` returns them, or each piece with its `file`, as manifests of format 1 have them.
+        entries: as `packed` returns them, or each fragment with its `file`, as manifests of format 1 have them.
         files: names of the ranks' files, by rank.
     """
 
@@ -58,12 +58,12 @@ class PieceIndex:
         for runs in self._runs.values():
             runs.sort(key=lambda run: run["start"])
 
-    def covering(self, kind: str, name: str, start: int, stop: int) -> Iterator[StoredPiece]:
-        """The pieces that share entries with [start, stop), in ascending order."""
+    def covering(self, kind: str, name: str, start: int, stop: int) -> Iterator[StoredFragment]:
+        """The fragments that share entries with [start, stop), in ascending order."""
         for run in self._runs.get((kind, name), ()):
             first, numel, parts = run["start"], run["numel"], run.get("parts", 1)
             begin = max(0, (start - first) // numel)
             end = min(parts, -(-(stop - first) // numel))
             for number in range(begin, end):
                 file = run["file"] if "file" in run else self._files[int(run["rank"]) + number]
-                yield StoredPiece(first + number * numel, first + (number + 1) * numel, file)
+                yield StoredFragment(first + number * numel, first + (number + 1) * numel, file)
