@@ -189,6 +189,7 @@ def test_tables_of_blocks_are_in_one_file_that_processes_share(proxy, tmp_path):
     tables = [shard.blocks for shard in shards if shard.blocks is not None]
     assert len(tables) == 4
     for table, shard in zip(tables, here.shards, strict=True):
+        assert shard.blocks is not None
         assert np.array_equal(table, shard.blocks)
     assert np.shares_memory(blocks_of(shards, [1, 2]).table, tables[1])
     assert np.array_equal(blocks_of(shards, [1, 2]).table, np.concatenate(tables[1:3]))
