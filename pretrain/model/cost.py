@@ -118,15 +118,22 @@ def recomputed_flops(model: ModelConfig, lengths: Sequence[float], rows: float, 
 
 
 def activation_bytes(
-    model: ModelConfig, tokens: int, rows: int, *, itemsize: int, compiled: bool, checkpointing: bool
+    model: ModelConfig,
+    tokens: int,
+    rows: int,
+    *,
+    itemsize: int,
+    compiled: bool,
+    checkpointing: bool,
+    native: bool = False,
 ) -> int:
     """What one micro-batch keeps for the backward pass, and the working space of one layer.
 
     A layer keeps the stacked query, key and value, the context, its output, and the products of its other matmuls.
-    Compiled, the backward pass computes all that lies between again. Otherwise the layer also keeps what its norms and
-    its activation need, and a byte per dropped entry. In pre-norm, it keeps the normalized input of its projections,
-    but not the last product. In the last layer, only the query positions go past query, key and value. Checked against
-    torch's saved tensors: within 8 %.
+    Compiled, the backward pass computes all that lies between again. Native loops also keep what goes into a product.
+    Otherwise the layer also keeps what its norms and its activation need, and a byte per dropped entry. In pre-norm, it
+    keeps the normalized input of its projections, but not the last product. In the last layer, only the query positions
+    go past query, key and value. Checked against torch's saved tensors: within 8 %.
 
     Args:
         tokens: T.
@@ -134,11 +141,13 @@ def activation_bytes(
         itemsize: bytes of a number in the model's precision.
         compiled: whether torch.compile fuses the layers.
         checkpointing: whether a layer keeps only its input.
+        native: whether the loops of `kernels/native.cpp` run what they can, as on a CPU where nothing is compiled.
     """
     h, b = model.hidden, itemsize
     pre = model.norm_placement == "pre"
     embedding = tokens * _embedding_saves(model, b, compiled) + _distance_saves(model, b)
-    past_attention = (_compiled_saves if compiled else _plain_saves)(model, b) + 4 * model.heads
+    saves = _compiled_saves if compiled else _native_saves if native and has_native_loops(model) else _plain_saves
+    past_attention = saves(model, b) + 4 * model.heads
     before = 3 * b * model.hidden + (_norm_saves(model, b, compiled) if pre else 0)
     layer, last = tokens * (before + past_attention), tokens * before + rows * past_attention
     final = rows * _norm_saves(model, b, compiled) if pre else 0
@@ -148,6 +157,13 @@ def activation_bytes(
     return embedding + (model.depth - 1) * layer + last + final + working
 
 
+def has_native_loops(model: ModelConfig) -> bool:
+    """Whether `kernels/native.cpp` has the loops of the model's layers: those of BERT."""
+    kind = model.norm, model.activation, model.norm_placement, model.gated
+    biases = model.attention_bias and model.ffn_in_bias and model.ffn_out_bias
+    return biases and kind == ("layer_norm", "gelu", "post", False)
+
+
 def working_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:
     """The working space of one layer over `tokens` tokens, in a precision of `itemsize` bytes."""
     inner = model.intermediate * (2 if model.gated else 1)
@@ -155,10 +171,13 @@ def working_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:
 
 
 def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, itemsize: int, compiled: bool) -> int:
-    """One piece of the masked tokens' scores, which their gradient replaces, and the decoder's pending gradient."""
+    """One piece of the masked tokens' scores, which their gradient replaces, and the decoder's pending gradient.
+
+    What is not compiled has two tables in fp32 besides, and one of a byte.
+    """
     piece = min(masked * vocabulary_size, LOGITS_PER_PIECE)
     width = model.embedding or model.hidden
-    return piece * (itemsize if compiled else 16 + itemsize) + itemsize * vocabulary_size * width
+    return piece * (itemsize if compiled else 9 + itemsize) + itemsize * vocabulary_size * width
 
 
 def layers_flops(model: ModelConfig, lengths: Sequence[float]) -> float:
@@ -253,6 +272,11 @@ def _compiled_saves(model: ModelConfig, itemsize: int) -> int:
     """Bytes per token that a compiled layer keeps past its attention."""
     inner = model.intermediate * (2 if model.gated else 1)
     return itemsize * (inner + model.hidden * (3 if model.norm_placement == "pre" else 4))
+
+
+def _native_saves(model: ModelConfig, itemsize: int) -> int:
+    """Bytes per token that a layer keeps past its attention in native loops: also two moments for each norm."""
+    return itemsize * (2 * model.intermediate + 5 * model.hidden) + 16
 
 
 def _plain_saves(model: ModelConfig, itemsize: int) -> int:

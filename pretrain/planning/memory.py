@@ -42,7 +42,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     size = vocabulary_size(config)
     p = objective_of(config, size).trained
     half = config.engine.precision != "fp32"
-    activations, logits = _micro_batch_bytes(config, size, workers)
+    activations, logits = _micro_batch_bytes(config, size, workers, device)
     # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The second one is
     # computed last in the backward pass, when activations are freed.
     embedding = (6 if half else 12) * size * (config.model.embedding or config.model.hidden)
@@ -129,7 +129,7 @@ def micro_batch_tokens(config: PretrainConfig, workers: int) -> int:
     return min(config.engine.micro_batch_tokens, max(shares))
 
 
-def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> tuple[int, int]:
+def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int, device: Device) -> tuple[int, int]:
     """(activations, logits) in bytes of the largest micro-batch that a worker can get."""
     engine, tokens = config.engine, micro_batch_tokens(config, workers)
     masked = round(config.largest_masking_share * tokens)
@@ -143,6 +143,7 @@ def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) ->
             itemsize=itemsize,
             compiled=engine.compiled,
             checkpointing=engine.activation_checkpointing,
+            native=device == "cpu",
         )
         for model, rows in zip(objective.shapes, objective.last_rows(tokens, tokens // longest, masked), strict=True)
     )

@@ -20,6 +20,7 @@ from pretrain.model import activations, norms
 from pretrain.model.cost import activation_bytes, encoder_flops, flops, head_flops, parameter_count
 from pretrain.model.encoder import Encoder
 from pretrain.model.heads import PretrainingModel
+from pretrain.model.kernels import native
 from pretrain.model.padded import PaddedEncoder
 from pretrain.model.parameters import has_weight_decay, layer_of, stacked_parts
 from tests.batches_by_hand import make_batch, next_sentence_logits, take_sequence
@@ -286,18 +287,23 @@ def test_a_norm_without_a_bias_has_fewer_parameters(swapped: ModelConfig) -> Non
 
 
 @pytest.mark.parametrize(
-    ("entry", "itemsize", "compiled"),
+    ("entry", "itemsize", "kernels"),
     [
-        *((entry, 4, True) for entry in (SWAPPED, *COMPILED)),
-        *((entry, itemsize, False) for entry in [*TABLES, *PARTS, SWAPPED] for itemsize in (2, 4)),
+        *((entry, 4, "compiled") for entry in (SWAPPED, *COMPILED)),
+        *((entry, itemsize, "torch") for entry in [*TABLES, *PARTS, SWAPPED] for itemsize in (2, 4)),
+        *((entry, itemsize, "native") for entry in ({}, SWAPPED) for itemsize in (2, 4)),
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("swapped")
 def test_estimates_of_activations_are_what_torch_saves(
-    entry: dict[str, Any], itemsize: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    entry: dict[str, Any], itemsize: int, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pretrain.model.kernels.native.runs_natively", lambda _: False)  # a GPU has no such loops
+    if kernels != "native":
+        monkeypatch.setattr("pretrain.model.kernels.native.runs_natively", lambda _: False)  # a GPU has no such loops
+    elif native.library() is None:
+        pytest.skip("needs g++")
+    compiled = kernels == "compiled"
     shape = make_shape(**{"layers": 4, "hidden": 128, "intermediate": 512, **entry})
     model = PretrainingModel(shape, VOCABULARY, compile=compiled).to(torch.float32 if itemsize == 4 else torch.bfloat16)
     batch = make_batch([64] * 8)
@@ -316,7 +322,8 @@ def test_estimates_of_activations_are_what_torch_saves(
     tokens = sum(batch.lengths)
     rows = len(batch.masked_rows) + len(batch.lengths) if shape.pooling == "cls" else tokens
     working = itemsize * tokens * (2 * shape.intermediate * (1 + shape.gated) + 10 * shape.hidden)
-    estimated = activation_bytes(shape, tokens, rows, itemsize=itemsize, compiled=compiled, checkpointing=False)
+    how = {"itemsize": itemsize, "compiled": compiled, "checkpointing": False, "native": kernels == "native"}
+    estimated = activation_bytes(shape, tokens, rows, **how)
     assert estimated - working == pytest.approx(sum(saved.values()), rel=0.08)
 
 

@@ -173,14 +173,17 @@ def _losses(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C:
 
 
 def losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C: Tensor) -> Tensor:
-    """`_losses`; the logits become the gradient of the first."""
+    """`_losses`; the logits become the gradient of the first.
+
+    Where it is not compiled, each operation has a table of its own, unless it works in place.
+    """
     scores_CV, top_C, log_total_C = _normalize(logits_CV, bias_V)
+    totals = _totals(labels_C, label_C, scores_CV, top_C, log_total_C)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
     # Rows that are left out have no shares, and no column is their label: no work for each entry.
     denominator_C = torch.where(labels_C < 0, math.inf, log_total_C)
-    shares_CV = (scores_CV - denominator_C[:, None]).exp()
-    grad_CV = shares_CV - (column_V == labels_C[:, None]).float()
-    totals = _totals(labels_C, label_C, scores_CV, top_C, log_total_C)
+    grad_CV = scores_CV.sub_(denominator_C[:, None]).exp_()
+    grad_CV.sub_((column_V == labels_C[:, None]).float())
     logits_CV.copy_(grad_CV)
     return totals
 
@@ -216,12 +219,12 @@ def _normalize(logits_CV: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor
     """In fp32: (scores [C, V], the highest of each row [C], log of the sum of their exponentials [C])."""
     scores_CV = logits_CV.float() if bias_V is None else logits_CV.float() + bias_V.float()
     top_C = scores_CV.amax(-1)
-    return scores_CV, top_C, (scores_CV - top_C[:, None]).exp().sum(-1).log() + top_C
+    return scores_CV, top_C, (scores_CV - top_C[:, None]).exp_().sum(-1).log() + top_C
 
 
 def _totals(labels_C: Tensor, label_C: Tensor, scores_CV: Tensor, top_C: Tensor, log_total_C: Tensor) -> Tensor:
     # Scores in bf16 tie: a label that shares the top with others counts as its share of them.
-    ties_C = (scores_CV >= top_C[:, None]).sum(-1)
+    ties_C = (scores_CV >= top_C[:, None]).sum(-1, dtype=torch.int32)
     correct_C = torch.where(label_C >= top_C, 1.0 / ties_C, 0.0)
     return torch.stack([_sum_of_rows(log_total_C - label_C, labels_C), _sum_of_rows(correct_C, labels_C)])
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pretrain.common.measured import rates_file
 from pretrain.config import ModelConfig
+from pretrain.model.cost import has_native_loops
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout, query_boundaries
 
 _SOURCE = Path(__file__).with_name("native.cpp")
@@ -82,9 +83,7 @@ def attention(
 
 def or_natively(function: Callable[..., Tensor], shape: ModelConfig, compile: bool) -> Callable[..., Tensor]:
     """`block.after_attention` in C++ where the model is BERT's kind and not compiled; `function` does it elsewhere."""
-    kind = shape.norm, shape.activation, shape.norm_placement, shape.gated
-    biases = shape.attention_bias and shape.ffn_in_bias and shape.ffn_out_bias
-    if compile or not biases or kind != ("layer_norm", "gelu", "post", False):
+    if compile or not has_native_loops(shape):
         return function
 
     def after_attention(
