@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ def train(
     resume: bool = False,
     ray: bool = False,
     no_ray: bool = False,
+    callbacks: Sequence[Any] = (),
 ) -> FinetunedRun:
     """Train a model for one task from a checkpoint to the end, with its progress on standard output.
 
@@ -58,6 +60,7 @@ def train(
         is_finished=lambda config: runs.is_finished(config, resume=True),
         changed=changed_for_resume,
         metrics=NO_METRICS,
+        callbacks=tuple(callbacks),
     )
     before = launch.config_before(read, resume)
     return FinetunedRun(read, launch.start_run(kind, read, before, resume=resume, ray=ray, no_ray=no_ray))

@@ -89,7 +89,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
                 config, job, released, engine, tracker.log_artifact, test_sets=request.test_sets
             ),
         )
-        run(training, engine, worker, resume=request.resume, events=request.events)
+        run(training, engine, worker, request)
         engine.close()
 
 

@@ -24,7 +24,7 @@ from pretrain.batches.order import draw, uniform
 from pretrain.batches.text import ShardText, Unit
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import atomic_open, locked
-from pretrain.corpus.blocks import cut_blocks
+from pretrain.corpus.blocks import cut_blocks, joined
 from pretrain.corpus.shards import COUNTS, Shard, TokenShards
 
 WINDOW_BLOCKS = 64
@@ -34,15 +34,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Blocks:
-    """The N blocks of one source; arrays [N]. All but `shard` are as in `pretrain.corpus.blocks.BLOCK`, int64."""
+    """The N blocks of one source."""
 
-    shard: np.ndarray  # uint32, among all shards of the split
-    begin: np.ndarray
-    end: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
-    first_sentence: np.ndarray
-    last_sentence: np.ndarray
+    shard: np.ndarray  # uint32 [N], among all shards of the split
+    table: np.ndarray  # BLOCK [N]; of a streamed corpus in a file that the processes of a machine share
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -52,9 +47,13 @@ def blocks_of(shards: Sequence[Shard], numbers: Sequence[int], tokens: int = 0) 
     """The blocks of the shards `numbers`: as they were prepared, or of about `tokens` tokens."""
     tables = [_table(shards[number], tokens) for number in numbers]
     shard = np.repeat(np.array(numbers, np.uint32), [len(table) for table in tables])
-    names = ("begin", "end", "first", "last", "first_sentence", "last_sentence")
-    columns = [np.concatenate([np.zeros(0, np.int64), *(table[name] for table in tables)]) for name in names]
-    return Blocks(shard, *columns)
+    return Blocks(shard, joined(tables))
+
+
+def bounds_of(blocks: Blocks, number: int) -> tuple[int, int, int, int]:
+    """[begin, end) of a block in tokens of its shard, and [first, last) of its documents."""
+    block = blocks.table[number]
+    return int(block["begin"]), int(block["end"]), int(block["first"]), int(block["last"])
 
 
 def _table(shard: Shard, tokens: int) -> np.ndarray:
@@ -90,12 +89,11 @@ class Units:
         before = self._ends[unit - 1].astype(np.int64)
         before[unit == 0] = 0
         number = self._numbers[block]
-        blocks = self._blocks
-        shard, begin, end = blocks.shard[number].astype(np.int64), blocks.begin[number], blocks.end[number]
-        sentences = blocks.first_sentence[number], blocks.last_sentence[number]
-        document = blocks.first[number]
+        shard, blocks = self._blocks.shard[number].astype(np.int64), self._blocks.table[number]
+        begin, end, document = blocks["begin"], blocks["end"], blocks["first"]
+        sentences = blocks["first_sentence"], blocks["last_sentence"]
         if self._cutting.joined:
-            last = blocks.last[number]
+            last = blocks["last"]
             return Unit(shard, begin, end - begin + last - document - 1, document, last, *sentences), sample - before
         document = document + unit - self._first[block]
         begin = np.maximum(begin, self._text.document_begin(shard, document))
@@ -104,12 +102,10 @@ class Units:
 
     def _sizes(self, number: int) -> np.ndarray:
         """Tokens of the units of a block, int64."""
-        blocks = self._blocks
-        begin, end = int(blocks.begin[number]), int(blocks.end[number])
-        first, last = int(blocks.first[number]), int(blocks.last[number])
+        begin, end, first, last = bounds_of(self._blocks, number)
         if self._cutting.joined:
             return np.array([end - begin + last - first - 1])
-        begins = self._text.document_begins(int(blocks.shard[number]), first, last + 1).clip(begin, end)
+        begins = self._text.document_begins(int(self._blocks.shard[number]), first, last + 1).clip(begin, end)
         return np.diff(begins)
 
 
@@ -268,8 +264,7 @@ def _streamed_counts(blocks: Blocks, cutting: Cutting, shards: TokenShards) -> n
         assert cache is not None
         begins = cache.document_begins(shard)
         for number in np.flatnonzero(blocks.shard == shard).tolist():
-            begin, end = int(blocks.begin[number]), int(blocks.end[number])
-            first, last = int(blocks.first[number]), int(blocks.last[number])
+            begin, end, first, last = bounds_of(blocks, number)
             sizes = np.diff(begins[first : last + 1].clip(begin, end))
             counts[number] = cutting.count(
                 np.array([end - begin + last - first - 1]) if cutting.joined else sizes

@@ -165,7 +165,8 @@ class SourceSamples:
     def window_text(self, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(shard, first token, one past the last) of the blocks of a window, int64 [W] each."""
         numbers, blocks = self.order.blocks(epoch, window), self._blocks
-        return blocks.shard[numbers].astype(np.int64), blocks.begin[numbers], blocks.end[numbers]
+        its = blocks.table[numbers]
+        return blocks.shard[numbers].astype(np.int64), its["begin"], its["end"]
 
     def _owner(self, group: np.ndarray, groups: int) -> np.ndarray:
         """The machine of each sample of a window from its group of machines, int16 [S]. A group takes turns."""
@@ -178,7 +179,8 @@ class SourceSamples:
     def _shares(self, numbers: np.ndarray) -> np.ndarray:
         """The share of a window that each of its blocks is in, int64 [W]; 2^n shares of almost as many tokens."""
         loads = [(0, share) for share in range(1 << max(0, (len(numbers) // _SHARE_BLOCKS).bit_length() - 1))]
-        sizes = self._blocks.end[numbers] - self._blocks.begin[numbers]
+        its = self._blocks.table[numbers]
+        sizes = its["end"] - its["begin"]
         shares = np.zeros(len(numbers), np.int64)
         for place in np.argsort(-sizes, kind="stable").tolist():  # the largest first, to the share with the fewest
             tokens, shares[place] = loads[0]

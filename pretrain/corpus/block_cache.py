@@ -69,14 +69,16 @@ class StoredShard:
 class _Place:
     """Where an array of a shard is in the file of all shards."""
 
+    name: str
     descriptor: int
     base: int  # byte of the file
-    begins: np.ndarray  # int64 [B], byte of the file at which each block of the shard begins
-    ends: np.ndarray  # int64 [B], one past its last byte
+    width: int  # bytes of an element
+    blocks: np.ndarray  # BLOCK [B] of the shard
 
     def range_of(self, block: int) -> tuple[int, int]:
         """[begin, end) of a block, in bytes of the file."""
-        return int(self.begins[block]), int(self.ends[block])
+        begin, end = parts_of(self.blocks[block])[self.name]
+        return self.base + int(begin) * self.width, self.base + int(end) * self.width
 
 
 @dataclass
@@ -195,8 +197,7 @@ class BlockCache:
         while len(blocks := self._not_here(blocks)):
             time.sleep(_POLL_SECONDS)
             self._fetch_claimed(*self._claim(blocks))
-        waited = time.monotonic() - began
-        if waited > 1:
+        if (waited := time.monotonic() - began) > 1:
             logger.info("%s: waited %.1f s for blocks", self._address, waited)
         return lease
 
@@ -279,16 +280,19 @@ class BlockCache:
     def _make_room(self, blocks: np.ndarray) -> None:
         """Evict what was used longest ago until `blocks`, which are absent, fit. Under the lock."""
         needed = int(self._bytes[blocks[self._state["state"][blocks] == _ABSENT]].sum())
-        excess = self._present_bytes() + needed - self._limit()
-        if excess <= 0:
-            return
-        free = np.setdiff1d(self._free(), blocks)
+        if (excess := self._present_bytes() + needed - self._limit()) > 0:
+            self._evict(excess, blocks)
+
+    def _evict(self, excess: int, but: np.ndarray) -> int:
+        """Free `excess` bytes if blocks that nobody needs have them; returns the bytes that went. Under the lock."""
+        free = np.setdiff1d(self._free(), but)
         free = free[np.lexsort((self._state["used"][free], self._is_ahead[free]))]  # what was fetched ahead goes last
         count = int(np.searchsorted(np.cumsum(self._bytes[free]), excess)) + 1
         for block in free[:count].tolist():
             self._state["state"][block] = _ABSENT
             self._proven[block] = False
             self._punch(block)
+        return int(self._bytes[free[:count]].sum())
 
     def _free(self) -> np.ndarray:
         """Blocks that are here and that no living process needs. Under the lock."""
@@ -318,8 +322,23 @@ class BlockCache:
                     "it was changed or damaged. Store the corpus again."
                 )
         with disk_errors(self._folder):
-            for name, part in parts.items():
-                _write(files[name].descriptor, part, files[name].range_of(block)[0])
+            places = [(files[name].descriptor, part, files[name].range_of(block)[0]) for name, part in parts.items()]
+            while True:
+                try:
+                    return _write(places)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._has_shrunk(number):
+                        raise
+
+    def _has_shrunk(self, number: int) -> bool:
+        """Whether blocks that nobody needs made room for a block on a full disk; the cache stays as small."""
+        with self._locked():
+            present = self._present_bytes()
+            freed = self._evict(max(int(self._bytes[number]), present // 8), np.array([number]))
+            if freed:
+                self._limits[:] = np.minimum(self._limits, present - freed)
+                logger.warning("%s: disk full; the cache is now %s", self._folder, _size(present - freed))
+        return freed > 0
 
     def _prove(self, number: int) -> None:
         """Verify a block that was here before this process; fetch it again if it is damaged."""
@@ -347,13 +366,13 @@ class BlockCache:
         shard = self._shards[place]
         absent = self._state["state"][shard.first : int(self._firsts[place + 1])] == _ABSENT
         for file in shard.files.values():
-            begin, end = int(file.begins[block]), int(file.ends[block])
+            begin, end = file.range_of(block)
             low, high = begin // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
             # Pages of a present neighbor stay. Blocks lie in their order.
             if (here := np.flatnonzero(~absent[:block])).size:
-                low = max(low, -(-int(file.ends[here[-1]]) // _PAGE) * _PAGE)
+                low = max(low, -(-file.range_of(int(here[-1]))[1] // _PAGE) * _PAGE)
             if (here := np.flatnonzero(~absent[block + 1 :])).size:
-                high = min(high, int(file.begins[block + 1 + here[0]]) // _PAGE * _PAGE)
+                high = min(high, file.range_of(block + 1 + int(here[0]))[0] // _PAGE * _PAGE)
             if high > low:
                 _punch_hole(file.descriptor, low, high - low, self._folder)
 
@@ -364,11 +383,10 @@ class BlockCache:
         shards, bases = [], dict.fromkeys(PARTS, 0)
         for stored, first in zip(self._stored, self._firsts.tolist(), strict=False):
             files = {}
-            for name, bounds in parts_of(stored.blocks).items():
-                array, base = stored.arrays[name], bases[name]
-                begins, ends = (base + bound * array.width for bound in bounds)
-                files[name] = _Place(self._files[name], base, begins, ends)
-                bases[name] = base + -(-(array.bytes - array.header) // _PAGE) * _PAGE
+            for name in PARTS:
+                array = stored.arrays[name]
+                files[name] = _Place(name, self._files[name], bases[name], array.width, stored.blocks)
+                bases[name] += -(-(array.bytes - array.header) // _PAGE) * _PAGE
             shards.append(_Shard(files, first))
         for name, size in bases.items():
             os.ftruncate(self._files[name], max(size, _PAGE))
@@ -378,8 +396,7 @@ class BlockCache:
         self._slots: dict[int, int] = {}
         with self._locked():
             for slot in range(_SLOTS):
-                descriptor = os.open(self._folder / f"slot-{slot}", os.O_RDWR | os.O_CREAT, 0o644)
-                self._slots[slot] = descriptor
+                self._slots[slot] = os.open(self._folder / f"slot-{slot}", os.O_RDWR | os.O_CREAT, 0o644)
             for slot, descriptor in self._slots.items():
                 if _try_lock(descriptor):
                     self._held[slot] = False
@@ -455,11 +472,13 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def _write(descriptor: int, content: bytes, offset: int) -> None:
-    view = memoryview(content)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
+def _write(places: Sequence[tuple[int, bytes, int]]) -> None:
+    """Write each (descriptor, content, offset)."""
+    for descriptor, content, offset in places:
+        view = memoryview(content)
+        while view:
+            written = os.pwrite(descriptor, view, offset)
+            view, offset = view[written:], offset + written
 
 
 def _punch_hole(descriptor: int, offset: int, length: int, folder: Path) -> None:

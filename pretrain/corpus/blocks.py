@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ BLOCK = np.dtype(
         ("digest", "u1", (16,)),  # of SHA-256 of what `parts_of` names
     ]
 )
+_BOUNDS = [name for name in BLOCK.names or () if name != "digest"]
 
 
 def cut_blocks(documents: np.ndarray, sentences: np.ndarray, tokens: int = 0) -> np.ndarray:
@@ -97,6 +98,17 @@ def parts_of(blocks: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         "sentences": (blocks["first_sentence"], blocks["last_sentence"] + 1),
         "tokens": (blocks["begin"], blocks["end"]),
     }
+
+
+def joined(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """The blocks of several tables, BLOCK [N]: a view if they are neighbors in one array, else without digests."""
+    whole = tables[0].base if tables else None
+    ends = [table.ctypes.data + table.nbytes for table in tables]
+    begins = [table.ctypes.data for table in tables[1:]]
+    if not isinstance(whole, np.ndarray) or ends[:-1] != begins or any(table.base is not whole for table in tables):
+        return np.concatenate([table[_BOUNDS] for table in (np.zeros(0, BLOCK), *tables)])
+    first = (tables[0].ctypes.data - whole.ctypes.data) // BLOCK.itemsize
+    return whole[first : first + sum(map(len, tables))]
 
 
 def block_digest(parts: Iterator[bytes | memoryview]) -> bytes:

@@ -209,7 +209,7 @@ def _check_format(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_shard(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> Shard:
-    arrays = {part: _mapped(folder / f"{entry['name']}.{part}.npy") for part in _ARRAYS}
+    arrays = {part: mapped(folder / f"{entry['name']}.{part}.npy") for part in _ARRAYS}
     for part, (dtype, shape) in array_types(entry, manifest).items():
         if (arrays[part].dtype, arrays[part].shape) != (dtype, shape):
             raise InputError(
@@ -246,7 +246,7 @@ def read_blocks(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -
     return blocks
 
 
-def _mapped(path: Path) -> np.ndarray:
+def mapped(path: Path) -> np.ndarray:
     """The array in a .npy file, memory-mapped and read-only."""
     try:
         with path.open("rb") as file:
@@ -341,7 +341,7 @@ class ShardWriter:
         if error is None:
             self.hashes = {f"{self._name}.{part}.npy": file.digest() for part, file in self._files.items()}
             path = self._folder / f"{self._name}.{BLOCKS}.npy"
-            arrays = {part: _mapped(self._folder / f"{self._name}.{part}.npy") for part in _ARRAYS}
+            arrays = {part: mapped(self._folder / f"{self._name}.{part}.npy") for part in _ARRAYS}
             self.hashes[path.name] = write_blocks(path, arrays)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from pretrain.common.addresses import check_address, is_remote, join
-from pretrain.common.errors import InputError
-from pretrain.common.files import MANIFEST, atomic_open, check_manifest, read_manifest
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.files import MANIFEST, atomic_open, check_manifest, disk_errors, locked, read_manifest
 from pretrain.config import CorpusConfig
 from pretrain.corpus.block_cache import BlockCache, StoredArray, StoredShard, remove_unused
 from pretrain.corpus.blocks import PARTS
@@ -23,6 +23,7 @@ from pretrain.corpus.shards import (
     Shard,
     TokenShards,
     array_types,
+    mapped,
     open_shards,
     read_blocks,
     shards_of,
@@ -82,15 +83,10 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
     fingerprints = source_fingerprints(manifest)
     if not entries:
         return replace(described, fingerprints=fingerprints)
-    tables = [table for entry in entries if (table := read_blocks(corpus.folder, entry, manifest)) is not None]
-    if len(tables) < len(entries):
-        raise InputError(
-            f"{corpus.dir}: was prepared by a version that kept no tables of blocks, so it cannot be streamed. Remove "
-            "corpus.cache to copy it to each machine, or prepare it again."
-        )
     text = [manifest["files"][f"{entry['name']}.{part}.npy"] for entry in entries for part in PARTS]
     folder = corpus.folder / _STREAMED / hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16]
     remove_unused(folder)
+    tables = _tables(corpus, folder / "blocks.npy", entries, manifest)
     stored = [StoredShard(_arrays(entry, manifest), table) for entry, table in zip(entries, tables, strict=True)]
     cache = BlockCache(corpus.dir, folder, stored, most_bytes=int(corpus.cache))
     shards = [
@@ -98,6 +94,26 @@ def open_corpus(corpus: CorpusConfig, split: str, *, tokens: bool = True) -> Tok
         for number, (entry, table) in enumerate(zip(entries, tables, strict=True))
     ]
     return replace(described, fingerprints=fingerprints, shards=shards)
+
+
+def _tables(
+    corpus: CorpusConfig, file: Path, entries: list[dict[str, Any]], manifest: dict[str, Any]
+) -> list[np.ndarray]:
+    """The tables of blocks of all shards, in one file whose pages the processes of the machine share."""
+    with locked(file.with_suffix(".lock")):
+        try:
+            whole = mapped(file)
+        except (InputError, MachineError):  # not there, or damaged
+            tables = [table for entry in entries if (table := read_blocks(corpus.folder, entry, manifest)) is not None]
+            if len(tables) < len(entries):
+                raise InputError(
+                    f"{corpus.dir}: was prepared by a version that kept no tables of blocks, so it cannot be streamed. "
+                    "Remove corpus.cache to copy it to each machine, or prepare it again."
+                ) from None
+            with disk_errors(file), atomic_open(file) as opened:
+                np.save(opened, np.concatenate(tables), allow_pickle=False)
+            whole = mapped(file)
+    return np.split(whole, np.flatnonzero(whole["begin"] == 0)[1:])
 
 
 def _arrays(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, StoredArray]:

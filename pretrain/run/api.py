@@ -52,6 +52,7 @@ def train(
     minutes: float | None = None,
     ray: bool = False,
     no_ray: bool = False,
+    callbacks: Sequence[Any] = (),
 ) -> Run[PretrainConfig]:
     """Train an encoder on a prepared corpus to the end, with its progress on standard output.
 
@@ -64,6 +65,8 @@ def train(
         minutes: train about this long on this machine: time a few steps first, then scale the steps of all phases.
         ray: use Ray also for one worker on this machine.
         no_ray: train in this process.
+        callbacks: functions and objects of your own that are told what the run does, beside those of the config:
+            docs/extend/your-own-modules.md. Other processes get copies.
 
     Raises a `RunError`: `InputError` for what is wrong in the config or the corpus, or if the run was begun before and
     `resume` is off; `MachineError`, `DivergedError`; `StoppedError` after a stop, which `resume` continues.
@@ -81,6 +84,7 @@ def train(
         is_finished=preflight.is_finished,
         changed=changed_for_resume,
         metrics=objective_of(read).metrics,
+        callbacks=tuple(callbacks),
     )
     before = launch.config_before(read, resume)
     return Run(read, launch.start_run(kind, read, before, resume=resume, ray=ray, no_ray=no_ray))

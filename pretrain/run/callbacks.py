@@ -1,22 +1,28 @@
-"""The user's own functions that are told what a run does (`callbacks`). They get copies of records and change nothing.
+"""The user's own functions and objects that are told what a run does. They get copies of records and change nothing.
 
-A function is called with the name of a hook and a record. A class is made with the options of its entry, and its
-methods with the names of hooks are called with the record.
+A function is called with the name of a hook and a record; of an object, the method with the name of the hook is called
+with the record. The setting `callbacks` names functions, and classes that are made with the options of their entries.
+`train` also takes functions and objects, which are pickled on the way to another process. Rank 0 is told; with an
+attribute `every_rank` that is true, each rank is.
 """
 
 from __future__ import annotations
 
+import base64
 import copy
 import inspect
 import logging
+import pickle
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.extensions import own
+from pretrain.common.extensions import ask_for, own
 from pretrain.config.run import callback_options
 
 logger = logging.getLogger(__name__)
@@ -29,15 +35,15 @@ class KIND:
 
     @staticmethod
     def check(found: Any, name: str) -> None:
-        """Raise `InputError` unless it is a function of a hook and a record, or a class with a method for a hook."""
-        if isinstance(found, type) and any(callable(getattr(found, hook, None)) for hook in HOOKS):
+        """Raise `InputError` unless it is a function of a hook and a record, or has a method for a hook."""
+        if _has_hooks(found):
             return
         try:
             inspect.signature(found).bind("step_end", {})
         except (TypeError, ValueError):
             raise InputError(
-                f"{name}: is no callback. Give a function (hook, record), or a class with some of the methods "
-                f"{', '.join(f'{hook}(record)' for hook in HOOKS)}."
+                f"{name}: is no callback. Give a function (hook, record), or a class or an object with some of the "
+                f"methods {', '.join(f'{hook}(record)' for hook in HOOKS)}."
             ) from None
 
 
@@ -54,11 +60,47 @@ def check_options(entries: Sequence[Any]) -> None:
             raise InputError(f"callbacks.{number}: {name}: {error}. Give the options that it takes.") from None
 
 
+def carried(objects: Sequence[Any], *, elsewhere: bool) -> tuple[Any, ...]:
+    """The objects themselves, or texts that another process makes them of: with their class, if a notebook defines it.
+
+    Raises `InputError` if one is no callback, or cannot be pickled.
+    """
+    for number, one in enumerate(objects):
+        KIND.check(one, f"callbacks.{number}: {_name(one)}")
+    return tuple(map(_packed, objects)) if elsewhere else tuple(objects)
+
+
+def _packed(given: Any) -> str:
+    import cloudpickle
+
+    module = given.__module__
+    if module.partition(".")[0] in (*sys.stdlib_module_names, "__main__"):
+        module = ""
+    else:  # it may lie beside the program, where workers do not look
+        ask_for([module], Path(sys.path[0]))
+    try:
+        return f"{module} {base64.b64encode(cloudpickle.dumps(given)).decode()}"
+    except Exception as error:
+        raise InputError(
+            f"callbacks: {_name(given)} cannot be sent to the workers ({error}). Open such things in its first hook."
+        ) from None
+
+
+def _unpacked(text: str) -> Any:
+    """What `_packed` got. The text comes from the start of this run, not from a file that others may write."""
+    module, data = text.split(" ")
+    if module:
+        own(module)
+    return pickle.loads(base64.b64decode(data))
+
+
 class Callbacks:
     """Those of a run, on this rank.
 
     Args:
         entries: the setting.
+        objects: what `carried` returned.
+        rank: of this worker.
         log: records an event.
         waiting: wraps a call, which may take long.
 
@@ -69,13 +111,21 @@ class Callbacks:
     def __init__(
         self,
         entries: Sequence[Any] = (),
+        objects: Sequence[Any] = (),
+        rank: int = 0,
         log: Callable[[dict[str, Any]], None] = lambda _: None,
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._log, self._waiting, self.stop_reason = log, waiting, ""
+        self._log, self._waiting, self._rank, self.stop_reason = log, waiting, rank, ""
         self._said: set[int] = set()
-        options = [callback_options(entry) for entry in entries]
-        self._made = [(name, stops, _made(name, given)) for name, stops, given in options]
+        given = [(name, stops, own(name), options) for name, stops, options in map(callback_options, entries)]
+        made = [_unpacked(one) if isinstance(one, str) else one for one in objects]
+        given += [(_name(one), getattr(one, "on_error", "") == "stop", one, {}) for one in made]
+        self._made = [
+            (name, stops, _made(name, found, options))
+            for name, stops, found, options in given
+            if rank == 0 or getattr(found, "every_rank", False)
+        ]
 
     def tell(self, hook: str, record: Mapping[str, Any]) -> None:
         """Call all with a copy of the record. An error is recorded once; it may ask the run to stop."""
@@ -93,7 +143,7 @@ class Callbacks:
                     self._said.add(number)
                     logger.warning("%s", message, exc_info=error)
                     advice = "the run stops" if stops else "the run goes on, without a word about its later errors"
-                    message += f"; {advice}. logs/training-0.log has the traceback"
+                    message += f"; {advice}. logs/training-{self._rank}.log has the traceback"
                     self._log({"event": "callback", "step": record["step"], "time": time.time(), "message": message})
 
     def tell_all(self, hook: str, records: list[dict[str, Any]]) -> None:
@@ -102,17 +152,23 @@ class Callbacks:
             self.tell(hook, records.pop(0))
 
 
-def _made(name: str, options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], Any]:
-    """What is called with a hook and a record."""
-    found: Any = own(name)
-    if not isinstance(found, type):
-        return found
+def _made(name: str, found: Any, options: Mapping[str, Any]) -> Callable[[str, Mapping[str, Any]], Any]:
+    """What is called with a hook and a record: of a function, a class or an object."""
     try:
-        made = found(**options)
+        made = found(**options) if isinstance(found, type) else found
     except Exception as error:
         logger.warning("%s", name, exc_info=error)
         raise InputError(
             f"callbacks: {name} raises {type(error).__name__} when it is made ({error}). logs/training-0.log has the "
             "traceback."
         ) from None
-    return lambda hook, record: getattr(made, hook, lambda _: None)(record)
+    return (lambda hook, record: getattr(made, hook, lambda _: None)(record)) if _has_hooks(made) else made
+
+
+def _has_hooks(found: Any) -> bool:
+    return any(callable(getattr(found, hook, None)) for hook in HOOKS)
+
+
+def _name(found: Any) -> str:
+    kind = found if hasattr(found, "__qualname__") else type(found)
+    return f"{kind.__module__}:{kind.__qualname__}"

@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 from pretrain.common import records
@@ -16,7 +16,7 @@ from pretrain.common.wording import counted
 from pretrain.common.worker import TrainingRequest, Worker, torchrun_place
 from pretrain.config import R, RunConfig, SchedulingConfig
 from pretrain.run import preflight
-from pretrain.run.callbacks import check_options
+from pretrain.run.callbacks import carried, check_options
 from pretrain.storage.runs import SAVE_RETRY_SECONDS, StoredRun
 from pretrain.tracking import live
 from pretrain.tracking.logs import process_restored
@@ -33,6 +33,7 @@ class RunKind(Generic[R]):
     is_finished: Callable[[R], bool]  # whether the run folder holds the finished run
     changed: Callable[[R, R, int], list[str]]  # as of `preflight.check_run_folder`
     metrics: Mapping[str, Metric]  # what its records have, for the line on the terminal
+    callbacks: tuple[Any, ...] = ()  # functions and objects that are told what the run does, beside those of the config
 
 
 def start_run(
@@ -49,9 +50,10 @@ def start_run(
     start, diverged, or was stopped.
     """
     alone = is_alone(config.scheduling.workers, no_ray)
+    kind = replace(kind, callbacks=carried(kind.callbacks, elsewhere=not alone))
     if is_follower():
         if not kind.is_finished(config):
-            _train(kind.target, config, resume, alone=True)
+            _train(kind, config, resume, alone=True)
         return False
     steps = kind.check(config, alone)
     with preflight.only_run(config.folder):
@@ -161,7 +163,7 @@ def _train_and_follow(kind: RunKind[R], config: R, resume: bool, steps: int, *, 
     """Train, with a live line on the terminal, and record why the run ended early."""
     try:
         with live.follow(config.folder, steps, metrics=kind.metrics):
-            _train(kind.target, config, resume, alone=alone, ray=ray)
+            _train(kind, config, resume, alone=alone, ray=ray)
     except (StoppedError, DivergedError) as error:
         try:
             records.note_end(config.folder, "stop" if isinstance(error, StoppedError) else "diverged", str(error))
@@ -170,10 +172,10 @@ def _train_and_follow(kind: RunKind[R], config: R, resume: bool, steps: int, *, 
         raise
 
 
-def _train(target: str, config: RunConfig, resume: bool, *, alone: bool, ray: bool = False) -> None:
-    training = TrainingRequest(config.model_dump(mode="json"), resume)
+def _train(kind: RunKind[R], config: R, resume: bool, *, alone: bool, ray: bool = False) -> None:
+    training = TrainingRequest(config.model_dump(mode="json"), resume, callbacks=kind.callbacks)
     if alone:
-        module, function = target.split(":")
+        module, function = kind.target.split(":")
         with process_restored():
             worker = Worker.from_environment()
             worker.heed_stop_file(config.folder)
@@ -183,7 +185,7 @@ def _train(target: str, config: RunConfig, resume: bool, *, alone: bool, ray: bo
 
     scheduling = config.scheduling
     run(
-        target,
+        kind.target,
         training,
         name=config.name,
         run_dir=config.folder,

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
@@ -13,8 +13,7 @@ from pretrain.checkpoint import store
 from pretrain.common.errors import DivergedError, RunError, StoppedError
 from pretrain.common.records import read_records
 from pretrain.common.run_files import read_fork
-from pretrain.common.worker import Worker
-from pretrain.config import RunConfig
+from pretrain.common.worker import TrainingRequest, Worker
 from pretrain.run.callbacks import Callbacks
 from pretrain.run.loop import LONG_SECONDS, fit
 from pretrain.run.plan import TrainingPlan
@@ -55,19 +54,15 @@ class Training(Generic[S]):
     begin: Callable[[], None] = lambda: None
 
 
-def run(
-    training: Training[S], engine: Engine, worker: Worker, *, resume: bool, events: Sequence[dict[str, Any]] = ()
-) -> None:
-    """Train to the end of the plan, with `resume` from the newest checkpoint on.
-
-    `events` happened before this start, and are recorded first.
+def run(training: Training[S], engine: Engine, worker: Worker, request: TrainingRequest) -> None:
+    """Train to the end of the plan, as `request` asks.
 
     Raises:
         RunError: an error of `pretrain.common.errors`; see `fit`, `warmup_step` and `Training.check`.
     """
     task, plan, config = training.task, training.plan, training.plan.config
     checkpoints, progress, state = config.folder / "checkpoints", Progress(), {}
-    checkpoint = newest_checkpoint(checkpoints, engine.workers) if resume else None
+    checkpoint = newest_checkpoint(checkpoints, engine.workers) if request.resume else None
     if checkpoint is not None:
         state = read_state(engine, checkpoint)
         training.check(state, checkpoint)
@@ -86,8 +81,10 @@ def run(
         job_type=training.job_type,
         enabled=worker.rank == 0,
     )
-    callbacks = _callbacks(config, engine, tracker)
-    tracker.log_events([*events, *(_fork_events(fork) or _resume_events(checkpoint))], progress.step)
+    callbacks = Callbacks(
+        config.callbacks, request.callbacks, engine.rank, tracker.log, lambda: engine.watch.awaiting("a callback")
+    )
+    tracker.log_events([*request.events, *(_fork_events(fork) or _resume_events(checkpoint))], progress.step)
     first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
     ended: RunError | None = None
@@ -116,12 +113,6 @@ def run(
             callbacks.tell("run_end", _end_record(progress.step, config.folder))
             task.close()
             _close(tracker, ended)
-
-
-def _callbacks(config: RunConfig, engine: Engine, tracker: Tracker) -> Callbacks:
-    """Those of the config, on rank 0 alone."""
-    told = config.callbacks if engine.rank == 0 else ()
-    return Callbacks(told, tracker.log, lambda: engine.watch.awaiting("a callback"))
 
 
 def _end_record(step: int, folder: Path) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
             finish=lambda tracker: _export(config, tracker),
             begin=begin,
         )
-        run(training, engine, worker, resume=request.resume, events=request.events)
+        run(training, engine, worker, request)
         engine.close()
 
 

@@ -201,6 +201,7 @@ def serve(shards: int) -> None:
 def rank_main(arguments: argparse.Namespace) -> None:
     """One rank: reads at the given rate for some time, then as fast as it can; prints what it measured."""
     began = time.monotonic()
+    import s3fs  # noqa: F401 - the store's library, which is imported when it is first read
     import torch
     import torch.distributed as dist
 

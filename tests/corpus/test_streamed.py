@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from corpora import make_corpus
 from numbered import JOINED, NEXT, ORDER, SINGLE
 
 import pretrain
+from pretrain.batches.blocks import blocks_of
 from pretrain.batches.sampler import Sampler
 from pretrain.common.addresses import CACHE_VARIABLE
 from pretrain.common.errors import InputError, MachineError
@@ -174,7 +176,45 @@ def test_a_cache_that_is_removed_or_damaged_changes_no_sample(proxy, tmp_path):
     for path in folder.rglob("tokens"):
         with path.open("r+b") as file:
             file.write(bytes(path.stat().st_size))
+    for table in folder.rglob("blocks.npy"):
+        half = table.read_bytes()[: table.stat().st_size // 2]
+        table.unlink()  # what others have mapped stays
+        table.write_bytes(half)
     assert same_samples(sampler(here), sampler(streamed(corpus)), stop=300)
+
+
+def test_tables_of_blocks_are_in_one_file_that_processes_share(proxy, tmp_path):
+    here, corpus = stored(tmp_path, sources=2)
+    shards = streamed(corpus).shards
+    tables = [shard.blocks for shard in shards if shard.blocks is not None]
+    assert len(tables) == 4
+    for table, shard in zip(tables, here.shards, strict=True):
+        assert shard.blocks is not None
+        assert np.array_equal(table, shard.blocks)
+    assert np.shares_memory(blocks_of(shards, [1, 2]).table, tables[1])
+    assert np.array_equal(blocks_of(shards, [1, 2]).table, np.concatenate(tables[1:3]))
+    apart = blocks_of(shards, [0, 2]).table
+    assert not np.shares_memory(apart, tables[0])
+    assert np.array_equal(apart["last"], np.concatenate([tables[0]["last"], tables[2]["last"]]))
+
+
+def test_a_disk_that_is_full_before_the_cache_is_keeps_what_is_needed(proxy, tmp_path, monkeypatch, caplog):
+    here, corpus = stored(tmp_path)
+    shards = streamed(corpus.model_copy(update={"cache": 10**8}))
+    folder = next((tmp_path / "cache/s3/bucket/corpus/.streamed").glob("*/tokens")).parent
+    write, files = os.pwrite, [folder / name for name in ("documents", "sentences", "tokens")]
+
+    def pwrite(*given: Any) -> int:
+        if sum(512 * path.stat().st_blocks for path in files) > 250_000:
+            raise OSError(errno.ENOSPC, "no space left")
+        return write(*given)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    assert same_samples(sampler(here), sampler(shards))
+    assert "disk full" in caplog.text
+    cache = shards.shards[0].cache
+    assert cache is not None
+    assert cache.total_bytes > 350_000
 
 
 def test_text_that_is_not_as_it_was_prepared_is_refused(proxy, tmp_path, monkeypatch):

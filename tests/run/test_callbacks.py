@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from pretrain.common import extensions
 from pretrain.run.callbacks import Callbacks
 from tests.distributed import run_workers
 
+ROOT = Path(__file__).parents[2]
 HOOKS = """
 import json, os
 
@@ -108,7 +111,7 @@ def test_a_run_tells_of_all_and_stops_where_it_is_asked_to(place: Path) -> None:
 def test_an_error_is_said_once_with_its_traceback(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     events: list[dict[str, Any]] = []
     extensions.ask_for(["told.hooks:Fails"])
-    callbacks = Callbacks([{"call": "told.hooks:Fails", "at": 1}], events.append)
+    callbacks = Callbacks([{"call": "told.hooks:Fails", "at": 1}], log=events.append)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             callbacks.tell("step_end", {"step": 1})
@@ -149,3 +152,73 @@ def test_what_is_no_callback_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert not (place / "run").exists()
+
+
+OBJECTS = """
+import json, os, sys, threading
+import pretrain
+from beside import Beside
+
+class Seen:
+    every_rank = True
+    def __init__(self):
+        self.seen = []
+    def step_end(self, record):
+        self.seen.append(("step_end", record["step"], record["loss"]))
+    def evaluation(self, record):
+        self.seen.append(("evaluation", record["step"], record["loss"]))
+    def checkpoint(self, record):
+        self.seen.append(("checkpoint", record["step"], record["path"]))
+    def run_end(self, record):
+        self.seen.append(("run_end", record["step"], record["outcome"]))
+        with open(f"seen-{os.environ.get('RANK', 'here')}.json", "w") as file:
+            json.dump(self.seen, file)
+
+seen, config = Seen(), json.load(open("config.json"))
+pretrain.train(config, no_ray=True, callbacks=[seen, Beside("here.txt")], overrides={"name": "here", "run_dir": "here"})
+assert [one[0] for one in seen.seen][-1] == "run_end"
+workers = {"run_dir": "workers", "scheduling.workers": int(sys.argv[1]), "scheduling.cpus_per_worker": 1}
+pretrain.train(config, callbacks=[Seen(), Beside("workers.txt")], overrides=workers)
+try:
+    pretrain.train(config, callbacks=[sys.stdout], overrides={"run_dir": "no"})
+except pretrain.InputError as error:
+    print(error)
+seen.lock = threading.Lock()
+try:
+    pretrain.train(config, callbacks=[seen], overrides={"run_dir": "no"})
+except pretrain.InputError as error:
+    print(error)
+"""
+BESIDE = """
+class Beside:
+    def __init__(self, path):
+        self.path = path
+    def step_end(self, record):
+        with open(self.path, "a") as file:
+            print(record["step"], file=file)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_objects_are_told_here_and_in_workers(tmp_path: Path, workers: int) -> None:
+    """Of the program's own class and of a module's beside it, which is not in the current folder."""
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program/main.py").write_text(OBJECTS)
+    (tmp_path / "program/beside.py").write_text(BESIDE)
+    corpus = make_corpus(tmp_path / "corpus", documents=60, vocabulary_size=300)
+    config = pretraining(corpus, tmp_path / "run", [(32, 8, 2)])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, str(tmp_path / "program/main.py"), str(workers)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    here, *ranks = (json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in ("here", *range(workers)))
+    assert ranks[0] == ranks[-1]
+    assert [one[:2] for one in here] == [one[:2] for one in ranks[0]]
+    assert [one[0] for one in here] == ["step_end", "step_end", "evaluation", "checkpoint", "run_end"]
+    assert [one[2] for one in here[:3]] == pytest.approx([one[2] for one in ranks[0][:3]], rel=1e-5)
+    assert (tmp_path / "here.txt").read_text() == (tmp_path / "workers.txt").read_text() == "1\n2\n"  # rank 0 alone
+    refused, unsent = done.stdout.splitlines()[-2:]
+    assert refused.startswith("callbacks.0: _io:TextIOWrapper: is no callback. Give a function (hook, record), or")
+    assert unsent.startswith("callbacks: __main__:Seen cannot be sent to the workers (")
+    assert not (tmp_path / "no").exists()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
-from pretrain.common.worker import Worker
+from pretrain.common.worker import TrainingRequest, Worker
 from pretrain.run import run as running
 from pretrain.run.loop import LONG_SECONDS
 from pretrain.run.plan import TrainingPlan
@@ -66,7 +66,7 @@ class Calls:
             check=self._check,
             finish=lambda tracker: self._note("finish"),
         )
-        running.run(training, engine, Worker(), resume=resume, events=[RESTART])
+        running.run(training, engine, Worker(), TrainingRequest({}, resume, (RESTART,)))
 
     def _note(self, call: str, answer: Any = None) -> Any:
         self.made.append(call)
