@@ -23,7 +23,7 @@ from pretrain.common import errors
 from pretrain.common.records import FORMER_NAMES, Metric
 from pretrain.common.sections import LocalPath, Location, Section, WritableLocation
 from pretrain.run.metrics import TRAINING_METRICS
-from pretrain.tracking.events import EVALUATION_FIELDS, EVENT_FIELDS, EVENTS
+from pretrain.tracking.events import EVALUATION_FIELDS, EVENT_FIELDS, EVENTS, PROBE_FIELDS
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -364,6 +364,12 @@ def metrics_page() -> str:
         *_metrics(EVENT_FIELDS),
         "",
         *_table(("Event", "Meaning"), [(_code(name), meaning) for name, meaning in EVENTS.items()]),
+        "",
+        "## Probes",
+        "",
+        "`probes.jsonl` has one JSON object for each checkpoint that was scored.",
+        "",
+        *_metrics(PROBE_FIELDS),
         "",
         "## Former names",
         "",

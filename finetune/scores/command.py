@@ -9,22 +9,23 @@ from typing import Any
 
 from finetune.experiments.grid import parse_grid
 from finetune.experiments.results import show
+from finetune.scores import held_out
 from finetune.scores.blimp import blimp_score, read_blimp
 from finetune.scores.finetuning import finetuning_scores
 from finetune.scores.finetuning_runs import FinetuningSettings, read_plans
+from finetune.scores.follow import follow
 from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import ModelSettings, fingerprint
-from finetune.scores.record import Record, read_record
+from finetune.scores.record import MODELS, Record, read_record
+from finetune.scores.text_scores import PARTS, WHY_NOT, text_scores
 from finetune.scores.view import score_table, write_scores_page
-from finetune.scores.word_scores import WHY_NOT, word_scores
 from pretrain.checkpoint.released import read_released
 from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import write_json
-from pretrain.common.run_files import CONFIG_FILE, SCORES
+from pretrain.common.run_files import SCORES
 from pretrain.common.thread_waits import sleeping_when_crowded
 
 PAGE = "scores.html"
-_MODELS = "models"  # folder of the records
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -35,13 +36,22 @@ def run(arguments: argparse.Namespace) -> None:
         MachineError: layers are to be compiled, and there is no C++ compiler that works.
         RunError: fine-tunings failed or were stopped; all else is written.
     """
-    _check(arguments)
+    if arguments.follow:
+        follow(arguments.model, lambda **given: _measure(argparse.Namespace(**vars(arguments) | given)), arguments.pid)
+        return
+    record, failure = _measure(arguments)
+    _report(arguments, record)
+    if failure is not None:
+        raise failure
+
+
+def _measure(arguments: argparse.Namespace) -> tuple[Record, RunError | None]:
+    """(the scores, why fine-tunings are missing)."""
     name = _name(arguments)
     if arguments.blimp:
         read_blimp(arguments.blimp, arguments.blimp_limit)
     read_plans(arguments.model, _finetunings(arguments))  # the parts before the fine-tunings may take hours
-    record = Record(arguments.out / _MODELS / f"{name}.json", _identity(arguments.model, name))
-    failure: RunError | None = None
+    record = Record(arguments.out / MODELS / f"{name}.json", _identity(arguments.model, name))
     with sleeping_when_crowded():
         skipped = _predictions(arguments, record)
     for line in skipped:
@@ -52,33 +62,8 @@ def run(arguments: argparse.Namespace) -> None:
         except InputError:
             raise
         except RunError as error:
-            failure = error
-    _report(arguments, record)
-    if failure is not None:
-        raise failure
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse options without effect."""
-    predicts = bool(arguments.text or arguments.blimp)
-    if not (predicts or arguments.finetune):
-        raise InputError("evaluate-pretrained: nothing to measure. Give --text, --blimp or --finetune.")
-    if (arguments.out / CONFIG_FILE).exists():
-        raise InputError(f"--out: {arguments.out} is the folder of a run, whose {SCORES} stays. Give another folder.")
-    needs = {
-        "--length": (arguments.length != 128, bool(arguments.text), "--text"),
-        "--blimp-limit": (arguments.blimp_limit, bool(arguments.blimp), "--blimp"),
-        "--seeds": (arguments.seeds != 3, bool(arguments.finetune), "--finetune"),
-        "--precision": (arguments.precision != "fp32", predicts, "--text or --blimp"),
-        "--compile": (arguments.compile, predicts, "--text or --blimp"),
-        **{
-            f"--{option.replace('_', '-')}": (getattr(arguments, option), bool(arguments.finetune), "--finetune")
-            for option in ("data", "no_random", "parallel", "grid_set", "set")
-        },
-    }
-    for option, (given, has_effect, needed) in needs.items():
-        if given and not has_effect:
-            raise InputError(f"{option}: has no effect without {needed}. Give that, or leave {option} out.")
+            return record, error
+    return record, None
 
 
 def _name(arguments: argparse.Namespace) -> str:
@@ -120,9 +105,11 @@ def _predictions(arguments: argparse.Namespace, record: Record) -> list[str]:
     settings = ModelSettings(arguments.precision, arguments.compile)
     skipped: list[str] = []
     if arguments.text:
-        how = HeldOutSettings(arguments.length)
-        held_out_score(arguments.model, arguments.text, how=how, settings=settings, record=record)
-        found = word_scores(arguments.model, arguments.text, settings=settings, record=record)
+        how, given = HeldOutSettings(arguments.length), arguments.text_scores
+        if held_out.PART in given:
+            held_out_score(arguments.model, arguments.text, how=how, settings=settings, record=record)
+        parts = [part for part in PARTS if part in given]
+        found = text_scores(arguments.model, arguments.text, parts=parts, settings=settings, record=record)
         skipped = [f"{part.replace('_', ' ')}: {one[WHY_NOT]}." for part, one in found.items() if WHY_NOT in one]
     if arguments.blimp:
         blimp_score(arguments.model, arguments.blimp, limit=arguments.blimp_limit, settings=settings, record=record)
@@ -144,7 +131,7 @@ def _finetunings(arguments: argparse.Namespace) -> FinetuningSettings:
 def _report(arguments: argparse.Namespace, record: Record) -> None:
     """Write scores.json and the page of all models in the folder, and print this model's scores beside theirs."""
     out: Path = arguments.out
-    models = [read_record(path) for path in sorted((out / _MODELS).glob("*.json"))]
+    models = [read_record(path) for path in sorted((out / MODELS).glob("*.json"))]
     write_json(out / SCORES, {"models": models})
     page = write_scores_page(models, out / PAGE)
     if arguments.json:

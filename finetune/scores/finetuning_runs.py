@@ -28,7 +28,7 @@ from pretrain.common.settings import given_values
 from pretrain.run import preflight
 
 RANDOM = "random-weights"  # in the folder of all results: the runs from random weights, by fingerprint
-_FINETUNED = "finetuned"  # the runs from checkpoints, by model
+FINETUNED = "finetuned"  # the runs from checkpoints, by model
 _SEED = "seed-"  # folder of a run that is scored
 _CHOICE = "choice"  # folder of the run that settings are chosen by
 # Added to the seed of a run that settings are chosen by: if it were scored, the best of several would count.
@@ -132,7 +132,7 @@ def starts(folder: Path, out: Path, name: str, settings: FinetuningSettings) -> 
     """
     plans = read_plans(folder, settings)
     at = [(point, read_configs(folder, settings, point)) for point in expand(settings.grid)]
-    places = {False: out / _FINETUNED / f"{name}-{fingerprint(folder)[:12]}", True: out / RANDOM}
+    places = {False: out / FINETUNED / f"{name}-{fingerprint(folder)[:12]}", True: out / RANDOM}
     given = []
     for key, (config, plan) in sorted(plans.items(), key=lambda item: item[1][1].steps):
         seeds = range(config.seed, config.seed + settings.seeds)

@@ -5,7 +5,7 @@ masked as in pretraining (Devlin et al. 2019, section 3.1): 15 % of its tokens, 
 10 % by a random one. Bits per character divide the information in the predicted tokens by their characters: a token's
 characters run from the end of the token before it to its own end, so each character of the text, blanks between words
 included, belongs to exactly one token. They still do not compare vocabularies: the other tokens of a word stay in
-sight, so the smaller a vocabulary is, the fewer bits it has. `word_scores` does.
+sight, so the smaller a vocabulary is, the fewer bits it has. `text_scores` does.
 
 Shape letters: L tokens of a sequence or a document.
 """

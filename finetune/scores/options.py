@@ -4,10 +4,12 @@ import argparse
 from typing import Any
 
 from pretrain.common.addresses import hub_hint
-from pretrain.common.commands import add_command, add_set, local_path, positive_int
+from pretrain.common.commands import add_command, add_follow, add_set, local_path, positive_int
 from pretrain.common.errors import InputError
+from pretrain.common.run_files import CONFIG_FILE, SCORES
 from pretrain.run.arguments import add_run
 
+_TEXT_SCORES = ("held_out", "common_words", "whole_words", "positions")
 _EXAMPLES = """
   ./launch.sh evaluate-pretrained runs/bert-mini --text held-out.txt --blimp blimp/data
   ./launch.sh evaluate-pretrained bert-base-uncased/ --blimp blimp/data --blimp-limit 100 --json
@@ -29,14 +31,50 @@ def add_to(commands: Any) -> None:
         metavar="DIR",
         help="folder of all results (default: runs/scores)",
     )
+    purpose = "score checkpoints of the run MODEL into its probes.jsonl as they are saved, until the last"
+    add_follow(parser, f"{purpose} (evaluation.probes does so from the config)")
+    parser.add_argument("--pid", type=positive_int, metavar="PID", help="--follow: end when this process is gone")
+    parser.add_argument("--dry-run", action="store_true", help="check the options, then exit")
     parser.add_argument("--name", metavar="NAME", help="of the model in the results (default: that of its folder)")
     parser.add_argument("--json", action="store_true", help="print the model's scores as JSON instead of a table")
     _add_predictions(parser)
     _add_finetunings(parser)
 
 
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse options without effect, and paths that do not exist."""
+    predicts = bool(arguments.text or arguments.blimp)
+    if not (predicts or arguments.finetune):
+        raise InputError("evaluate-pretrained: nothing to measure. Give --text, --blimp or --finetune.")
+    if (arguments.out / CONFIG_FILE).exists():
+        raise InputError(f"--out: {arguments.out} is the folder of a run, whose {SCORES} stays. Give another folder.")
+    needs = {
+        "--length": (arguments.length != 128, bool(arguments.text), "--text"),
+        "--text-scores": (arguments.text_scores != _TEXT_SCORES, bool(arguments.text), "--text"),
+        "--blimp-limit": (arguments.blimp_limit, bool(arguments.blimp), "--blimp"),
+        "--seeds": (arguments.seeds != 3, bool(arguments.finetune), "--finetune"),
+        "--precision": (arguments.precision != "fp32", predicts, "--text or --blimp"),
+        "--compile": (arguments.compile, predicts, "--text or --blimp"),
+        "--pid": (arguments.pid, arguments.follow, "--follow"),
+        **{
+            f"--{option.replace('_', '-')}": (getattr(arguments, option), bool(arguments.finetune), "--finetune")
+            for option in ("data", "no_random", "parallel", "grid_set", "set")
+        },
+    }
+    for option, (given, has_effect, needed) in needs.items():
+        if given and not has_effect:
+            raise InputError(f"{option}: has no effect without {needed}. Give that, or leave {option} out.")
+    given = {"--text": arguments.text, "--blimp": [arguments.blimp], "--finetune": arguments.finetune}
+    for option, paths in given.items():
+        if missing := [path for path in paths if path is not None and not path.exists()]:
+            raise InputError(f"{option}: {missing[0]} does not exist.")
+
+
 def _run(arguments: argparse.Namespace) -> None:
-    if not arguments.model.is_dir():  # before torch is loaded
+    check(arguments)  # before torch is loaded
+    if arguments.dry_run:
+        return
+    if not arguments.model.is_dir():
         hint = hub_hint(arguments.model)
         raise InputError(f"{arguments.model}: no such folder. Give a released model, an export or a run.{hint}")
     from finetune.scores import command
@@ -56,6 +94,14 @@ def _add_predictions(parser: argparse.ArgumentParser) -> None:
         help="score on text that the model was not trained on; bits of common words compare vocabularies: "
         "plain text (one document a file), JSONL with `text`, "
         "WikiExtractor's files, or folders of them",
+    )
+    parser.add_argument(
+        "--text-scores",
+        nargs="+",
+        choices=_TEXT_SCORES,
+        default=_TEXT_SCORES,
+        metavar="SCORE",
+        help=f"--text: only some of {', '.join(_TEXT_SCORES)}",
     )
     parser.add_argument(
         "--length",

@@ -9,6 +9,7 @@ from finetune.scores.masked_model import fingerprint
 from pretrain.common.errors import InputError
 from pretrain.common.files import locked, write_json
 
+MODELS = "models"  # folder of the records, among all results
 MODEL = "model"  # the part that says whose scores these are
 
 

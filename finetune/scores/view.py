@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.experiments.outcomes import Spread
-from finetune.scores import blimp, common_words, finetuning, held_out, whole_words
+from finetune.scores import blimp, common_words, finetuning, held_out, positions, whole_words
 from finetune.scores.finetuning import FinetuningScore
 from finetune.scores.record import MODEL
-from finetune.scores.word_scores import WHY_NOT
+from finetune.scores.text_scores import WHY_NOT
 from pretrain.reporting.charts import Bar, bar_chart
 from pretrain.reporting.pages import write_page
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PARTS = (common_words.PART, whole_words.PART, held_out.PART, blimp.PART, finetuning.PART)
+_PARTS = (common_words.PART, whole_words.PART, held_out.PART, positions.PART, blimp.PART, finetuning.PART)
 _TITLES = {
     common_words.PART: "common words",
     whole_words.PART: "whole words",
     held_out.PART: "held-out text",
+    positions.PART: "loss by position",
     blimp.PART: "BLiMP",
+}
+# The forms of the rows of a part -> their titles.
+_FORMS = {
+    common_words.PART: {"{bits:.4f} ± {standard_error:.4f}": "common words, bits"},
+    whole_words.PART: {"{lower:.4f} and {upper:.4f}": "whole words, bits per character, between"},
+    held_out.PART: {
+        "{bits_per_character:.4f}": "held-out text, bits per character (within one vocabulary)",
+        "{nats_per_token:.4f}": "held-out text, nats per masked token",
+        "{accuracy:.4f}": "held-out text, accuracy",
+    },
 }
 _NONE = "–"
 _LONGEST = 40  # characters of a setting in a note, where digests are cut
@@ -31,14 +42,10 @@ _CHANCE = 0.5  # of a pair of BLiMP
 
 def score_rows(models: Sequence[Mapping[str, Any]], parts: Sequence[str] = _PARTS) -> list[tuple[str, list[str]]]:
     """(what was measured, its value for each model) of these parts of the records `models`."""
-    rows = {
-        common_words.PART: _common_word_rows,
-        whole_words.PART: _whole_word_rows,
-        held_out.PART: _held_out_rows,
-        blimp.PART: _blimp_rows,
-        finetuning.PART: _finetuning_rows,
-    }
-    return [row for part in parts for row in rows[part](models)]
+    rows: list[tuple[str, list[str]]] = []
+    for part in parts:
+        rows += _finetuning_rows(models) if part == finetuning.PART else _rows(models, part)
+    return rows
 
 
 def score_notes(models: Sequence[Mapping[str, Any]], parts: Sequence[str] = _PARTS) -> list[str]:
@@ -94,54 +101,25 @@ def _scores(model: Mapping[str, Any], part: str) -> dict[str, Any]:
     return model.get(part, {}).get("scores", {})
 
 
-def _common_word_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    yield from _word_row(
-        models, common_words.PART, "common words, bits", lambda one: f"{one['bits']:.4f} ± {one['standard_error']:.4f}"
-    )
+def _rows(models: Sequence[Mapping[str, Any]], part: str) -> Iterator[tuple[str, list[str]]]:
+    texts = [dict(_texts(part, scores)) if (scores := _scores(model, part)) else {} for model in models]
+    for title in dict.fromkeys(title for one in texts for title in one):
+        yield title, _marked([one.get(title, _NONE) for one in texts], _settings(models, part))
 
 
-def _whole_word_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    yield from _word_row(
-        models,
-        whole_words.PART,
-        "whole words, bits per character, between",
-        lambda one: f"{one['lower']:.4f} and {one['upper']:.4f}",
-    )
-
-
-def _word_row(
-    models: Sequence[Mapping[str, Any]], part: str, title: str, form: Callable[[Mapping[str, Any]], str]
-) -> Iterator[tuple[str, list[str]]]:
-    found = [_scores(model, part) for model in models]
-    if any(found):
-        values = [_NONE if not one or WHY_NOT in one else form(one) for one in found]
-        yield title, _marked(values, _settings(models, part))
-
-
-def _held_out_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    found = [_scores(model, held_out.PART) for model in models]
-    if not any(found):
-        return
-    for key, title in (
-        ("bits_per_character", "held-out text, bits per character (within one vocabulary)"),
-        ("nats_per_token", "held-out text, nats per masked token"),
-        ("accuracy", "held-out text, accuracy"),
-    ):
-        values = [f"{one[key]:.4f}" if one else _NONE for one in found]
-        yield title, _marked(values, _settings(models, held_out.PART))
-
-
-def _blimp_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    found = [_scores(model, blimp.PART) for model in models]
-    if not any(found):
-        return
-    hows = _settings(models, blimp.PART)
-    overall = [f"{one['overall']:.4f}{_unfinished(one)}" if one else _NONE for one in found]
-    yield "BLiMP, all paradigms", _marked(overall, hows)
-    phenomena = [{} if _unfinished(one) else one.get("phenomena", {}) for one in found]
-    for name in dict.fromkeys(name for one in phenomena for name in one):
-        values = [f"{one[name]:.4f}" if name in one else _NONE for one in phenomena]
-        yield f"  {_readable(name)}", _marked(values, hows)
+def _texts(part: str, scores: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(what was measured, its value) of one model."""
+    if part == blimp.PART:
+        yield "BLiMP, all paradigms", f"{scores['overall']:.4f}{_unfinished(scores)}"
+        for name, value in ({} if _unfinished(scores) else scores.get("phenomena", {})).items():
+            yield f"  {_readable(name)}", f"{value:.4f}"
+    elif part == positions.PART:
+        for name, nats in scores.get("nats", {}).items():
+            error = scores["standard_errors"][name]
+            yield f"positions {name}, nats per masked token", f"{nats:.4f} ± {error:.4f}"
+    else:
+        for form, title in _FORMS[part].items():
+            yield title, _NONE if WHY_NOT in scores else form.format(**scores)
 
 
 def _unfinished(scores: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,20 +18,20 @@ FORMER_NAMES = {"peak_fraction": "mfu"}
 SOURCE_LOSS = "source_loss/"
 """What fields of an evaluation begin with, before the name of a source: the loss on its text."""
 
-_TEXT_FIELDS = ("split", "event", "message")
+_TEXT_FIELDS = ("split", "event", "message", "error")
 # Larger values, infinities and NaN break the arithmetic of reports and dashboards.
 _LARGEST = 1e300
 # The end of the year 9999, the last that datetime can show.
 _LATEST_TIME = 253_402_300_799
 
 
-def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """All records of a run's metrics.jsonl in file order, under today's field names; [] without a file.
+def read_records(run_dir: Path, name: str = METRICS) -> list[dict[str, Any]]:
+    """All records of a run's metrics.jsonl, or such a file, in file order, under today's field names; [] without one.
 
     An incomplete last line is ignored: a killed process may leave one.
     Raises `InputError` with the line number if a line before the last one is not a valid record.
     """
-    path = run_dir / METRICS
+    path = run_dir / name
     if not path.is_file():
         return []
     lines = path.read_bytes().split(b"\n")
@@ -116,7 +116,7 @@ def _is_number(value: Any) -> bool:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the records after `step` from metrics.jsonl. The file is rewritten only if something changes.
+    """Drop the records after `step` from a file such as metrics.jsonl, which is rewritten only if something changes.
 
     Events after `step` stay if the run resumes (`step` >= 0), because they did happen.
     """
@@ -124,7 +124,7 @@ def keep_until(path: Path, step: int) -> None:
         return
     lines = [
         json.dumps(record)
-        for record in read_records(path.parent)
+        for record in read_records(path.parent, path.name)
         if record.get("step", 0) <= step or ("event" in record and step >= 0)
     ]
     text = "".join(f"{line}\n" for line in lines)
@@ -155,6 +155,17 @@ class Metric(NamedTuple):
 
 
 NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
+
+
+def metrics_of(fields: Iterable[str], known: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Those of `fields` that are `known`; a known name that ends in / stands for all fields that begin with it."""
+    found = {}
+    for field in fields:
+        group, slash, rest = field.partition("/")
+        if metric := known.get(f"{group}{slash}"):
+            title, short = (text and f"{text} {rest}".rstrip() for text in (metric.title, metric.short))
+            found[field] = metric._replace(title=title, short=short)
+    return found
 
 
 def metric_lines(record: Mapping[str, Any], metrics: Mapping[str, Metric]) -> list[str]:

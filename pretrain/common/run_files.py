@@ -7,6 +7,7 @@ from typing import Any
 CONFIG_FILE = "config.yaml"  # how the run was started: its settings, and the environment
 ENVIRONMENT_FILE = "environment.json"
 METRICS = "metrics.jsonl"
+PROBES = "probes.jsonl"  # scores of checkpoints, measured while the run went on
 LAST_SENT = "wandb-step.json"  # the last step that W&B has
 START_FILE = "start.json"  # what the run began with, and the release that it continues
 FORK_FILE = "fork.json"  # the run and step that the run forked from
@@ -15,7 +16,7 @@ COMPARED = "adaptation.json"  # scores of fine-tunings from the checkpoint and f
 SCORES = "scores.json"  # of a finished fine-tuning
 FAILED = "failed.json"  # why a fine-tuning among several failed
 
-STORED = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS, LAST_SENT, START_FILE, FORK_FILE, HISTORY, COMPARED, SCORES)
+STORED = (CONFIG_FILE, ENVIRONMENT_FILE, METRICS, PROBES, LAST_SENT, START_FILE, FORK_FILE, HISTORY, COMPARED, SCORES)
 
 
 def read_fork(folder: Path) -> dict[str, Any]:

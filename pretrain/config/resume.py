@@ -40,6 +40,7 @@ ALL_FREE_ON_RESUME = (
     "corpus",
     *(f"phases.*.{name}" for name in MIXING),
     "evaluation.every_steps",
+    "evaluation.probes",
     # Learning rates: a diverged run is resumed with lower ones.
     "phases.*.peak_learning_rate",
     "phases.*.warmup_steps",

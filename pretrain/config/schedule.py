@@ -228,6 +228,20 @@ class PhaseConfig(Section):
         return self
 
 
+class ProbesConfig(Section):
+    """Scores of checkpoints that a process of its own measures while the run goes on."""
+
+    options: str = Field(
+        default="",
+        description="What is scored: options of evaluate-pretrained, such as --text held-out.txt; empty: nothing.",
+    )
+    every_steps: int = Field(
+        default=1000, ge=1, description="Optimizer steps between scored checkpoints; the last one is scored, too."
+    )
+    threads: int = Field(default=1, ge=1, description="CPU cores of the launching machine for it, at lowest priority.")
+    wait_seconds: float = Field(default=600.0, ge=0, description="Most that a finished run waits for its last scores.")
+
+
 class EvaluationConfig(Section):
     """Evaluation on held-out sequences during pretraining."""
 
@@ -235,3 +249,4 @@ class EvaluationConfig(Section):
 
     every_steps: int = Field(default=1000, ge=1, description="Optimizer steps between evaluations.")
     sequences: int = Field(default=1024, ge=1, description="Held-out sequences per evaluation, always the same ones.")
+    probes: ProbesConfig = Field(default=ProbesConfig(), description="Scores of checkpoints as they come.")

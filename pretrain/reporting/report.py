@@ -18,8 +18,8 @@ from typing import Any
 
 from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError
-from pretrain.common.records import SOURCE_LOSS, is_training, metric_lines, read_records
-from pretrain.common.run_files import read_fork
+from pretrain.common.records import SOURCE_LOSS, is_training, metric_lines, metrics_of, read_records
+from pretrain.common.run_files import PROBES, read_fork
 from pretrain.common.settings import dump, names
 from pretrain.common.wording import clock, counted
 from pretrain.config import PretrainConfig, load_config
@@ -29,6 +29,7 @@ from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
 from pretrain.reporting.gains import gains
 from pretrain.reporting.pages import write_page
 from pretrain.run.metrics import objective_metrics
+from pretrain.tracking.events import PROBE_SCORES
 
 SENTENCES, SHOWN = 100, 10  # that the model fills a word in, and those of them on the page
 FINETUNED = "finetuned.json"
@@ -78,6 +79,10 @@ def summary(run_dir: Path) -> str:
     if run.evaluations:
         last = run.evaluations[-1]
         lines.append(f"  held-out    {'   '.join(metric_lines(last, objective_metrics()))}   (step {last['step']:,})")
+    if run.probes:
+        last = run.probes[-1]
+        scores = metric_lines(last, metrics_of(last, PROBE_SCORES))
+        lines.append(f"  probes      {'   '.join(scores) or last.get('error')}   (step {last['step']:,})")
     lines.append(f"  throughput  {'   '.join(_throughput(run))}")
     if run.card.get("totals"):
         lines.append(f"  corpus      {_corpus_line(run.card)}")
@@ -140,6 +145,7 @@ class _ReportData:
     card: dict[str, Any]
     training: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
+    probes: list[dict[str, Any]]
 
     @classmethod
     def read(cls, folder: Path) -> _ReportData:
@@ -162,6 +168,7 @@ class _ReportData:
             card=_read_json(config.corpus.folder / "card.json"),
             training=training,
             evaluations=[record for record in records if record.get("split") == "validation"],
+            probes=read_records(folder, PROBES),
         )
 
     @property
@@ -184,7 +191,7 @@ class _ReportData:
         self, field: str, split: str = "training", x: str = "step", scale: float = 1.0
     ) -> list[tuple[float, float]]:
         """(x, value) of every record that has both fields."""
-        records = self.training if split == "training" else self.evaluations
+        records = {"training": self.training, "validation": self.evaluations, "probe": self.probes}[split]
         return [
             (record[x] * scale, record[field])
             for record in records
@@ -282,13 +289,8 @@ def _charts(run: _ReportData) -> list[str]:
             for name, one in objective_metrics().items()
         ),
         *(
-            line_chart(
-                f"Held-out loss of {name.removeprefix(SOURCE_LOSS)}",
-                [Series("held-out", run.curve(name, "validation"), "held-out")],
-                form=_plain,
-                **at_step,
-            )
-            for name in _source_losses(run)
+            line_chart(title, [Series("held-out", run.curve(name, split), "held-out")], form=form, **at_step)
+            for name, title, split, form in _measured(run)
         ),
         line_chart("Learning rate", one("lr", smooth=False), form=_scientific, from_zero=True, **at_step),
         line_chart("Gradient norm", one("grad_norm"), form=_plain, from_zero=True, **at_step),
@@ -298,10 +300,14 @@ def _charts(run: _ReportData) -> list[str]:
     ]
 
 
-def _source_losses(run: _ReportData) -> list[str]:
-    """The fields of the losses by source, the first `_MOST_SOURCES`."""
-    found = dict.fromkeys(key for record in run.evaluations for key in record if key.startswith(SOURCE_LOSS))
-    return list(found)[:_MOST_SOURCES]
+def _measured(run: _ReportData) -> Iterator[tuple[str, str, str, Callable[[float], str]]]:
+    """(field, title, kind of record, form of a value): losses of the first `_MOST_SOURCES`, scores of checkpoints."""
+    sources = dict.fromkeys(key for record in run.evaluations for key in record if key.startswith(SOURCE_LOSS))
+    for name in list(sources)[:_MOST_SOURCES]:
+        yield name, f"Held-out loss of {name.removeprefix(SOURCE_LOSS)}", "validation", _plain
+    fields = dict.fromkeys(key for record in run.probes for key in record)
+    for name, metric in metrics_of(fields, PROBE_SCORES).items():
+        yield name, metric.title, "probe", _percent if metric.unit == "fraction" else _plain
 
 
 def _phase_marks(config: PretrainConfig) -> list[tuple[float, str, str]]:

@@ -16,7 +16,7 @@ from pretrain.common.files import checkpoint_names
 from pretrain.common.settings import AnyConfig, Overrides, as_overrides, given_values, with_start
 from pretrain.config import PretrainConfig, began_from, changed_for_resume, load_config, run_folder
 from pretrain.objectives import objective_of
-from pretrain.run import launch, preflight
+from pretrain.run import launch, preflight, probes
 from pretrain.run.arguments import run_path, store_target
 from pretrain.run.results import Run, Written
 
@@ -84,6 +84,7 @@ def train(
         is_finished=preflight.is_finished,
         changed=changed_for_resume,
         metrics=objective_of(read).metrics,
+        beside=probes.probing,
         callbacks=tuple(callbacks),
     )
     before = launch.config_before(read, resume)
@@ -213,6 +214,7 @@ def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:
         from pretrain.checkpoint.start import read_frozen
 
         objective.check(read_frozen)
+    probes.check(config)
     if begins:
         print(f"{config.start_from}:\n{textwrap.indent(start_table(config), '  ')}")
     return config.total_steps

@@ -20,7 +20,7 @@ from pretrain.common.files import (
     write_json,
 )
 from pretrain.common.records import read_records
-from pretrain.common.run_files import FORK_FILE, METRICS, START_FILE, read_fork
+from pretrain.common.run_files import FORK_FILE, METRICS, PROBES, START_FILE, read_fork
 from pretrain.config import PretrainConfig, changed_for_resume
 from pretrain.tracking.mirror import new_id
 
@@ -94,8 +94,10 @@ def _take(config: PretrainConfig, step: int, checkpoint: Path) -> None:
     parent, folder = checkpoint.parents[1], config.folder
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     earlier, before = read_fork(parent), state["config"]
-    with atomic_open(folder / METRICS, "w") as file:
-        file.writelines(f"{json.dumps(one)}\n" for one in read_records(parent) if one.get("step", 0) <= step)
+    for name in (METRICS, PROBES):
+        records = [one for one in read_records(parent, name) if one.get("step", 0) <= step]
+        with atomic_open(folder / name, "w") as file:
+            file.writelines(f"{json.dumps(one)}\n" for one in records)
     run = _run_of(config)
     fork = {
         "id": new_id(config),  # of W&B's run, however often the first start is repeated

@@ -33,6 +33,8 @@ class RunKind(Generic[R]):
     is_finished: Callable[[R], bool]  # whether the run folder holds the finished run
     changed: Callable[[R, R, int], list[str]]  # as of `preflight.check_run_folder`
     metrics: Mapping[str, Metric]  # what its records have, for the line on the terminal
+    # What goes on beside the training; it may wait at the end of one that finishes.
+    beside: Callable[[R], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
     callbacks: tuple[Any, ...] = ()  # functions and objects that are told what the run does, beside those of the config
 
 
@@ -162,7 +164,7 @@ def _how(scheduling: SchedulingConfig, *, ray: bool, alone: bool) -> str:
 def _train_and_follow(kind: RunKind[R], config: R, resume: bool, steps: int, *, alone: bool, ray: bool) -> None:
     """Train, with a live line on the terminal, and record why the run ended early."""
     try:
-        with live.follow(config.folder, steps, metrics=kind.metrics):
+        with live.follow(config.folder, steps, metrics=kind.metrics), kind.beside(config):
             _train(kind, config, resume, alone=alone, ray=ray)
     except (StoppedError, DivergedError) as error:
         try:

@@ -21,6 +21,26 @@ EVALUATION_FIELDS: dict[str, Metric] = {
 }
 """Fields of an evaluation besides its losses, accuracies and scores."""
 
+PROBE_SCORES: dict[str, Metric] = {
+    "common_words": Metric("bits", "Bits of common words.", "Bits of common words", "common words"),
+    "whole_words": Metric("bits", "Lower bound of the bits per character of whole words.", "Bits of whole words"),
+    "held_out": Metric("nats", "Loss per masked token of the held-out text.", "Loss on the probes' text", "held-out"),
+    "positions/": Metric("nats", "Loss per masked token in a range of positions.", "Loss at positions"),
+    "blimp": Metric("fraction", "Mean accuracy of BLiMP's paradigms.", "BLiMP", "BLiMP"),
+    "finetuning/": Metric("fraction", "Mean score of fine-tunings with a config.", "Fine-tuning", "fine-tuning"),
+}
+"""Scores of a checkpoint in probes.jsonl; a name that ends in / stands for several fields."""
+
+PROBE_FIELDS: dict[str, Metric] = {
+    "step": Metric("steps", "The checkpoint's. `split` is always `probe`, and `time` as for events."),
+    "seconds": Metric("s", "Time that the scores took."),
+    "averaged": Metric("steps", "Steps whose weights were averaged; 0 for the weights of the step itself."),
+    "passed_over": Metric("checkpoints", "Due ones since the record before that were not scored: it took too long."),
+    "error": Metric("", "Why scores are missing."),
+    **PROBE_SCORES,
+}
+"""Fields of probes.jsonl."""
+
 EVENT_FIELDS: dict[str, Metric] = {
     "event": Metric("", "What happened: one of the kinds below."),
     "step": Metric("steps", "Optimizer step at which it was recorded."),

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.records import NO_METRICS, Metric, metric_lines, parse_record
-from pretrain.common.run_files import METRICS
-from pretrain.common.wording import clock, make_console, shown_scores
+from pretrain.common.records import NO_METRICS, Metric, metric_lines, metrics_of, parse_record
+from pretrain.common.run_files import METRICS, PROBES
+from pretrain.common.wording import clock, counted, make_console, shown_scores
 from pretrain.common.worker import WAITING_FILE
 from pretrain.tracking import starting
+from pretrain.tracking.events import PROBE_SCORES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,7 +115,7 @@ class LiveProgress:
         self.started = time.monotonic()
         self.last: dict[str, Any] = {}
         self._run_dir = run_dir
-        self._tail = _Tail(run_dir / METRICS)
+        self._tail, self._probes, self._began = _Tail(run_dir / METRICS), _Tail(run_dir / PROBES), time.time()
         self._old_file = (run_dir / METRICS).exists()
         # Events of the file so far: a restart and a rollback replace the file and keep them.
         self._known_events = {_key(record) for record in _Tail(run_dir / METRICS).read()[0] if "event" in record}
@@ -131,6 +132,9 @@ class LiveProgress:
         """Read new records; print evaluations, events and waits for nodes on separate lines."""
         self._print_wait()
         self._read_start()
+        for record in self._probes.read()[0]:
+            if record.get("time", 0.0) > self._began:
+                self.console.print(_probe_line(record))
         records, fresh = self._tail.read()
         if not records and not fresh:
             return
@@ -344,6 +348,17 @@ def _evaluation_line(record: dict[str, Any], metrics: Mapping[str, Metric], best
     for score in _shown_scores(record, metrics):
         line.append("  ").append(score, style="default not dim bold")
     return line.append("  best" if best else "", style="default not dim green")
+
+
+def _probe_line(record: dict[str, Any]) -> Text:
+    from rich.text import Text
+
+    line = Text(f"  step {record.get('step', 0):,} probes", style="dim")
+    for score in metric_lines(record, metrics_of(record, PROBE_SCORES)):
+        line.append("  ").append(score, style="default not dim bold")
+    if passed_over := record.get("passed_over"):
+        line.append(f"  {counted(passed_over, 'checkpoint')} passed over")
+    return line.append(f"  {record['error']}" if "error" in record else "", style="default not dim yellow")
 
 
 _MOST_SCORES = 4

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pretrain.common.errors import InputError
 from pretrain.common.run_files import read_fork
 from pretrain.config import RunConfig
-from pretrain.tracking.rows import MESSAGE, MetricRows
+from pretrain.tracking.rows import MESSAGE, PROBE_STEP, MetricRows
 
 _log = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
     if "event" in record:
         named = {_WANDB_TRAIN["step"]: record.get("step"), f"events/{record['event']}": record.get("rank", 1)}
         return {**named, MESSAGE: record.get("message", "")}
-    evaluation = "split" in record
-    names, section = (_WANDB_EVALUATION, "eval") if evaluation else (_WANDB_TRAIN, "train")
+    kinds = {"": (_WANDB_TRAIN, "train"), "probe": ({}, "probe")}
+    names, section = kinds.get(record.get("split", ""), (_WANDB_EVALUATION, "eval"))
     named = {names.get(key, f"{section}/{key}"): value for key, value in record.items() if key != "split"}
     for name in [name for name, value in named.items() if isinstance(value, list)]:
         named.update({f"{name}/{key}": one for key, one in _of_ranks(named.pop(name)).items()})
@@ -148,7 +148,7 @@ class WandbMirror:
 
     def __init__(self, mode: str, arguments: dict[str, Any], rows: MetricRows) -> None:
         self._rows = rows
-        self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self.failure = ""
         self._close_seconds = TEARDOWN_SECONDS
         if mode == "online":
@@ -156,13 +156,13 @@ class WandbMirror:
         self.thread = threading.Thread(target=self._run, args=(mode, arguments), name="wandb", daemon=True)
         self.thread.start()
 
-    def log(self, record: dict[str, Any]) -> None:
-        """Queue a record."""
-        self._queue.put(("log", record))
+    def log(self, record: dict[str, Any], at: int | None = None) -> None:
+        """Queue a record, for the row `at` of a later step than its own if that is given."""
+        self._queue.put((record["step"] if at is None else at, record))
 
     def log_artifact(self, folder: Path, name: str) -> None:
         """Queue a folder as model artifact."""
-        self._queue.put(("artifact", (folder, name)))
+        self._queue.put((0, (folder, name)))
 
     def close(self) -> None:
         """Finish the W&B run; waits until it is uploaded, for a limited time."""
@@ -173,9 +173,9 @@ class WandbMirror:
         try:
             run = start_wandb(mode, arguments)
             while (item := self._queue.get()) is not None:
-                kind, value = item
-                if kind == "log":
-                    _send(run, self._rows.add(value["step"], wandb_names(value), event="event" in value))
+                step, value = item
+                if isinstance(value, dict):
+                    _send(run, self._rows.add(step, wandb_names(value), event="event" in value))
                 else:
                     log_wandb_artifact(run, *value)
             _send(run, self._rows.take())
@@ -210,6 +210,7 @@ def start_wandb(mode: str, arguments: dict[str, Any]) -> Any:
     if run is None:
         run = wandb.init(**arguments, mode="offline", settings=settings)
     run.define_metric("*", step_metric="train/global_step")
+    run.define_metric("probe/*", step_metric=PROBE_STEP)
     return run
 
 

@@ -15,6 +15,7 @@ from pretrain.common.run_files import LAST_SENT
 
 MESSAGE = "events/message"
 _EVENT_STEP = "events/step"
+PROBE_STEP = "probe/step"  # the x axis of scores of checkpoints, which come later than their step
 
 
 class MetricRows:
@@ -28,12 +29,13 @@ class MetricRows:
 
     Attributes:
         last: the last step that was sent.
+        probe: the last checkpoint's step whose scores were sent.
     """
 
     def __init__(self, folder: Path, run_id: str, step: int | None) -> None:
         self._path, self._id = folder / LAST_SENT, run_id
         known = self._read()
-        self.last = known if known is not None else -1 if step is None else step
+        self.last, self.probe = known or (-1 if step is None else step, -1)
         if known is None:
             self._write()
         self._step: int | None = None
@@ -61,20 +63,21 @@ class MetricRows:
         if self._step is None:
             return None
         row, self.last = self._row, self._step
+        self.probe = row.get(PROBE_STEP, self.probe)
         _merge(row, self._late)
         self._row, self._late, self._step = {}, {}, None
         self._write()
         return self.last, row
 
-    def _read(self) -> int | None:
+    def _read(self) -> tuple[int, int] | None:
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
-            return int(found["step"]) if found["id"] == self._id else None
+            return (int(found["step"]), int(found.get("probe", -1))) if found["id"] == self._id else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def _write(self) -> None:
-        write_json(self._path, {"id": self._id, "step": self.last})
+        write_json(self._path, {"id": self._id, "step": self.last, "probe": self.probe})
 
 
 def _merge(row: dict[str, Any], values: dict[str, Any]) -> None:

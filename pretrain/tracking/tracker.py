@@ -10,7 +10,7 @@ from typing import Any
 
 from pretrain.common.files import append_open, disk_errors
 from pretrain.common.records import keep_until, read_records
-from pretrain.common.run_files import METRICS
+from pretrain.common.run_files import LAST_SENT, METRICS, PROBES
 from pretrain.config import RunConfig
 from pretrain.tracking.mirror import WandbMirror, new_id, wandb_arguments, wandb_mode
 from pretrain.tracking.rows import MetricRows
@@ -48,6 +48,7 @@ class Tracker:
         self.file = None
         self.mirror = None
         self._step = step or 0
+        self._folder, self._rows, self._probed = run_dir, None, -1
         if not enabled:
             return
         mode = wandb_mode(config.tracking.wandb)
@@ -59,7 +60,8 @@ class Tracker:
             self.file = append_open(path, buffering=0)
         if mode != "off":
             with disk_errors(path):
-                rows = MetricRows(run_dir, self.run_id, step)
+                rows = self._rows = MetricRows(run_dir, self.run_id, step)
+            self._probed = rows.probe
             # What an earlier start recorded and was killed before it sent.
             unsent = [record for record in read_records(run_dir) if rows.last < record.get("step", 0) <= self._step]
             self.mirror = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type), rows)
@@ -80,8 +82,16 @@ class Tracker:
             while remaining:
                 remaining = remaining[self.file.write(remaining) :]
         self._mirror(record)
+        self._mirror_probe(record["step"])
         self._step = record["step"]
         self._note_failure()
+
+    def _mirror_probe(self, step: int) -> None:
+        """Send the oldest scores of a checkpoint that W&B has not in the row of this step, if that is a new one."""
+        if self.mirror is not None and self._rows is not None and step > max(self._rows.last, self._step):
+            for record in _probes_after(self._folder, self._probed)[:1]:
+                self.mirror.log(record, at=step)
+                self._probed = record["step"]
 
     def log_events(self, events: Iterable[dict[str, Any]], step: int) -> None:
         """Record events from before this start, such as the crash that caused it: "event", "time" and "message"."""
@@ -138,3 +148,19 @@ class Tracker:
         if self.file is not None:
             with disk_errors(Path(self.file.name)):
                 os.fsync(self.file.fileno())
+
+
+def send_probes(config: RunConfig) -> None:
+    """Send scores of checkpoints that came after the last row of a finished run, a row for each."""
+    path, folder = config.folder / LAST_SENT, config.folder
+    if (mode := wandb_mode(config.tracking.wandb)) != "off" and path.is_file():
+        rows = MetricRows(folder, run_id := json.loads(path.read_text(encoding="utf-8"))["id"], None)
+        if unsent := _probes_after(folder, rows.probe):
+            mirror = WandbMirror(mode, wandb_arguments(config, folder, run_id, {}, "pretrain"), rows)
+            for at, record in enumerate(unsent, rows.last + 1):
+                mirror.log(record, at=at)
+            mirror.close()
+
+
+def _probes_after(folder: Path, step: int) -> list[dict[str, Any]]:
+    return [one for one in read_records(folder, PROBES) if one["step"] > step]

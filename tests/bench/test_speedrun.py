@@ -468,7 +468,7 @@ def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkey
 
     monkeypatch.setattr(scores, "fingerprint", lambda _: prints[0])
     monkeypatch.setattr(scores, "held_out_score", lambda *_, **__: HeldOutScore(3.0, 0.4, 1.5, 1, 1, 0.0, 1, 1))
-    monkeypatch.setattr(scores, "word_scores", lambda *_, **__: WORD_SCORES)
+    monkeypatch.setattr(scores, "text_scores", lambda *_, **__: WORD_SCORES)
     monkeypatch.setattr(scores, "finetuning_scores", finetuned)
     monkeypatch.setattr(scores, "blimp_score", blimp)
     both = FinetuningSettings((Path("a.yaml"), Path("b.yaml")))
@@ -514,7 +514,7 @@ def test_trials_of_a_folder_take_turns_with_their_runs_from_random_weights(
 
     monkeypatch.setattr(scores, "fingerprint", lambda _: "one")
     monkeypatch.setattr(scores, "held_out_score", lambda *_, **__: HeldOutScore(3.0, 0.4, 1.5, 1, 1, 0.0, 1, 1))
-    monkeypatch.setattr(scores, "word_scores", lambda *_, **__: WORD_SCORES)
+    monkeypatch.setattr(scores, "text_scores", lambda *_, **__: WORD_SCORES)
     monkeypatch.setattr(scores, "finetuning_scores", lambda *_, **__: events.append("fine-tuned"))
     monkeypatch.setattr(scores, "locked", locked)
     config = make_config(tmp_path, run_dir=str(tmp_path / "runs" / "one"))

@@ -180,7 +180,8 @@ class TestPanels:
         special = ("nsp_loss", "sop_loss", "distil_loss", "rtd_loss")
         assert [{*special} & set(record) for record in written] == [{name} for name in special]
         record = {name: value for one in written for name, value in one.items()}
-        assert {metric for panel in panels() for metric in panel.metrics} <= set(record)
+        metrics = [metric for panel in panels() if panel.kind != "probes" for metric in panel.metrics]
+        assert {metric for metric in metrics if not metric.endswith("/")} <= set(record)
         assert set(record) == set(TRAINING_METRICS)
         by_rank = {metric for panel in panels() if panel.kind == "ranks" for metric in panel.metrics}
         assert by_rank == {metric for metric, value in record.items() if isinstance(value, list)}
@@ -232,6 +233,43 @@ class TestCurves:
         assert sum(value == 9.0 for value in curve.high) == 1
         assert set(curve.low) == {1.0}
         assert curve.not_finite == 2
+
+    def test_sources_and_probes_have_curves(self, tmp_path: Path) -> None:
+        """Of one run a curve for each source and range; of several runs a chart for each."""
+
+        def write(folder: Path) -> Path:
+            sources = {"source_loss/wiki": 2.0, "source_loss/books + web": 3.0}
+            evaluation = {"step": 20, "split": "validation", "loss": 2.5, **sources, "best": True, "seconds": 1.0}
+            write_run(folder, [training(10), training(20), evaluation])
+            scores = {"blimp": 0.6, "positions/0-63": 4.0, "positions/64-127": 3.5, "finetuning/sst2": 0.8}
+            failed = {"step": 30, "split": "probe", "time": 1e9, "seconds": 2.0, "error": "no such file"}
+            probes = [{"step": 10, "split": "probe", "time": 1e9, "seconds": 2.0, "passed_over": 0, **scores}, failed]
+            (folder / "probes.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in probes))
+            return folder
+
+        dashboard.write_dashboard(str(write(tmp_path / "a" / "one")))
+        charts = charts_of(tmp_path / "a" / "one" / "dashboard.html")
+        assert [(one["name"], one["x"], one["y"]) for one in charts["Held-out loss by source"]] == [
+            ("wiki", [20], [2.0]),
+            ("books + web", [20], [3.0]),
+        ]
+        assert [(one["name"], one["x"], one["y"]) for one in charts["Loss at positions"]] == [
+            ("0-63", [10], [4.0]),
+            ("64-127", [10], [3.5]),
+        ]
+        assert [one["y"] for one in charts["BLiMP"]] == [[0.6]]
+        assert "Scores on held-out examples" not in charts
+        write(tmp_path / "a" / "two")
+        dashboard.write_dashboard(str(tmp_path / "a"))
+        charts = charts_of(tmp_path / "a" / "dashboard.html")
+        for title in ("Held-out loss by source: wiki", "Loss at positions: 64-127", "Fine-tuning: sst2"):
+            assert [one["name"] for one in charts[title]] == ["one", "two"]
+        sections: Any = workspace.read(tmp_path / "a" / "dashboard.json").sections
+        plots = {panel.title: panel for section in sections for panel in section.panels if hasattr(panel, "x")}
+        names = {title: [str(getattr(name, "name", name)) for name in panel.y] for title, panel in plots.items()}
+        assert names["BLiMP"] == ["probe/blimp"]
+        assert "probe/step" in str(plots["BLiMP"].x)
+        assert names["Held-out loss by source"] == ["eval/source_loss/wiki", "eval/source_loss/books + web"]
 
     def test_many_ranks_are_three_curves(self, tmp_path: Path) -> None:
         records = [

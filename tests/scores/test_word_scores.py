@@ -24,9 +24,9 @@ from finetune.scores.common_words import LIST, score_common_words, token_groups
 from finetune.scores.masked_model import MaskedModel, MaskedSequence, Predictions, TokenGroups
 from finetune.scores.passages import NoScoreError, PassageSettings, all_words, sampled, tokens_of_words
 from finetune.scores.record import Record
+from finetune.scores.text_scores import text_scores
 from finetune.scores.view import score_notes, score_rows
 from finetune.scores.whole_words import score_whole_words
-from finetune.scores.word_scores import word_scores
 from pretrain.corpus.vocabulary import train_byte_vocabulary, train_vocabulary
 from tests.scores.test_scores import make_masked_lm
 
@@ -254,14 +254,14 @@ def test_what_cannot_be_scored_says_why(tmp_path: Path) -> None:
     text.write_text("the film was good and very zany " * 40)
     model = {"fingerprint": masked_model.fingerprint(folder), "name": "small", "folder": "d"}
     record = Record(tmp_path / "record.json", model)
-    found = word_scores(folder, [text], record=record)
+    found = text_scores(folder, [text], record=record)
     missing = next(
         word for word in common_words.common_words() if word not in (folder / "vocab.txt").read_text().split()
     )
     reason = f"the vocabulary lacks {missing!r} as a single token"
     assert found["common_words"] == {"why_not": reason}
     assert "positions" in found["whole_words"]["why_not"]
-    assert word_scores(folder, [text], record=record) == found
+    assert text_scores(folder, [text], record=record) == found
     assert f"common words, small: no score, {reason}" in score_notes([record.content])
     assert dict(score_rows([record.content]))["common words, bits"] == ["–"]
 

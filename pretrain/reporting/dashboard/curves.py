@@ -42,8 +42,10 @@ def curves(panel: Panel, runs: Sequence[RunRecords]) -> list[Curve]:
         return [curve for metric in panel.metrics for curve in _by_rank(run, metric)]
     shown = []
     for metric in panel.metrics:
-        for kind, records in (("training", run.training), ("held-out", run.evaluations)):
-            name = kind if len(panel.metrics) == 1 else metric.removesuffix("_seconds").replace("_", " ")
+        sets = (("training", run.training), ("held-out", run.evaluations))
+        for kind, records in sets if panel.kind != "probes" else (("held-out", run.probes),):
+            several = len(panel.metrics) > 1 or "/" in metric
+            name = metric.rpartition("/")[2].removesuffix("_seconds").replace("_", " ") if several else kind
             shown.append(_curve(name, kind, records, metric))
     return [curve for curve in shown if curve]
 
@@ -67,13 +69,15 @@ def thin(name: str, kind: str, x: Sequence[int], y: Sequence[float | None], most
 
 
 def curve_per_run(panel: Panel, runs: Sequence[RunRecords]) -> list[Curve]:
-    """The panel's first metric of every run, on held-out examples if evaluations measure it."""
+    """The panel's first metric of every run, on held-out examples if evaluations or probes measure it."""
     metric = panel.metrics[0]
     if panel.kind == "ranks":
         return []
-    held_out = any(metric in record for run in runs for record in run.evaluations)
+    held_out = any(metric in record for run in runs for record in (*run.evaluations, *run.probes))
     kind = "held-out" if held_out else "training"
-    shown = [_curve(run.label, kind, run.evaluations if held_out else run.training, metric) for run in runs]
+    shown = [
+        _curve(run.label, kind, [*run.evaluations, *run.probes] if held_out else run.training, metric) for run in runs
+    ]
     return [curve for curve in shown if curve]
 
 

@@ -64,10 +64,12 @@ def _charts(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
         if panel.kind == "scores" and len(runs) > 1:
             yield from _score_charts(panel, runs)
             continue
-        shown = [dataclasses.asdict(curve) for curve in curves(panel, runs)]
-        if shown:
-            title = _title(panel, shown[0]["kind"]) if len(runs) > 1 else panel.title
-            yield {"title": title, "unit": panel.unit, "section": panel.section, "curves": shown}
+        apart = len(runs) > 1 and any("/" in name for name in panel.metrics)
+        for one in [dataclasses.replace(panel, metrics=(name,)) for name in panel.metrics] if apart else [panel]:
+            shown = [dataclasses.asdict(curve) for curve in curves(one, runs)]
+            if shown:
+                title = _title(one, shown[0]["kind"]) if len(runs) > 1 else one.title
+                yield {"title": title, "unit": one.unit, "section": one.section, "curves": shown}
 
 
 def _score_charts(panel: Panel, runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
@@ -91,6 +93,8 @@ def _title(panel: Panel, kind: str) -> str:
     """The title of a panel of several runs, which shows one metric, from evaluations if they measure it."""
     if len(panel.metrics) > 1:
         return f"{panel.title}: {panel.metrics[0].replace('_', ' ')}"
+    if of := "".join(panel.metrics).partition("/")[2]:
+        return f"{panel.title}: {of}"
     return f"{panel.title}, held-out" if kind == "held-out" else panel.title
 
 

@@ -4,9 +4,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from pretrain.common.records import SOURCE_LOSS
 from pretrain.run.metrics import objective_metrics
+from pretrain.tracking.events import PROBE_FIELDS, PROBE_SCORES
 
-Kind = Literal["curve", "ranks", "scores"]
+Kind = Literal["curve", "ranks", "scores", "probes"]
 Unit = Literal["nats", "share", "tokens/s", "s", "bytes", "steps", ""]
 
 
@@ -17,8 +19,9 @@ _UNITS: dict[str, Unit] = {"fraction": "share", "nats": "nats"}  # of a metric
 class Panel:
     """One chart over the steps of a run.
 
-    `metrics` are fields of metrics.jsonl. A panel of the kind `curve` shows training and evaluation values, `ranks` a
-    list with a value per rank, and `scores` the metrics of a fine-tuning's evaluations.
+    `metrics` are fields of metrics.jsonl; one that ends in / stands for all that begin with it. A panel of the kind
+    `curve` shows training and evaluation values, `ranks` a list with a value per rank, `scores` the metrics of a
+    fine-tuning's evaluations, and `probes` scores of checkpoints, from probes.jsonl.
     """
 
     title: str
@@ -32,9 +35,12 @@ _LEARNING = (
     Panel("Scores on held-out examples", (), "", "Learning", "scores"),
     Panel("Loss", ("loss",), "nats", "Learning"),
 )
-_OTHERS = (
+_LEARNING_TOO = (
+    Panel("Held-out loss by source", (SOURCE_LOSS,), "nats", "Learning"),
     Panel("Gradient norm before clipping", ("grad_norm",), "", "Learning"),
     Panel("Learning rate", ("lr",), "", "Learning"),
+)
+_OTHERS = (
     Panel("Useful tokens per second", ("tokens_per_second",), "tokens/s", "Speed"),
     Panel("MFU", ("mfu",), "share", "Speed"),
     Panel("Data stalls, share of the time", ("data_stall_fraction",), "share", "Speed"),
@@ -48,10 +54,12 @@ _OTHERS = (
 
 def panels() -> tuple[Panel, ...]:
     """All panels: those of each objective's metrics come after the loss."""
-    metrics = objective_metrics().items()
+    metrics, scores = objective_metrics().items(), PROBE_SCORES.items()
     return (
         *_LEARNING,
         *(Panel(one.title, (name,), _UNITS.get(one.unit, ""), "Learning") for name, one in metrics),
+        *_LEARNING_TOO,
+        *(Panel(one.title, (name,), _UNITS.get(one.unit, ""), "Probes", "probes") for name, one in scores),
         *_OTHERS,
     )
 
@@ -74,17 +82,24 @@ EVENTS = (
 """Kinds of events that runs record; each event of a single run is a vertical line in every panel."""
 
 # Fields of evaluation records that are not scores.
-_NO_SCORES = {"split", "step", "epoch", "samples", "tokens", "seconds", "best"}
+_NO_SCORES = {"split", "step", "time", "epoch", "samples", "tokens", "seconds", "best", *PROBE_FIELDS}
 
 
 def panels_for(records: Iterable[dict[str, Any]]) -> Iterator[Panel]:
     """The `panels` for which `records` have data; the metrics of the panel `scores` are taken from the records."""
     key_sets = dict.fromkeys(map(tuple, records))  # few distinct ones
-    measured = {key for keys in key_sets for key in keys}
+    measured = dict.fromkeys(key for keys in key_sets for key in keys)
     not_scores = {metric for panel in panels() for metric in panel.metrics} | _NO_SCORES
-    scores = dict.fromkeys(key for keys in key_sets if "split" in keys for key in keys if key not in not_scores)
+    evaluated = dict.fromkeys(key for keys in key_sets if "split" in keys for key in keys)
     for panel in panels():
         if panel.kind == "scores":
-            panel = replace(panel, metrics=tuple(scores))
-        if measured.intersection(panel.metrics):
+            panel = replace(panel, metrics=tuple(key for key in evaluated if _family(key) not in not_scores))
+        elif panel.metrics[0].endswith("/"):
+            panel = replace(panel, metrics=tuple(key for key in measured if _family(key) == panel.metrics[0]))
+        if measured.keys() & set(panel.metrics):
             yield panel
+
+
+def _family(field: str) -> str:
+    """The name under which a panel has a field: of one such as source_loss/wiki, the part with the slash."""
+    return "".join(field.partition("/")[:2])

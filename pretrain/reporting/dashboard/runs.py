@@ -14,7 +14,7 @@ from typing import Any
 from pretrain.common.errors import InputError
 from pretrain.common.files import find_run
 from pretrain.common.records import is_training, read_records
-from pretrain.common.run_files import FAILED, METRICS, SCORES
+from pretrain.common.run_files import FAILED, METRICS, PROBES, SCORES
 from pretrain.common.settings import read_values
 from pretrain.reporting.dashboard.panels import panels_for
 from pretrain.reporting.dashboard.subjects import Subject, subject
@@ -34,6 +34,7 @@ class RunRecords:
     config: dict[str, Any]
     training: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
+    probes: list[dict[str, Any]]
     events: list[dict[str, Any]]
 
     @property
@@ -55,10 +56,9 @@ class RunRecords:
         return next((name for name in (*main, *names) if name in names), "")
 
     @property
-    def records(self) -> Iterator[dict[str, Any]]:
-        """The records of training, then those of evaluations."""
-        yield from self.training
-        yield from self.evaluations
+    def records(self) -> list[dict[str, Any]]:
+        """The records of training, then those of evaluations and of probes."""
+        return [*self.training, *self.evaluations, *self.probes]
 
     @property
     def step(self) -> int:
@@ -169,6 +169,7 @@ def _read_run(folder: Path, top: Path) -> RunRecords:
         _read_config(folder / "config.yaml"),
         _ascending([record for record in records if is_training(record)]),
         _ascending([record for record in records if record.get("split") == "validation"]),
+        _ascending(read_records(folder, PROBES)),
         [record for record in records if "event" in record and isinstance(record.get("step"), int)],
     )
 

@@ -20,6 +20,7 @@ from pretrain.reporting.dashboard.panels import EVENTS, Panel, panels_for
 from pretrain.reporting.dashboard.runs import RunRecords
 from pretrain.reporting.dashboard.subjects import by_subject, differing
 from pretrain.tracking.mirror import ID_NAME, LARGEST_RANK, wandb_entity, wandb_mode, wandb_names
+from pretrain.tracking.rows import PROBE_STEP
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -135,7 +136,8 @@ def _plots(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
     from wandb_workspaces.reports.v2 import BarPlot, LinePlot
 
     names = _names(panel, runs)
-    plots = [LinePlot(title=panel.title, x=_STEP, y=names, title_x="step", title_y=panel.unit or None)]
+    x = PROBE_STEP if panel.kind == "probes" else _STEP
+    plots = [LinePlot(title=panel.title, x=x, y=names, title_x="step", title_y=panel.unit or None)]
     if panel.kind == "scores":
         first = dict.fromkeys(
             name
@@ -150,11 +152,11 @@ def _names(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
     """The panel's metrics under their names in W&B, without the number of a rank, which has another unit."""
     names: dict[str, None] = {}
     for metric in panel.metrics:
-        for records in itertools.chain.from_iterable((run.training, run.evaluations) for run in runs):
+        for records in itertools.chain.from_iterable((run.training, run.evaluations, run.probes) for run in runs):
             last = next((record for record in reversed(records) if record.get(metric) is not None), {})
-            record = {metric: last.get(metric)}
             if last:
-                names.update(dict.fromkeys(wandb_names({**record, "split": ""} if "split" in last else record)))
+                kept = {key: last[key] for key in (metric, "split") if key in last}
+                names.update(dict.fromkeys(wandb_names(kept)))
     return [name for name in names if not name.endswith(f"/{LARGEST_RANK}")]
 
 

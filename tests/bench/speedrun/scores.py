@@ -17,7 +17,7 @@ from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import fingerprint
 from finetune.scores.record import MODEL, Record, read_record
-from finetune.scores.word_scores import WHY_NOT, word_scores
+from finetune.scores.text_scores import WHY_NOT, WORD_PARTS, text_scores
 from pretrain.common.errors import InputError, RunError, StoppedError
 from pretrain.common.files import locked
 from pretrain.common.wording import counted
@@ -111,7 +111,7 @@ def measure(
             "nats": held_out.nats_per_token,
             "accuracy": held_out.accuracy,
             "bits_per_character": held_out.bits_per_character,
-            **_words(word_scores(run, texts, record=record)),
+            **_words(text_scores(run, texts, parts=WORD_PARTS, record=record)),
         }
         if wanted.blimp is not None:
             blimp_score(run, wanted.blimp, limit=wanted.blimp_limit, record=record)
@@ -163,7 +163,7 @@ def _record(run: Path, path: Path) -> Record:
 
 
 def _words(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields of `Scores` from those of `word_scores`."""
+    """The fields of `Scores` from those of `text_scores`."""
     common, whole = found[common_words.PART], found[whole_words.PART]
     why_not = [f"{part.replace('_', ' ')}: {one[WHY_NOT]}" for part, one in found.items() if WHY_NOT in one]
     return {

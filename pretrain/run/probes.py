@@ -1,0 +1,114 @@
+"""Starts the process that scores a run's checkpoints while the run goes on (`evaluation.probes`), and ends it.
+
+It is the console command: `evaluate-pretrained RUN --follow` with the options of the config. It writes probes.jsonl.
+Nothing waits for it but the end of a run that finishes.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+from cluster.workers.launch import LOGS, environment
+from pretrain.common.commands import program
+from pretrain.common.errors import InputError
+from pretrain.common.files import append_open, checkpoint_names
+from pretrain.common.records import keep_until
+from pretrain.common.run_files import PROBES
+from pretrain.config import PretrainConfig
+from pretrain.tracking.tracker import send_probes
+
+_SETTING = "evaluation.probes.options"
+_LOWEST_PRIORITY = 19
+_GRACE_SECONDS = 5.0  # for the process to end
+# Of this process's place among others: a submitted job's cluster, torchrun's workers.
+_PLACES = ("RAY_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+
+
+def check(config: PretrainConfig) -> None:
+    """Raise `InputError` if the options are wrong, or a path in them does not exist."""
+    if config.evaluation.probes.options:
+        words = [*_command(config), "--dry-run"]
+        done = subprocess.run(words, env=_environment(1), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode:
+            raise InputError(f"{_SETTING}: {done.stderr.strip().rpartition('error: ')[2]}")
+
+
+@contextlib.contextmanager
+def probing(config: PretrainConfig) -> Iterator[None]:
+    """Score checkpoints of the run during the block, if the config says so.
+
+    After the block, wait for the scores of the last checkpoint, for a limited time. An error in the block ends the
+    process at once; the next start of the run continues.
+    """
+    settings, folder = config.evaluation.probes, config.folder
+    names = checkpoint_names(folder)
+    keep_until(folder / PROBES, int(names[-1].removeprefix("step-")) if names else -1)
+    if not settings.options:
+        yield
+        return
+    (folder / LOGS).mkdir(exist_ok=True)
+    with append_open(folder / LOGS / "probes.log") as log:
+        words, own = [*_command(config), "--pid", str(os.getpid())], _environment(settings.threads)
+        # In a session of its own: Ctrl-C is the run's.
+        child = subprocess.Popen(
+            words, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    with contextlib.suppress(OSError):  # it has ended at once, or the system allows no such share
+        os.setpriority(os.PRIO_PROCESS, child.pid, _LOWEST_PRIORITY)
+        os.sched_setaffinity(child.pid, sorted(os.sched_getaffinity(0))[-settings.threads :])
+    ending = threading.Event()
+    watch = threading.Thread(target=_watch, args=(child, ending, str(log.name)), name="probes", daemon=True)
+    watch.start()
+    try:
+        yield
+        _wait(child, config)
+    finally:
+        ending.set()
+        child.terminate()  # does nothing if it has ended
+        watch.join(_GRACE_SECONDS)
+        child.kill()
+        watch.join()
+    send_probes(config)
+
+
+def _command(config: PretrainConfig) -> list[str]:
+    given = importlib.metadata.entry_points(group="console_scripts", name="bertrain")
+    if not (module := next((entry.module for entry in given), "")):
+        raise InputError(f"{_SETTING}: need the command bertrain, which is not installed. Install the package.")
+    try:
+        options = shlex.split(config.evaluation.probes.options)
+    except ValueError as error:
+        raise InputError(f"{_SETTING}: {error}. Quote paths with blanks as on a command line.") from None
+    own = ["--import", config.objective] if config.objective else []
+    return [sys.executable, "-m", module, "evaluate-pretrained", str(config.folder), *options, *own, "--follow"]
+
+
+def _environment(threads: int) -> dict[str, str]:
+    kept = {name: value for name, value in environment().items() if not name.startswith(_PLACES)}
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
+
+
+def _watch(child: subprocess.Popen[bytes], ending: threading.Event, log: str) -> None:
+    """Say so if the process ends before it is done."""
+    if child.wait() and not ending.is_set():
+        what = f"no more checkpoints are scored; the process ended with code {child.returncode} (see {log})"
+        print(f"warning: evaluation.probes: {what}. The run goes on.", file=sys.stderr)
+
+
+def _wait(child: subprocess.Popen[bytes], config: PretrainConfig) -> None:
+    limit = config.evaluation.probes.wait_seconds
+    if child.poll() is None:
+        print(f"  training is done; waiting up to {limit:.0f} s for the scores of the last checkpoint", flush=True)
+    try:
+        child.wait(limit)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # the run itself is finished
+        command = (
+            f"{program()} evaluate-pretrained {shlex.quote(str(config.folder))} {config.evaluation.probes.options}"
+        )
+        why = "the last checkpoint is not scored yet; the run no longer waits (evaluation.probes.wait_seconds)"
+        print(f"warning: {why}. {command} --follow does it.", file=sys.stderr)

@@ -1,0 +1,26 @@
+"""Stands for the command that follows a run: notes how it was started, and does what its options say."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+if __name__ == "__main__" and "--dry-run" not in sys.argv:
+    run = Path(sys.argv[2])
+    facts = {
+        "pid": os.getpid(),
+        "nice": os.nice(0),
+        "cores": len(os.sched_getaffinity(0)),
+        "words": sys.argv[1:],
+        "environment": dict(os.environ),
+    }
+    (run / "fake.json.tmp").write_text(json.dumps(facts))
+    time.sleep(0.2)  # for its share to be set
+    facts |= {"nice": os.nice(0), "cores": len(os.sched_getaffinity(0))}
+    (run / "fake.json.tmp").write_text(json.dumps(facts))
+    (run / "fake.json.tmp").replace(run / "fake.json")
+    time.sleep(60 if "sleep" in sys.argv else 0)
+    sys.exit(7 if "fail" in sys.argv else 0)

@@ -1,0 +1,168 @@
+"""`evaluate-pretrained RUN --follow`: which checkpoints are scored, what is recorded, and what it copes with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpora import make_corpus
+from starts import Start, pretraining, starts
+
+from finetune.cli import main
+from finetune.scores.follow import flat, follow
+from finetune.scores.record import Record
+from pretrain.checkpoint import hf
+from pretrain.common.errors import InputError, MachineError, RunError
+from pretrain.common.files import locked
+from pretrain.common.records import read_records
+from pretrain.common.run_files import PROBES
+from pretrain.config import PretrainConfig
+from pretrain.run.preflight import record_config
+from tests.distributed import run_workers
+
+WORDS = ["--text-scores", "held_out", "positions", "--length", "64"]
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 steps with four checkpoints, the last of which has averaged weights."""
+    folder = tmp_path_factory.mktemp("runs")
+    corpus = make_corpus(folder / "corpus", documents=60, vocabulary_size=300)
+    values = pretraining(corpus, folder / "run", [(32, 8, 8)], checkpoint__every_steps=2, checkpoint__keep_last=9)
+    values["phases"][0]["averaged_share"] = 0.25
+    values["evaluation"]["probes"] = {"every_steps": 1}  # of the checkpoints, which come every second step
+    assert run_workers(1, starts, [Start(values)]) == [[""]]
+    record_config(PretrainConfig.model_validate(values))
+    return folder / "run"
+
+
+@pytest.fixture
+def run(parent: Path, tmp_path: Path) -> Path:
+    """The run as it is after two steps."""
+    shutil.copytree(parent, tmp_path / "run", ignore=shutil.ignore_patterns("step-0000000[468]"))
+    return tmp_path / "run"
+
+
+class Scores:
+    """Measures the number of a checkpoint, and does what is to happen meanwhile."""
+
+    def __init__(self, **meanwhile: Callable[[], object]) -> None:
+        self.measured: list[str] = []
+        self.meanwhile = meanwhile
+
+    def __call__(self, *, model: Path, out: Path, name: str) -> tuple[Record, RunError | None]:
+        assert (model / "config.json").is_file()
+        self.measured.append(name)
+        record = Record(out / "models" / f"{name}.json", {"name": name, "fingerprint": name})
+        record.write("held_out", {}, {"nats_per_token": int(name[5:]) / 2})
+        failure = self.meanwhile.pop(name.replace("-", "_"), lambda: None)()
+        return record, failure if isinstance(failure, RunError) else None
+
+
+def saved(parent: Path, run: Path, *steps: int) -> None:
+    for step in steps:
+        shutil.copytree(parent / "checkpoints" / f"step-{step:08d}", run / "checkpoints" / f"step-{step:08d}")
+
+
+def test_the_newest_is_scored_and_those_before_it_are_counted(parent: Path, run: Path) -> None:
+    scores = Scores(step_00000002=lambda: saved(parent, run, 4, 6), step_00000006=lambda: saved(parent, run, 8))
+    follow(run, scores)
+    found = read_records(run, PROBES)
+    fields = ("step", "passed_over", "averaged", "held_out")
+    assert [tuple(one[name] for name in fields) for one in found] == [(2, 0, 0, 1.0), (6, 1, 0, 3.0), (8, 0, 2, 4.0)]
+    assert not (run / "probes" / "model").exists()
+    follow(run, scores)
+    assert len(scores.measured) == 3
+
+
+def test_an_error_is_recorded_with_what_was_scored_before_it(parent: Path, run: Path) -> None:
+    def fails() -> None:
+        saved(parent, run, 8)
+        raise ValueError("no\nluck")
+
+    follow(run, Scores(step_00000002=fails, step_00000008=lambda: MachineError("disk full")))
+    first, last = read_records(run, PROBES)
+    assert (first["error"], first["held_out"]) == ("ValueError: no luck", 1.0)
+    assert (last["error"], last["held_out"], last["passed_over"]) == ("MachineError: disk full", 4.0, 2)
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_is_no_error(parent: Path, run: Path) -> None:
+    def pruned() -> None:
+        shutil.rmtree(run / "checkpoints" / "step-00000002")
+        saved(parent, run, 8)
+        raise InputError("no such checkpoint")
+
+    follow(run, Scores(step_00000002=pruned))
+    assert [(one["step"], "error" in one) for one in read_records(run, PROBES)] == [(8, False)]
+
+
+def test_what_was_interrupted_is_done_by_the_next_call(parent: Path, run: Path) -> None:
+    def killed() -> None:
+        raise KeyboardInterrupt
+
+    with (
+        locked(run / "probes" / ".lock"),
+        pytest.raises(InputError, match="another process scores the checkpoints of this run"),
+    ):
+        follow(run, Scores())
+    with pytest.raises(KeyboardInterrupt):
+        follow(run, Scores(step_00000002=killed))
+    assert read_records(run, PROBES) == []
+    scores = Scores(step_00000002=lambda: saved(parent, run, 8))
+    follow(run, scores)
+    assert scores.measured == ["step-00000002", "step-00000008"]
+
+
+def test_scores_are_those_of_the_export(parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the command; of the averaged weights where the checkpoint has them."""
+    run, text = tmp_path / "run", tmp_path / "text.txt"
+    shutil.copytree(parent, run)
+    text.write_text("a b c d e f g h " * 300)
+    assert main(["evaluate-pretrained", str(run), "--text", str(text), *WORDS, "--follow"]) == 0
+    (record,) = read_records(run, PROBES)
+    hf.export_run(run, tmp_path / "export", averaged=True)
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["evaluate-pretrained", str(tmp_path / "export"), "--text", str(text), *WORDS, *out]) == 0
+    expected = flat(json.loads((tmp_path / "out" / "models" / "export.json").read_text()))
+    assert expected.keys() == {"held_out", "positions/0-63"}
+    assert {name: record[name] for name in expected} == expected
+    assert main(["evaluate-pretrained", str(tmp_path), "--text", str(text), "--follow"]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+
+
+def test_it_ends_with_the_process_that_started_it(run: Path) -> None:
+    """Though the run's last checkpoint never comes."""
+    other = subprocess.Popen(["sleep", "60"])
+    program = f"""
+from pathlib import Path
+from finetune.scores.follow import follow
+follow(Path({str(run)!r}), lambda **_: (None, None), {other.pid})
+"""
+    with subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2]) as follower:
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                follower.wait(5)
+            other.kill()
+            assert follower.wait(20) == 0
+        finally:
+            follower.kill()
+            other.kill()
+            other.wait()
+
+
+def test_all_scores_have_names() -> None:
+    content: dict[str, Any] = {
+        "model": {"name": "a"},
+        "common_words": {"scores": {"bits": 4.0}},
+        "whole_words": {"scores": {"why_not": "too short"}},
+        "blimp": {"scores": {"overall": 0.6}},
+        "positions": {"scores": {"nats": {"0-63": 3.0}}},
+        "finetuning": {"scores": {"sst2": {"pretrained_mean": 0.8}, "cola": {}}},
+    }
+    assert flat(content) == {"common_words": 4.0, "blimp": 0.6, "positions/0-63": 3.0, "finetuning/sst2": 0.8}
