@@ -31,12 +31,14 @@ _READ_RUNS += ("finetune", "sweep", "glue", "evaluate", "predict", "evaluate-pre
 
 
 def program() -> str:
-    """The name that the user types before a command: `bertrain` for the console command, otherwise ./launch.sh.
+    """The name that the user types before a command: the console command `bertrain`, or ./launch.sh in a clone.
 
     launch.sh runs the console command too, and names itself in BERTRAIN_PROGRAM.
     """
     called = Path(sys.argv[0]).name if sys.argv else ""
-    return os.environ.get("BERTRAIN_PROGRAM") or ("bertrain" if called == "bertrain" else LAUNCHER)
+    is_clone = Path(__file__).parents[2].joinpath(LAUNCHER).is_file()
+    usual = LAUNCHER if is_clone and called != "bertrain" else "bertrain"
+    return os.environ.get("BERTRAIN_PROGRAM") or usual
 
 
 def exit_code(run: Callable[[], int | None]) -> int:

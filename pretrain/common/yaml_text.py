@@ -22,7 +22,9 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}). Give a YAML file.") from None
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror}). Give a YAML file, or a name of `configs`."
+        ) from None
 
 
 def parse(text: str, where: str) -> tuple[yaml.Node | None, Any]:

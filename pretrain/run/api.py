@@ -65,8 +65,8 @@ def train(
         minutes: train about this long on this machine: time a few steps first, then scale the steps of all phases.
         ray: use Ray also for one worker on this machine.
         no_ray: train in this process.
-        callbacks: functions and objects of your own that are told what the run does, beside those of the config:
-            docs/extend/your-own-modules.md. Other processes get copies.
+        callbacks: functions (hook, record), and objects with methods step_end(record), evaluation, checkpoint, run_end.
+            They are told what the run does, as are those of the config. Other processes get copies.
 
     Raises a `RunError`: `InputError` for what is wrong in the config or the corpus, or if the run was begun before and
     `resume` is off; `MachineError`, `DivergedError`; `StoppedError` after a stop, which `resume` continues.

@@ -264,7 +264,7 @@ def test_unreadable_files(tmp_path: Path):
     (tmp_path / "latin.yaml").write_bytes(b"name: \xff\n")
     assert problems(tmp_path / "latin.yaml") == ["latin.yaml: byte 6 is not UTF-8. Save the file as UTF-8."]
     [line] = problems(tmp_path / "none.yaml")
-    assert line == "none.yaml: cannot be read (No such file or directory). Give a YAML file."
+    assert line == "none.yaml: cannot be read (No such file or directory). Give a YAML file, or a name of `configs`."
     [line] = problems(tmp_path)
     assert "cannot be read (Is a directory)" in line
 

@@ -52,6 +52,13 @@ def test_every_command_describes_itself(site: Path, tmp_path: Path) -> None:
         assert run(site, tmp_path, command, "--help").startswith(f"usage: bertrain {command}"), command
 
 
+def test_advice_in_python_names_the_console_command(site: Path, tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "BERTRAIN_PROGRAM"}
+    command = [sys.executable, "-c", "from pretrain.common.commands import program; print(program())"]
+    given = {"cwd": tmp_path, "env": {**environment, "PYTHONPATH": str(site)}}
+    assert subprocess.run(command, capture_output=True, text=True, check=True, **given).stdout == "bertrain\n"
+
+
 @pytest.mark.parametrize("kind", ["kuberay", "slurm"])
 def test_a_manifest_of_an_example_config_is_written(kind: str, site: Path, tmp_path: Path) -> None:
     assert "bert-base" in run(site, tmp_path, "manifest", kind, "bert-base")

@@ -67,6 +67,8 @@ def test_the_python_of_a_page_runs(block: str, place: Path, monkeypatch: pytest.
     monkeypatch.chdir(place)
     monkeypatch.setattr(api, "train", functools.partial(api.train, no_ray=True))
     monkeypatch.setattr(finetuning, "train", functools.partial(finetuning.train, no_ray=True))
+    if "pretrain.train(" in block:
+        api.prepare("my.yaml")
     exec(block, {"texts": ["a film", "the end"]})
 
 
