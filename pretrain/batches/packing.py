@@ -9,7 +9,7 @@ import numpy as np
 from pretrain.batches.text import ShardText
 
 
-def pieces(
+def document_starts(
     text: ShardText,
     shard: np.ndarray,
     begin: np.ndarray,
@@ -17,7 +17,7 @@ def pieces(
     document: np.ndarray,
     separators: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The parts of spans of tokens that come from one document each.
+    """Where each document begins in spans of tokens, the first one of a span where the span does.
 
     Args:
         text: the text.
@@ -28,7 +28,7 @@ def pieces(
         separators: its documents, less one.
 
     Returns:
-        (the span of each piece, ascending; the piece's token offset within the shard), int64 [P] each.
+        (the span of each document, ascending; its token offset within the shard), int64 [D] each.
     """
     rows, begins = [np.arange(len(begin))], [begin]
     unfinished = np.flatnonzero(separators)
@@ -40,8 +40,8 @@ def pieces(
         unfinished, document, boundary = unfinished[inside], document[inside], boundary[inside]
         rows.append(unfinished)
         begins.append(boundary)
-    row, piece = np.concatenate(rows), np.concatenate(begins)
-    order = np.lexsort((piece, row))
-    row, piece = row[order], piece[order]
-    new = np.append(True, (np.diff(row) > 0) | (np.diff(piece) > 0))  # an empty document begins where the next one does
-    return row[new], piece[new]
+    row, start = np.concatenate(rows), np.concatenate(begins)
+    order = np.lexsort((start, row))
+    row, start = row[order], start[order]
+    new = np.append(True, (np.diff(row) > 0) | (np.diff(start) > 0))  # an empty document begins where the next one does
+    return row[new], start[new]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from pretrain.batches.packing import pieces
+from pretrain.batches.packing import document_starts
 from pretrain.batches.text import ShardText
 from pretrain.common.errors import InputError
 from pretrain.corpus.shards import TokenShards
@@ -108,14 +108,14 @@ def _layout(text: ShardText, plan: SamplePlan) -> tuple[np.ndarray, np.ndarray, 
     """(the token that each row of the token axis is read from, less the row; rows of [SEP]; token types)."""
     begin = plan.begin_a
     first = text.tokens.spans(plan.shard_a, begin, plan.length_a)
-    row, piece = pieces(text, plan.shard_a, begin, plan.length_a, plan.document, plan.separators)
+    row, start = document_starts(text, plan.shard_a, begin, plan.length_a, plan.document, plan.separators)
     opens = np.diff(row, prepend=-1) > 0
-    ends = np.append(piece[1:], 0)
+    ends = np.append(start[1:], 0)
     closes = np.append(opens[1:], True)
     ends[closes] = (begin + plan.length_a)[row[closes]]
-    runs = ends - piece + 1 + opens  # [CLS] before a sequence's first piece, [SEP] after every one
+    runs = ends - start + 1 + opens  # [CLS] before a sequence's first document, [SEP] after every one
     stop = np.cumsum(runs)
-    source = np.repeat(first[row] + piece - begin[row] - (stop - 1 - (ends - piece)), runs)
+    source = np.repeat(first[row] + start - begin[row] - (stop - 1 - (ends - start)), runs)
     return source, stop - 1, np.zeros(stop[-1], np.int64)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from pretrain.checkpoint.layouts import LAYOUTS, KeyMapping, ReleasedFacts, pooled, task_head, write_config
 from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
+from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.config import ModelConfig
 from pretrain.model.norms import get_norm
@@ -128,6 +129,11 @@ def their_tensors(
     tensors: dict[str, Tensor] = {}
     for ours, tensor in state.items():
         theirs = layout.names(ours, purpose)
+        if not theirs:
+            raise InputError(
+                f"{ours}: no parameter that the layout of {layout.family} has. Leave it out of what the objective "
+                "exports, as docs/extend/add-an-objective.md shows."
+            )
         if not tied and ours == "heads.mlm_bias" and layout.decoder:
             # BERT's bias beside the decoder is read only if the decoder is tied.
             tensors[f"{layout.decoder}.bias"] = tensor.clone().contiguous()

@@ -34,17 +34,11 @@ _COPIED = (
 
 
 class ModelTokenizer(NamedTuple):
-    """The tokenizer of a model as `read_tokenizer` reads it, with what else its files say.
+    """The tokenizer of a model as `read_tokenizer` reads it, with what else its files say."""
 
-    Attributes:
-        folder: where the files are.
-        tokenizer: truncation and padding off.
-        special_ids: the ids of the special tokens by role.
-    """
-
-    folder: Path
-    tokenizer: Tokenizer
-    special_ids: dict[str, int]
+    folder: Path  # where the files are
+    tokenizer: Tokenizer  # truncation and padding off
+    special_ids: dict[str, int]  # by role
 
     @classmethod
     def read(cls, folder: Path, rows: int | None = None) -> "ModelTokenizer":

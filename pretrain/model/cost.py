@@ -118,14 +118,7 @@ def recomputed_flops(model: ModelConfig, lengths: Sequence[float], rows: float, 
 
 
 def activation_bytes(
-    model: ModelConfig,
-    tokens: int,
-    rows: int,
-    *,
-    itemsize: int,
-    compiled: bool,
-    checkpointing: bool,
-    native: bool = False,
+    model: ModelConfig, tokens: int, rows: int, *, itemsize: int, compiled: bool, checkpointing: bool, native: bool
 ) -> int:
     """What one micro-batch keeps for the backward pass, and the working space of one layer.
 
@@ -171,12 +164,10 @@ def working_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:
 
 
 def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, itemsize: int, compiled: bool) -> int:
-    """One piece of the masked tokens' scores, which their gradient replaces, and the decoder's pending gradient.
-
-    What is not compiled has two tables in fp32 besides, and one of a byte.
-    """
+    """One piece of the masked tokens' scores, which their gradient replaces, and the decoder's pending gradient."""
     piece = min(masked * vocabulary_size, LOGITS_PER_PIECE)
     width = model.embedding or model.hidden
+    # Two tables in fp32, and one of a byte.
     return piece * (itemsize if compiled else 9 + itemsize) + itemsize * vocabulary_size * width
 
 

@@ -237,7 +237,9 @@ def _attention_seconds(config: PretrainConfig, batch: CountedBatch, gpu: Gpu) ->
 def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: CountedBatch, itemsize: int) -> float:
     """What the kernels between the products of a micro-batch read and write."""
     tokens, rows = round(batch.tokens), round(batch.last_rows)
-    kept = cost.activation_bytes(config.model, tokens, rows, itemsize=itemsize, compiled=True, checkpointing=False)
+    kept = cost.activation_bytes(
+        config.model, tokens, rows, itemsize=itemsize, compiled=True, checkpointing=False, native=False
+    )
     kept -= cost.working_bytes(config.model, tokens, itemsize)
     return _TRAFFIC * kept + _LOGITS_TRAFFIC * itemsize * batch.masked * vocabulary
 

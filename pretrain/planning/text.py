@@ -3,13 +3,14 @@
 Sequences are planned, not read: a dry run needs no torch and takes a moment.
 """
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pretrain.batches.reading import count_reading, count_readings
+from pretrain.batches.reading import Reading, count_reading, count_readings
 from pretrain.batches.replay import with_replay
 from pretrain.batches.sampler import phase_sampler
 from pretrain.common.addresses import local
@@ -19,7 +20,7 @@ from pretrain.config import PretrainConfig
 from pretrain.corpus.description import describe
 from pretrain.corpus.prepare import CountReadings
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.corpus.stored import prepared_manifest
+from pretrain.corpus.stored import fetch_without_tokens, is_streamed, prepared_manifest
 from pretrain.planning.work import expected_length
 
 # Sequences of each phase. Lengths that differ as much as in a mixture of questions and books give a mean that is off by
@@ -59,12 +60,20 @@ class RunText:
 
 
 def measured_phases(config: PretrainConfig) -> tuple[PhaseText, ...]:
-    """The means of each phase, measured on the prepared corpus; () if it is not prepared, or not on this machine.
+    """The means of each phase, measured on the prepared corpus, or of the card of one that is streamed; () if there is
+    neither.
 
     Raises `InputError` if the corpus is damaged, or has no sequence for a phase.
     """
-    if not prepared_manifest(config.corpus) or not (config.corpus.folder / MANIFEST).exists():
+    if not (manifest := prepared_manifest(config.corpus)):
         return ()
+    if not (config.corpus.folder / MANIFEST).exists():
+        counted = {one.sequence_length: one.mean_length for one in _card_readings(config)}
+        if any(phase.sequence_length not in counted for phase in config.phases):
+            return ()
+        tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == "train")
+        means = [counted[phase.sequence_length] for phase in config.phases]
+        return tuple(PhaseText(mean, tokens / mean) for mean in means)
     shards = _training_shards(config)
     return tuple(_measured(shards, config, number) for number in range(len(config.phases)))
 
@@ -99,8 +108,10 @@ def reading_lines(config: PretrainConfig) -> list[str]:
 
     Raises `InputError` as `measured_phases`.
     """
-    if not prepared_manifest(config.corpus) or not (config.corpus.folder / MANIFEST).exists():
+    if not prepared_manifest(config.corpus):
         return []
+    if not (config.corpus.folder / MANIFEST).exists():
+        return [one.line for one in _card_readings(config)]
     shards = _training_shards(config)
     lengths = sorted({phase.sequence_length for phase in config.phases})
     return [*(count_reading(shards, config, length).line for length in lengths), *phase_lines(shards, config)]
@@ -118,6 +129,18 @@ def phase_lines(shards: TokenShards, config: PretrainConfig) -> list[str]:
         readings = phase_sampler(shards, config, number, seed=config.seed).readings(phase.sequences)
         lines.append(f"phases.{number}: {'; '.join(one.line for one in readings)}")
     return lines
+
+
+def _card_readings(config: PretrainConfig) -> list[Reading]:
+    """What `prepare` counted of a corpus that is streamed, for the lengths of its config then."""
+    if not is_streamed(config.corpus) or config.adaptation.replay_share:
+        return []
+    card = json.loads((fetch_without_tokens(config.corpus) / "card.json").read_text(encoding="utf-8"))
+    readings = [Reading(**one) for one in card.get("readings", [])]
+    lengths = {phase.sequence_length for phase in config.phases}
+    return [
+        one for one in readings if one.input_format == config.pairs.chosen_format and one.sequence_length in lengths
+    ]
 
 
 def counts_readings(config: PretrainConfig) -> CountReadings:

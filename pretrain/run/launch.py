@@ -60,7 +60,7 @@ def start_run(
     steps = kind.check(config, alone)
     with preflight.only_run(config.folder):
         config = preflight.check_run_folder(config, before, kind.changed, resume=resume)
-        with stored_run(config, resume):
+        with storing(config, resume):
             if steps is None or kind.is_finished(config):
                 print(f"{config.folder}: already finished; nothing to do")
                 return False
@@ -115,7 +115,7 @@ def download(run_dir: Any) -> None:
 
 
 @contextlib.contextmanager
-def stored_run(config: RunConfig, resume: bool) -> Iterator[None]:
+def storing(config: RunConfig, resume: bool) -> Iterator[None]:
     """Store what a run with an address leaves in its folder, however it ends.
 
     Raises `MachineError` if that fails after a run that did not; its checkpoints are in the folder then.

@@ -216,6 +216,14 @@ def test_a_tokenizer_of_another_size_is_refused(model: PretrainingModel, tmp_pat
         hf.export(model.state_dict(), SHAPE, tmp_path, tmp_path / "out", next_sentence=True, card="")
 
 
+def test_a_parameter_that_the_layout_lacks_is_named(model: PretrainingModel, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, VOCABULARY)
+    state = {**model.state_dict(), "place_weight": torch.zeros(2, SHAPE.hidden)}
+    with pytest.raises(InputError, match=r"^place_weight: no parameter that the layout of bert has"):
+        hf.export(state, SHAPE, tmp_path, tmp_path / "out", next_sentence=True, card="")
+    assert not (tmp_path / "out").exists()
+
+
 class TestExportRun:
     """From a run folder: which checkpoint is taken, and what its model card says."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,10 +24,11 @@ from pretrain.batches.sampler import Sampler
 from pretrain.common.addresses import CACHE_VARIABLE
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.worker import TrainingRequest, Worker
-from pretrain.config import CorpusConfig, PairsConfig
+from pretrain.config import CorpusConfig, PairsConfig, PretrainConfig
 from pretrain.corpus import block_cache
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.stored import fetch_corpus, open_corpus
+from pretrain.planning.text import measured_phases, reading_lines
 from pretrain.run import train
 from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
@@ -270,6 +272,11 @@ def test_what_prepare_stores_is_streamed_also_after_it_has_grown(proxy, tmp_path
         made = sampler(shards)
         plan = made.plan(np.arange(made.samples_per_epoch))
         assert plan.ordinary.sum() == sum(len(shard.tokens) for shard in shards.shards)
+        planned = PretrainConfig.model_validate({**config, "corpus": corpus})
+        assert [one.mean_length for one in measured_phases(planned)] == [pytest.approx(plan.lengths.mean(), rel=0.02)]
+        assert re.match(rf"length {LENGTH}: an epoch reads a token 1.000 times", reading_lines(planned)[0])
+        longer = {**config, "corpus": corpus, "phases": [{**phase, "sequence_length": 2 * LENGTH}]}
+        assert measured_phases(PretrainConfig.model_validate(longer)) == ()
         del made, shards
 
 

@@ -658,12 +658,12 @@ def test_a_start_that_fails_before_a_checkpoint_gives_the_run_back(proxy: Faulty
     StoredRun(RUN, there).download(best=True)
     config = start_of(there)
     for end in ("--resume by mistake", "and again"):
-        with pytest.raises(MachineError, match=end), launch.stored_run(config, True):
+        with pytest.raises(MachineError, match=end), launch.storing(config, True):
             raise MachineError(end)
         assert not (there / "writer.json").exists()
     save(saver, 2)
     assert saver.trouble == ""
-    with contextlib.suppress(MachineError), launch.stored_run(config, True):
+    with contextlib.suppress(MachineError), launch.storing(config, True):
         save(make_saver(StoredRun(RUN, there), there), 3)
         raise MachineError("after a checkpoint")
     save(saver, 4)
@@ -682,7 +682,7 @@ def test_a_start_whose_largest_batch_does_not_fit_leaves_the_run_to_the_one_that
     run = StoredRun(RUN, here)
     run.claim()  # and trains, with nothing stored yet
     writer = ObjectStore().read(f"{RUN}/writer.json")
-    with pytest.raises(MachineError, match=r"does not fit$"), launch.stored_run(start_of(there), False):
+    with pytest.raises(MachineError, match=r"does not fit$"), launch.storing(start_of(there), False):
         fail_untrained(there)
     assert ObjectStore().read(f"{RUN}/writer.json") == writer
     assert sorted(ObjectStore().listing(RUN)) == ["checkpoints/index.json", "writer.json"]
@@ -699,7 +699,7 @@ def fail_untrained(folder: Path) -> None:
 
 
 def test_untrained_weights_are_not_stored(proxy: FaultyProxy, tmp_path: Path) -> None:
-    with contextlib.suppress(MachineError), launch.stored_run(start_of(tmp_path), False):
+    with contextlib.suppress(MachineError), launch.storing(start_of(tmp_path), False):
         (tmp_path / "config.yaml").write_text("name: mine")
         fail_untrained(tmp_path)
     assert StoredRun(RUN, tmp_path).names() == []
@@ -719,7 +719,7 @@ def test_a_start_that_gives_the_run_back_stores_nothing(proxy: FaultyProxy, tmp_
     run.end()
     stored = contents(RUN)
     for error in (MachineError("no GPU"), RuntimeError("a bug")):
-        with contextlib.suppress(type(error)), launch.stored_run(start_of(there), True):
+        with contextlib.suppress(type(error)), launch.storing(start_of(there), True):
             write_files(there, "another")
             raise error
         assert contents(RUN) == stored
@@ -747,7 +747,7 @@ def test_a_claim_that_fails_is_undone(
         raise MachineError(f"{path}: disk full")
 
     monkeypatch.setattr(runs, "atomic_open", fail)
-    with pytest.raises(MachineError, match=r"disk full$"), launch.stored_run(start_of(tmp_path / "there"), False):
+    with pytest.raises(MachineError, match=r"disk full$"), launch.storing(start_of(tmp_path / "there"), False):
         pass
     assert ObjectStore().read(f"{RUN}/writer.json") == before
 
@@ -757,7 +757,7 @@ def test_what_a_start_leaves_is_stored_however_it_ends(proxy: FaultyProxy, error
     folder = local(RUN)
 
     def start() -> None:
-        with launch.stored_run(start_of(folder), False):
+        with launch.storing(start_of(folder), False):
             save(make_saver(StoredRun(RUN, folder), folder), 1)
             (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
             raise error

@@ -173,10 +173,7 @@ def _losses(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C:
 
 
 def losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, label_C: Tensor) -> Tensor:
-    """`_losses`; the logits become the gradient of the first.
-
-    Where it is not compiled, each operation has a table of its own, unless it works in place.
-    """
+    """`_losses`; the logits become the gradient of the first. Not compiled, what is not in place takes a table."""
     scores_CV, top_C, log_total_C = _normalize(logits_CV, bias_V)
     totals = _totals(labels_C, label_C, scores_CV, top_C, log_total_C)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
