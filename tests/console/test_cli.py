@@ -403,9 +403,11 @@ def test_report_writes_into_the_run_folder_by_default(monkeypatch: pytest.Monkey
     assert "short" in capsys.readouterr().out
 
 
-def test_export_names_run_folder_and_checkpoint(monkeypatch: pytest.MonkeyPatch):
+def test_export_names_run_folder_and_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from pretrain.checkpoint import hf
 
+    monkeypatch.chdir(tmp_path)
+    Path("runs/a").mkdir(parents=True)
     seen = []
     monkeypatch.setattr(hf, "export_run", lambda *given, **_: seen.append(given) or "a part")
     assert cli("export", "runs/a", "out") == 0
