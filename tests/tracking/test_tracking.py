@@ -28,6 +28,7 @@ from rich.console import Console
 
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.records import note_end, read_records
+from pretrain.common.run_files import PROBES
 from pretrain.common.settings import dump
 from pretrain.common.wording import clock
 from pretrain.config import PretrainConfig
@@ -36,7 +37,7 @@ from pretrain.tracking import live, mirror, starting
 from pretrain.tracking.live import follow
 from pretrain.tracking.mirror import wandb_names
 from pretrain.tracking.rows import LAST_SENT
-from pretrain.tracking.tracker import Tracker
+from pretrain.tracking.tracker import Tracker, send_probes
 from tests.wandb_files import history
 
 RESTART = {"event": "restart", "time": 1.0, "message": "worker 1 died"}
@@ -439,6 +440,32 @@ class TestWandb:
         second.log({"step": 30, "loss": 1.0})
         second.close()
         assert [step for step, _ in sent] == [10, 20, 30]
+
+    def test_scores_of_checkpoints_are_sent_once_in_later_rows(self, tmp_path: Path, sent: Sent) -> None:
+        """One checkpoint a row, over an axis of their own; also if a kill loses a row, and after the run's end."""
+
+        def score(*probed: int) -> None:
+            lines = [json.dumps({"split": "probe", "step": step, "blimp": step / 100}) for step in probed]
+            (tmp_path / PROBES).write_text("".join(f"{line}\n" for line in lines))
+
+        first = start(tmp_path, wandb="offline")
+        first.log({"step": 20, "loss": 1.0})
+        score(10, 20)
+        for step in (30, 40):
+            first.log({"step": step, "loss": 1.0})
+            first.log({"step": step, "split": "validation", "loss": 1.0})
+        kill(first)  # which loses the row of step 40
+        score(10, 20, 30, 40)
+        second = start(tmp_path, run_id=first.run_id, step=20, wandb="offline")
+        for step in (30, 40, 50):
+            second.log({"step": step, "loss": 1.0})
+        second.close()
+        config = make_config(wandb="offline").model_copy(update={"run_dir": str(tmp_path)})
+        for _ in range(2):
+            send_probes(config)
+        probed = [(step, row["probe/step"], row["probe/blimp"]) for step, row in sent if "probe/step" in row]
+        assert probed == [(30, 10, 0.1), (40, 20, 0.2), (50, 30, 0.3), (51, 40, 0.4)]
+        assert [step for step, _ in sent] == [20, 30, 40, 50, 51]
 
     def test_without_a_note_nothing_is_sent_that_an_earlier_start_may_have_sent(
         self, tmp_path: Path, sent: Sent
