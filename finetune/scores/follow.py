@@ -80,7 +80,7 @@ def _score_if_due(run: Path, checkpoint: Path, measure: Measure) -> bool:
     is_last, due = step >= sum(phase["steps"] for phase in config["phases"]), step // every - done // every
     if step > done and (due or is_last):
         averaged = state.get("averaged") or 0
-        _score(run, checkpoint, measure, {"averaged": averaged, "passed_over": max(0, due - 1)})
+        _score(run, checkpoint, measure, {"averaged": averaged, "skipped": max(0, due - 1)})
     return is_last
 
 

@@ -35,7 +35,7 @@ PROBE_FIELDS: dict[str, Metric] = {
     "step": Metric("steps", "The checkpoint's. `split` is always `probe`, and `time` as for events."),
     "seconds": Metric("s", "Time that the scores took."),
     "averaged": Metric("steps", "Steps whose weights were averaged; 0 for the weights of the step itself."),
-    "passed_over": Metric("checkpoints", "Due ones since the record before that were not scored: it took too long."),
+    "skipped": Metric("checkpoints", "Due ones since the record before that were not scored: it took too long."),
     "error": Metric("", "Why scores are missing."),
     **PROBE_SCORES,
 }

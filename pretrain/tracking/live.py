@@ -356,8 +356,8 @@ def _probe_line(record: dict[str, Any]) -> Text:
     line = Text(f"  step {record.get('step', 0):,} probes", style="dim")
     for score in metric_lines(record, metrics_of(record, PROBE_SCORES)):
         line.append("  ").append(score, style="default not dim bold")
-    if passed_over := record.get("passed_over"):
-        line.append(f"  {counted(passed_over, 'checkpoint')} passed over")
+    if skipped := record.get("skipped"):
+        line.append(f"  {counted(skipped, 'checkpoint')} skipped")
     return line.append(f"  {record['error']}" if "error" in record else "", style="default not dim yellow")
 
 

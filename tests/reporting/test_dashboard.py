@@ -243,7 +243,7 @@ class TestCurves:
             write_run(folder, [training(10), training(20), evaluation])
             scores = {"blimp": 0.6, "positions/0-63": 4.0, "positions/64-127": 3.5, "finetuning/sst2": 0.8}
             failed = {"step": 30, "split": "probe", "time": 1e9, "seconds": 2.0, "error": "no such file"}
-            probes = [{"step": 10, "split": "probe", "time": 1e9, "seconds": 2.0, "passed_over": 0, **scores}, failed]
+            probes = [{"step": 10, "split": "probe", "time": 1e9, "seconds": 2.0, "skipped": 0, **scores}, failed]
             (folder / "probes.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in probes))
             return folder
 

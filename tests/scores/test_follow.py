@@ -74,7 +74,7 @@ def test_the_newest_is_scored_and_those_before_it_are_counted(parent: Path, run:
     scores = Scores(step_00000002=lambda: saved(parent, run, 4, 6), step_00000006=lambda: saved(parent, run, 8))
     follow(run, scores)
     found = read_records(run, PROBES)
-    fields = ("step", "passed_over", "averaged", "held_out")
+    fields = ("step", "skipped", "averaged", "held_out")
     assert [tuple(one[name] for name in fields) for one in found] == [(2, 0, 0, 1.0), (6, 1, 0, 3.0), (8, 0, 2, 4.0)]
     assert not (run / "probes" / "model").exists()
     follow(run, scores)
@@ -89,7 +89,7 @@ def test_an_error_is_recorded_with_what_was_scored_before_it(parent: Path, run: 
     follow(run, Scores(step_00000002=fails, step_00000008=lambda: MachineError("disk full")))
     first, last = read_records(run, PROBES)
     assert (first["error"], first["held_out"]) == ("ValueError: no luck", 1.0)
-    assert (last["error"], last["held_out"], last["passed_over"]) == ("MachineError: disk full", 4.0, 2)
+    assert (last["error"], last["held_out"], last["skipped"]) == ("MachineError: disk full", 4.0, 2)
 
 
 def test_a_checkpoint_that_is_removed_meanwhile_is_no_error(parent: Path, run: Path) -> None:
