@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,12 +20,14 @@ import psutil
 
 from finetune.scores import blimp, common_words, finetuning, held_out, positions, whole_words
 from finetune.scores.finetuning_runs import FINETUNED
-from finetune.scores.record import MODELS, Record, read_record
+from finetune.scores.masked_model import fingerprint
+from finetune.scores.record import MODEL, MODELS, Record, read_record
 from pretrain.checkpoint import hf, store
 from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import append_open, checkpoint_names, disk_errors, locked
-from pretrain.common.records import read_records
+from pretrain.common.records import keep_until, read_records, with_nulls
 from pretrain.common.run_files import CONFIG_FILE, PROBES
+from pretrain.config import load_config
 
 Measure = Callable[..., tuple[Record, RunError | None]]  # called with the model, the folder `out` and a name
 
@@ -47,6 +50,7 @@ def follow(run: Path, measure: Measure, pid: int | None = None) -> None:
         raise InputError(f"--follow: {run} is not a run folder (no {CONFIG_FILE}). Give one.")
     refusal = f"--follow: {run}: another process scores the checkpoints of this run. Wait for it, or end it."
     with locked(run / _FOLDER / ".lock", "" if pid is not None else refusal):
+        keep_until(run / PROBES, sys.maxsize)  # without the half line of a process that was killed
         is_last = False
         while not is_last:
             for name in checkpoint_names(run)[-1:]:
@@ -77,7 +81,8 @@ def _score_if_due(run: Path, checkpoint: Path, measure: Measure) -> bool:
     config, done = state["config"], max((one["step"] for one in read_records(run, PROBES)), default=0)
     probed = config["evaluation"].get("probes", {}).get("every_steps", 1)  # no runs of earlier versions have it
     every = max(probed, config["checkpoint"]["every_steps"])
-    is_last, due = step >= sum(phase["steps"] for phase in config["phases"]), step // every - done // every
+    # A fork's first checkpoint has its parent's config, and that of a run that was made longer its former one.
+    is_last, due = step >= load_config(run / CONFIG_FILE).total_steps, step // every - done // every
     if step > done and (due or is_last):
         averaged = state.get("averaged") or 0
         _score(run, checkpoint, measure, {"averaged": averaged, "skipped": max(0, due - 1)})
@@ -90,16 +95,18 @@ def _score(run: Path, checkpoint: Path, measure: Measure, facts: Mapping[str, in
     shutil.rmtree(model, ignore_errors=True)
     try:
         hf.export_run(run, model, name, averaged=facts["averaged"] > 0)
+        if path.is_file() and read_record(path)[MODEL]["fingerprint"] != fingerprint(model):  # a step done again
+            path.unlink()
         _, failure = measure(model=model, out=out, name=name)
     except Exception as error:
-        if not checkpoint.is_dir():
+        if not (model / "config.json").is_file() and not checkpoint.is_dir():  # the export did not come about
             raise InputError(f"{checkpoint}: removed") from error
         failure = error
         logger.warning("%s", name, exc_info=error)
     record = {"split": "probe", "step": store.step_of(checkpoint), "time": time.time(), "seconds": time.time() - began}
     record |= {**facts, **(flat(read_record(path)) if path.is_file() else {})}
     record |= {} if failure is None else {"error": f"{type(failure).__name__}: {' '.join(str(failure).split())}"}
-    line = json.dumps(record)
+    line = json.dumps(with_nulls(record))
     with disk_errors(run / PROBES), append_open(run / PROBES) as file:
         file.write(f"{line}\n".encode())
     print(line, flush=True)

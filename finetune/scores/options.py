@@ -9,6 +9,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.run_files import CONFIG_FILE, SCORES
 from pretrain.run.arguments import add_run
 
+_OUT = "runs/scores"
 _TEXT_SCORES = ("held_out", "common_words", "whole_words", "positions")
 _EXAMPLES = """
   ./launch.sh evaluate-pretrained runs/bert-mini --text held-out.txt --blimp blimp/data
@@ -27,9 +28,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--out",
         type=local_path,
-        default="runs/scores",
+        default=_OUT,
         metavar="DIR",
-        help="folder of all results (default: runs/scores)",
+        help=f"folder of all results (default: {_OUT})",
     )
     purpose = "score checkpoints of the run MODEL into its probes.jsonl as they are saved, until the last"
     add_follow(parser, f"{purpose} (evaluation.probes does so from the config)")
@@ -64,6 +65,10 @@ def check(arguments: argparse.Namespace) -> None:
     for option, (given, has_effect, needed) in needs.items():
         if given and not has_effect:
             raise InputError(f"{option}: has no effect without {needed}. Give that, or leave {option} out.")
+    unused = {"--out": str(arguments.out) != _OUT, "--name": arguments.name, "--json": arguments.json}
+    for option, given in unused.items():
+        if arguments.follow and given:
+            raise InputError(f"{option}: has no effect with --follow, which writes into the run. Leave it out.")
     given = {"--text": arguments.text, "--blimp": [arguments.blimp], "--finetune": arguments.finetune}
     for option, paths in given.items():
         if missing := [path for path in paths if path is not None and not path.exists()]:

@@ -1,6 +1,7 @@
 """Reads metrics.jsonl, the source of truth about a run, and truncates it when a run resumes."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -131,6 +132,13 @@ def keep_until(path: Path, step: int) -> None:
     if text.encode() != path.read_bytes():
         with atomic_open(path, "w") as file:
             file.write(text)
+
+
+def with_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with null for NaN and infinities, which JSON does not have."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
 
 
 # ---- how a record's fields are shown

@@ -14,7 +14,6 @@ and holds a `Lease` of the blocks that it reads. Two processes never fetch one b
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import logging
@@ -34,6 +33,7 @@ from pretrain.common.addresses import join
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import disk_errors
 from pretrain.corpus.blocks import PARTS, block_digest, parts_of
+from pretrain.corpus.sparse_files import punch_hole, shared_array, try_lock, write_all
 from pretrain.storage.objects import ContentError, ObjectStore
 
 _SLOTS = 64  # processes of one machine
@@ -42,7 +42,6 @@ _POLL_SECONDS = 0.02
 _PAGE = 4096
 _ABSENT, _COMING, _HERE = range(3)
 STATE = np.dtype([("state", "u1"), ("slot", "u1"), ("used", "<u4")])
-_PUNCH_HOLE, _KEEP_SIZE = 0x02, 0x01
 
 logger = logging.getLogger(__name__)
 
@@ -124,20 +123,20 @@ class BlockCache:
         counts = [len(shard.blocks) for shard in shards]
         self._firsts = np.cumsum([0, *counts])
         self._bytes = np.concatenate([np.zeros(0, np.int64), *map(_block_bytes, shards)])
-        self._mutex, self._depth = threading.RLock(), 0
+        self._mutex, self._depth, self._shrunk = threading.RLock(), 0, 0
         self._uses = np.zeros(len(self._bytes), np.int32)
         self._proven = np.zeros(len(self._bytes), bool)  # read and verified by this process, or by one that fetched it
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-            self._state = _shared(folder / "state", STATE, (len(self._bytes),))
-            self._held = _shared(folder / "held", np.dtype(bool), (_SLOTS, len(self._bytes)))
-            self._limits = _shared(folder / "limits", np.dtype(np.int64), (_SLOTS,))
-            _punch_hole(self._lock, 0, _PAGE, folder)  # tells now whether the file system can
+            self._state = shared_array(folder / "state", STATE, (len(self._bytes),))
+            self._held = shared_array(folder / "held", np.dtype(bool), (_SLOTS, len(self._bytes)))
+            self._limits = shared_array(folder / "limits", np.dtype(np.int64), (_SLOTS,))
+            punch_hole(self._lock, 0, _PAGE, folder)  # tells now whether the file system can
             self._files = {name: os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644) for name in PARTS}
             self._shards = self._placed()
             self._mappings = {name: mmap.mmap(file, 0, access=mmap.ACCESS_READ) for name, file in self._files.items()}
-        self._slot = self._take_slot()
+            self._slot = self._take_slot()
         self._limits[self._slot] = most_bytes
         self._is_ahead = np.zeros(len(self._bytes), bool)  # fetched ahead by this process, and not held since
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="blocks")
@@ -324,18 +323,22 @@ class BlockCache:
         with disk_errors(self._folder):
             places = [(files[name].descriptor, part, files[name].range_of(block)[0]) for name, part in parts.items()]
             while True:
+                before = self._shrunk
                 try:
-                    return _write(places)
+                    return write_all(places)
                 except OSError as error:
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._has_shrunk(number):
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._has_shrunk(number, before):
                         raise
 
-    def _has_shrunk(self, number: int) -> bool:
+    def _has_shrunk(self, number: int, before: int) -> bool:
         """Whether blocks that nobody needs made room for a block on a full disk; the cache stays as small."""
         with self._locked():
+            if self._shrunk != before:  # another thread has made room meanwhile
+                return True
             present = self._present_bytes()
             freed = self._evict(max(int(self._bytes[number]), present // 8), np.array([number]))
             if freed:
+                self._shrunk += 1
                 self._limits[:] = np.minimum(self._limits, present - freed)
                 logger.warning("%s: disk full; the cache is now %s", self._folder, _size(present - freed))
         return freed > 0
@@ -374,7 +377,7 @@ class BlockCache:
             if (here := np.flatnonzero(~absent[block + 1 :])).size:
                 high = min(high, file.range_of(block + 1 + int(here[0]))[0] // _PAGE * _PAGE)
             if high > low:
-                _punch_hole(file.descriptor, low, high - low, self._folder)
+                punch_hole(file.descriptor, low, high - low, self._folder)
 
     # ------------------------------------------------------------ files and processes
 
@@ -398,7 +401,7 @@ class BlockCache:
             for slot in range(_SLOTS):
                 self._slots[slot] = os.open(self._folder / f"slot-{slot}", os.O_RDWR | os.O_CREAT, 0o644)
             for slot, descriptor in self._slots.items():
-                if _try_lock(descriptor):
+                if try_lock(descriptor):
                     self._held[slot] = False
                     left = (self._state["state"] == _COMING) & (self._state["slot"] == slot)
                     self._state["state"][left] = _ABSENT  # by a process that died
@@ -411,7 +414,7 @@ class BlockCache:
         for slot, descriptor in self._slots.items():
             if slot == self._slot:
                 continue
-            if _try_lock(descriptor):
+            if try_lock(descriptor):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             else:
                 alive[slot] = True
@@ -444,7 +447,7 @@ def remove_unused(folder: Path) -> None:
             for path in other.parent.glob("slot-*"):
                 descriptors.append(os.open(path, os.O_RDWR))
                 stack.callback(os.close, descriptors[-1])
-            if descriptors and all(map(_try_lock, descriptors)):
+            if descriptors and all(map(try_lock, descriptors)):
                 shutil.rmtree(other.parent, ignore_errors=True)
 
 
@@ -452,46 +455,6 @@ def _block_bytes(shard: StoredShard) -> np.ndarray:
     """Bytes of each block, int64 [B]."""
     bounds = parts_of(shard.blocks).items()
     return np.sum([(end - begin) * shard.arrays[name].width for name, (begin, end) in bounds], axis=0)
-
-
-def _shared(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """An array in a file, of zeros at first, that processes share."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        os.ftruncate(descriptor, max(1, int(np.prod(shape)) * dtype.itemsize))
-    finally:
-        os.close(descriptor)
-    return np.memmap(path, dtype, "r+", shape=shape) if all(shape) else np.zeros(shape, dtype)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _write(places: Sequence[tuple[int, bytes, int]]) -> None:
-    """Write each (descriptor, content, offset)."""
-    for descriptor, content, offset in places:
-        view = memoryview(content)
-        while view:
-            written = os.pwrite(descriptor, view, offset)
-            view, offset = view[written:], offset + written
-
-
-def _punch_hole(descriptor: int, offset: int, length: int, folder: Path) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    arguments = (ctypes.c_int(_PUNCH_HOLE | _KEEP_SIZE), ctypes.c_int64(offset), ctypes.c_int64(length))
-    if libc.fallocate(ctypes.c_int(descriptor), *arguments):
-        number = ctypes.get_errno()
-        if number in (errno.EOPNOTSUPP, errno.ENOSYS):
-            raise MachineError(
-                f"{folder}: its file system cannot free parts of files, which corpus.cache needs. "
-                "Set BERTRAIN_CACHE to a folder on a disk of this machine (ext4, xfs, btrfs or tmpfs)."
-            )
-        raise OSError(number, os.strerror(number))
 
 
 def _size(count: int) -> str:

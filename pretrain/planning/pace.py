@@ -137,6 +137,9 @@ def _with_schedule(
         phase.update(schedule)
     for name, steps in every_steps.items():
         values[name]["every_steps"] = steps
+    evaluation = config.evaluation
+    probed = round(evaluation.probes.every_steps * every_steps["evaluation"] / evaluation.every_steps)
+    values["evaluation"]["probes"]["every_steps"] = max(1, probed)
     return PretrainConfig.model_validate(values)
 
 
@@ -160,7 +163,7 @@ def timed_run(config: PretrainConfig, run: Path, steps: int) -> PretrainConfig:
     values: dict[str, Any] = config.model_dump()
     phase = {**values["phases"][0], **dict.fromkeys((*_SCHEDULE, "ramp_from", "averaged_share"), 0), "steps": steps}
     values.update(run_dir=str(run), phases=[phase])
-    values["evaluation"].update(every_steps=steps, sequences=config.scheduling.workers)
+    values["evaluation"].update(every_steps=steps, sequences=config.scheduling.workers, probes={})
     values["checkpoint"]["every_steps"] = steps
     values["tracking"].update(wandb="off", log_every_steps=1)
     return PretrainConfig.model_validate(values)

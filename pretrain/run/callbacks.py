@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import functools
 import inspect
 import logging
 import pickle
@@ -73,7 +74,10 @@ def carried(objects: Sequence[Any], *, elsewhere: bool) -> tuple[Any, ...]:
 def _packed(given: Any) -> str:
     import cloudpickle
 
-    module = given.__module__
+    function = given
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = function.__module__ or "builtins"
     if module.partition(".")[0] in (*sys.stdlib_module_names, "__main__"):
         module = ""
     else:  # it may lie beside the program, where workers do not look

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 
 from cluster.workers.launch import LOGS, environment
+from pretrain.common.children import unwound_when_terminated
 from pretrain.common.commands import program
 from pretrain.common.errors import InputError
 from pretrain.common.files import append_open, checkpoint_names
@@ -80,12 +81,19 @@ def _command(config: PretrainConfig) -> list[str]:
     given = importlib.metadata.entry_points(group="console_scripts", name="bertrain")
     if not (module := next((entry.module for entry in given), "")):
         raise InputError(f"{_SETTING}: need the command bertrain, which is not installed. Install the package.")
+    return [sys.executable, "-m", module, *_options(config)]
+
+
+def _options(config: PretrainConfig) -> list[str]:
+    """The command's name and arguments."""
     try:
         options = shlex.split(config.evaluation.probes.options)
     except ValueError as error:
         raise InputError(f"{_SETTING}: {error}. Quote paths with blanks as on a command line.") from None
+    if without := [option for option in ("--dry-run", "--help", "-h") if option in options]:
+        raise InputError(f"{_SETTING}: with {without[0]} nothing is scored. Leave it out.")
     own = ["--import", config.objective] if config.objective else []
-    return [sys.executable, "-m", module, "evaluate-pretrained", str(config.folder), *options, *own, "--follow"]
+    return ["evaluate-pretrained", str(config.folder), *options, *own, "--follow"]
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -104,11 +112,11 @@ def _wait(child: subprocess.Popen[bytes], config: PretrainConfig) -> None:
     limit = config.evaluation.probes.wait_seconds
     if child.poll() is None:
         print(f"  training is done; waiting up to {limit:.0f} s for the scores of the last checkpoint", flush=True)
+    in_main = threading.current_thread() is threading.main_thread()
     try:
-        child.wait(limit)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # the run itself is finished
-        command = (
-            f"{program()} evaluate-pretrained {shlex.quote(str(config.folder))} {config.evaluation.probes.options}"
-        )
+        with unwound_when_terminated() if in_main else contextlib.nullcontext():
+            child.wait(limit)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):  # the run itself is finished
+        command = f"{program()} {shlex.join(_options(config))}"
         why = "the last checkpoint is not scored yet; the run no longer waits (evaluation.probes.wait_seconds)"
-        print(f"warning: {why}. {command} --follow does it.", file=sys.stderr)
+        print(f"warning: {why}. {command} does it.", file=sys.stderr)

@@ -1,15 +1,16 @@
 """Records the metrics of a run in metrics.jsonl and mirrors them to W&B. Training never waits for the network."""
 
+import contextlib
 import json
-import math
 import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pretrain.common.errors import InputError
 from pretrain.common.files import append_open, disk_errors
-from pretrain.common.records import keep_until, read_records
+from pretrain.common.records import keep_until, read_records, with_nulls
 from pretrain.common.run_files import LAST_SENT, METRICS, PROBES
 from pretrain.config import RunConfig
 from pretrain.tracking.mirror import WandbMirror, new_id, wandb_arguments, wandb_mode
@@ -72,10 +73,7 @@ class Tracker:
         """Append one record (`pretrain.run.metrics`); NaN and infinities are written as null."""
         if self.file is None:
             return
-        record = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
-        }
+        record = with_nulls(record)
         with disk_errors(Path(self.file.name)):
             # A kill can leave an incomplete last line only; the next start removes it.
             remaining = json.dumps(record, allow_nan=False).encode() + b"\n"
@@ -163,4 +161,6 @@ def send_probes(config: RunConfig) -> None:
 
 
 def _probes_after(folder: Path, step: int) -> list[dict[str, Any]]:
-    return [one for one in read_records(folder, PROBES) if one["step"] > step]
+    with contextlib.suppress(InputError):  # a bad line of theirs is no error of the run
+        return [one for one in read_records(folder, PROBES) if one["step"] > step]
+    return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from starts import Start, pretraining, records, starts
 
 from finetune.cli import main
 from pretrain.common import extensions
-from pretrain.run.callbacks import Callbacks
+from pretrain.run.callbacks import Callbacks, carried
 from tests.distributed import run_workers
 
 ROOT = Path(__file__).parents[2]
@@ -152,6 +153,10 @@ def test_what_is_no_callback_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert not (place / "run").exists()
+
+
+def test_functions_of_any_origin_are_carried() -> None:
+    assert len(carried([functools.partial(print, "x"), {}.setdefault], elsewhere=True)) == 2
 
 
 OBJECTS = """

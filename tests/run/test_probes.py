@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -62,6 +63,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--text absent.txt", "--text: absent.txt does not exist"),
         ("--text 'text.txt", "No closing quotation"),
         ("--length 64", "nothing to measure"),
+        ("--text text.txt --dry-run", "with --dry-run nothing is scored"),
+        ("--text text.txt --out elsewhere", "--out: has no effect with --follow"),
     ],
 )
 def test_wrong_options_are_refused_before_the_run(place: Path, options: str, said: str) -> None:
@@ -120,6 +123,13 @@ def test_a_finished_run_waits_for_a_limited_time(fake: Path, capsys: pytest.Capt
     said = capsys.readouterr()
     assert "waiting up to 0 s for the scores of the last checkpoint" in said.out
     assert f"evaluate-pretrained {fake / 'run'} sleep --follow does it." in said.err
+
+
+def test_sigterm_ends_the_wait_and_not_the_run(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with probes.probing(config(fake, "sleep", wait_seconds=60)):
+        started(fake / "run")
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert "the run no longer waits" in capsys.readouterr().err
 
 
 def test_a_process_that_fails_is_one_line_and_the_run_goes_on(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,8 @@ from pretrain.checkpoint import hf
 from pretrain.common.errors import InputError, MachineError, RunError
 from pretrain.common.files import locked
 from pretrain.common.records import read_records
-from pretrain.common.run_files import PROBES
-from pretrain.config import PretrainConfig
+from pretrain.common.run_files import CONFIG_FILE, PROBES
+from pretrain.config import PretrainConfig, load_config
 from pretrain.run.preflight import record_config
 from tests.distributed import run_workers
 
@@ -92,14 +92,64 @@ def test_an_error_is_recorded_with_what_was_scored_before_it(parent: Path, run: 
     assert (last["error"], last["held_out"], last["skipped"]) == ("MachineError: disk full", 4.0, 2)
 
 
-def test_a_checkpoint_that_is_removed_meanwhile_is_no_error(parent: Path, run: Path) -> None:
+def test_a_checkpoint_that_is_removed_before_it_is_exported_is_no_error(
+    parent: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = hf.export_run
+
+    def pruned(*given: Any, **options: Any) -> None:
+        if not (run / "checkpoints" / "step-00000008").exists():
+            saved(parent, run, 8)
+            shutil.rmtree(run / "checkpoints" / "step-00000002")
+        export(*given, **options)
+
+    monkeypatch.setattr(hf, "export_run", pruned)
+    follow(run, Scores())
+    assert [(one["step"], "error" in one) for one in read_records(run, PROBES)] == [(8, False)]
+
+
+def test_an_error_of_the_scores_is_told_though_the_checkpoint_is_gone(parent: Path, run: Path) -> None:
     def pruned() -> None:
         shutil.rmtree(run / "checkpoints" / "step-00000002")
         saved(parent, run, 8)
-        raise InputError("no such checkpoint")
+        raise ValueError("a bug")
 
     follow(run, Scores(step_00000002=pruned))
-    assert [(one["step"], "error" in one) for one in read_records(run, PROBES)] == [(8, False)]
+    assert [(one["step"], one.get("error")) for one in read_records(run, PROBES)] == [
+        (2, "ValueError: a bug"),
+        (8, None),
+    ]
+
+
+def test_a_run_that_is_longer_than_its_checkpoint_says_is_followed_on(
+    parent: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was resumed with more steps, or a fork."""
+    saved(parent, run, 8)
+    config = load_config(run / CONFIG_FILE)
+    (phase,) = config.phases
+    longer = config.model_copy(update={"phases": [phase.model_copy(update={"steps": 16})], "run_dir": str(run)})
+    record_config(longer)
+
+    def sleep(seconds: float) -> None:
+        if seconds:
+            raise TimeoutError("it waits for more")
+
+    monkeypatch.setattr("finetune.scores.follow.time.sleep", sleep)
+    with pytest.raises(TimeoutError):
+        follow(run, Scores())
+    assert [one["step"] for one in read_records(run, PROBES)] == [8]
+
+
+def test_a_step_that_was_done_again_is_scored_again(parent: Path, run: Path) -> None:
+    saved(parent, run, 8)
+    former = Record(
+        run / "probes" / "models" / "step-00000008.json", {"name": "step-00000008", "fingerprint": "former"}
+    )
+    former.write("held_out", {}, {"nats_per_token": 9.0})
+    (run / PROBES).write_text('{"step": 2, "split": "probe", "held_out": 1.0}\n{"step": 4, "spl')  # killed in mid-line
+    follow(run, Scores())
+    assert [(one["step"], one["held_out"]) for one in read_records(run, PROBES)] == [(2, 1.0), (8, 4.0)]
 
 
 def test_what_was_interrupted_is_done_by_the_next_call(parent: Path, run: Path) -> None:

@@ -1,0 +1,57 @@
+"""Files that processes of a machine share: arrays, locks, and files with holes."""
+
+import ctypes
+import errno
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.common.errors import MachineError
+
+_PUNCH_HOLE, _KEEP_SIZE = 0x02, 0x01
+
+
+def shared_array(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """An array in a file, of zeros at first, that processes share."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        # Not sparse: a write to a hole of a mapping on a full disk is a bus error.
+        os.posix_fallocate(descriptor, 0, max(1, int(np.prod(shape)) * dtype.itemsize))
+    finally:
+        os.close(descriptor)
+    return np.memmap(path, dtype, "r+", shape=shape) if all(shape) else np.zeros(shape, dtype)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock a file for this process; False if another one has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def write_all(places: Sequence[tuple[int, bytes, int]]) -> None:
+    """Write each (descriptor, content, offset)."""
+    for descriptor, content, offset in places:
+        view = memoryview(content)
+        while view:
+            written = os.pwrite(descriptor, view, offset)
+            view, offset = view[written:], offset + written
+
+
+def punch_hole(descriptor: int, offset: int, length: int, folder: Path) -> None:
+    """Free bytes of a file; `MachineError`, which names `folder`, if its file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (ctypes.c_int(_PUNCH_HOLE | _KEEP_SIZE), ctypes.c_int64(offset), ctypes.c_int64(length))
+    if libc.fallocate(ctypes.c_int(descriptor), *arguments):
+        number = ctypes.get_errno()
+        if number in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise MachineError(
+                f"{folder}: its file system cannot free parts of files, which corpus.cache needs. "
+                "Set BERTRAIN_CACHE to a folder on a disk of this machine (ext4, xfs, btrfs or tmpfs)."
+            )
+        raise OSError(number, os.strerror(number))
