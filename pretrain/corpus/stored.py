@@ -172,6 +172,7 @@ def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
     yield theirs is not None
     folders.store(corpus.folder, corpus.dir, replaced=CARD_FILES)
     _store_counts(corpus)
+    print(f"{corpus.dir}: stored")
     if any(not (corpus.folder / name).is_file() for name in read_manifest(corpus.folder)["files"]):
         (corpus.folder / MANIFEST).unlink()  # who reads the tokens fetches the others
 

@@ -361,7 +361,8 @@ def _streaming_line(manifest: dict[str, Any], cache: int) -> str:
     least, requests = min(blocks, 2 * held) * size / max(1, blocks), len(PARTS) * blocks
     return (
         f"streamed: {size / 1e9:,.3g} GB in {counted(blocks, 'block')}, a machine keeps {cache / 1e9:,.3g} GB and "
-        f"needs {least / 1e9:,.3g} GB at least, less if machines divide the text. "
+        f"needs {least / 1e9:,.3g} GB at least, less if machines divide the text"
+        f"{': more than corpus.cache' if least > cache else ''}. "
         f"A pass takes {requests:,} requests, ${requests * _DOLLARS_A_REQUEST:,.2f} at S3's price without transfer"
     )
 

@@ -15,7 +15,8 @@ from pretrain.batches.replay import with_replay
 from pretrain.batches.sampler import phase_sampler
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
-from pretrain.common.files import MANIFEST
+from pretrain.common.files import MANIFEST, read_manifest
+from pretrain.common.kinds import not_one_of
 from pretrain.config import PretrainConfig
 from pretrain.corpus.description import describe
 from pretrain.corpus.prepare import CountReadings
@@ -67,7 +68,8 @@ def measured_phases(config: PretrainConfig) -> tuple[PhaseText, ...]:
     """
     if not (manifest := prepared_manifest(config.corpus)):
         return ()
-    if not (config.corpus.folder / MANIFEST).exists():
+    if not _is_here(config, manifest):
+        _check_weights(config, manifest)
         counted = {one.sequence_length: one.mean_length for one in _card_readings(config)}
         if any(phase.sequence_length not in counted for phase in config.phases):
             return ()
@@ -108,9 +110,9 @@ def reading_lines(config: PretrainConfig) -> list[str]:
 
     Raises `InputError` as `measured_phases`.
     """
-    if not prepared_manifest(config.corpus):
+    if not (manifest := prepared_manifest(config.corpus)):
         return []
-    if not (config.corpus.folder / MANIFEST).exists():
+    if not _is_here(config, manifest):
         return [one.line for one in _card_readings(config)]
     shards = _training_shards(config)
     lengths = sorted({phase.sequence_length for phase in config.phases})
@@ -129,6 +131,20 @@ def phase_lines(shards: TokenShards, config: PretrainConfig) -> list[str]:
         readings = phase_sampler(shards, config, number, seed=config.seed).readings(phase.sequences)
         lines.append(f"phases.{number}: {'; '.join(one.line for one in readings)}")
     return lines
+
+
+def _is_here(config: PretrainConfig, manifest: dict[str, Any]) -> bool:
+    """Whether this machine has a full copy of the corpus with this manifest; one at an address may have grown since."""
+    folder = config.corpus.folder
+    return (folder / MANIFEST).exists() and read_manifest(folder)["shards"] == manifest["shards"]
+
+
+def _check_weights(config: PretrainConfig, manifest: dict[str, Any]) -> None:
+    names = [source["name"] for source in manifest["sources"]]
+    for number, phase in enumerate(config.phases):
+        if unknown := [name for name in phase.weights if name not in names]:
+            advice = "`prepare` adds the sources of a config to its corpus."
+            raise InputError(f"phases.{number}.weights: {not_one_of(unknown[0], names)} {advice}")
 
 
 def _card_readings(config: PretrainConfig) -> list[Reading]:

@@ -277,6 +277,9 @@ def test_what_prepare_stores_is_streamed_also_after_it_has_grown(proxy, tmp_path
         assert re.match(rf"length {LENGTH}: an epoch reads a token 1.000 times", reading_lines(planned)[0])
         longer = {**config, "corpus": corpus, "phases": [{**phase, "sequence_length": 2 * LENGTH}]}
         assert measured_phases(PretrainConfig.model_validate(longer)) == ()
+        weighed = {**config, "corpus": corpus, "phases": [{**phase, "weights": {"c": 1}}]}
+        with pytest.raises(InputError, match=r"^phases.0.weights: 'c' is not one of a"):
+            measured_phases(PretrainConfig.model_validate(weighed))
         del made, shards
 
 
