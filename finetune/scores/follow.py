@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 from finetune.scores import blimp, common_words, finetuning, held_out, positions, whole_words
 from finetune.scores.finetuning_runs import FINETUNED
@@ -27,7 +28,6 @@ from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import append_open, checkpoint_names, disk_errors, locked
 from pretrain.common.records import keep_until, read_records, with_nulls
 from pretrain.common.run_files import CONFIG_FILE, PROBES
-from pretrain.config import load_config
 
 Measure = Callable[..., tuple[Record, RunError | None]]  # called with the model, the folder `out` and a name
 
@@ -82,7 +82,8 @@ def _score_if_due(run: Path, checkpoint: Path, measure: Measure) -> bool:
     probed = config["evaluation"].get("probes", {}).get("every_steps", 1)  # no runs of earlier versions have it
     every = max(probed, config["checkpoint"]["every_steps"])
     # A fork's first checkpoint has its parent's config, and that of a run that was made longer its former one.
-    is_last, due = step >= load_config(run / CONFIG_FILE).total_steps, step // every - done // every
+    phases = yaml.safe_load((run / CONFIG_FILE).read_text(encoding="utf-8"))["phases"]
+    is_last, due = step >= sum(phase["steps"] for phase in phases), step // every - done // every
     if step > done and (due or is_last):
         averaged = state.get("averaged") or 0
         _score(run, checkpoint, measure, {"averaged": averaged, "skipped": max(0, due - 1)})
