@@ -542,7 +542,7 @@ def test_slurm_runs_and_returns_the_exit_code(slurm_job: Any, tmp_path: Path) ->
     calls = (tmp_path / "calls").read_text()
     assert re.search(r"^symmetric-run --address [\d.]+:24711 --min-nodes 2 ", calls)
     assert re.search(
-        r"pretrain pretrain runs/my-run/submitted.yaml --set scheduling.address=[\d.]+:24711 --resume", calls
+        r"-m finetune.cli pretrain runs/my-run/submitted.yaml --set scheduling.address=[\d.]+:24711 --resume", calls
     )
     assert "scontrol" not in calls
     assert (tmp_path / "cpus").read_text() == "24\n"  # which srun no longer takes from sbatch
@@ -801,7 +801,7 @@ def hostile_job(value: str, canary: Path) -> ManifestJob:
         name="my-run",
         folder=value,
         config=f"a: {value!r}\nCONFIG\ntouch {canary}\nCONFIG_\n  touch {canary}\n",
-        subcommands=("pretrain prepare", "pretrain pretrain"),
+        subcommands=("prepare", "pretrain"),
         nodes=2,
         min_nodes=1,
         workers_per_node=8,

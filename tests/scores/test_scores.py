@@ -705,7 +705,7 @@ def test_a_model_without_a_masked_head_is_only_fine_tuned(
         (["--text", "a", "--blimp-limit", "3"], "--blimp-limit: has no effect without --blimp"),
         (["--finetune", "a", "--precision", "bf16"], "--precision: has no effect without --text or --blimp"),
         (["--finetune", "a", "--compile"], "--compile: has no effect without --text or --blimp"),
-        (["--text", "a", "--name", "a/b"], "--name: 'a/b' cannot name"),
+        (["--text", ".", "--name", "a/b"], "--name: 'a/b' cannot name"),
     ],
 )
 def test_options_without_effect_are_refused(
