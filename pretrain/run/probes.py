@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 from cluster.workers.launch import LOGS, environment
 from pretrain.common.children import unwound_when_terminated
@@ -62,6 +63,8 @@ def probing(config: PretrainConfig) -> Iterator[None]:
     with contextlib.suppress(OSError):  # it has ended at once, or the system allows no such share
         os.setpriority(os.PRIO_PROCESS, child.pid, _LOWEST_PRIORITY)
         os.sched_setaffinity(child.pid, sorted(os.sched_getaffinity(0))[-settings.threads :])
+        # A session is a scheduling group, and a nice value counts within its group only (autogroup in sched(7)).
+        Path(f"/proc/{child.pid}/autogroup").write_text(f"{_LOWEST_PRIORITY}", encoding="utf-8")
     ending = threading.Event()
     watch = threading.Thread(target=_watch, args=(child, ending, str(log.name)), name="probes", daemon=True)
     watch.start()

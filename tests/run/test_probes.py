@@ -105,6 +105,8 @@ def test_it_has_its_share_and_no_gpu_and_an_error_of_the_run_ends_it(fake: Path)
         with probes.probing(config(fake, "sleep")):
             facts.update(started(fake / "run"))
             assert psutil.pid_exists(facts["pid"])
+            group = Path(f"/proc/{facts['pid']}/autogroup")
+            assert not group.exists() or not (said := group.read_text()) or said.endswith(" nice 19\n")
             raise StoppedError("stopped")
 
     with pytest.raises(StoppedError):
