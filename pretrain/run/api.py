@@ -71,20 +71,26 @@ def train(
     Raises a `RunError`: `InputError` for what is wrong in the config or the corpus, or if the run was begun before and
     `resume` is off; `MachineError`, `DivergedError`; `StoppedError` after a stop, which `resume` continues.
     """
-    from pretrain.run.fork import begin_fork
+    from pretrain.run.fork import begin_fork, undone_if_refused
 
     read = read_config(config, overrides, start_from=start_from, fork_from=fork_from, resume=resume)
     if minutes is not None:
         read = fit_minutes(read, minutes, resume=resume)
     forks = bool(read.fork_from) and (launch.is_follower() or begin_fork(read))
     resume = resume or forks
+
+    @contextlib.contextmanager
+    def beside(config: PretrainConfig) -> Iterator[None]:
+        with undone_if_refused(config) if forks else contextlib.nullcontext(), probes.probing(config):
+            yield
+
     kind = launch.RunKind(
         "pretrain.run.train:main",
         check=functools.partial(_check, resume=resume),
         is_finished=preflight.is_finished,
         changed=changed_for_resume,
         metrics=objective_of(read).metrics,
-        beside=probes.probing,
+        beside=beside,
         callbacks=tuple(callbacks),
     )
     before = launch.config_before(read, resume)
