@@ -23,6 +23,7 @@ from pretrain.corpus.block_cache import BlockCache, Lease
 _CELL_LENGTHS = 8  # samples whose Bs may be exchanged, in sequence lengths: most lengths of B occur several times
 _LAYERS_KEPT, _WINDOWS_KEPT = 2, 2
 _GOLDEN, _LOW_BITS = 0x9E3779B9, (1 << 32) - 1  # multiples of the golden ratio, of 2^32, fill any range evenly
+_OWNERS_AT_ONCE = 1 << 16  # samples
 _OFFSET_BITS = 44  # of a token offset within a shard
 _SHARE_BLOCKS = 16  # least blocks of a share of a window: shares have nearly the same number of tokens
 
@@ -168,17 +169,20 @@ class SourceSamples:
         Machines divide the window's tokens evenly, so two may read the block where one ends. Couples of pairs stay
         together: groups of machines have shares, and the machines of a group take turns.
         """
-        block, sample = samples.locate(np.arange(samples.samples))
-        if not self._pairs.has_classifier:
-            begin, size, tokens = self._places(numbers)
-            # Samples of a block go to its machines in proportion, at every stage of the block.
-            place = begin[block] + ((sample * _GOLDEN & _LOW_BITS) * size[block] >> 32)
-            return (place * self._machine.count // tokens).astype(np.int16)
-        groups = self._groups(share := self._shares(numbers))
-        owner = (share[block] % groups).astype(np.int16)
-        for number in range(groups if self._machine.count > groups else 0):
+        owner = np.empty(samples.samples, np.int16)
+        begin, size, tokens = self._places(numbers)
+        share, count = self._shares(numbers), self._machine.count
+        groups = self._groups(share) if self._pairs.has_classifier else count
+        for first in range(0, len(owner), _OWNERS_AT_ONCE):
+            block, sample = samples.locate(np.arange(first, min(first + _OWNERS_AT_ONCE, len(owner))))
+            if self._pairs.has_classifier:
+                here = share[block] % groups
+            else:  # samples of a block go to its machines in proportion, at every stage of the block
+                here = (begin[block] + ((sample * _GOLDEN & _LOW_BITS) * size[block] >> 32)) * count // tokens
+            owner[first : first + len(here)] = here
+        for number in range(groups if count > groups else 0):
             own = np.flatnonzero(owner == number)
-            owner[own] += (groups * (np.arange(len(own)) % (self._machine.count // groups))).astype(np.int16)
+            owner[own] += (groups * (np.arange(len(own)) % (count // groups))).astype(np.int16)
         return owner
 
     def _shares(self, numbers: np.ndarray) -> np.ndarray:
