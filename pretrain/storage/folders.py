@@ -111,8 +111,8 @@ def read_stored_manifest(address: str, objects: ObjectStore) -> bytes | None:
 def store(folder: Path, address: str, objects: ObjectStore | None = None, *, replaced: Collection[str] = ()) -> None:
     """Store the folder with a manifest at `address`, the manifest last; files that are there already are kept.
 
-    An interrupted call goes on where it stopped. New files come first, and those that were lost there. Before others are
-    replaced, the manifest that is there is deleted; if they are all among `replaced`, it only stops naming them, so
+    An interrupted call goes on where it stopped. New files come first, and those that were lost there. Before others
+    are replaced, the manifest that is there is deleted; if they are all among `replaced`, it only stops naming them, so
     that the rest can be fetched. At the end, files of an earlier manifest that this one has not are deleted.
 
     Raises `MachineError` if a file was lost there and is not here.
@@ -120,7 +120,8 @@ def store(folder: Path, address: str, objects: ObjectStore | None = None, *, rep
     objects, manifest = objects or ObjectStore(), read_manifest(folder)
     content, theirs = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
     before, there = files_of(theirs), objects.listing(address)
-    lost = {name for name, entry in manifest["files"].items() if name not in there or there[name].bytes != entry["bytes"]}
+    sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+    lost = {name for name, size in sizes.items() if name not in there or there[name].bytes != size}
     if theirs == content and not lost:
         return
     others = [name for name, entry in manifest["files"].items() if before.get(name, entry) != entry]
