@@ -204,12 +204,16 @@ def _lengths(config: PretrainConfig) -> Iterator[str]:
 
 def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:
     """Check what the run reads, and print what it begins from; returns its steps."""
-    from pretrain.corpus.stored import fetch_corpus
+    from pretrain.corpus.stored import fetch_corpus, is_streamed
     from pretrain.model.cost import check_names
 
     launch.check_start(config, alone)
     check_names(config.model)
     fetch_corpus(config.corpus)
+    if is_streamed(config.corpus):
+        print(
+            f"{config.corpus.dir}: streamed; at most {config.corpus.cache.human_readable(decimal=True)} are kept here"
+        )
     begins = config.start_from and not (resume and began_from(config.folder))
     if begins:
         from pretrain.checkpoint.start import check_start_corpus, start_table

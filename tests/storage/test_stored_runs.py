@@ -327,11 +327,16 @@ def test_a_corpus_on_s3_is_that_on_disk_and_a_cut_upload_goes_on(proxy: FaultyPr
     assert list(card["sources"][1]["file_hashes"]) == [f"s3://{BUCKET}/texts/lines-{n}.jsonl.gz" for n in (0, 1)]
     shutil.rmtree(tmp_path / "cache")  # on another machine
     capsys.readouterr()
-    assert main(["pretrain", stored, "--dry-run"]) == 0
+    longer = ["--dry-run", "--set", "phases.0.steps=100"]
+    assert main(["pretrain", stored, *longer, "--set", "corpus.cache=1MB"]) == 0
     said = capsys.readouterr().out
-    assert main(["pretrain", str(tmp_path / "local.yaml"), "--dry-run"]) == 0
-    (counts,) = [line for line in capsys.readouterr().out.splitlines() if " documents, " in line and "train:" in line]
+    assert main(["pretrain", str(tmp_path / "local.yaml"), *longer]) == 0
+    local_said = capsys.readouterr().out
+    (counts,) = [line for line in local_said.splitlines() if " documents, " in line and "train:" in line]
     assert counts in said
+    shares = [[float(one) for one in re.findall(r"([\d.]+)% of the tokens, ", text)] for text in (said, local_said)]
+    assert shares[0] == pytest.approx(shares[1], abs=3)
+    assert len(shares[0]) == 3
     assert not local(address).exists(), "a dry run fetches no tokens"
     assert main(["prepare", stored]) == 0
     assert "already prepared" in capsys.readouterr().out
