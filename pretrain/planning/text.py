@@ -158,8 +158,9 @@ def _expected_phase_lines(
         mix = plan_mix(replace(described, shards=text), phase, whole, list(before * samples), f"phases.{number}")
         shares = np.array(mix.shares) / sum(mix.shares)
         read = before + shares * phase.sequences / samples
-        rows = zip(described.sources, shares, read - before, read, mix.capped, strict=True)
-        lines = (SourceReading(one["name"], *map(float, own), capped).line for one, *own, capped in rows if own[0])
+        figures = zip(shares.tolist(), (read - before).tolist(), read.tolist(), mix.capped, strict=True)
+        own = zip(described.sources, figures, strict=True)
+        lines = (SourceReading(source["name"], *one).line for source, one in own if one[0])
         yield f"phases.{number}: about {'; '.join(lines)}"
 
 
