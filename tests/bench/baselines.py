@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from pretrain.batches.batch import MicroBatch, StepBatch
-from pretrain.batches.loader import Loader, validation_batches
+from pretrain.batches.loader import Loader
 from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory
 from pretrain.common.setting_errors import first_problem
@@ -46,7 +46,6 @@ class TrainerSpec:
     Attributes:
         kind: `OURS`, `BARE` or one of `BASELINES`.
         config: the run that it trains.
-        held_out: the run on whose held-out batches it is scored; None for its own.
         device: torch device type.
         threads: CPU threads; 0 keeps torch's default.
         steps: batches to make before training starts; 0 makes each batch when it is needed.
@@ -54,21 +53,20 @@ class TrainerSpec:
 
     kind: str
     config: PretrainConfig
-    held_out: PretrainConfig | None = None
     device: str = "cpu"
     threads: int = 0
     steps: int = 0
 
 
 def bench_config(
-    corpus: str, size: str, length: int, sequences: int, *, rate: float = 1e-4, precision: str = "auto", **model: Any
+    corpus: str, size: str, length: int, sequences: int, *, precision: str = "auto", **model: Any
 ) -> PretrainConfig:
     """A run of `sequences` per step and one micro-batch per step, with no last step.
 
     `model` holds further settings of the section model. The precision is resolved for this machine; the baselines use
     the same one. Only BERT predicts the next sentence. Raises `InputError` if there is no such run.
     """
-    phase = {"sequence_length": length, "global_sequences": sequences, "steps": 10**9, "peak_learning_rate": rate}
+    phase = {"sequence_length": length, "global_sequences": sequences, "steps": 10**9, "peak_learning_rate": 1e-4}
     config = validated(
         {
             "name": "bench",
@@ -77,7 +75,6 @@ def bench_config(
             "pairs": {"next_sentence": model.get("family", "bert") == "bert"},
             "phases": [phase],
             "engine": {"zero_stage": 1, "micro_batch_tokens": sequences * length, "precision": precision},
-            "evaluation": {"sequences": 512},
         }
     )
     return resolve_here(config)[0]
@@ -112,10 +109,6 @@ class TrainerProcess:
     def train(self, learning_rate: float) -> StepReport:
         """Train the next step of the epoch."""
         return self._call("train", learning_rate)
-
-    def held_out_loss(self) -> float:
-        """Mean cross-entropy of the held-out masked tokens in nats, without dropout."""
-        return self._call("held_out_loss")
 
     def close(self) -> None:
         """End the process and wait for it."""
@@ -177,12 +170,6 @@ class _Worker:
         self._synchronize()
         return StepReport(time.perf_counter() - started, step.tokens, loss)
 
-    def held_out_loss(self) -> float:
-        config = self._spec.held_out or self._spec.config
-        shards = open_shards(config.corpus.folder, "validation")
-        steps = validation_batches(shards, config, 0, rank=0, world_size=1)
-        return self._trainer.held_out_loss([step.to(self._device) for step in steps])
-
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
@@ -222,10 +209,6 @@ class EngineTrainer:
             total += loss.item()
         self._engine.step(learning_rate)
         return total
-
-    def held_out_loss(self, steps: list[StepBatch]) -> float:
-        """Mean cross-entropy of the masked tokens in nats, without dropout."""
-        return _held_out_loss(self._engine.module, steps)
 
 
 class PlainLoopTrainer:
@@ -269,18 +252,6 @@ class PlainLoopTrainer:
                 weight.copy_(master)
         return total
 
-    def held_out_loss(self, steps: list[StepBatch]) -> float:
-        """Mean cross-entropy of the masked tokens in nats, without dropout."""
-        return _held_out_loss(self._model, steps)
-
-
-def _held_out_loss(model: nn.Module, steps: list[StepBatch]) -> float:
-    model.eval()
-    with torch.no_grad():
-        total = sum(model(batch).mlm_loss.item() for step in steps for batch in step.micro_batches)
-    model.train()
-    return total / sum(step.masked for step in steps)
-
 
 class TransformersTrainer:
     """transformers with autocast to the config's precision and fused AdamW, padded to the longest sequence of a batch.
@@ -323,22 +294,6 @@ class TransformersTrainer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return total
-
-    def held_out_loss(self, steps: list[StepBatch]) -> float:
-        """Mean cross-entropy of the masked tokens in nats, without dropout."""
-        self._model.eval()
-        total = 0.0
-        with torch.no_grad(), self._autocast():
-            for batch in (batch for step in steps for batch in step.micro_batches):
-                inputs = self._inputs(batch)
-                labels = inputs.pop("labels")
-                output = self._model(**inputs)
-                logits = output.logits if "logits" in output else output.prediction_logits
-                total += nn.functional.cross_entropy(
-                    logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
-                ).item()
-        self._model.train()
-        return total / sum(step.masked for step in steps)
 
     def _inputs(self, batch: MicroBatch) -> dict[str, Tensor]:
         """What the model's class takes of a padded batch."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import multiprocessing
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -20,7 +17,6 @@ from pretrain.common.files import read_manifest
 from pretrain.config import PretrainConfig
 from pretrain.corpus import prepare
 from pretrain.corpus.shards import token_dtype
-from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stages import batches_of
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, WordPieces, WordTable, columns
 from tests.bench.prepare_data import SEQUENCE_LENGTH, Vocabulary, settings_for
@@ -33,21 +29,6 @@ Program = Callable[[Path], int]  # works into an empty folder, returns the numbe
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-class _StageClock(StageBar):
-    """No progress bar but the seconds of every stage."""
-
-    def __init__(self) -> None:
-        super().__init__(quiet=True)
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def stage(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
-        began = time.perf_counter()
-        with super().stage(name, total) as advance:
-            yield advance
-        self.seconds[name] = time.perf_counter() - began
 
 
 class _Processes:
@@ -83,17 +64,12 @@ class Preparation(_Processes):
     def __init__(self, file: Path, vocabulary: Vocabulary) -> None:
         super().__init__()
         self._file, self._vocabulary = file, vocabulary
-        self._runs: list[dict[str, float]] = []
         self.start(int)
 
     def __call__(self, folder: Path) -> int:
         settings = settings_for(self._file, folder, self._vocabulary)
-        self._runs.append(self._executors[0].submit(_prepare, settings).result())
+        self._executors[0].submit(_prepare, settings).result()
         return sum(shard["tokens"] for shard in read_manifest(folder)["shards"])
-
-    def stage_seconds(self) -> dict[str, float]:
-        """Medians over the runs but the first."""
-        return {name: statistics.median(run[name] for run in self._runs[1:]) for name in self._runs[0]}
 
 
 class OwnTokenizers(_Processes):
@@ -146,13 +122,8 @@ class DatasetsMap(_Processes):
 _held: Any = None  # what this process was made ready with
 
 
-def _prepare(settings: dict[str, Any]) -> dict[str, float]:
-    """Prepare a corpus; returns the seconds of every stage."""
-    clock = _StageClock()
-    began = time.perf_counter()
-    prepare.prepare(PretrainConfig.model_validate(settings), bar=clock)
-    whole = time.perf_counter() - began
-    return clock.seconds | {"everything else": whole - sum(clock.seconds.values())}
+def _prepare(settings: dict[str, Any]) -> None:
+    prepare.prepare(PretrainConfig.model_validate(settings), quiet=True)
 
 
 def _hold(documents: list[list[str]], vocabulary: Vocabulary) -> None:

@@ -16,6 +16,7 @@ from chaos import ROOT
 from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_reviews
 
 from finetune.training.config import load_config
+from pretrain.checkpoint import released
 from pretrain.common.errors import InputError, MachineError
 from tests.bench import finetuning
 
@@ -86,37 +87,31 @@ def test_the_trainer_has_our_optimizer_and_schedule(tmp_path: Path, monkeypatch:
         ({"optimizer": {"name": "lamb"}}, "optimizer.name: lamb; the Trainer has no such setting. Set it to adamw"),
         ({"random_weights": True}, "random_weights: True; the Trainer has no such setting. Set it to False"),
         ({"class_weights": "balanced"}, "classification.class_weights: balanced; .* Set it to none"),
+        ({"dev": None}, r"no dev set\. Set one"),
+        ({"start_from": "run"}, "It is a run: export it"),
+        ({"start_from": "own"}, r"It has model\.norm"),
+        ({"start_from": ""}, "--from: missing"),
+        ({"start_from": "bert"}, r"is missing\. Install the extra"),  # of a package
     ],
 )
-def test_what_the_trainer_cannot_do_is_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
-    reviews: dict[str, Any] = {**write_reviews(tmp_path, train=4, dev=4)}
-    reviews |= {"class_weights": values.pop("class_weights")} if "class_weights" in values else {}
-    config = load_config(write_config(tmp_path, start_from="unused", classification=reviews, **values))
-    with pytest.raises(InputError, match=message):
-        finetuning.compare(config, 1)
-
-
-def test_checkpoints_that_transformers_cannot_load_are_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_compared_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr(finetuning, "run_program", lambda _: pytest.fail("trained"))
-    reviews, run = write_reviews(tmp_path, train=4, dev=4), tmp_path / "pretrained"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "config.yaml").write_text("name: pretrained\n")
-    monkeypatch.setattr("pretrain.checkpoint.released.why_not_transformers", lambda _: "model.norm")
-    own = make_bert(tmp_path / "own")
-    for start, message in ((run, "It is a run: export it"), (own, r"It has model\.norm"), ("", "--from: missing")):
-        config = load_config(write_config(tmp_path, start_from=str(start), classification=reviews))
-        with pytest.raises(InputError, match=message):
-            finetuning.compare(config, 1)
-
-
-def test_a_missing_package_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(finetuning, "run_program", lambda _: pytest.fail("trained"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    start, reviews = make_bert(tmp_path / "bert"), write_reviews(tmp_path, train=4, dev=4)
-    config = load_config(write_config(tmp_path, start_from=str(start), classification=reviews))
-    with pytest.raises(MachineError, match=r"is missing\. Install the extra"):
+    start = values.get("start_from", "unused")
+    if start == "run":
+        (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+        (tmp_path / "run" / "config.yaml").write_text("name: pretrained\n")
+    elif start in ("own", "bert"):
+        make_bert(tmp_path / start)
+        monkeypatch.setattr(released, "why_not_transformers", lambda _: "model.norm" if start == "own" else "")
+    reviews = {**write_reviews(tmp_path, train=4, dev=4)}
+    reviews |= {name: values.pop(name) for name in ("class_weights", "dev") if name in values}
+    reviews = {name: value for name, value in reviews.items() if value is not None}
+    config = load_config(write_config(tmp_path, **{"start_from": start, "classification": reviews, **values}))
+    with pytest.raises((InputError, MachineError), match=message):
         finetuning.compare(config, 1)
 
 
@@ -129,24 +124,9 @@ def test_only_tags_of_tokens_are_padded() -> None:
     assert collated["labels"].tolist() == [[2, 2, 2, -100], [2, 2, 2, 2]]
 
 
-def test_a_config_without_a_dev_set_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finetuning, "run_program", lambda _: pytest.fail("trained"))
-    reviews = {"train": write_reviews(tmp_path, train=4, dev=4)["train"]}
-    config = load_config(write_config(tmp_path, start_from="unused", classification=reviews))
-    with pytest.raises(InputError, match=r"no dev set\. Set one"):
-        finetuning.compare(config, 1)
-
-
 def test_runs_of_the_benchmark_are_not_tracked(tmp_path: Path) -> None:
     reviews = write_reviews(tmp_path, train=4, dev=4)
     tracking = {"wandb": "online", "log_every_steps": 7}
     config = load_config(write_config(tmp_path, start_from="unused", classification=reviews, tracking=tracking))
     written = load_config(finetuning.write_result(config, 3, tmp_path / "ours-3"))
     assert (written.tracking.wandb, written.tracking.log_every_steps, written.seed) == ("off", 7, 3)
-
-
-def test_the_summary_says_which_step_is_scored() -> None:
-    run = {"score": 0.5, "examples_per_second": 10.0}
-    assert finetuning.summary({"ours": [run], "trainer": [run]}).splitlines()[-1] == (
-        "scores: ours at the best of its evaluations, trainer after its last step"
-    )

@@ -1,4 +1,4 @@
-"""The command `bench law`: points, fit, table, page and file."""
+"""The command `bench law`: points, fit, table and file."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from pretrain.planning import published
 from pretrain.planning.published import PublishedLaw, Recipe
 from tests.bench.law.fitting import FEWEST, published_fit
 from tests.bench.law.options import make_parser
-from tests.bench.law.page import write as write_page
 from tests.bench.law.points import Choice, Run, read_runs
 from tests.bench.law.table import HEADINGS, RIGHT_ALIGNED, cells, summary
 from tests.bench.speedrun.results import short_commit
 
-FILE, PAGE = "law.json", "law.html"
+FILE = "law.json"
 _SIZES = 3  # sizes and budgets, below which a law says nothing
 _ALIKE = 0.01  # relative difference up to which two count as one; those of one shape vary with the steps
 
 
 def main(argv: Sequence[str]) -> int:
-    """Fit, print the table, write the file and the page.
+    """Fit, print the table, write the file.
 
     Args:
         argv: those of `options.make_parser`.
@@ -36,15 +35,13 @@ def main(argv: Sequence[str]) -> int:
     runs, left_out = read_runs(arguments.runs, Choice(tuple(arguments.only or ()), tuple(arguments.holdout), below))
     law = fit_runs(runs)
     likely = law.likely
-    rows = cells(law, likely)
-    print("\n".join([*aligned([HEADINGS, *rows], RIGHT_ALIGNED), *left_out, "", *summary(law, likely)]))
+    print("\n".join([*aligned([HEADINGS, *cells(law, likely)], RIGHT_ALIGNED), *left_out, "", *summary(law, likely)]))
     out: Path = arguments.out or arguments.runs[0]
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     for path in (out / FILE, *([published.PUBLISHED] if arguments.write else [])):
         write_json(path, law.model_dump(mode="json"))
         print(path)
-    print(write_page(law, rows, [*summary(law, likely), *left_out], out / PAGE).resolve().as_uri())
     return 0
 
 

@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--out",
         type=local_path,
         metavar="DIR",
-        help="where law.json and law.html are written (default: the first RUNS)",
+        help="where law.json is written (default: the first RUNS)",
     )
     parser.add_argument(
         "--write", action="store_true", help="also replace the published law, the one that `pretrain --budget` reads"

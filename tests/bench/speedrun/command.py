@@ -1,4 +1,4 @@
-"""The command `bench speedrun`: text, corpus, one run for each budget, scores, table, page and log."""
+"""The command `bench speedrun`: text, corpus, one run for each budget, scores, table and log."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 import pretrain
 from finetune.scores.blimp import read_blimp
@@ -27,9 +25,7 @@ from tests.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_bu
 from tests.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, drawn_novels, novels_of, text_files
 from tests.bench.speedrun.options import DEFAULT_BUDGETS, NOVELS, make_parser
 from tests.bench.speedrun.results import Trial
-from tests.bench.speedrun.scores import ScoreSettings, measure, score_records
-
-PAGE = "speedrun.html"
+from tests.bench.speedrun.scores import ScoreSettings, measure
 
 
 def main(argv: Sequence[str]) -> int:
@@ -190,7 +186,6 @@ class _Trials:
             tokens=last["tokens"],
             epochs=plan.epochs * last["samples"] / plan.sequences,
             minutes=last["seconds"] / 60,
-            curve=learning_curve(records, plan),
             scores=scores,
             config=with_resolved_precision(config).model_dump(mode="json"),
             machine=json.loads((config.folder / ENVIRONMENT_FILE).read_text(encoding="utf-8")),
@@ -215,12 +210,8 @@ class _Trials:
             results.write(self._results, path)
 
     def _report(self, names: Sequence[str]) -> None:
-        """The table, the page, the log, and the one number: bits of common words at the largest budget."""
-        from tests.bench.speedrun.page import write
-
-        records = score_records(self._out, [one.run for one in self._results.trials if one.flops])
-        page = write(self._results, records, self._card, self._out / PAGE)
-        print(f"\n{results.table(self._results)}\n\n{self._out / results.RESULTS}\n{page.resolve().as_uri()}")
+        """The table, the log, and the one number: bits of common words at the largest budget."""
+        print(f"\n{results.table(self._results)}\n\n{self._out / results.RESULTS}")
         own = [one for one in self._results.trials if one.run in names]
         if self._arguments.log is not None:
             count = results.append_to_log(self._arguments.log, own)
@@ -236,18 +227,3 @@ def _teacher(config: PretrainConfig) -> ModelConfig | None:
     from pretrain.checkpoint.released import read_shape
 
     return read_shape(config.distillation.teacher)
-
-
-def learning_curve(records: Sequence[dict[str, Any]], plan: Plan) -> tuple[tuple[float, float], ...]:
-    """(FLOPs, held-out masked-language-modeling loss) of the run's own evaluations.
-
-    Their steps need not be those of training records, so tokens are interpolated.
-    """
-    tokens = dict([(0, 0), *((record["step"], record["tokens"]) for record in records if is_training(record))])
-    steps = sorted(tokens)
-    counts = [tokens[step] for step in steps]
-    return tuple(
-        (plan.flops_of(float(np.interp(record["step"], steps, counts))), record["mlm_loss"])
-        for record in records
-        if record.get("split") == "validation" and "mlm_loss" in record
-    )

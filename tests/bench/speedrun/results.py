@@ -17,8 +17,7 @@ from tests.bench.speedrun.scores import Scores
 from tests.bench.speedrun.trial import budget_text
 
 RESULTS = "speedrun.json"
-NEWER = ("common words, bits", "whole words, bits/character")  # columns that older rows of a log do not have
-_WITHIN = "bits/character, one vocabulary"  # within which alone it compares
+NEWER = ("common words, bits", "whole words, bits/character")
 HEADINGS = (
     "trial",
     "budget",
@@ -27,16 +26,15 @@ HEADINGS = (
     "epochs",
     "minutes",
     *NEWER,
-    _WITHIN,
+    "bits/character, one vocabulary",
     "nats/token",
     "accuracy",
     "BLiMP",
     "transfer",
 )
 RIGHT_ALIGNED = frozenset(range(1, len(HEADINGS)))
-_OLDER = tuple(heading for heading in HEADINGS if heading not in NEWER)
-_OLD_LOG_HEADINGS = ("date", *_OLDER, "machine", "commit", "remarks")
-_LOG_HEADINGS = (*_OLD_LOG_HEADINGS, *NEWER)  # at the end: shorter rows of a Markdown table stay as they are
+# As in the log of the documentation, whose earlier rows lack the last two.
+_LOG_HEADINGS = ("date", *(one for one in HEADINGS if one not in NEWER), "machine", "commit", "remarks", *NEWER)
 _NONE = "-"
 
 
@@ -58,7 +56,6 @@ class Trial(_Frozen):
         flops: executed, counted from the tokens that were trained on; 0 if it did not run.
         minutes: of training, over all starts, without evaluations and checkpoints.
         words: of the drawn text.
-        curve: (FLOPs, held-out loss of the run's own evaluation); its masks are those of the config.
         scores: as `scores.Scores`.
         config: of the run, whole.
         machine: environment.json of the run.
@@ -76,7 +73,6 @@ class Trial(_Frozen):
     minutes: float = 0.0
     words: int
     ground: str
-    curve: tuple[tuple[float, float], ...] = ()
     scores: Scores = Scores()
     config: dict[str, Any] = {}
     machine: dict[str, Any] = {}
@@ -160,17 +156,15 @@ def table(results: Results) -> str:
 def append_to_log(path: Path, trials: Sequence[Trial]) -> int:
     """Append runs with scores to the Markdown table at the end of `path`; returns how many were new.
 
-    A file that is empty or does not exist is begun with the head of the table; the head of an earlier version gets the
-    newer columns, and so does the row of a run that was scored then. Other processes may append theirs.
+    A file that is empty or does not exist is begun with the head of the table. Other processes may append theirs.
 
     Raises `InputError` if the file ends otherwise, or cannot be written.
     """
     with locked(path.with_name(f".{path.name}.lock")):
-        head, old = _log_head(_LOG_HEADINGS), _log_head(_OLD_LOG_HEADINGS).replace(_WITHIN, "bits/character")
-        lines = (_read_log(path) or head).replace(old, head).splitlines()
-        newer = {_log_row(one, _OLD_LOG_HEADINGS): _log_row(one, _LOG_HEADINGS) for one in trials if one.flops}
-        lines = [newer.get(line, line) for line in lines]
-        rows = [row for row in newer.values() if row not in lines]
+        lines = (
+            _read_log(path) or f"{_markdown(_LOG_HEADINGS)}\n{_markdown(['---'] * len(_LOG_HEADINGS))}"
+        ).splitlines()
+        rows = [row for one in trials if one.flops and (row := _log_row(one)) not in lines]
         with atomic_open(path, "w") as file:
             file.write("\n".join([*lines, *rows]) + "\n")
     return len(rows)
@@ -195,17 +189,13 @@ def _read_log(path: Path) -> str:
     return text
 
 
-def _log_head(headings: Sequence[str]) -> str:
-    return f"{_markdown(headings)}\n{_markdown(['---'] * len(headings))}"
-
-
-def _log_row(trial: Trial, headings: Sequence[str]) -> str:
+def _log_row(trial: Trial) -> str:
     machine = f"{counted(trial.machine.get('cpu_cores', 0), 'core')} of {trial.machine.get('cpu')}"
     gpus = ", ".join(filter(None, trial.machine.get("gpus", [])))
     commit = short_commit(trial.machine.get("git_commit"))
     values = {"date": trial.date, **dict(zip(HEADINGS, cells(trial), strict=True))}
     values |= {"machine": gpus or machine, "commit": commit, "remarks": trial.remarks}
-    return _markdown([values[heading] for heading in headings])
+    return _markdown([values[heading] for heading in _LOG_HEADINGS])
 
 
 def _markdown(values: Sequence[str]) -> str:

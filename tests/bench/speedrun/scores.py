@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,9 @@ from finetune.scores.finetuning import FinetuningScore, finetuning_scores
 from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import fingerprint
-from finetune.scores.record import MODEL, Record, read_record
+from finetune.scores.record import Record
 from finetune.scores.text_scores import WHY_NOT, WORD_PARTS, text_scores
-from pretrain.common.errors import InputError, RunError, StoppedError
+from pretrain.common.errors import RunError, StoppedError
 from pretrain.common.files import locked
 from pretrain.common.wording import counted
 from pretrain.config import PretrainConfig
@@ -102,7 +100,7 @@ def measure(
     fine-tunings. Raises as the parts of `evaluate-pretrained`, except for fine-tunings that failed.
     """
     run, name = config.folder, config.folder.name
-    record = _record(run, _record_path(out, name))
+    record = Record(out / "scores" / f"{name}.json", {"name": name, "fingerprint": fingerprint(run)})
     found: dict[str, Any] = {}
     if not config.electra.is_on:
         length = min(HeldOutSettings().length, config.model.max_positions)
@@ -119,47 +117,14 @@ def measure(
     failure = None
     if wanted.finetuning is not None:
         try:
-            with _turn(out / "finetuned", wanted.finetuning):
+            # One trial at a time: they share the runs from random weights.
+            with locked(out / "finetuned" / ".turn.lock"):
                 finetuning_scores(run, out / "finetuned", name[:48], wanted.finetuning, record=record)
         except StoppedError:
             raise
         except RunError as error:
             failure = error
     return Scores(**found, **_transfer(record, wanted.finetuning)), failure
-
-
-def score_records(out: Path, runs: Sequence[str]) -> list[dict[str, Any]]:
-    """What `measure` has recorded of the runs of these names in `out`; those without scores are left out."""
-    paths = [_record_path(out, run) for run in runs]
-    return [read_record(path) for path in paths if path.is_file()]
-
-
-def _record_path(out: Path, run: str) -> Path:
-    return out / "scores" / f"{run}.json"
-
-
-@contextlib.contextmanager
-def _turn(folder: Path, wanted: FinetuningSettings) -> Iterator[None]:
-    """Wait for other trials that fine-tune in `folder`: runs from random weights are shared."""
-    with contextlib.ExitStack() as turn:
-        if wanted.random:
-            lock = folder / ".turn.lock"
-            try:
-                turn.enter_context(locked(lock, "another trial"))
-            except InputError:
-                print(f"{folder}: another trial is fine-tuning; this one waits for it", flush=True)
-                turn.enter_context(locked(lock))
-        yield
-
-
-def _record(run: Path, path: Path) -> Record:
-    """The scores of the run; those of a run of that name which was removed, or of an earlier version, are set aside."""
-    now = fingerprint(run)
-    if path.is_file() and (before := read_record(path)[MODEL].get("fingerprint")) != now:
-        aside = path.with_name(f"{path.stem}-{str(before)[:12]}.json.aside")
-        path.replace(aside)
-        print(f"{path}: has the scores of another run, or of an earlier version; kept as {aside.name}", file=sys.stderr)
-    return Record(path, {"name": run.name, "fingerprint": now})
 
 
 def _words(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
