@@ -333,7 +333,7 @@ def test_bits_per_character_compare_vocabularies(tmp_path: Path, bert: Path, mon
     sizes = {word: len(word) + 1 for word in WORDS} | {".": 1}
 
     def predict(self: MaskedModel, sequences: Sequence[Any], advance: Any) -> masked_model.Predictions:
-        tokens = [self.tokenizer.id_to_token(int(label)) for one in sequences for label in one.labels]
+        tokens = [str(self.tokenizer.id_to_token(int(label))) for one in sequences for label in one.labels]
         return masked_model.Predictions(np.array([-0.5 * sizes[token] for token in tokens]), np.ones(len(tokens), bool))
 
     monkeypatch.setattr(MaskedModel, "predict", predict)
