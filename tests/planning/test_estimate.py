@@ -37,7 +37,11 @@ def make_config(folder: Path | str = "nowhere", vocabulary: int = 30522, **secti
 @pytest.mark.parametrize("size", ["mini", "base", "large"])
 def test_parameters_are_transformers_count(size: Any, next_sentence: bool):
     model = ModelConfig(size=size)  # pyright: ignore[reportArgumentType]
-    shape = {"num_hidden_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads}
+    shape: dict[str, Any] = {
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+    }
     config = BertConfig(vocab_size=30522, intermediate_size=model.intermediate, **shape)
     with torch.device("meta"):
         reference = (BertForPreTraining if next_sentence else BertForMaskedLM)(config)

@@ -661,6 +661,22 @@ def test_in_pieces_as_in_one(encoder, monkeypatch):
     assert one.decode(questions, windows, logits) == whole
 
 
+def test_no_answer_scores_are_the_least_over_windows(encoder):
+    question = ask("ab cd ef gh " * 6)
+    one = task(unanswerable=True, threshold=3.0)
+    windows = one.windows([question], encoder, training=False)
+    assert len(windows) == 3
+    logits = np.zeros((len(windows.queries), 2), np.float32)
+    logits[windows.starts[:-1]] = [[9, 9], [2, 2], [7, 0]]
+    (found,) = one.decode([question], windows, logits)
+    assert found["no_answer_score"] == 4.0
+    assert (found["answer"], found["start"], found["end"]) == ("", 0, 0)
+    assert found["best_non_empty"]
+    always = task(unanswerable=False).decode([question], windows, logits)[0]
+    assert (always["answer"], always["no_answer_score"]) == (found["best_non_empty"], 0.0)
+    assert all(entry["text"] for entry in always["nbest"])
+
+
 @pytest.mark.parametrize("unanswerable", [True, False])
 @pytest.mark.parametrize("context", ["", " \n", "\u0301\x00"])
 def test_contexts_without_a_token(encoder, context, unanswerable):
