@@ -8,14 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import make_corpus
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numbered import SPECIAL, Text, numbered, random_documents, sampler
 
 from pretrain.batches.loader import BatchMaker, validation_batches
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
-from tests.batches.test_loader import global_batches, load
+from tests.batches.test_loader import global_batches, run_config
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +24,6 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def shards(folder: Path) -> TokenShards:
     return open_shards(folder, "train")
-
-
-def run_config(*, steps=(6,), phases=None, budget=512, **sections) -> PretrainConfig:
-    """Phases of sequences of 64 tokens, 24 of them in a batch."""
-    phase = {"sequence_length": 64, "global_sequences": 24, "peak_learning_rate": 1e-4}
-    changes = phases or [{}] * len(steps)
-    return PretrainConfig.model_validate(
-        {
-            "name": "test",
-            "corpus": {"dir": "nowhere"},
-            "phases": [{**phase, "steps": n, **more} for n, more in zip(steps, changes, strict=True)],
-            "engine": {"micro_batch_tokens": budget},
-            "evaluation": {"sequences": 30},
-            **sections,
-        }
-    )
 
 
 def maker(shards: TokenShards, config: PretrainConfig, phase: int = 0) -> BatchMaker:
@@ -58,8 +40,9 @@ def masked_share(shards: TokenShards, config: PretrainConfig, phase: int, step: 
 
 
 def test_the_share_falls_linearly_over_the_steps_of_a_phase(shards: TokenShards) -> None:
-    falls = [{"final_masking_probability": 0.2}, {"masking_probability": 0.2, "final_masking_probability": 0.15}]
-    config = run_config(steps=(200, 100), phases=falls, masking={"probability": 0.3})
+    second = {"masking_probability": 0.2, "final_masking_probability": 0.15, "steps": 100}
+    falls = [{"final_masking_probability": 0.2, "steps": 200}, second]
+    config = run_config(phases=falls, masking={"probability": 0.3})
     assert config.masking_shares(0) == pytest.approx((0.3, 0.2))
     assert config.masking_shares(1) == pytest.approx((0.2, 0.15))
     for phase, step, expected in ((0, 0, 0.3), (0, 100, 0.25), (0, 199, 0.2), (1, 0, 0.2), (1, 99, 0.15)):
@@ -67,7 +50,7 @@ def test_the_share_falls_linearly_over_the_steps_of_a_phase(shards: TokenShards)
 
 
 def test_each_sequence_has_the_share_of_its_number(shards: TokenShards) -> None:
-    config = run_config(steps=(10,), phases=[{"masking_probability": 0.5, "final_masking_probability": 0.1}])
+    config = run_config(steps=10, phases=[{"masking_probability": 0.5, "final_masking_probability": 0.1}])
     made = maker(shards, config)
     for number in (0, 60, 120, 239):
         batch = made.make(number, 1)
@@ -77,13 +60,13 @@ def test_each_sequence_has_the_share_of_its_number(shards: TokenShards) -> None:
 
 
 def test_a_phase_keeps_a_share_of_its_own(shards: TokenShards) -> None:
-    config = run_config(steps=(5, 5), phases=[{}, {"masking_probability": 0.05}], masking={"probability": 0.3})
+    config = run_config(steps=5, phases=[{}, {"masking_probability": 0.05}], masking={"probability": 0.3})
     assert [config.masking_shares(phase) for phase in (0, 1)] == [(0.3, 0.3), (0.05, 0.05)]
     for phase, expected in ((0, 0.3), (1, 0.05)):
         for step in (0, 4):
             assert masked_share(shards, config, phase, step) == pytest.approx(expected, abs=0.012)
     falling = {"final_masking_probability": 0.1}
-    config = run_config(steps=(5, 5), phases=[{"masking_probability": 0.5}, falling], masking={"probability": 0.2})
+    config = run_config(steps=5, phases=[{"masking_probability": 0.5}, falling], masking={"probability": 0.2})
     assert [config.masking_shares(phase) for phase in (0, 1)] == [(0.5, 0.5), (0.2, 0.1)]
     assert (config.held_out_masking_share, config.largest_masking_share) == (pytest.approx(0.1), 0.5)
 
@@ -91,8 +74,8 @@ def test_a_phase_keeps_a_share_of_its_own(shards: TokenShards) -> None:
 def test_held_out_sequences_are_masked_as_at_the_end_of_the_run(folder: Path) -> None:
     held_out = open_shards(folder, "validation")
     falls = [{"final_masking_probability": 0.15}] * 2
-    constant = run_config(steps=(6, 6), masking={"probability": 0.15})
-    falling = run_config(steps=(6, 6), phases=falls, masking={"probability": 0.4})
+    constant = run_config(phases=[{}, {}], evaluation=30, masking={"probability": 0.15})
+    falling = run_config(phases=falls, evaluation=30, masking={"probability": 0.4})
     for phase in (0, 1):
         both = (validation_batches(held_out, config, phase, rank=0, world_size=1) for config in (constant, falling))
         expected, found = (global_batches([batches]) for batches in both)
@@ -103,33 +86,6 @@ def test_data_past_the_end_of_a_phase_has_the_last_share(shards: TokenShards) ->
     """A rollback skips data, so that numbers continue past the phase's own."""
     config = run_config(phases=[{"masking_probability": 0.4, "final_masking_probability": 0.2}])
     assert masked_share(shards, config, 0, 9) == pytest.approx(0.2, abs=0.012)
-
-
-# ---- any world size, micro-batch and restart
-
-FALLING = {"masking_probability": 0.3, "final_masking_probability": 0.15}
-OBJECTIVES = {
-    "linear": {"phases": [FALLING]},
-    "linear-words": {"phases": [FALLING], "masking": {"scheme": "whole_words"}},
-    "sop": {"pairs": {"objective": "sop"}},
-    "full": {"pairs": {"objective": "none", "input_format": "full_sentences"}, "masking": {"probability": 0.99}},
-}
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_global_batch_is_the_same_for_any_world_micro_batch_and_restart(shards: TokenShards, name: str) -> None:
-    reference = load(shards, run_config(**OBJECTIVES[name]))
-    expected = global_batches(reference)
-    for world_size, budget, start in ((3, 256, 0), (4, 64, 4), (24, 512, 3)):
-        config = run_config(budget=budget, **OBJECTIVES[name])
-        ranks = load(shards, config, world_size=world_size, start_step=start)
-        assert global_batches(ranks) == expected[start:]
-        for step, batches in enumerate(zip(*ranks, strict=True), start):
-            micros = [micro for batch in batches for micro in batch.micro_batches]
-            for batch in batches:
-                assert batch.masked == reference[0][step].masked
-                assert batch.masked == sum(len(micro.masked_rows) for micro in micros)
-                assert batch.tokens == sum(len(micro.input_ids) for micro in micros)
 
 
 # ---- sentence order
@@ -202,16 +158,3 @@ def test_full_sentences_fill_sequences_with_short_documents() -> None:
     made = packed(shards, 128, short_share=0.0)
     alone = sampler(shards, 128, objective="none", short_share=0.0)
     assert made.samples_per_epoch < alone.samples_per_epoch / 5
-
-
-@settings(max_examples=15, deadline=None)
-@given(samples=st.lists(st.integers(0, 10**9), min_size=1, max_size=12))
-def test_full_sentences_are_the_same_alone_and_in_any_company(samples: list[int]) -> None:
-    shards = numbered([random_documents(30, 6, longest=4), random_documents(5, 7)], sources=[0, 1], weights=(1.0, 0.5))
-    together, fresh = packed(shards), packed(shards)
-    plan = together.plan(np.array(samples))
-    rows = together.gather(plan)
-    for number, sample in enumerate(samples):
-        alone = fresh.gather(fresh.plan(np.array([sample])))
-        begin, end = rows.starts[number : number + 2]
-        assert np.array_equal(rows.input_ids[begin:end], alone.input_ids)

@@ -32,18 +32,17 @@ def shards(folder) -> TokenShards:
     return open_shards(folder, "train")
 
 
-def run_config(*, length=64, sequences=24, steps=6, budget=512, evaluation=100, **sections) -> PretrainConfig:
+def run_config(*, length=64, sequences=24, steps=6, budget=512, evaluation=100, phases=None, **sections):
+    """One phase, or one for each of `phases`, which say what differs in it."""
     phase = {"sequence_length": length, "global_sequences": sequences, "steps": steps, "peak_learning_rate": 1e-4}
-    return PretrainConfig.model_validate(
-        {
-            "name": "test",
-            "corpus": {"dir": "nowhere"},
-            "phases": [phase],
-            "engine": {"micro_batch_tokens": budget},
-            "evaluation": {"sequences": evaluation},
-            **sections,
-        }
-    )
+    values = {
+        "name": "test",
+        "corpus": {"dir": "nowhere"},
+        "phases": [{**phase, **changes} for changes in phases or [{}]],
+        "engine": {"micro_batch_tokens": budget},
+        "evaluation": {"sequences": evaluation},
+    }
+    return PretrainConfig.model_validate(values | sections)
 
 
 def load(shards, config, *, world_size=1, start_step=0) -> list[list[StepBatch]]:
@@ -94,32 +93,37 @@ def test_micro_batches_keep_their_contract(shards):
     assert all(len(micro.nsp_labels) == 0 for batch in without for micro in batch.micro_batches)
 
 
-@pytest.mark.parametrize("scheme", ["tokens", "whole_words"])
-def test_the_global_batch_is_the_same_for_any_world_micro_batch_and_restart(shards, scheme):
-    masking = {"scheme": scheme}
-    reference = load(shards, run_config(masking=masking))
+FALLING = {"masking_probability": 0.3, "final_masking_probability": 0.15}
+WAYS = {
+    "tokens": {},
+    "whole words": {"masking": {"scheme": "whole_words"}},
+    "falling share": {"phases": [FALLING]},
+    "falling share of words": {"phases": [FALLING], "masking": {"scheme": "whole_words"}},
+    "sentence order": {"pairs": {"objective": "sop"}},
+    "full sentences": {
+        "pairs": {"objective": "none", "input_format": "full_sentences"},
+        "masking": {"probability": 0.99},
+    },
+    "weights": {"phases": [{"weights": {"source-0": 4, "source-1": 0.5}}]},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_global_batch_is_the_same_for_any_world_micro_batch_and_restart(shards, way):
+    reference = load(shards, run_config(**WAYS[way]))
     expected = global_batches(reference)
     assert [sum(step.values()) for step in expected] == [24] * 6
     for world_size, budget, start in ((2, 512, 0), (3, 256, 0), (1, 128, 2), (4, 64, 5), (24, 512, 3)):
-        ranks = load(shards, run_config(masking=masking, budget=budget), world_size=world_size, start_step=start)
+        ranks = load(shards, run_config(budget=budget, **WAYS[way]), world_size=world_size, start_step=start)
         assert global_batches(ranks) == expected[start:]
         for step, batches in enumerate(zip(*ranks, strict=True), start):
             assert len({len(batch.micro_batches) for batch in batches}) == 1
+            micros, alone = [micro for batch in batches for micro in batch.micro_batches], reference[0][step]
+            sums = (sum(len(micro.input_ids) for micro in micros), sum(len(micro.masked_rows) for micro in micros))
+            assert (sum(len(micro.lengths) for micro in micros), *sums) == (24, alone.tokens, alone.masked)
             for batch in batches:
-                alone = reference[0][step]
-                assert (batch.sequences, batch.tokens, batch.masked) == (24, alone.tokens, alone.masked)
+                assert (batch.sequences, batch.tokens, batch.masked) == (24, *sums)
                 assert (batch.epoch, batch.first_sample) == (alone.epoch, alone.first_sample)
-
-
-@pytest.mark.parametrize("scheme", ["tokens", "whole_words"])
-def test_global_counts_are_sums_over_all_ranks(shards, scheme):
-    ranks = load(shards, run_config(masking={"scheme": scheme}, budget=128), world_size=3)
-    for batches in zip(*ranks, strict=True):
-        micros = [micro for batch in batches for micro in batch.micro_batches]
-        for batch in batches:
-            assert batch.sequences == sum(len(micro.lengths) for micro in micros)
-            assert batch.tokens == sum(len(micro.input_ids) for micro in micros)
-            assert batch.masked == sum(len(micro.masked_rows) for micro in micros)
 
 
 def test_every_sample_of_an_epoch_exactly_once_at_any_number_of_workers(shards):
@@ -250,15 +254,9 @@ def test_closing_stops_the_thread_and_waiting_is_counted(shards):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a GPU")
 def test_pinned_batches_are_the_same_ones(shards: TokenShards) -> None:
-    for plain, pinned in itertools.islice(
-        zip(
-            Loader(shards, run_config(), 0, rank=0, world_size=1),
-            Loader(shards, run_config(), 0, rank=0, world_size=1, pinned=True),
-            strict=True,
-        ),
-        2,
-    ):
-        for one, other in zip(plain.micro_batches, pinned.micro_batches, strict=True):
+    plain, pinned = (Loader(shards, run_config(), 0, rank=0, world_size=1, pinned=on) for on in (False, True))
+    for first, second in itertools.islice(zip(plain, pinned, strict=True), 2):
+        for one, other in zip(first.micro_batches, second.micro_batches, strict=True):
             assert other.input_ids.is_pinned()
             assert torch.equal(one.input_ids, other.to(torch.device("cuda")).input_ids.cpu())
 

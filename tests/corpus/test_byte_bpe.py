@@ -259,10 +259,7 @@ def edges_of(text: str) -> list[str]:
         words[-1:] = (
             [b"".join([*([] if new else words[-1:]), entry_bytes(encoding.tokens[number])])]
             if not new
-            else [
-                *words[-1:],
-                entry_bytes(encoding.tokens[number]),
-            ]
+            else [*words[-1:], entry_bytes(encoding.tokens[number])]
         )
     return [word.decode() for word in words]
 

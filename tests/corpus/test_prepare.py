@@ -36,24 +36,8 @@ from pretrain.corpus.stages import PreparationSettings
 from pretrain.planning import estimate
 
 ROOT = Path(__file__).parents[2]
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "river",
-    "mountain",
-    "1900",
-    "café",
-    "state",
-    "built",
-    "naïve",
-    "house",
-    "people",
-    "water,",
-    "light.",
-    "long",
-    "small",
-]
+WORDS = ["the", "of", "and", "river", "mountain", "1900", "café", "state"]
+WORDS += ["built", "naïve", "house", "people", "water,", "light.", "long", "small"]
 
 
 def text(seed: int, sentences: int = 12) -> str:
@@ -136,12 +120,7 @@ def test_every_sentence_is_there_once_as_the_tokenizer_reads_it(sources: Path, p
 
 def test_the_card_counts_what_stayed_and_what_did_not(prepared: Path) -> None:
     wiki, lines = card(prepared)["sources"]
-    assert (wiki["documents_read"], wiki["too_short"], wiki["duplicates"], wiki["documents"]) == (
-        64,
-        3,
-        4,
-        57,
-    )
+    assert (wiki["documents_read"], wiki["too_short"], wiki["duplicates"], wiki["documents"]) == (64, 3, 4, 57)
     assert (lines["documents_read"], lines["documents"], lines["license"]) == (30, 30, "unknown")
     assert wiki["sentences"] > 57 * 2
     assert card(prepared)["totals"]["documents"] == 87
@@ -212,16 +191,23 @@ def test_no_fork_beside_other_threads() -> None:
         thread.join()
 
 
-def test_a_killed_coordinator_leaves_neither_processes_nor_a_lock(tmp_path: Path) -> None:
-    for number in range(8):
-        write_wiki(tmp_path / f"wiki{number}.txt", [text(1000 * number + seed, 40) for seed in range(400)])
-    source = f"[{{kind: wikiextractor, path: '{tmp_path}/wiki*.txt'}}]"
-    phase = "[{sequence_length: 32, global_sequences: 2, steps: 1, peak_learning_rate: 1e-3}]"
-    (tmp_path / "run.yaml").write_text(
-        f"name: trial\nphases: {phase}\ncorpus:\n  dir: {tmp_path / 'out'}\n  sources: {source}\n  processes: 2\n"
+def start_preparation(folder: Path, target: str) -> subprocess.Popen[bytes]:
+    """The command, in two processes of its own group, with 8 files of 400 documents."""
+    if not (folder / "wiki0.txt").exists():
+        for number in range(8):
+            write_wiki(folder / f"wiki{number}.txt", [text(1000 * number + seed, 40) for seed in range(400)])
+    (folder / "run.yaml").write_text(
+        "name: trial\nphases: [{sequence_length: 32, global_sequences: 2, steps: 1, peak_learning_rate: 1e-3}]\n"
+        f"corpus:\n  dir: {folder / target}\n  sources: [{{kind: wikiextractor, path: '{folder}/wiki*.txt'}}]\n"
+        "  vocabulary: {size: 200}\n  processes: 2\n"
     )
-    command = [sys.executable, "-m", "finetune.cli", "prepare", str(tmp_path / "run.yaml")]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as coordinator:
+    command = [sys.executable, "-m", "finetune.cli", "prepare", str(folder / "run.yaml")]
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(command, cwd=ROOT, stdout=quiet, stderr=quiet, start_new_session=True)
+
+
+def test_a_killed_coordinator_leaves_neither_processes_nor_a_lock(tmp_path: Path) -> None:
+    with start_preparation(tmp_path, "out") as coordinator:
         while coordinator.poll() is None and not list((tmp_path / "out" / ".work").glob("*.words")):
             time.sleep(0.005)
         children = psutil.Process(coordinator.pid).children(recursive=True)
@@ -366,49 +352,10 @@ def test_the_progress_shows_neither_an_unknown_total_nor_a_rate_of_an_instant(
     assert "4.0 MB/s" in lines["writing shards"]
 
 
-def test_faults_of_the_input_are_counted_not_skipped(sources: Path, tmp_path: Path) -> None:
-    for path in sources.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "wiki-bad.txt").write_bytes(
-        (sources / "wiki-a.txt").read_bytes()[:3000].replace(b"river", b"ri\xffver")
-    )
-    (tmp_path / "lines.jsonl").write_text('{"text": "broken\n{"other": 1}\n', encoding="utf-8")
-    prepare(config(tmp_path, tmp_path / "out"), quiet=True)
-    problems = {(Path(p["path"]).name, p["fault"]): p["count"] for p in card(tmp_path / "out")["problems"]}
-    assert any(name == "wiki-bad.txt" and "UTF-8" in fault for name, fault in problems)
-    assert any(name == "lines.jsonl" and "no document in this source" in fault for name, fault in problems)
-    assert any(name == "lines.jsonl" and "no document" not in fault for name, fault in problems)
-
-
-def test_nothing_left_is_an_error(sources: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none of 94 documents remains"):
-        prepare(config(sources, tmp_path / "none", min_document_words=10_000), quiet=True)
-    assert not (tmp_path / "none" / "manifest.json").exists()
-
-
 def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    for number in range(8):
-        write_wiki(tmp_path / f"wiki{number}.txt", [text(1000 * number + seed, 40) for seed in range(400)])
-    source = f"[{{kind: wikiextractor, path: '{tmp_path}/wiki*.txt'}}]"
-    phase = "[{sequence_length: 32, global_sequences: 2, steps: 1, peak_learning_rate: 1e-3}]"
-    command = [sys.executable, "-m", "finetune.cli", "prepare", str(tmp_path / "run.yaml")]
-
-    def start(folder: str) -> subprocess.Popen[bytes]:
-        (tmp_path / "run.yaml").write_text(
-            f"name: trial\nphases: {phase}\ncorpus:\n  dir: {tmp_path / folder}\n  sources: {source}\n"
-            "  vocabulary: {size: 200}\n  processes: 2\n"
-        )
-        return subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-
     work, kills = tmp_path / "killed" / ".work", 0
-    for pattern in (
-        "*.json",
-        "vocab.txt",
-        "*.tokens*",
-    ):  # in the middle of reading, of tokenizing, and past it
-        process = start("killed")
+    for pattern in ("*.json", "vocab.txt", "*.tokens*"):  # in the middle of reading, of tokenizing, and past it
+        process = start_preparation(tmp_path, "killed")
         before = set(work.glob(pattern)) if work.exists() else set()
         while process.poll() is None and not (work.exists() and set(work.glob(pattern)) - before):
             time.sleep(0.005)
@@ -418,10 +365,9 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path: Path) -> None:
             kills += 1
             assert not (tmp_path / "killed" / "manifest.json").exists()
     assert kills, "it ended before it could be killed"
-    assert start("killed").wait(120) == 0
-    assert start("whole").wait(120) == 0
-    killed, whole = content(tmp_path / "killed"), content(tmp_path / "whole")
-    assert killed == whole
+    for folder in ("killed", "whole"):
+        assert start_preparation(tmp_path, folder).wait(120) == 0
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
 
 
 def test_a_preparation_begun_with_other_chunks_is_refused(
@@ -430,6 +376,7 @@ def test_a_preparation_begun_with_other_chunks_is_refused(
     """Its part files are known by the numbers of their chunks: documents would be lost, or be there twice."""
     with pytest.raises(InputError, match="none of 94 documents remains"):
         prepare(config(sources, tmp_path / "corpus", min_document_words=10_000), quiet=True)
+    assert not (tmp_path / "corpus" / "manifest.json").exists()
     monkeypatch.setattr("pretrain.corpus.prepare.CHUNK_BYTES", 1 << 20)
     with pytest.raises(InputError, match=r"prepared with other settings\. piece_bytes: was 8388608, is 1048576"):
         prepare(config(sources, tmp_path / "corpus", min_document_words=10_000), quiet=True)

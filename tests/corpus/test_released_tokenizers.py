@@ -217,10 +217,7 @@ def assert_logits(folder: Path, theirs: Any, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "left_out"),
     [
-        (
-            "eurobert",
-            {"<|begin_of_text|>", "<|end_of_text|>", "<|mask|>", "<|pad|>", "<|reserved_special_token_0|>"},
-        ),
+        ("eurobert", {"<|begin_of_text|>", "<|end_of_text|>", "<|mask|>", "<|pad|>", "<|reserved_special_token_0|>"}),
         (
             "modernbert",
             {"<|padding|>", "<|endoftext|>", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"}

@@ -112,8 +112,7 @@ def test_table_grows_past_its_first_size() -> None:
 def test_tokens_of_words_learned_later() -> None:
     """The table of tokens follows the table of words as it grows."""
     tokenizer = bert_tokenizer(
-        {t: n for n, t in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "##b", "c"])},
-        _normalizer(),
+        {t: n for n, t in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "##b", "c"])}, _normalizer()
     )
     table = WordTable()
     pieces = WordPieces(tokenizer, table)
@@ -130,14 +129,7 @@ LETTERS = st.text("abc1", min_size=1, max_size=16)
 @example(tokens={(False, "a"), (True, "a")}, words=["a" * 16, "aab", "b", "a"])
 @example(tokens={(False, "abc"), (False, "a"), (True, "b"), (True, "bc1")}, words=["abc", "abc1", "abcb", "abb"])
 def test_the_trie_finds_the_pieces_of_the_plain_way(tokens: set[tuple[bool, str]], words: list[str]) -> None:
-    names = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        *sorted("##" * inner + text for inner, text in tokens),
-    ]
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted("##" * inner + text for inner, text in tokens)]
     tokenizer = bert_tokenizer({name: number for number, name in enumerate(dict.fromkeys(names))}, _normalizer())
     letters = np.array([word.encode() for word in words], "S16").view(np.uint8).reshape(-1, 16)
     found: list[list[int]] = [[] for _ in words]
@@ -194,12 +186,7 @@ def test_columns_know_sentences_documents_words_and_bytes() -> None:
 
 
 def test_equal_documents_have_equal_hashes() -> None:
-    texts = [
-        "The cat sat.\nIt slept.",
-        "the CAT sat.  It\tslept.",
-        "The cat sat. It slept!",
-        "Thecat sat. It slept",
-    ]
+    texts = ["The cat sat.\nIt slept.", "the CAT sat.  It\tslept.", "The cat sat. It slept!", "Thecat sat. It slept"]
     hashes = columns(texts, WordTable(), lowercase=True).hashes
     assert (hashes[0] == hashes[1]).all()
     assert len({tuple(pair) for pair in hashes.tolist()}) == 3

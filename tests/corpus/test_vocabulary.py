@@ -82,21 +82,7 @@ def test_training_merges_the_most_frequent_first() -> None:
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_words_are_normalized_as_by_bert_one_by_one(lowercase: bool) -> None:
     normalizer, cut = BertNormalizer(lowercase=lowercase), BertPreTokenizer()
-    words = [
-        "low",
-        "Low",
-        "1999",
-        "r2d2",
-        ",",
-        "é",
-        "ÉTÉ",
-        "naïve",
-        "漢字",
-        "x\u0301",
-        "\x7f",
-        "\xa0a",
-        "b\u2019s",
-    ]
+    words = ["low", "Low", "1999", "r2d2", ",", "é", "ÉTÉ", "naïve", "漢字", "x\u0301", "\x7f", "\xa0a", "b\u2019s"]
     words += ["a" * 100, "a" * 101]
     expected: Counter[str] = Counter()
     for word in words:

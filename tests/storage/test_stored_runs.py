@@ -353,26 +353,14 @@ def test_without_an_address_no_client_is_imported() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            ["corpus.dir=s3://bucket/nothing"],
-            r"s3://bucket/nothing/manifest\.json: not found.* Run `prepare`",
-        ),
+        (["corpus.dir=s3://bucket/nothing"], r"s3://bucket/nothing/manifest\.json: not found.* Run `prepare`"),
         (["corpus.dir=s3://nowhere/a"], r"s3://nowhere/a.*: .*bucket does not exist\. Create the bucket"),
         (["run_dir=s3://nowhere/a"], r"s3://nowhere/a.*: .*bucket does not exist\. Create the bucket"),
         (["run_dir=hf://me/run"], "run_dir: 'hf://me/run' can be read, but not written to. Give a local path"),
-        (
-            ["run_dir=s3://bucket"],
-            "run_dir: 's3://bucket' is not an address of something in a bucket. Give",
-        ),
-        (
-            ["run_dir=ftp://host/run"],
-            "run_dir: 'ftp://host/run' is an address of an unknown kind. Give",
-        ),
+        (["run_dir=s3://bucket"], "run_dir: 's3://bucket' is not an address of something in a bucket. Give"),
+        (["run_dir=ftp://host/run"], "run_dir: 'ftp://host/run' is an address of an unknown kind. Give"),
         (["start_from=s3://bucket/nothing"], "s3://bucket/nothing: nothing is stored there. Check the address."),
-        (
-            ["corpus.vocabulary.path=s3://bucket/v.txt"],
-            "vocabulary.path: 's3://bucket/v.txt' is a remote",
-        ),
+        (["corpus.vocabulary.path=s3://bucket/v.txt"], "vocabulary.path: 's3://bucket/v.txt' is a remote"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(

@@ -51,10 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="leave out runs that have not come below this loss: early ones, which know only how frequent words are",
     )
     parser.add_argument(
-        "--out",
-        type=local_path,
-        metavar="DIR",
-        help="where law.json is written (default: the first RUNS)",
+        "--out", type=local_path, metavar="DIR", help="where law.json is written (default: the first RUNS)"
     )
     parser.add_argument(
         "--write", action="store_true", help="also replace the published law, the one that `pretrain --budget` reads"
