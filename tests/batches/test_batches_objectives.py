@@ -36,9 +36,6 @@ def masked_share(shards: TokenShards, config: PretrainConfig, phase: int, step: 
     return batch.masked / batch.tokens
 
 
-# ---- the schedule of the masking share
-
-
 def test_the_share_falls_linearly_over_the_steps_of_a_phase(shards: TokenShards) -> None:
     second = {"masking_probability": 0.2, "final_masking_probability": 0.15, "steps": 100}
     falls = [{"final_masking_probability": 0.2, "steps": 200}, second]
@@ -88,9 +85,6 @@ def test_data_past_the_end_of_a_phase_has_the_last_share(shards: TokenShards) ->
     assert masked_share(shards, config, 0, 9) == pytest.approx(0.2, abs=0.012)
 
 
-# ---- sentence order
-
-
 def test_sentence_order_swaps_the_segments_of_one_document() -> None:
     """Lan et al. 2020, section 3.1: the same two neighboring segments, in order (0) or swapped (1)."""
     shards = numbered([random_documents(60, 1), random_documents(80, 2)])
@@ -113,9 +107,6 @@ def test_sentence_order_swaps_the_segments_of_one_document() -> None:
 
 def test_one_document_is_enough_for_sentence_order() -> None:
     assert sampler(numbered([[[5, 5]]]), objective="sop").samples_per_epoch == 1
-
-
-# ---- full sentences
 
 
 def packed(shards: TokenShards, length: int = 64, **pairs):

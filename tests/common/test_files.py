@@ -36,9 +36,6 @@ from pretrain.reporting.pages import write_page
 ROOT = Path(__file__).parents[2]
 
 
-# ---- locks
-
-
 def test_a_full_disk_is_recognized_without_a_number(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="disk full"), disk_errors(tmp_path):
         np.zeros(100_000).tofile("/dev/full")
@@ -92,9 +89,6 @@ def test_without_locks_the_work_continues_with_a_warning(
     )
 
 
-# ---- what is in the place of an output
-
-
 def test_a_link_stays_and_its_file_is_written(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     for name in ("there", "to be made"):
@@ -142,9 +136,6 @@ def test_a_page_replaces_pages_only(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"metrics\.jsonl: exists and is not a page"):
         write_page(records, "report.html.j2")
     assert records.read_text() == '{"step": 1}'
-
-
-# ---- names that lead elsewhere
 
 
 @pytest.fixture
@@ -215,9 +206,6 @@ def test_a_workers_log_follows_no_link(tmp_path: Path, precious: Path) -> None:
     assert precious.read_text() == "not yours"
 
 
-# ---- shards
-
-
 @pytest.fixture
 def many_shards(tmp_path: Path) -> Path:
     """A corpus of 40 shards, which are 120 files."""
@@ -281,9 +269,6 @@ def test_mapped_arrays_are_read_only_and_let_go_of_their_pages(many_shards: Path
     for array in (shard.tokens, shard.sentences, shard.documents):
         assert not array.flags.writeable
         assert isinstance(array.base, shards_of.mmap.mmap)
-
-
-# ---- manifests
 
 
 @pytest.mark.parametrize("name", ["../outside", "a/../../outside", "/etc/passwd"])

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from pretrain.common.errors import InputError
-from pretrain.config import FiltersConfig, QualityConfig, SourceConfig, load_config
+from pretrain.config import FiltersConfig, QualityConfig, SourceConfig
 from pretrain.config.filters import RULE_SETS
 from pretrain.corpus.filters import Filters, filter_settings
 from pretrain.corpus.filters.quality import MEASURES, broken_rules
 from pretrain.corpus.filters.report import Report
 from pretrain.corpus.filters.text_columns import text_columns
 from pretrain.corpus.prepare import prepare
-from tests.corpus.test_prepare import card, config, content
+from tests.corpus.preparing import card, content, preparation
 
 WORDS = ["the", "of", "and", "river", "bridge", "house", "light", "people"]
 WORDS += ["water", "stone", "green", "winter", "paper", "music", "letter", "garden"]
@@ -44,8 +44,6 @@ def _word(draw: random.Random) -> str:
 def write_lines(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
-
-# ---------------------------------------------------------------- quality: one document that breaks each rule
 
 BREAKS = {
     "min_words": "The river of light.",
@@ -79,9 +77,6 @@ def test_a_rule_drops_what_it_is_for_and_nothing_else(rule: str) -> None:
 def test_all_rules_together_keep_prose() -> None:
     rules = QualityConfig(rules=("gopher_quality", "gopher_repetition", "fineweb", "c4", "characters"))
     assert (broken_rules(text_columns([prose(seed) for seed in range(30)]), rules)[0] == -1).all()
-
-
-# ---------------------------------------------------------------- against plain code
 
 
 def _terms(text: str) -> list[str]:
@@ -152,8 +147,6 @@ def test_figures_do_not_depend_on_the_documents_beside_it() -> None:
     assert together[1].tolist() == [figure[0] for _, figure in alone]
 
 
-# ---------------------------------------------------------------- the corpus
-
 ALL: dict[str, Any] = {"quality": {"enabled": True}, "near_duplicates": {"enabled": True}}
 
 
@@ -173,7 +166,7 @@ def filtered(folder: Path, out: Path, filters: dict[str, Any], **changes: Any) -
         SourceConfig(kind="jsonl", name="ab", path=str(folder / "[ab].jsonl")),
         SourceConfig(kind="jsonl", name="c", path=str(folder / "c.jsonl")),
     )
-    return config(folder, out, **{"sources": both, "filters": filters, **changes})
+    return preparation(out, **{"sources": both, "filters": filters, **changes})
 
 
 def test_the_card_counts_each_rule_and_shows_examples(sources: Path, tmp_path: Path) -> None:
@@ -224,35 +217,14 @@ def test_thresholds_of_rules_that_do_not_apply_decide_nothing() -> None:
     assert filter_settings(some.corpus.filters) == {"quality.rules": ["min_words"], "quality.min_words": 50}
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("quality.rules=[gofer_quality]", r"'gofer_quality' is not one of .*; did you mean gopher_quality\?"),
-        ("quality.thresholds.max_top_2_gram=1.5", r"max_top_2_gram: 1.5 is above 1"),
-        ("quality.thresholds.min_wrods=1", r"'min_wrods' is not one of .*; did you mean min_words\?"),
-        ("quality={enabled: true, min_words: 9, max_words: 3}", r"min_words \(9\) is above max_words \(3\)"),
-        ("quality={enabled: true, rules: []}", r"rules: none is left"),
-    ],
-)
-def test_mistakes_are_one_line(setting: str, message: str, tmp_path: Path) -> None:
-    phase = "{sequence_length: 32, global_sequences: 2, steps: 1, peak_learning_rate: 0.001}"
-    run = f"name: x\ncorpus: {{dir: out}}\nphases: [{phase}]\n"
-    (tmp_path / "run.yaml").write_text(run)
-    with pytest.raises(InputError, match=message) as error:
-        load_config(tmp_path / "run.yaml", [f"corpus.filters.{setting}"])
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("near_duplicates", [True, False])
 def test_nothing_left_names_the_filters(near_duplicates: bool, tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [prose(1), prose(2)])
     source = (SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl")),)
     strict = {"quality": {"enabled": True, "min_words": 5000}, "near_duplicates": {"enabled": near_duplicates}}
     with pytest.raises(InputError, match=r"Relax corpus\.filters, which drop 2"):
-        prepare(config(tmp_path, tmp_path / "out", sources=source, filters=strict), quiet=True)
+        prepare(preparation(tmp_path / "out", source, filters=strict), quiet=True)
 
-
-# ---------------------------------------------------------------- mojibake
 
 BROKEN = "Le cafÃ© de la gare Ã©tait fermÃ©."
 REPAIRED = "Le café de la gare était fermé."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -19,7 +18,7 @@ from tokenizers import Tokenizer
 from pretrain.batches.loader import BatchMaker
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
-from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceConfig
+from pretrain.config import PretrainConfig, SourceConfig
 from pretrain.corpus import finish
 from pretrain.corpus.description import describe
 from pretrain.corpus.prepare import prepare
@@ -28,7 +27,8 @@ from pretrain.corpus.stored import fetch_corpus, open_corpus
 from pretrain.planning import estimate
 from pretrain.planning.text import counts_readings
 from pretrain.storage.objects import ObjectStore
-from tests.corpus.test_prepare import content, text
+from tests.corpus.preparing import content, document_tokens, preparation
+from tests.corpus.test_prepare import text
 from tests.object_store import BUCKET, FaultyProxy, point_to
 
 ROOT = Path(__file__).parents[2]
@@ -45,18 +45,7 @@ def source(path: Path, **more: Any) -> SourceConfig:
 
 
 def config(corpus_dir: Path | str, *sources: SourceConfig, **changes: Any) -> PretrainConfig:
-    settings: dict[str, Any] = {
-        "dir": str(corpus_dir),
-        "sources": sources,
-        "vocabulary": {"size": 200, "min_frequency": 1},
-        "min_document_words": 10,
-        "validation_fraction": 0.1,
-        "shard_tokens": 4000,
-        "processes": 1,
-        **changes,
-    }
-    phase = PhaseConfig(sequence_length=32, global_sequences=2, steps=1, peak_learning_rate=1e-3)
-    return PretrainConfig(name="trial", corpus=CorpusConfig(**settings), phases=(phase,))
+    return preparation(corpus_dir, sources, **changes)
 
 
 @pytest.fixture
@@ -75,11 +64,7 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 def documents(folder: Path, split: str, number: int) -> set[tuple[int, ...]]:
     """The tokens of each document of a source."""
-    found: list[tuple[int, ...]] = []
-    for shard in open_shards(folder, split).shards:
-        if shard.source == number:
-            ends = shard.documents[:, 1].astype(int)
-            found += [tuple(shard.tokens[a:b].tolist()) for a, b in itertools.pairwise(ends)]
+    found = document_tokens(open_shards(folder, split), number)
     assert len(set(found)) == len(found)
     return set(found)
 

@@ -13,8 +13,8 @@ from pretrain.config import FiltersConfig
 from pretrain.corpus.filters import Filters, check_filters
 from pretrain.corpus.filters.report import Report
 from pretrain.corpus.prepare import prepare
+from tests.corpus.preparing import card, content
 from tests.corpus.test_filters import filtered, write_lines
-from tests.corpus.test_prepare import card, content
 
 TEXTS = {
     "en": "The river rises in the mountains and flows through a narrow valley before it reaches the lake. "

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import locked
-from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceConfig
+from pretrain.config import PretrainConfig, SourceConfig
 from pretrain.corpus import parallel, shards
 from pretrain.corpus import prepare as preparing
 from pretrain.corpus.description import describe
@@ -34,6 +34,7 @@ from pretrain.corpus.shards import open_shards, verify_shards
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stages import PreparationSettings
 from pretrain.planning import estimate
+from tests.corpus.preparing import card, content, document_tokens, preparation
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["the", "of", "and", "river", "mountain", "1900", "café", "state"]
@@ -56,21 +57,11 @@ def write_wiki(path: Path, texts: list[str]) -> None:
 
 
 def config(folder: Path, corpus_dir: Path, **changes: Any) -> PretrainConfig:
-    settings: dict[str, Any] = {
-        "dir": str(corpus_dir),
-        "sources": (
-            SourceConfig(kind="wikiextractor", name="wiki", path=str(folder / "wiki*.txt"), weight=2, license="free"),
-            SourceConfig(kind="jsonl", name="lines", path=str(folder / "lines.jsonl")),
-        ),
-        "vocabulary": {"size": 200, "min_frequency": 1},
-        "min_document_words": 10,
-        "validation_fraction": 0.1,
-        "shard_tokens": 4000,
-        "processes": 1,
-        **changes,
-    }
-    phase = PhaseConfig(sequence_length=32, global_sequences=2, steps=1, peak_learning_rate=1e-3)
-    return PretrainConfig(name="trial", corpus=CorpusConfig(**settings), phases=(phase,))
+    sources = (
+        SourceConfig(kind="wikiextractor", name="wiki", path=str(folder / "wiki*.txt"), weight=2, license="free"),
+        SourceConfig(kind="jsonl", name="lines", path=str(folder / "lines.jsonl")),
+    )
+    return preparation(corpus_dir, **{"sources": sources, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -91,28 +82,13 @@ def prepared(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    """All files; of the manifest only what describes the text (its settings contain the folder's paths)."""
-    found = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name[0] != "."}
-    found["manifest.json"] = json.loads(found["manifest.json"])["fingerprint"].encode()
-    return found
-
-
-def card(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "card.json").read_text())
-
-
 def test_every_sentence_is_there_once_as_the_tokenizer_reads_it(sources: Path, prepared: Path) -> None:
     tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
     expected = {
         tuple(tokenizer.encode(text(seed).replace("\n", " "), add_special_tokens=False).ids)
         for seed in [*range(57), *range(100, 130)]
     }
-    found = []
-    for split in ("train", "validation"):
-        for shard in open_shards(prepared, split).shards:
-            ends = shard.documents[:, 1].astype(int)
-            found += [tuple(shard.tokens[a:b].tolist()) for a, b in itertools.pairwise(ends)]
+    found = [one for split in ("train", "validation") for one in document_tokens(open_shards(prepared, split))]
     assert len(found) == len(expected)
     assert set(found) == expected
     assert max(len(shard.tokens) for shard in open_shards(prepared, "train").shards) <= 4000
@@ -154,11 +130,7 @@ def test_the_split_follows_the_documents_text(sources: Path, prepared: Path, tmp
 
     def held_out(folder: Path) -> set[str]:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        out = set()
-        for shard in open_shards(folder, "validation").shards:
-            ends = shard.documents[:, 1].astype(int)
-            out |= {tokenizer.decode(shard.tokens[a:b].tolist()) for a, b in itertools.pairwise(ends)}
-        return out
+        return {tokenizer.decode(ids) for ids in document_tokens(open_shards(folder, "validation"))}
 
     for path in sources.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -547,10 +519,7 @@ def test_documents_are_shuffled_once_whatever_they_were_cut_into(tmp_path: Path,
     changes = {"sources": (source,), "shard_tokens": shard_tokens, "min_document_words": 0, "validation_fraction": 0.0}
     prepare(config(tmp_path, tmp_path / "c", **changes), quiet=True)
     entries = (tmp_path / "c" / "vocab.txt").read_text().split("\n")
-    late = []
-    for shard in open_shards(tmp_path / "c", "train").shards:
-        begins = shard.documents[:-1, 1].astype(int)
-        late += [entries[shard.tokens[begin]].startswith("la") for begin in begins]
+    late = [entries[ids[0]].startswith("la") for ids in document_tokens(open_shards(tmp_path / "c", "train"))]
     assert len(late) == 600
     for begin in range(0, 600, 100):
         assert 25 < sum(late[begin : begin + 100]) < 75

@@ -464,8 +464,6 @@ def test_a_missing_column_is_found_before_the_work(tmp_path: Path, kind: Any, na
         find_inputs(SourceConfig(kind=kind, path=str(tmp_path)), "corpus.sources.0")
 
 
-# ---------------------------------------------------------------- books
-
 BOOK = """The Project Gutenberg EBook of A Test, by Nobody
 
 This header is not text.
@@ -542,8 +540,6 @@ def test_books_one_document_each_in_their_own_encodings(tmp_path: Path) -> None:
     ]
 
 
-# ---------------------------------------------------------------- MediaWiki markup
-
 ARTICLE = """{{Infobox
 | name = {{nowrap|X}}
 }}
@@ -584,8 +580,6 @@ def test_markup_leaves_running_text() -> None:
         "Next line. shown",
     ]
 
-
-# ---------------------------------------------------------------- docstrings
 
 MODULE = '''
 """Tools for reading things that nobody ever writes down.

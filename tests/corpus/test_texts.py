@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from finetune.workflows.adaptation.texts import sources_of
 from pretrain.common.errors import InputError
-from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceConfig
+from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus import inputs, records
 from pretrain.corpus.byte_columns import byte_columns
 from pretrain.corpus.formats import kind_of
@@ -31,6 +31,7 @@ from pretrain.corpus.sources import books, cut, documents, find_inputs
 from pretrain.corpus.tokenize import WordTable, columns
 from pretrain.corpus.whole_documents import measured
 from pretrain.corpus.word_counts import count_words
+from tests.corpus.preparing import card, preparation
 
 
 def read(kind: str, path: Path) -> tuple[list[str], dict[str, int]]:
@@ -44,20 +45,10 @@ def read(kind: str, path: Path) -> tuple[list[str], dict[str, int]]:
 
 def prepared(source: SourceConfig, folder: Path, **changes: Any) -> tuple[str, dict[str, Any]]:
     """The summary line and the card of a corpus."""
-    values = {
-        "dir": str(folder),
-        "sources": (source,),
-        "vocabulary": {"size": 300, "min_frequency": 1},
-        "validation_fraction": 0,
-        "processes": 1,
-        **changes,
-    }
-    phase = PhaseConfig(sequence_length=32, global_sequences=2, steps=1, peak_learning_rate=1e-3)
-    config = PretrainConfig(name="trial", corpus=CorpusConfig.model_validate(values), phases=(phase,))
-    return prepare(config, quiet=True), json.loads((folder / "card.json").read_text())
+    given = {"vocabulary": {"size": 300, "min_frequency": 1}, "validation_fraction": 0, "min_document_words": 20}
+    line = prepare(preparation(folder, (source,), **{**given, "shard_tokens": 100_000_000, **changes}), quiet=True)
+    return line, card(folder)
 
-
-# ---------------------------------------------------------------- headings
 
 SENTENCES = {
     "zh": "今天天气很好我们去公园散步。",
@@ -112,8 +103,8 @@ def test_what_is_left_out_as_headings_is_on_the_card_and_much_of_it_in_the_summa
     text = "\n\n".join(f"This is paragraph number {number} of a text that is kept." for number in range(30))
     (tmp_path / "few.txt").write_text("CHAPTER I\n\n" + text)
     source = SourceConfig(kind="books", path=str(tmp_path / "few.txt"))
-    line, card = prepared(source, tmp_path / "few")
-    assert card["sources"][0]["left_out"] == {"paragraphs": 1, "characters": 9, "read_characters": 11 + len(text)}
+    line, made = prepared(source, tmp_path / "few")
+    assert made["sources"][0]["left_out"] == {"paragraphs": 1, "characters": 9, "read_characters": 11 + len(text)}
     assert "| books-few | 1 | 9 | 0.5" in (tmp_path / "few" / "card.md").read_text()
     assert "headings" not in line
     (tmp_path / "many.txt").write_text(text + "\n\nSOME WORDS IN CAPITALS" * 10)
@@ -121,9 +112,6 @@ def test_what_is_left_out_as_headings_is_on_the_card_and_much_of_it_in_the_summa
     assert re.search(r"books-many: 1\d\.\d% of its text was left out as headings \(10 paragraphs\)\. If they", line)
     sources_of([tmp_path / "many.txt"], tmp_path / "pieces.jsonl")
     assert "of the text was left out as headings (10 paragraphs)" in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------- words
 
 
 @pytest.mark.parametrize(
@@ -152,11 +140,9 @@ def test_words_are_counted_in_scripts_without_blanks(text: str, words: int) -> N
 def test_a_short_document_is_short_in_every_script(tmp_path: Path) -> None:
     texts = ["今天天气很好我们去公园散步吧你觉得怎么样呢好不好啊我也觉得很好那我们走吧再见了朋友明天见吧", "你好"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    _, card = prepared(SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl")), tmp_path / "corpus")
-    assert (card["totals"]["documents"], card["totals"]["too_short"]) == (1, 1)
+    _, made = prepared(SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl")), tmp_path / "corpus")
+    assert (made["totals"]["documents"], made["totals"]["too_short"]) == (1, 1)
 
-
-# ---------------------------------------------------------------- faults
 
 ROWS = [{"text": f"Row {number} says {random.Random(number).random()} and so on."} for number in range(900)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -256,8 +242,6 @@ def test_a_table_in_utf16_without_a_byte_order_mark_is_refused_with_its_cause(tm
         find_inputs(SourceConfig(kind="csv", path=str(tmp_path)), "corpus.sources.0")
 
 
-# ---------------------------------------------------------------- JSON
-
 OBJECTS = [{"text": f'Text "{number}", [é], {{漢}}\n\\', "more": [{"a": number}, []]} for number in range(60)]
 FORMS: dict[str, Callable[[], str]] = {
     "array": lambda: json.dumps(OBJECTS, ensure_ascii=False),
@@ -316,9 +300,6 @@ def test_files_of_json_without_a_suffix_are_found_in_a_folder(tmp_path: Path) ->
     assert kind_of(tmp_path / "README") == "books"
 
 
-# ---------------------------------------------------------------- a sentence a line
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     drawn=st.lists(st.lists(st.sampled_from(["One. Two", "a", "漢字。字"]), min_size=1, max_size=3), max_size=5),
@@ -357,15 +338,12 @@ def test_lines_start_where_they_start() -> None:
     assert line_starts(" \n") == []
 
 
-# ---------------------------------------------------------------- vocabularies
-
-
 def test_many_unknown_tokens_have_a_hint(tmp_path: Path) -> None:
     words = [f"{SENTENCES['th'] * 4}{number} สวัสดี ครับ" for number in range(60)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
     source = SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl"))
-    line, card = prepared(source, tmp_path / "corpus")
-    assert card["totals"]["unknown_rate"] > 0.01
+    line, made = prepared(source, tmp_path / "corpus")
+    assert made["totals"]["unknown_rate"] > 0.01
     assert "That many unknown tokens are lost for training: set corpus.vocabulary.kind: byte_bpe" in line
     line, _ = prepared(source, tmp_path / "bytes", vocabulary={"kind": "byte_bpe", "size": 400})
     assert "unknown tokens" not in line
@@ -377,10 +355,10 @@ def test_a_lowercase_vocabulary_may_keep_accents(tmp_path: Path) -> None:
     source = SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl"))
     vocabulary = {"size": 300, "min_frequency": 1, "strip_accents": False}
     changes = {"min_document_words": 5, "language": "hi"}
-    _, card = prepared(source, tmp_path / "corpus", vocabulary=vocabulary, **changes)
+    _, made = prepared(source, tmp_path / "corpus", vocabulary=vocabulary, **changes)
     entries = (tmp_path / "corpus/vocab.txt").read_text().split("\n")
     assert {"मौसम", "café", "élan", "naïve"} <= set(entries)
-    assert card["vocabulary"]["strip_accents"] is False
+    assert made["vocabulary"]["strip_accents"] is False
     assert "uncased, with accents" in (tmp_path / "corpus/card.md").read_text()
     written = json.loads((tmp_path / "corpus/tokenizer_config.json").read_text())
     assert (written["do_lower_case"], written["strip_accents"]) == (True, False)

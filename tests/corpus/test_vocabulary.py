@@ -23,34 +23,9 @@ from pretrain.corpus.vocabulary import (
     train_vocabulary,
 )
 
-COUNTS = {
-    word.encode(): 1 + (7 * number) % 23
-    for number, word in enumerate(
-        [
-            "low",
-            "lower",
-            "lowest",
-            "new",
-            "newer",
-            "newest",
-            "wide",
-            "wider",
-            "widest",
-            "slow",
-            "slower",
-            "slowest",
-            "window",
-            "newly",
-            "widely",
-            ",",
-            ".",
-            "!",
-            "é",
-            "naïve",
-            "漢字",
-        ]
-    )
-}
+WORDS = ["low", "lower", "lowest", "new", "newer", "newest", "wide", "wider", "widest", "slow", "slower", "slowest"]
+WORDS += ["window", "newly", "widely", ",", ".", "!", "é", "naïve", "漢字"]
+COUNTS = {word.encode(): 1 + (7 * number) % 23 for number, word in enumerate(WORDS)}
 TRAIN = (
     "from tests.corpus.test_vocabulary import COUNTS; from pretrain.corpus.vocabulary import train_vocabulary; "
     "print(train_vocabulary(COUNTS, 90, lowercase=True, min_frequency=1).to_str())"

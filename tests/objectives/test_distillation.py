@@ -28,9 +28,6 @@ STEPS = 4
 CONFIGS = Path(__file__).resolve().parents[2] / "configs/pretrain"
 
 
-# ---- losses
-
-
 @pytest.mark.parametrize("piece", [1 << 26, 150])
 def test_the_losses_are_those_of_the_plain_formulas(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """As transformers' research project distillation, distiller.py, computes them: values and gradients."""
@@ -86,9 +83,6 @@ def test_layers_are_spread_as_distilbert_spreads_them() -> None:
     assert evenly_spread(4, 4) == (0, 1, 2, 3)
 
 
-# ---- configs
-
-
 def test_every_shipped_student_fits_its_shipped_teacher() -> None:
     """A teacher runs/NAME is a run of configs/pretrain/NAME.yaml."""
     configs = [load_config(path) for path in sorted(CONFIGS.glob("*.yaml"))]
@@ -115,9 +109,6 @@ def as_teacher(config: PretrainConfig, folder: str) -> FrozenModel:
     with torch.device("meta"):
         state = PretrainingModel(model, config.corpus.vocabulary.size, pairs).state_dict()
     return FrozenModel(folder, model, pairs, state, fingerprint="")
-
-
-# ---- runs
 
 
 class Place:
@@ -239,9 +230,6 @@ def test_a_run_keeps_to_its_teacher(runs, place: Place) -> None:
     assert f"distillation.teacher is {place.other}" in other
     assert "distillation.teacher (" in without
     assert same == ""
-
-
-# ---- what is refused
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,6 @@ def make_model(embeddings: str = "shared", shape: ModelConfig = SHAPE, **setting
     return model
 
 
-# ---- samples
-
-
 def test_samples_follow_the_softmax_and_depend_on_their_key_alone() -> None:
     torch.manual_seed(0)
     word, bias, hidden = torch.randn(7, 5), torch.randn(7), torch.randn(1, 5)
@@ -68,9 +65,6 @@ def test_a_step_of_many_scores_is_sampled_in_pieces(monkeypatch: pytest.MonkeyPa
     whole = sample_tokens(*arguments)
     monkeypatch.setattr(replaced_tokens, "SCORES_AT_ONCE", 7 * 3)
     assert torch.equal(sample_tokens(*arguments), whole)
-
-
-# ---- losses and exports
 
 
 def padded(values: Tensor, batch: MicroBatch) -> Tensor:
@@ -180,9 +174,6 @@ def test_the_generator_has_the_shape_of_google_s() -> None:
     assert (generator.hidden, generator.heads, generator.intermediate, generator.embedding) == (256, 4, 1024, 768)
     generator = ElectraConfig(generator_width=1, generator_depth=0.5).generator(ModelConfig(size="base"))
     assert (generator.layers, generator.hidden, generator.embedding) == (6, 768, 0)
-
-
-# ---- runs
 
 
 def settings(corpus: Path, folder: Path, **changes: Any) -> dict[str, Any]:

@@ -46,9 +46,6 @@ def make_folder(folder: Path, **files: str) -> Path:
     return folder
 
 
-# ---- folders
-
-
 def test_a_fetch_that_was_cut_goes_on_and_keeps_what_is_here(proxy: FaultyProxy, tmp_path: Path) -> None:
     corpus, address = make_corpus(tmp_path / "corpus", documents=40, vocabulary_size=300), f"s3://{BUCKET}/corpora/one"
     folders.store(corpus, address)
@@ -104,9 +101,6 @@ def test_a_folder_that_is_stored_again_loses_its_former_files(proxy: FaultyProxy
     deleted = [request.split("/")[-1] for request in proxy.requests if request.startswith("DELETE")]
     assert deleted == ["manifest.json", "a"], "no moment has a manifest and other files"
     assert sorted(ObjectStore().listing(address)) == ["b", "c", "manifest.json"]
-
-
-# ---- single objects
 
 
 def test_a_file_that_was_deleted_since_an_interrupted_store_is_stored_again(
@@ -278,9 +272,6 @@ def test_patterns_match_as_those_of_local_files(proxy: FaultyProxy) -> None:
     assert found("/nothing") == []
 
 
-# ---- stores other than S3
-
-
 class Container(MemoryFileSystem):
     """Stands in for Azure's file system: the account is in the address, and nothing is known of S3's options."""
 
@@ -335,9 +326,6 @@ WHEN = datetime.datetime(2026, 3, 1, tzinfo=datetime.timezone.utc)
 )
 def test_facts_of_each_library_are_understood(facts: dict[str, Any], expected: ListedObject) -> None:
     assert _listed(facts) == expected
-
-
-# ---- checkpoints
 
 
 class Ranks:

@@ -236,9 +236,6 @@ def sharing(folder: str, apart: bool) -> str:
     return ""
 
 
-# ---- corpora and sources
-
-
 def test_a_corpus_that_was_prepared_again_since_it_was_fetched_is_fetched_again(
     proxy: FaultyProxy, tmp_path: Path
 ) -> None:
@@ -345,9 +342,6 @@ def test_without_an_address_no_client_is_imported() -> None:
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "[]"
-
-
-# ---- mistakes
 
 
 @pytest.mark.parametrize(
