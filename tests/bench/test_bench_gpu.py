@@ -11,7 +11,7 @@ import torch
 from pretrain.planning.roofline import GPUS
 from tests.bench import gpu
 from tests.bench.__main__ import main
-from tests.bench.gpu import CASES, Case, gpu_of, host_reads, measure, table
+from tests.bench.gpu import Case, gpu_of, host_reads, measure, table
 
 SHAPE = {"size": "custom", "layers": 1, "hidden": 32, "heads": 2, "max_positions": 64}
 SMALL = Case("small", 16, 64, 101, SHAPE)
@@ -38,19 +38,6 @@ def test_without_a_gpu_it_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: p
 )
 def test_a_gpu_is_known_by_its_drivers_name(name: str, known: str) -> None:
     assert gpu_of(name) is GPUS.get(known)
-
-
-def test_models_are_those_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    for case in CASES:
-        config = case.config("bf16")
-        assert config.phases[0].global_sequences * case.length == case.tokens
-        assert config.engine.micro_batch_tokens == case.tokens, "one micro-batch"
-    assert [(case.name, case.length) for case in CASES] == [
-        (name, length) for name in ("bert-base", "bert-large", "modernbert-base") for length in (128, 512)
-    ]
-    with pytest.raises(SystemExit):
-        main(["gpu", "--models", "gpt"])
-    assert "bert-large" in capsys.readouterr().err
 
 
 def test_a_small_model_is_trained_and_stands_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pretrain.batches.loader import BatchMaker
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, SourceConfig
@@ -23,9 +22,8 @@ from pretrain.corpus import finish
 from pretrain.corpus.description import describe
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards, verify_shards
-from pretrain.corpus.stored import fetch_corpus, open_corpus
+from pretrain.corpus.stored import fetch_corpus
 from pretrain.planning import estimate
-from pretrain.planning.text import counts_readings
 from pretrain.storage.objects import ObjectStore
 from tests.corpus.preparing import content, document_tokens, preparation
 from tests.corpus.test_prepare import text
@@ -345,28 +343,3 @@ def test_at_an_address_only_what_is_new_is_moved(
     fetch_corpus(config(address).corpus)
     verify_shards(local(address))
     assert documents(local(address), "train", 1)
-
-
-def test_a_corpus_that_has_grown_elsewhere_is_streamed(
-    tmp_path: Path, first: SourceConfig, second: SourceConfig, s3: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the counts of samples of the new source, which a machine that streams cannot make."""
-    address = f"s3://{BUCKET}/corpora/streamed"
-    point_to(s3, tmp_path / "one", monkeypatch)
-    s3.reset()
-    for machine, some in (("one", (first,)), ("two", (first, second))):
-        point_to(s3, tmp_path / machine, monkeypatch)
-        made = config(address, *some)
-        prepare(made, quiet=True, count_readings=counts_readings(made))
-    point_to(s3, tmp_path / "three", monkeypatch)
-    streamed = config(address, cache="1MB")
-    fetch_corpus(streamed.corpus)
-    assert not list(local(address).glob("source-*"))
-    shards, whole = open_corpus(streamed.corpus, "train"), config(tmp_path / "whole", first)
-    prepare(whole, quiet=True)
-    prepare(config(tmp_path / "whole", first, second), quiet=True)
-    ours, theirs = (
-        BatchMaker(one, streamed, 0, seed=0, rank=0, world_size=1).make(0, 64)
-        for one in (shards, open_shards(tmp_path / "whole", "train"))
-    )
-    assert ours.micro_batches[0].input_ids.equal(theirs.micro_batches[0].input_ids)

@@ -359,10 +359,27 @@ def make_saver(run: StoredRun, folder: Path, rank: Rank | None = None) -> Saver:
     return Saver(folder / "checkpoints", group, keep_last=1, retry_seconds=0.0, stored=run)
 
 
+def save_on_two_ranks() -> list[Saver]:
+    """The savers of the ranks of `RUN`, after its first checkpoint."""
+    ranks = Ranks(2)
+
+    def train(rank: int) -> Saver:
+        saver = make_saver(StoredRun(RUN, local(RUN)), local(RUN), Rank(rank, ranks))
+        save(saver, 1)
+        return saver
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(train, range(2)))
+
+
 def save(saver: Saver, step: int, value: float | None = None, **state: Any) -> None:
     fragment = Fragment("a", 0, {"weight": torch.full((4,), float(step if value is None else value))}, shared=False)
     saver.save(step, [fragment], {"step": step, "shapes": {"a": [4]}, "validation_set": "0", **state})
     saver.wait()
+
+
+def kept(folder: Path) -> list[str]:
+    return [path.name for path in store.list_checkpoints(folder / "checkpoints")]
 
 
 def test_a_store_that_fails_does_not_end_the_run_and_the_next_checkpoint_is_stored(proxy: FaultyProxy) -> None:
@@ -393,7 +410,7 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(proxy: FaultyProxy) ->
     assert "step-00000002 is not stored" in saver.trouble
     shutil.rmtree(folder)
     StoredRun(RUN, folder).download()
-    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000001"]
+    assert kept(folder) == ["step-00000001"]
     assert store.read_weights(folder / "checkpoints" / "step-00000001")["a"].tolist() == [1.0] * 4
 
 
@@ -410,7 +427,7 @@ def test_a_damaged_stored_checkpoint_is_skipped(proxy: FaultyProxy, file: str) -
     ObjectStore().write(damaged, content[:-1] + b"?")
     shutil.rmtree(folder)
     StoredRun(RUN, folder).download()
-    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000001"]
+    assert kept(folder) == ["step-00000001"]
 
 
 def test_a_checkpoint_that_was_damaged_here_is_fetched_again(
@@ -467,7 +484,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_skipped_as_damaged(proxy: Faul
     with pytest.raises(InputError, match=r"step-00000002/rank.*Check the credentials"):
         StoredRun(RUN, folder).download()
     StoredRun(RUN, folder).download()
-    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000002"]
+    assert kept(folder) == ["step-00000002"]
 
 
 def test_a_checkpoint_that_is_written_again_is_withdrawn_first(proxy: FaultyProxy) -> None:
@@ -481,16 +498,9 @@ def test_a_checkpoint_that_is_written_again_is_withdrawn_first(proxy: FaultyProx
 
 
 def test_every_rank_stores_its_part_and_one_process_of_a_machine_fetches_them(proxy: FaultyProxy) -> None:
-    folder, ranks = local(RUN), Ranks(2)
+    folder = local(RUN)
     proxy.plan = [Fault("503", "PUT .*rank-00001"), Fault("lost", "PUT .*rank-00000")]
-
-    def train(rank: int) -> Saver:
-        saver = make_saver(StoredRun(RUN, folder), folder, Rank(rank, ranks))
-        save(saver, 1)
-        return saver
-
-    with ThreadPoolExecutor(2) as pool:
-        assert not any(saver.trouble for saver in pool.map(train, range(2)))
+    assert not any(saver.trouble for saver in save_on_two_ranks())
     weights = store.read_weights(folder / "checkpoints/step-00000001")["a"]
     shutil.rmtree(folder)
     proxy.requests.clear()
@@ -536,18 +546,10 @@ def test_machines_that_share_the_run_folder_fetch_a_checkpoint_once(
 
 
 def test_a_rank_that_cannot_store_leaves_no_manifest(proxy: FaultyProxy) -> None:
-    folder, ranks = local(RUN), Ranks(2)
     proxy.plan = [Fault("403", "PUT .*rank-00001")]
-
-    def train(rank: int) -> Saver:
-        saver = make_saver(StoredRun(RUN, folder), folder, Rank(rank, ranks))
-        save(saver, 1)
-        return saver
-
-    with ThreadPoolExecutor(2) as pool:
-        troubles = [saver.trouble for saver in pool.map(train, range(2))]
+    troubles = [saver.trouble for saver in save_on_two_ranks()]
     assert ["/rank-00001-of-00002.safetensors." in trouble for trouble in troubles] == [True, True]
-    assert StoredRun(RUN, folder).names() == []
+    assert StoredRun(RUN, local(RUN)).names() == []
 
 
 def test_what_interrupted_saves_left_is_deleted_with_the_next_checkpoint(proxy: FaultyProxy) -> None:
@@ -767,18 +769,6 @@ def test_a_start_elsewhere_while_tensors_are_stored_is_noticed(proxy: FaultyProx
     assert StoredRun(RUN, tmp_path / "fresh").names() == []
 
 
-def test_a_run_that_is_here_is_not_fetched_over(proxy: FaultyProxy) -> None:
-    folder = local(RUN)
-    save(make_saver(StoredRun(RUN, folder), folder), 1)
-    ObjectStore().write(f"{RUN}/metrics.jsonl", b"old\n")
-    (folder / "metrics.jsonl").write_text("new\n")
-    StoredRun(RUN, folder).download()
-    assert (folder / "metrics.jsonl").read_text() == "new\n"
-    shutil.rmtree(folder)
-    StoredRun(RUN, folder).download()
-    assert (folder / "metrics.jsonl").read_text() == "old\n"
-
-
 def test_a_fetch_that_ends_between_the_checkpoint_and_the_small_files_goes_on(
     proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -887,12 +877,12 @@ def test_a_resume_elsewhere_has_the_best_checkpoint_as_the_same_machine_has(prox
     saver = make_saver(StoredRun(RUN, folder), folder)
     for step, loss in ((2, 0.5), (4, 0.7), (6, 0.8)):
         save(saver, step, validation_loss=loss)
-    here = [path.name for path in store.list_checkpoints(folder / "checkpoints")]
+    here = kept(folder)
     shutil.rmtree(folder)
     StoredRun(RUN, folder).download()  # to be read
-    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000006"]
+    assert kept(folder) == ["step-00000006"]
     launch.download(RUN)
-    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == here
+    assert kept(folder) == here
     assert store.best(folder / "checkpoints") == folder / "checkpoints" / "step-00000002"
 
 
