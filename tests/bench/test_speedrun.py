@@ -297,31 +297,15 @@ def test_trials_are_kept_in_order_and_replaced(tmp_path: Path) -> None:
         results.read(tmp_path / "speedrun.json", "y")
 
 
-def test_the_log_gets_each_run_once(tmp_path: Path) -> None:
-    log = tmp_path / "log.md"
-    assert results.append_to_log(log, [make_trial("a"), make_trial("not-run", flops=0.0)]) == 1
-    assert results.append_to_log(log, [make_trial("a"), make_trial("b")]) == 1
-    lines = log.read_text().splitlines()
-    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
-    assert [line.split(" | ")[1] for line in lines[2:]] == ["a s0", "b s0"]
-    begun = log.read_text()
-    log.write_text("")
-    assert results.append_to_log(log, [make_trial("a"), make_trial("b")]) == 2
-    assert log.read_text() == begun
-    log.write_text("# A page\n\nNo table.\n")
-    with pytest.raises(InputError, match="does not end with a table"):
-        results.append_to_log(log, [make_trial("a")])
-
-
-def test_the_log_of_the_documentation_takes_rows(tmp_path: Path) -> None:
+def test_a_row_of_the_log_is_as_those_of_the_documentation() -> None:
     page = Path(__file__).parents[2] / "docs" / "benchmarks" / "speedrun.md"
-    copy = tmp_path / "speedrun.md"
-    copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
-    results.append_to_log(copy, [make_trial("a")])
-    lines = copy.read_text(encoding="utf-8").splitlines()
-    head = next(line for line in lines if line.startswith("| date |"))
-    assert head.count("|") == lines[-1].replace("\\|", "").count("|")
-    assert lines[:-1] == page.read_text(encoding="utf-8").splitlines(), "rows that it has stay as they are"
+    (head,) = (line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| date |"))
+    assert head == f"| {' | '.join(results.LOG_HEADINGS)} |"
+    row = results.log_row(make_trial("a", scores=Scores(3.0, 0.4, 1.5, **WORDS_FOUND), remarks="so"))
+    assert row == (
+        "| 2026-11-23 | a s0 | 1e15 | 1e+15 | 100 | 0.00 | - | 1.5000 | 3.0000 | 0.4000 | - | - | 2 cores of A \\| B | "
+        "aaaaaaa | so | 3.5000 | 1.250 to 1.500 |"
+    )
 
 
 def test_runs_are_ranked_by_what_compares_vocabularies() -> None:
@@ -402,7 +386,7 @@ def test_a_trial_trains_scores_and_continues(
     monkeypatch.setattr(ground.draw_text, "__defaults__", (LIMITS, ground.NOVELS))
     data, config, trained = write_text(tmp_path / "data"), config_file(tmp_path), Trained()
     monkeypatch.setattr(api, "train", trained)
-    words = [str(config), "--data", str(data), "--out", "out", "--workers", "1", "--log", "log.md"]
+    words = [str(config), "--data", str(data), "--out", "out", "--workers", "1"]
     words += ["--budget", "1.5e8", "--budget", "1e8", "--budget", "1e14"]
     trained.errors[2] = StoppedError("it stopped")
     handler = signal.getsignal(signal.SIGTERM)
@@ -411,7 +395,7 @@ def test_a_trial_trains_scores_and_continues(
     printed = capsys.readouterr().out
     assert "Run the same command again" in printed
     assert "Next:" not in printed
-    assert (tmp_path / "log.md").read_text().count("tiny s0") == 1
+    assert printed.count("| tiny s0 |") == 1
     elsewhere = [str(tmp_path / "out") if word == "out" else word for word in words]
     assert command.main(elsewhere) == 0, "the same folder by another path"
     printed = capsys.readouterr().out
@@ -429,7 +413,7 @@ def test_a_trial_trains_scores_and_continues(
     assert printed.rstrip().endswith("bits per character, which compare runs of one vocabulary only")
     assert small.scores.common_word_bits is small.scores.whole_word_bits is None
     assert "common words: the vocabulary lacks 'able' as a single token" in small.remarks
-    assert (tmp_path / "log.md").read_text().count("tiny s0") == 2
+    assert printed.count("| tiny s0 |") == 2
 
     other = [*words[:-6], "--budget", "1e8", "--set"]
     with pytest.raises(InputError, match=r"begun with other settings: .*name=second"):
@@ -455,9 +439,7 @@ def test_a_trial_trains_scores_and_continues(
 
 
 def test_options_without_effect_and_impossible_budgets_are_refused(tmp_path: Path) -> None:
-    words, notes = ["config.yaml", "--data", str(tmp_path)], tmp_path / "notes.md"
-    notes.write_text("Notes.\n")
-    (tmp_path / "latin.md").write_bytes(b"| caf\xe9 |\n")
+    words = ["config.yaml", "--data", str(tmp_path)]
     for more, message in (
         (["--budget", "-1"], "--budget: -1; expected"),
         (["--budget", "5", "--budget", "2e30"], r"--budget: 2e\+30; expected"),
@@ -468,11 +450,7 @@ def test_options_without_effect_and_impossible_budgets_are_refused(tmp_path: Pat
         (["--no-random"], "--no-random: has no effect"),
         (["--seed", "-1"], "--seed: -1; expected"),
         (["--novels", "1"], "--novels: 1; expected a share"),
-        (["--log", str(notes)], "notes.md: does not end with a table"),
-        (["--log", str(tmp_path / "latin.md")], "latin.md: is not UTF-8"),
-        (["--log", str(tmp_path)], "cannot write here"),
-        (["--log", str(tmp_path / "log.md")], "neither WikiExtractor's output nor a .txt file"),  # --data, read later
+        ([], "an empty folder"),
     ):
         with pytest.raises(InputError, match=message):
             command.main([*words, *more])
-    assert not (tmp_path / "log.md").exists()

@@ -456,7 +456,12 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "data"), [("jsonl", "a.jsonl", b'{"body": "x"}\n'), ("csv", "a.csv", b"id,body\n1,x\n")]
+    ("kind", "name", "data"),
+    [
+        ("jsonl", "a.jsonl", b'{"body": "x"}\n'),
+        ("jsonl", "a.json", b'[\n  {"body": "x"}\n]\n'),
+        ("csv", "a.csv", b"id,body\n1,x\n"),
+    ],
 )
 def test_a_missing_column_is_found_before_the_work(tmp_path: Path, kind: Any, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)

@@ -136,13 +136,6 @@ def test_words_are_counted_in_scripts_without_blanks(text: str, words: int) -> N
     assert count_words(text) == words
 
 
-def test_a_short_document_is_short_in_every_script(tmp_path: Path) -> None:
-    texts = ["今天天气很好我们去公园散步吧你觉得怎么样呢好不好啊我也觉得很好那我们走吧再见了朋友明天见吧", "你好"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    _, made = prepared(SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl")), tmp_path / "corpus")
-    assert (made["totals"]["documents"], made["totals"]["too_short"]) == (1, 1)
-
-
 ROWS = [{"text": f"Row {number} says {random.Random(number).random()} and so on."} for number in range(900)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 TABLE = "id,text\n" + "".join(f"{number},{row['text']}\n" for number, row in enumerate(ROWS))
@@ -278,12 +271,6 @@ def test_a_broken_array_is_read_up_to_there(tmp_path: Path, change: Callable[[st
     assert len(texts) >= 50
     assert len(faults) == 1
     assert next(iter(faults)).startswith(fault)
-
-
-def test_the_column_of_an_array_is_found_before_the_work(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(FORMS["indented"]().replace('"text"', '"body"'))
-    with pytest.raises(InputError, match=r"text_column: .* no column 'text'; it has body, more"):
-        find_inputs(SourceConfig(kind="jsonl", path=str(tmp_path)), "corpus.sources.0")
 
 
 def test_files_of_json_without_a_suffix_are_found_in_a_folder(tmp_path: Path) -> None:

@@ -104,12 +104,6 @@ def _parser() -> argparse.ArgumentParser:
     add_workers(parser)
     add_blimp(parser)
     add_finetunings(parser, prefix="finetune-")
-    parser.add_argument(
-        "--log",
-        type=local_path,
-        metavar="FILE",
-        help="append the runs as rows to the Markdown table that ends this file",
-    )
     return parser
 
 
@@ -131,8 +125,6 @@ def _check(arguments: argparse.Namespace, budgets: Sequence[float]) -> None:
         read_blimp(arguments.blimp, arguments.blimp_limit)
     if arguments.finetune:
         read_configs(arguments.out, finetunings(arguments))
-    if arguments.log is not None:
-        results.check_log(arguments.log)
 
 
 def finetunings(arguments: argparse.Namespace) -> FinetuningSettings:
@@ -272,12 +264,10 @@ class _Trials:
             results.write(self._results, path)
 
     def _report(self, names: Sequence[str]) -> None:
-        """The table, the log, and the one number: bits of common words at the largest budget."""
+        """The table, the rows of the log, and the one number: bits of common words at the largest budget."""
         print(f"\n{results.table(self._results)}\n\n{self._out / results.RESULTS}")
         own = [one for one in self._results.trials if one.run in names]
-        if self._arguments.log is not None:
-            count = results.append_to_log(self._arguments.log, own)
-            print(f"{self._arguments.log}: {count} rows added")
+        print("\n".join(["Rows of the log:", *(results.log_row(one) for one in own if one.flops)]))
         largest = max((one for one in own if one.flops), key=lambda one: one.budget, default=None)
         if largest is not None:
             print(f"{largest.run}: {largest.scores.headline}")
