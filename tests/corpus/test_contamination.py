@@ -76,6 +76,14 @@ def test_a_long_cell_of_a_csv_file_is_read_and_an_open_quote_refused(tmp_path: P
         _texts_in(tmp_path / "open.csv")
 
 
+def test_a_folder_is_an_evaluation_set_and_linked_ones_belong_to_it(tmp_path: Path) -> None:
+    for name in ("set", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"{QUESTION}\n")
+    (tmp_path / "set" / "linked").symlink_to(tmp_path / "other")
+    assert _texts_in(tmp_path / "set") == 2
+
+
 def test_thirteen_words_are_needed_but_of_shorter_texts_all(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(f"{QUESTION}\n{SHORT}\nToo short to be looked for.\n")
     words = QUESTION.split()
