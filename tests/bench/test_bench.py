@@ -23,9 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_benchmark_names_the_program_as_it_was_started(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_benchmark_names_the_program_as_it_was_started(name, monkeypatch, capsys) -> None:
     monkeypatch.setenv("BERTRAIN_PROGRAM", "./launch.sh")
     with pytest.raises(SystemExit):
         main([name, "--help"])

@@ -94,9 +94,7 @@ def test_the_trainer_has_our_optimizer_and_schedule(tmp_path: Path, monkeypatch:
         ({"start_from": "bert"}, r"is missing\. Install the extra"),  # of a package
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_compared_is_refused_before_training(tmp_path, monkeypatch, values, message) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(finetuning, "run_program", lambda _: pytest.fail("trained"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -378,9 +378,7 @@ class Trained:
         return train(config, **options)
 
 
-def test_a_trial_trains_scores_and_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trial_trains_scores_and_continues(tmp_path, monkeypatch, capsys) -> None:
     """Two budgets of which one is stopped, then the same command; then another config in the same folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ground.draw_text, "__defaults__", (LIMITS, ground.NOVELS))

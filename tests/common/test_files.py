@@ -73,9 +73,7 @@ def test_a_lock_is_held_against_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_without_locks_the_work_continues_with_a_warning(
-    tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_locks_the_work_continues_with_a_warning(tmp_path, error, monkeypatch, caplog) -> None:
     def flock(*arguments: object) -> None:
         raise OSError(error, os.strerror(error))
 

@@ -62,9 +62,7 @@ def problems(path: Path, *overrides: str) -> list[str]:
         ("run_id=' exp'", "run_id: ' exp' must have none of"),
     ],
 )
-def test_what_wandb_refuses_is_refused_where_a_run_starts_and_read_where_one_is(
-    write, tmp_path: Path, setting: str, message: str
-):
+def test_what_wandb_refuses_is_refused_where_a_run_starts_and_read_where_one_is(write, tmp_path, setting, message):
     path, folder = write(GOOD), tmp_path / "run"
     config = load_config(path, [f"tracking.{setting}", f"run_dir={folder}"])
     with pytest.raises(InputError) as caught:

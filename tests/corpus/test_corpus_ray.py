@@ -147,9 +147,7 @@ def test_killed_processes_cost_nothing_but_time(folder: Path, address: str, monk
 
 
 @pytest.mark.slow
-def test_a_job_that_always_dies_and_a_bug_end_the_preparation(
-    folder: Path, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_always_dies_and_a_bug_end_the_preparation(folder, address, monkeypatch) -> None:
     monkeypatch.setattr(stages, "count_words", cluster_preparation.always_die)
     one_chunk = (SourceConfig(kind="csv", path="table.csv"),)
     with pytest.raises(MachineError, match=r"^A job's process on the cluster .* died 4 times[^\n]*again;[^\n]*$"):

@@ -146,9 +146,7 @@ def test_the_bytes_do_not_depend_on_the_processes(vocabulary: str, sources: Path
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
 
-def test_the_bytes_do_not_depend_on_how_many_are_compared_at_once(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bytes_do_not_depend_on_how_many_are_compared_at_once(sources, tmp_path, monkeypatch) -> None:
     prepare(filtered(sources, tmp_path / "together", ON), quiet=True)
     for name in ("filters.near_duplicates.MOST_DOCUMENTS", "near_search.MOST_DOCUMENTS", "documents.MOST_DOCUMENTS"):
         monkeypatch.setattr(f"pretrain.corpus.{name}", 7)

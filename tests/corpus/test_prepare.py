@@ -105,9 +105,7 @@ def test_the_card_counts_what_stayed_and_what_did_not(prepared: Path) -> None:
         assert expected in markdown
 
 
-def test_the_card_for_people_has_no_path_of_this_machine(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_card_for_people_has_no_path_of_this_machine(sources, tmp_path, monkeypatch) -> None:
     import ast
 
     from pretrain.corpus.card import shown_path
@@ -142,9 +140,7 @@ def test_the_split_follows_the_documents_text(sources: Path, prepared: Path, tmp
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_forked_and_spawned_processes_write_the_same_bytes(
-    method: str, sources: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forked_and_spawned_processes_write_the_same_bytes(method, sources, prepared, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(parallel, "start_method", lambda: method)
     prepare(config(sources, tmp_path / "two", processes=2), quiet=True)
     assert content(tmp_path / "two") == content(prepared)
@@ -197,9 +193,7 @@ def _sleep(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_an_error_or_ctrl_c_does_not_wait_for_the_calls_that_run(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_or_ctrl_c_does_not_wait_for_the_calls_that_run(method, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(parallel, "start_method", lambda: method)
     settings = PreparationSettings(
         str(tmp_path), lowercase=True, language="en", min_document_words=1, vocabulary_given=False
@@ -303,9 +297,7 @@ def test_a_corpus_that_another_process_finished_meanwhile_is_not_prepared_again(
     assert content(folder) == content(prepared)
 
 
-def test_the_progress_shows_neither_an_unknown_total_nor_a_rate_of_an_instant(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_progress_shows_neither_an_unknown_total_nor_a_rate_of_an_instant(capfd, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     bar = StageBar(quiet=False)
     clock = itertools.chain([0.0, 0.0], itertools.repeat(2.0))
@@ -342,9 +334,7 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
 
 
-def test_a_preparation_begun_with_other_chunks_is_refused(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preparation_begun_with_other_chunks_is_refused(sources, tmp_path, monkeypatch) -> None:
     """Its part files are known by the numbers of their chunks: documents would be lost, or be there twice."""
     with pytest.raises(InputError, match="none of 94 documents remains"):
         prepare(config(sources, tmp_path / "corpus", min_document_words=10_000), quiet=True)
@@ -461,9 +451,7 @@ def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("at_once", [2, 3, 1000])
-def test_repeated_documents_are_found_across_partitions(
-    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_documents_are_found_across_partitions(at_once, tmp_path, monkeypatch) -> None:
     _in_small_partitions(monkeypatch, at_once)
     high = 1 << 62
     hashes = [(5, 1), (high, 1), (5, 1), (5, 2), (high, 1), (5, 1), (3, 1), (5, 2), (high, 2), (5, 1)]

@@ -214,9 +214,7 @@ def assert_logits(folder: Path, theirs: Any, tokenizer: Any) -> None:
         ),
     ],
 )
-def test_masking_takes_words_and_draws_no_special_or_reserved_token(
-    kind: Kind, left_out: set[str], tmp_path: Path
-) -> None:
+def test_masking_takes_words_and_draws_no_special_or_reserved_token(kind, left_out, tmp_path) -> None:
     text = write_documents(tmp_path / "text.jsonl", 20)
     save_released(tmp_path / "start", kind)
     vocabulary = {"kind": "byte_bpe", "path": str(tmp_path / "start/tokenizer.json")}

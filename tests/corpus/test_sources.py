@@ -209,9 +209,7 @@ NO_UTF8 = "bytes that are not UTF-8, near byte"
         ("c.jsonl.XZ", '{"text": "two"}\n', ["two"], []),
     ],
 )
-def test_faults_are_counted_with_their_place_and_the_rest_is_read(
-    tmp_path: Path, name: str, data: str, texts: list[str], faults: list[str]
-) -> None:
+def test_faults_are_counted_with_their_place_and_the_rest_is_read(tmp_path, name, data, texts, faults) -> None:
     kinds: dict[str, Any] = {"wiki": "wikiextractor", "tsv": "csv", "csv": "csv", "jsonl": "jsonl", "txt": "books"}
     ends = name.lower().split(".")
     compress = COMPRESS.get(f".{ends[-1]}", bytes)
@@ -366,9 +364,7 @@ HUB = SourceConfig(kind="huggingface", dataset="some/set", revision="abc123")
 
 
 @pytest.mark.parametrize("error", [ConnectionError("Server Disconnected"), RuntimeError("Read timed out\nTrace")])
-def test_a_lost_connection_to_the_hub_is_no_fault_of_the_data_and_broken_data_is(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_lost_connection_to_the_hub_is_no_fault_of_the_data_and_broken_data_is(monkeypatch, error) -> None:
     import datasets
     import pyarrow as pa
 
@@ -645,9 +641,7 @@ def test_docstrings_are_read_as_running_text_without_import(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("path", ["pkg/module.py", "pkg/*.py", "pkg/**/*.py", "~/pkg", "src [old]"])
-def test_docstrings_are_read_from_a_file_a_glob_or_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
+def test_docstrings_are_read_from_a_file_a_glob_or_a_folder(tmp_path, monkeypatch, path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for name in ("pkg/module.py", "pkg/tests/helper.py", "src [old]/module.py"):

@@ -96,9 +96,7 @@ def test_lines_of_a_chat_without_stops_are_text(tmp_path: Path, language: str) -
     assert "\n".join(json.loads(piece)["text"] for piece in pieces).split("\n") == lines
 
 
-def test_what_is_left_out_as_headings_is_on_the_card_and_much_of_it_in_the_summary(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_left_out_as_headings_is_on_the_card_and_much_of_it_in_the_summary(tmp_path, capsys) -> None:
     text = "\n\n".join(f"This is paragraph number {number} of a text that is kept." for number in range(30))
     (tmp_path / "few.txt").write_text("CHAPTER I\n\n" + text)
     source = SourceConfig(kind="books", path=str(tmp_path / "few.txt"))
@@ -148,9 +146,7 @@ BOOK = "\n\n".join(row["text"] for row in ROWS)
     ("kind", "name", "text"),
     [("jsonl", "a.jsonl", LINES), ("csv", "a.csv", TABLE), ("wikiextractor", "wiki", ARTICLES)],
 )
-def test_rows_before_the_cut_of_a_truncated_file_are_kept(
-    tmp_path: Path, suffix: str, kind: str, name: str, text: str
-) -> None:
+def test_rows_before_the_cut_of_a_truncated_file_are_kept(tmp_path, suffix, kind, name, text) -> None:
     half = len(text) // 2
     data = b"".join(COMPRESS[suffix](part.encode()) for part in (text[:half], text[half:]))
     path = tmp_path / f"{name}{suffix}"
@@ -183,9 +179,7 @@ def test_a_truncated_book_is_read_up_to_the_cut(tmp_path: Path) -> None:
         ("jsonl", "a.jsonl", b'{"text": ["a"]}\n' * 5, r"'text' that is not text \(line 1 of block 0\), 5 times"),
     ],
 )
-def test_the_faults_that_make_a_corpus_empty_are_shown(
-    tmp_path: Path, kind: str, name: str, data: bytes, shown: str
-) -> None:
+def test_the_faults_that_make_a_corpus_empty_are_shown(tmp_path, kind, name, data, shown) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(InputError, match=shown) as error:
         prepared(SourceConfig(kind=kind, path=str(tmp_path / name)), tmp_path / "corpus")
@@ -246,9 +240,7 @@ FORMS: dict[str, Callable[[], str]] = {
 @pytest.mark.parametrize("chunk_bytes", [1, 900, 1 << 20])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_json_in_an_array_or_indented_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, suffix: str, chunk_bytes: int
-) -> None:
+def test_json_in_an_array_or_indented_is_read(tmp_path, monkeypatch, form, suffix, chunk_bytes) -> None:
     monkeypatch.setattr(inputs, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr("pretrain.corpus.json_values.READ_BYTES", 50)
     data = FORMS[form]().encode()
@@ -291,9 +283,7 @@ def test_files_of_json_without_a_suffix_are_found_in_a_folder(tmp_path: Path) ->
     blank=st.sampled_from(["\n", " \n", "\t\n\n", "\r\n"]),
     size=st.integers(1, 40),
 )
-def test_documents_of_sentences_are_those_between_blank_lines(
-    tmp_path_factory: pytest.TempPathFactory, drawn: list[list[str]], blank: str, size: int
-) -> None:
+def test_documents_of_sentences_are_those_between_blank_lines(tmp_path_factory, drawn, blank, size) -> None:
     path = tmp_path_factory.mktemp("lines") / "a"
     path.write_bytes(blank.join("".join(f"{line}\n" for line in lines) for lines in drawn).encode())
     with pytest.MonkeyPatch.context() as patch:

@@ -103,9 +103,7 @@ def test_a_folder_that_is_stored_again_loses_its_former_files(proxy: FaultyProxy
     assert sorted(ObjectStore().listing(address)) == ["b", "c", "manifest.json"]
 
 
-def test_a_file_that_was_deleted_since_an_interrupted_store_is_stored_again(
-    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_deleted_since_an_interrupted_store_is_stored_again(proxy, tmp_path, monkeypatch) -> None:
     address, folder = f"s3://{BUCKET}/{tmp_path.name}/deleted", make_folder(tmp_path / "a", one="1", two="22")
     write = ObjectStore.write
 
@@ -137,9 +135,7 @@ def test_only_what_is_missing_needs_space(proxy: FaultyProxy, tmp_path: Path, mo
     assert len(folders.fetch_files(address)) == 2
 
 
-def test_a_large_file_goes_up_in_parts_and_a_part_that_fails_alone_is_sent_again(
-    proxy: FaultyProxy, tmp_path: Path
-) -> None:
+def test_a_large_file_goes_up_in_parts_and_a_part_that_fails_alone_is_sent_again(proxy, tmp_path) -> None:
     path, address = tmp_path / "large", f"s3://{BUCKET}/large"
     path.write_bytes(np.random.default_rng(0).bytes(33 << 20))
     proxy.plan = [Fault("503", "PUT .*partNumber=2")]
@@ -171,9 +167,7 @@ def test_a_download_goes_on_where_another_process_stopped(proxy: FaultyProxy, tm
 
 
 @pytest.mark.parametrize("call", ["read", "write", "listing"])
-def test_wrong_credentials_and_missing_buckets_are_refused_at_once(
-    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_wrong_credentials_and_missing_buckets_are_refused_at_once(proxy, monkeypatch, call) -> None:
     arguments = (b"x",) if call == "write" else ()
     with pytest.raises(InputError, match=r"s3://nowhere/a/b: .*bucket does not exist\. Create the bucket, or correct"):
         getattr(ObjectStore(), call)("s3://nowhere/a/b", *arguments)
@@ -298,9 +292,7 @@ class Container(MemoryFileSystem):
         return f"/{bucket.split('@')[0]}/{rest}".rstrip("/")
 
 
-def test_other_stores_get_the_account_of_the_address_and_no_option_of_s3(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_stores_get_the_account_of_the_address_and_no_option_of_s3(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("BERTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(_registry, "abfs", Container)
     forget_clients()
@@ -430,9 +422,7 @@ def test_a_damaged_stored_checkpoint_is_skipped(proxy: FaultyProxy, file: str) -
     assert kept(folder) == ["step-00000001"]
 
 
-def test_a_checkpoint_that_was_damaged_here_is_fetched_again(
-    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_was_damaged_here_is_fetched_again(proxy, monkeypatch) -> None:
     folder = local(RUN)
     save(make_saver(StoredRun(RUN, folder), folder), 1)
     shard = folder / "checkpoints/step-00000001/rank-00000-of-00001.safetensors"
@@ -449,9 +439,7 @@ def test_a_checkpoint_that_was_damaged_here_is_fetched_again(
     verify_manifest(shard.parent)
 
 
-def test_a_follower_asks_for_nothing_while_others_wait_for_it(
-    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_follower_asks_for_nothing_while_others_wait_for_it(proxy, monkeypatch) -> None:
     folder, asked = local(RUN), []
     saver = make_saver(StoredRun(RUN, folder), folder)
     save(saver, 1, validation_loss=1.0)
@@ -512,9 +500,7 @@ def test_every_rank_stores_its_part_and_one_process_of_a_machine_fetches_them(pr
     assert torch.equal(store.read_weights(folder / "checkpoints/step-00000001")["a"], weights)
 
 
-def test_a_run_that_saves_while_it_is_read_is_read_from_its_newest_checkpoint(
-    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_saves_while_it_is_read_is_read_from_its_newest_checkpoint(proxy, tmp_path, monkeypatch) -> None:
     saver = make_saver(StoredRun(RUN, tmp_path / "run"), tmp_path / "run")
     save(saver, 1, validation_loss=1.0)  # the best, which is kept
     save(saver, 2)
@@ -533,9 +519,7 @@ def test_a_run_that_saves_while_it_is_read_is_read_from_its_newest_checkpoint(
     assert store.newest(folder / "checkpoints") is not None
 
 
-def test_machines_that_share_the_run_folder_fetch_a_checkpoint_once(
-    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_that_share_the_run_folder_fetch_a_checkpoint_once(proxy, tmp_path, monkeypatch) -> None:
     save(make_saver(StoredRun(RUN, tmp_path / "first"), tmp_path / "first"), 1)
     monkeypatch.setattr(folders, "cache", lambda: tmp_path / threading.current_thread().name)  # each has its own
     proxy.requests.clear()
@@ -594,9 +578,7 @@ def test_the_last_start_of_a_run_is_the_one_that_stores(proxy: FaultyProxy, tmp_
     assert StoredRun(RUN, tmp_path / "fresh").names()[-1] == "step-00000003"
 
 
-def test_a_late_upload_of_a_replaced_start_overwrites_nothing(
-    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_upload_of_a_replaced_start_overwrites_nothing(proxy, tmp_path, monkeypatch) -> None:
     here, there = (StoredRun(RUN, tmp_path / name) for name in ("here", "there"))
     here.claim()
     put = StoredRun.put
@@ -665,9 +647,7 @@ def start_of(folder: Path) -> Any:
     return SimpleNamespace(address=RUN, folder=folder)
 
 
-def test_a_start_whose_largest_batch_does_not_fit_leaves_the_run_to_the_one_that_trains(
-    proxy: FaultyProxy, tmp_path: Path
-) -> None:
+def test_a_start_whose_largest_batch_does_not_fit_leaves_the_run_to_the_one_that_trains(proxy, tmp_path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     run = StoredRun(RUN, here)
     run.claim()  # and trains, with nothing stored yet
@@ -726,9 +706,7 @@ def contents(address: str) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize("earlier", [True, False])
-def test_a_claim_that_fails_is_undone(
-    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool
-) -> None:
+def test_a_claim_that_fails_is_undone(proxy, tmp_path, monkeypatch, earlier) -> None:
     if earlier:
         StoredRun(RUN, tmp_path / "here").claim()
     before = ObjectStore().read(f"{RUN}/writer.json")
@@ -769,9 +747,7 @@ def test_a_start_elsewhere_while_tensors_are_stored_is_noticed(proxy: FaultyProx
     assert StoredRun(RUN, tmp_path / "fresh").names() == []
 
 
-def test_a_fetch_that_ends_between_the_checkpoint_and_the_small_files_goes_on(
-    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fetch_that_ends_between_the_checkpoint_and_the_small_files_goes_on(proxy, monkeypatch) -> None:
     """Otherwise the run would begin new records, and store them over the old ones."""
     folder = local(RUN)
     save(make_saver(StoredRun(RUN, folder), folder), 1)
