@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pretrain.batches.masking import Masker
 from pretrain.batches.sampler import Sampler
 from pretrain.common.errors import InputError
-from pretrain.config import MaskingConfig, PairsConfig, PretrainConfig, SourceConfig, VocabularyConfig
+from pretrain.config import MaskingConfig, PairsConfig, PretrainConfig, SourceConfig
 from pretrain.corpus.byte_columns import byte_columns
 from pretrain.corpus.byte_words import entry_bytes, is_byte_vocabulary, spelled
 from pretrain.corpus.prepare import prepare
@@ -182,16 +181,6 @@ def test_taking_over_gives_the_same_tokenizer(tmp_path: Path) -> None:
         assert load_vocabulary(path, lowercase=False, kind="byte_bpe").to_str() == trained().to_str()
     with pytest.raises(InputError, match=r"kind: wordpiece, but .* is a vocabulary of kind byte_bpe"):
         load_vocabulary(tmp_path, lowercase=False)
-
-
-def test_a_config_has_the_defaults_of_its_kind() -> None:
-    assert VocabularyConfig.model_validate({"kind": "byte_bpe"}).model_dump(include={"size", "lowercase"}) == {
-        "size": 32768,
-        "lowercase": False,
-    }
-    assert VocabularyConfig().size == 30522
-    with pytest.raises(ValidationError, match="lowercase must be false"):
-        VocabularyConfig.model_validate({"kind": "byte_bpe", "lowercase": True})
 
 
 @pytest.fixture(scope="module")

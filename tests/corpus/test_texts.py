@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from finetune.workflows.adaptation.texts import sources_of
 from pretrain.common.errors import InputError
-from pretrain.config import CorpusConfig, SourceConfig
+from pretrain.config import SourceConfig
 from pretrain.corpus import inputs, records
 from pretrain.corpus.byte_columns import byte_columns
 from pretrain.corpus.formats import kind_of
@@ -357,5 +357,3 @@ def test_accents_that_follow_the_case_are_no_other_setting(tmp_path: Path) -> No
     same = {**vocabulary, "strip_accents": True}
     line, _ = prepared(source, tmp_path / "corpus", vocabulary=same, min_document_words=0)
     assert "already prepared" in line
-    with pytest.raises(ValueError, match="strip_accents has no effect with kind: byte_bpe"):
-        CorpusConfig.model_validate({"dir": "x", "vocabulary": {"kind": "byte_bpe", "strip_accents": False}})

@@ -257,18 +257,3 @@ def test_a_student_of_random_weights_may_have_another_shape(place: Place) -> Non
     objective_of(place.config(**changes)).check(read_frozen)
     assert run_workers(1, starts, [Start(place.settings("narrow", **changes))]) == [[""]]
     assert "cosine_loss" not in records(place.root / "narrow")[0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"distillation__teacher": "", "distillation__initialize": False}, "needs distillation.teacher"),
-        ({"start_from": "x"}, "both give the first weights"),
-        ({"distillation__layers": [0]}, "has 1 numbers for the 2 layers"),
-        ({"distillation__layers": [3, 0]}, "in ascending order"),
-        ({"distillation__layers": [0, 1], "distillation__initialize": False}, "has no effect with initialize"),
-    ],
-)
-def test_settings_that_contradict(place: Place, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        place.config(**changes)

@@ -253,23 +253,3 @@ def test_a_run_is_exported_as_two_models_and_read_as_the_discriminator(runs, cor
         assert run.family == exported.family == "electra"
         assert run.backbone.keys() == exported.backbone.keys()
         assert all(torch.equal(run.backbone[name], exported.backbone[name]) for name in run.backbone)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"electra__generator_width": 0, "electra__rtd_weight": 10}, "needs electra.generator_width"),
-        ({"pairs__objective": "sop"}, "does not fit the objective sop. Set pairs.objective: none"),
-        ({"start_from": "x"}, r"electra and start_from \(x\) do not fit"),
-    ],
-)
-def test_settings_that_contradict(corpus: Path, changes: dict[str, Any], message: str) -> None:
-    values = settings(corpus, Path("run"))
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        if name:
-            values.setdefault(section, {})[name] = value
-        else:
-            values[section] = value
-    with pytest.raises(ValueError, match=message):
-        PretrainConfig.model_validate(values)
