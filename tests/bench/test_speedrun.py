@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 from corpora import make_corpus
 
-from finetune.scores.blimp import BlimpScore, ParadigmScore
-from finetune.scores.finetuning import FinetuningScore
-from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.held_out import HeldOutScore
 from finetune.scores.record import Record
 from pretrain.batches.loader import BatchMaker
@@ -29,7 +26,7 @@ from pretrain.run.api import train
 from tests.bench.speedrun import command, ground, results, scores, trial
 from tests.bench.speedrun.budget import SequenceCost, measured_costs, plan_budget
 from tests.bench.speedrun.results import Results, Trial
-from tests.bench.speedrun.scores import Scores, ScoreSettings
+from tests.bench.speedrun.scores import Scores
 
 LIMITS = ground.Limits(words=3000, held_out_share=0.05, held_out_documents=3, held_out_bytes=10_000)
 WORDS = [first + rest for first in "bdkmr" for rest in ("an", "ot", "ile", "ute")]
@@ -323,45 +320,20 @@ def test_budgets_are_short_in_names(budget: float, text: str) -> None:
     assert trial.budget_text(budget) == text
 
 
-def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed fine-tuning leaves the others; a call without a part keeps it; weights that changed are refused."""
+def test_scores_of_another_run_of_the_name_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tmp_path, run_dir=str(tmp_path / "runs" / "one"))
-    error: RunError = MachineError("1 of 2 runs failed")
-    failed = error
 
-    def finetuned(*_: Any, record: Record) -> None:
-        score = FinetuningScore("f1", "dev", (0.5, 0.7), (0.3, 0.5))
-        record.write("finetuning", {}, {"a": score.as_data()}, beside=True)
-        raise error
-
-    def blimp(*_: Any, record: Record, **__: Any) -> None:
-        record.write("blimp", {"limit": 100}, BlimpScore({"p": ParadigmScore("t", 4, 3)}).as_data(1))
+    def held_out(*_: Any, record: Record, **__: Any) -> HeldOutScore:
+        record.write("held_out", {}, {"a": 1})
+        return HeldOutScore(3.0, 0.4, 1.5, 1, 1, 0.0, 1, 1)
 
     monkeypatch.setattr(scores, "fingerprint", lambda _: "first")
-    monkeypatch.setattr(scores, "held_out_score", lambda *_, **__: HeldOutScore(3.0, 0.4, 1.5, 1, 1, 0.0, 1, 1))
+    monkeypatch.setattr(scores, "held_out_score", held_out)
     monkeypatch.setattr(scores, "text_scores", lambda *_, **__: WORD_SCORES)
-    monkeypatch.setattr(scores, "finetuning_scores", finetuned)
-    monkeypatch.setattr(scores, "blimp_score", blimp)
-    both = FinetuningSettings((Path("a.yaml"), Path("b.yaml")))
-    found, why = scores.measure(config, tmp_path, [], ScoreSettings(tmp_path, 0, both))
-    assert (found.bits_per_character, found.blimp) == (1.5, 0.75)
-    assert (found.finetuning, found.transfer) == ({"a": pytest.approx(0.6)}, None)  # no mean without b
-    assert found.random == {"a": pytest.approx(0.4)}
-    assert found.remarks == ["BLiMP: first 100 pairs of each paradigm"]
-    assert why is failed
-    one = FinetuningSettings((Path("a.yaml"),))
-    measured, _ = scores.measure(config, tmp_path, [], ScoreSettings(None, 0, one))
-    assert (measured.blimp, measured.transfer) == (0.75, pytest.approx(0.6))
-    assert measured.remarks == ["BLiMP: first 100 pairs of each paradigm", "transfer: a (2 seeds)"]
-    assert scores.measure(config, tmp_path, [], ScoreSettings()) == (measured, None)
-    error = InputError("another process")
-    assert scores.measure(config, tmp_path, [], ScoreSettings(None, 0, one)) == (measured, error)
-    error = StoppedError("stopped")
-    with pytest.raises(StoppedError):
-        scores.measure(config, tmp_path, [], ScoreSettings(None, 0, one))
+    assert scores.measure(config, tmp_path, []) == Scores(3.0, 0.4, 1.5, **WORDS_FOUND)
     monkeypatch.setattr(scores, "fingerprint", lambda _: "second")
     with pytest.raises(InputError, match="has the scores of another model"):
-        scores.measure(config, tmp_path, [], ScoreSettings())
+        scores.measure(config, tmp_path, [])
 
 
 class Trained:
@@ -429,23 +401,12 @@ def test_a_trial_trains_scores_and_continues(tmp_path, monkeypatch, capsys) -> N
     assert remarks["diverged"] == "the training diverged"
     assert "failed" not in remarks
 
-    # A failed fine-tuning leaves its run in the table, and larger budgets train.
-    monkeypatch.setattr(command, "measure", lambda *_: (Scores(bits_per_character=2.0), MachineError("1 run failed")))
-    assert command.main([*other, "name=tiny", "--budget", "1.5e8"]) == MachineError.exit_code
-    remarks = {one.run: one.remarks for one in results.read(tmp_path / "out" / "speedrun.json").trials}
-    assert remarks["tiny-1e8-s0"] == remarks["tiny-1.5e8-s0"] == "fine-tunings: 1 run failed"
 
-
-def test_options_without_effect_and_impossible_budgets_are_refused(tmp_path: Path) -> None:
+def test_impossible_options_are_refused(tmp_path: Path) -> None:
     words = ["config.yaml", "--data", str(tmp_path)]
     for more, message in (
         (["--budget", "-1"], "--budget: -1; expected"),
         (["--budget", "5", "--budget", "2e30"], r"--budget: 2e\+30; expected"),
-        (["--blimp", str(tmp_path / "none")], "none: has no .jsonl file"),
-        (["--finetune", str(tmp_path / "none.yaml")], "none.yaml"),
-        (["--blimp-limit", "3"], "--blimp-limit: has no effect"),
-        (["--finetune-data", "x"], "--finetune-data: has no effect"),
-        (["--no-random"], "--no-random: has no effect"),
         (["--seed", "-1"], "--seed: -1; expected"),
         (["--novels", "1"], "--novels: 1; expected a share"),
         ([], "an empty folder"),

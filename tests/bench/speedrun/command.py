@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pretrain
-from finetune.scores.blimp import read_blimp
-from finetune.scores.finetuning_runs import FinetuningSettings, read_configs
-from finetune.scores.options import add_blimp, add_finetunings
 from pretrain.common.commands import add_set, add_workers, local_path, overrides, program
 from pretrain.common.errors import DivergedError, InputError, RunError, StoppedError
 from pretrain.common.files import locked
@@ -25,7 +22,7 @@ from tests.bench.speedrun import results, trial
 from tests.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_budget
 from tests.bench.speedrun.ground import HELD_OUT, NOVELS, TRAIN, draw_text, drawn_novels, novels_of, text_files
 from tests.bench.speedrun.results import Trial
-from tests.bench.speedrun.scores import ScoreSettings, measure
+from tests.bench.speedrun.scores import measure
 
 DEFAULT_BUDGETS = (0.5e15, 2e15, 4e15)
 _DESCRIPTION = """Trains a config on a fixed text with fixed budgets of FLOPs, and says what it learned.
@@ -36,18 +33,17 @@ pretraining in --out/runs. Bits of common words decide: they compare vocabularie
 what was stopped and skips what is finished."""
 _EPILOG = """examples:
   ./launch.sh bench speedrun configs/pretrain/bert-mini.yaml --data text/ --budget 0.5e15
-  ./launch.sh bench speedrun configs/pretrain/modernbert-mini.yaml --data text/ --blimp blimp/data --workers 2
+  ./launch.sh bench speedrun configs/pretrain/modernbert-mini.yaml --data text/ --workers 2
   ./launch.sh bench speedrun my.yaml --data text/ --set name=fast --set phases.0.peak_learning_rate=2e-3
 
-Exit codes: 0 success, 2 invalid input, or no budget can be spent, 3 fine-tunings failed, 4 they or all runs diverged,
-75 stopped; the same command continues."""
+Exit codes: 0 success, 2 invalid input, or no budget can be spent, 4 all runs diverged, 75 stopped; the same command
+continues."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the trial of a config with each budget.
 
-    Returns the exit code of a run that stopped or failed, or else that of a failed fine-tuning, that of a divergence if
-    all runs diverged, or 0.
+    Returns the exit code of a run that stopped or failed, or else that of a divergence if all runs diverged, or 0.
 
     Raises:
         InputError: a path or setting is wrong, or none of the budgets can be spent.
@@ -102,8 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the run (default: that of the config)")
     add_set(parser)
     add_workers(parser)
-    add_blimp(parser)
-    add_finetunings(parser, prefix="finetune-")
     return parser
 
 
@@ -115,25 +109,6 @@ def _check(arguments: argparse.Namespace, budgets: Sequence[float]) -> None:
         raise InputError(f"--novels: {arguments.novels:g}; expected a share above 0 and below 1, such as {NOVELS}.")
     if arguments.seed is not None and arguments.seed < 0:
         raise InputError(f"--seed: {arguments.seed}; expected a whole number from 0.")
-    if arguments.blimp_limit and arguments.blimp is None:
-        raise InputError("--blimp-limit: has no effect without --blimp. Give that, or leave --blimp-limit out.")
-    if arguments.finetune_data is not None and not arguments.finetune:
-        raise InputError("--finetune-data: has no effect without --finetune. Give that, or leave --finetune-data out.")
-    if arguments.no_random and not arguments.finetune:
-        raise InputError("--no-random: has no effect without --finetune. Give that, or leave --no-random out.")
-    if arguments.blimp is not None:
-        read_blimp(arguments.blimp, arguments.blimp_limit)
-    if arguments.finetune:
-        read_configs(arguments.out, finetunings(arguments))
-
-
-def finetunings(arguments: argparse.Namespace) -> FinetuningSettings:
-    return FinetuningSettings(
-        configs=tuple(arguments.finetune),
-        seeds=arguments.finetune_seeds,
-        random=not arguments.no_random,
-        data=arguments.finetune_data,
-    )
 
 
 def _text_line(card: dict[str, Any], folder: Path) -> str:
@@ -154,7 +129,6 @@ class _Trials:
         self._results = results.read(self._out / results.RESULTS, card["sha256"])
         self._texts = list(text_files(card, self._out / "corpus", HELD_OUT).values())
         self._teacher = _teacher(config)
-        self._failed = 0  # exit code of fine-tunings that failed
 
     def run(self, budgets: Sequence[float]) -> int:
         """Plan all runs, then train and score them one after another."""
@@ -176,7 +150,7 @@ class _Trials:
         code = next((code for code in codes.values() if code not in (0, DivergedError.exit_code)), 0)
         if code == StoppedError.exit_code:
             print(f"The trial stopped. Run the same command again to continue it in {self._out}.")
-        return code or self._failed or min(codes.values())
+        return code or min(codes.values())
 
     def _plans(self, budgets: Sequence[float]) -> dict[float, Plan]:
         """Budget -> its run; those that cannot be spent become rows that say why."""
@@ -229,10 +203,7 @@ class _Trials:
         if rollbacks:
             remarks.append(f"{sum(rollbacks):,} steps were rolled back and are not counted")
         with sleeping_when_crowded():
-            scores, failure = measure(config, self._out, self._texts, self._wanted())
-        if failure is not None:
-            self._failed = self._failed or failure.exit_code
-            remarks.append(f"fine-tunings: {failure}")
+            scores = measure(config, self._out, self._texts)
         return self._trial(
             budget,
             flops=flops,
@@ -243,18 +214,13 @@ class _Trials:
             scores=scores,
             config=with_resolved_precision(config).model_dump(mode="json"),
             machine=json.loads((config.folder / ENVIRONMENT_FILE).read_text(encoding="utf-8")),
-            remarks="; ".join([*remarks, *scores.remarks]),
+            remarks="; ".join([*remarks, *filter(None, [scores.unscored])]),
         )
 
     def _trial(self, budget: float, **values: Any) -> Trial:
         name = trial.run_name(self._config, budget)
         common = {"trial": self._config.name, "run": name, "seed": self._config.seed, "budget": budget}
         return Trial(**common, words=self._card["words"], ground=self._card["sha256"], **values)
-
-    def _wanted(self) -> ScoreSettings:
-        arguments = self._arguments
-        tuning = finetunings(arguments) if arguments.finetune else None
-        return ScoreSettings(arguments.blimp, arguments.blimp_limit, tuning)
 
     def _keep(self, one: Trial) -> None:
         """Add a row to speedrun.json, to which trials of other processes may add theirs."""

@@ -27,12 +27,12 @@ HEADINGS = (
     "bits/character, one vocabulary",
     "nats/token",
     "accuracy",
-    "BLiMP",
-    "transfer",
 )
 RIGHT_ALIGNED = frozenset(range(1, len(HEADINGS)))
 # As in the log of the documentation, whose earlier rows lack the last two.
-LOG_HEADINGS = ("date", *(one for one in HEADINGS if one not in NEWER), "machine", "commit", "remarks", *NEWER)
+_ELSEWHERE = ("BLiMP", "transfer")  # what `evaluate-pretrained` measures of the same run
+_OTHERS = (one for one in HEADINGS if one not in NEWER)
+LOG_HEADINGS = ("date", *_OTHERS, *_ELSEWHERE, "machine", "commit", "remarks", *NEWER)
 _NONE = "-"
 
 
@@ -139,8 +139,6 @@ def cells(trial: Trial) -> tuple[str, ...]:
         _number(scores.bits_per_character, 4),
         _number(scores.nats, 4),
         _number(scores.accuracy, 4),
-        _number(scores.blimp, 4),
-        _number(scores.transfer, 4),
     )
 
 
@@ -158,7 +156,7 @@ def log_row(trial: Trial) -> str:
     commit = short_commit(trial.machine.get("git_commit"))
     values = {"date": trial.date, **dict(zip(HEADINGS, cells(trial), strict=True))}
     values |= {"machine": gpus or machine, "commit": commit, "remarks": trial.remarks}
-    return "| " + " | ".join(values[heading].replace("|", "\\|") for heading in LOG_HEADINGS) + " |"
+    return "| " + " | ".join(values.get(heading, _NONE).replace("|", "\\|") for heading in LOG_HEADINGS) + " |"
 
 
 def _number(value: float | None, digits: int) -> str:
