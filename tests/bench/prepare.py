@@ -19,7 +19,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
-import math
 import shutil
 import statistics
 import tempfile
@@ -38,16 +37,16 @@ _SHOWN_MISMATCHES = 5
 def main(argv: list[str]) -> int:
     """Run the comparison, or the requested checks, and print a table, or JSON with `--json`."""
     options = _parser().parse_args(argv)
-    if not 0 <= options.limit_mb < math.inf:
-        raise InputError(f"--limit-mb: {options.limit_mb:g}; expected a number of MB from 0.")
     if importlib.util.find_spec("transformers") is None:
         raise MachineError("bench prepare: transformers is not installed. Install the extra: pip install -e .[bench].")
     result: dict[str, Any] = {"cores": programs.cores(), "versions": _versions()}
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as folder:
         scratch = Path(folder)
-        file = programs.source_file(options, scratch)
-        result["file"] = {"path": str(options.file or "docstrings"), "megabytes": file.stat().st_size / 1e6}
-        vocabulary = programs.Vocabulary.of(options.vocabulary or programs.train_vocabulary(file, scratch))
+        file = options.file
+        if not file.is_file():
+            raise InputError(f"--file: {file}: not found, or not a file.")
+        result["file"] = {"path": str(file), "megabytes": file.stat().st_size / 1e6}
+        vocabulary = programs.Vocabulary.trained(file, scratch)
         if options.check_ids:
             result["ids"] = check_ids(file, vocabulary)
         else:
@@ -58,11 +57,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"{program()} bench prepare", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--file", type=local_path, help="WikiExtractor file (default: the installed docstrings)")
-    parser.add_argument("--limit-mb", type=float, default=0, help="only the first MB of it; 0 uses all")
-    parser.add_argument(
-        "--vocabulary", type=local_path, help="folder with a tokenizer.json (default: one trained on the file)"
-    )
+    parser.add_argument("--file", type=local_path, required=True, help="WikiExtractor file")
     parser.add_argument("--repeats", type=positive_int, default=5, help="repetitions; the median is reported")
     parser.add_argument("--check-ids", action="store_true", help="compare every sentence's ids instead")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -79,7 +74,7 @@ def check_ids(file: Path, vocabulary: programs.Vocabulary) -> dict[str, Any]:
     theirs = vocabulary.transformers_tokenizer()
     texts = ("\n".join(lines) for lines in programs.read_documents(file) if lines)
     checked, mismatches, examples = 0, 0, []
-    for batch, tokens, offsets in programs.token_batches(texts, vocabulary.tokenizer(), lowercase=vocabulary.lowercase):
+    for batch, tokens, offsets in programs.token_batches(texts, vocabulary.tokenizer()):
         sentences = "\n".join(batch).split("\n")
         encoded = theirs(sentences, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
         bounds = itertools.pairwise(offsets.tolist())

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import html
 import itertools
-import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -17,84 +14,39 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from pretrain.common.errors import InputError
 from pretrain.common.files import read_manifest
 from pretrain.config import PretrainConfig, SourceConfig
 from pretrain.corpus import prepare, sources
 from pretrain.corpus.inputs import Problems
 from pretrain.corpus.sentences import split_sentences
 from pretrain.corpus.shards import token_dtype
-from pretrain.corpus.sources import docstrings
 from pretrain.corpus.stages import batches_of
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, WordPieces, WordTable, columns
 from pretrain.corpus.vocabulary import load_vocabulary
 
 SEQUENCE_LENGTH = 512  # what group_texts cuts to
 _LANGUAGE = "en"
-_DOCSTRINGS_MB = 16  # of the default file, unless --limit-mb says otherwise
 _UNLIMITED = 10**9  # tokens, so that transformers does not warn of long documents
 _BATCH_SENTENCES = 10_000  # for encode_batch_fast
 
 Program = Callable[[Path], int]  # works into an empty folder, returns the number of tokens
 
 
-def source_file(options: argparse.Namespace, scratch: Path) -> Path:
-    """The WikiExtractor file to work on: the given one, its beginning, or one made of docstrings."""
-    limit = int(options.limit_mb * 1e6)
-    if options.file is None:
-        return _write_docstrings(scratch / "docstrings.txt", limit or int(_DOCSTRINGS_MB * 1e6))
-    if not options.file.is_file():
-        raise InputError(f"--file: {options.file}: not found, or not a file.")
-    if not limit or options.file.stat().st_size <= limit:
-        return options.file
-    with options.file.open("rb") as file:
-        text = file.read(limit)
-    end = text.rfind(b"</doc>\n")
-    if end < 0:
-        raise InputError(f"--file: {options.file}: no article ends in its first {options.limit_mb:g} MB.")
-    path = scratch / "beginning.txt"
-    path.write_bytes(text[: end + len(b"</doc>\n")])
-    return path
-
-
-def _write_docstrings(path: Path, limit: int) -> Path:
-    """About `limit` bytes of the docstrings of this Python and its packages, as WikiExtractor would write them."""
-    modules = tuple(docstrings.installed_modules())
-    with path.open("wb") as file:
-        for number, text in enumerate(docstrings.documents(modules, lambda *_: None)):
-            title = f"Module {number}"
-            body = html.escape(text, quote=False).replace("\n", "\n\n")
-            file.write(f'<doc id="{number}" url="" title="{title}">\n{title}\n\n{body}\n\n</doc>\n'.encode())
-            if file.tell() >= limit:
-                break
-    return path
-
-
 @dataclass(frozen=True)
 class Vocabulary:
-    """A folder with a BERT tokenizer.json, and whether it lower-cases."""
+    """That of a prepared corpus, uncased."""
 
     folder: Path
-    lowercase: bool
 
     @classmethod
-    def of(cls, folder: Path) -> Vocabulary:
-        """Raises `InputError` if it is missing or not BERT's."""
-        path = folder / "tokenizer.json"
-        try:
-            lowercase = bool(json.loads(path.read_text(encoding="utf-8"))["normalizer"]["lowercase"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"--vocabulary: {path}: not a BERT tokenizer.json ({type(error).__name__}). "
-                "Give a prepared corpus or a folder with a released BERT's tokenizer.json."
-            ) from None
-        vocabulary = cls(folder, lowercase)
-        vocabulary.tokenizer()
-        return vocabulary
+    def trained(cls, file: Path, scratch: Path) -> Vocabulary:
+        """One that preparing `file` trains, in a folder below `scratch`."""
+        prepare.prepare(PretrainConfig.model_validate(settings_for(file, scratch / "trained")), quiet=True)
+        return cls(scratch / "trained")
 
     def tokenizer(self) -> Tokenizer:
         """As our preparation has it."""
-        return load_vocabulary(self.folder, lowercase=self.lowercase)
+        return load_vocabulary(self.folder, lowercase=True)
 
     def transformers_tokenizer(self) -> Any:
         """As transformers has it. Special tokens written out in a text are ordinary characters, as for us."""
@@ -106,16 +58,9 @@ class Vocabulary:
         )
 
 
-def train_vocabulary(file: Path, scratch: Path) -> Path:
-    """Prepare `file` in a folder below `scratch`, with a vocabulary of its own; returns the folder."""
-    folder = scratch / "trained"
-    prepare.prepare(PretrainConfig.model_validate(settings_for(file, folder)), quiet=True)
-    return folder
-
-
 def settings_for(file: Path, folder: Path, vocabulary: Vocabulary | None = None) -> dict[str, Any]:
     """A run's settings that prepare `file` in `folder`; a vocabulary is trained unless given."""
-    given = {"path": str(vocabulary.folder), "lowercase": vocabulary.lowercase} if vocabulary else {}
+    given = {"path": str(vocabulary.folder)} if vocabulary else {}
     source = {"kind": "wikiextractor", "path": str(file)}
     corpus = {"dir": str(folder), "sources": [source], "vocabulary": given, "language": _LANGUAGE}
     phase = {"sequence_length": SEQUENCE_LENGTH, "global_sequences": 1, "steps": 1, "peak_learning_rate": 1e-4}
@@ -233,19 +178,17 @@ def _prepare(settings: dict[str, Any]) -> None:
 def _hold(documents: list[list[str]], vocabulary: Vocabulary) -> None:
     global _held
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _held = documents, vocabulary.tokenizer(), vocabulary.lowercase
+    _held = documents, vocabulary.tokenizer()
 
 
 def _tokenize() -> int:
     """Tokenize the held documents, starting without any known word; returns the number of tokens."""
-    documents, tokenizer, lowercase = _held
+    documents, tokenizer = _held
     texts = ("\n".join(lines) for lines in documents)
-    return sum(len(tokens) for _, tokens, _ in token_batches(texts, tokenizer, lowercase=lowercase))
+    return sum(len(tokens) for _, tokens, _ in token_batches(texts, tokenizer))
 
 
-def token_batches(
-    texts: Iterator[str], tokenizer: Tokenizer, *, lowercase: bool
-) -> Iterator[tuple[list[str], np.ndarray, np.ndarray]]:
+def token_batches(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[list[str], np.ndarray, np.ndarray]]:
     """(texts, tokens, token offset of each sentence) of our preparation's batches; one line is one sentence."""
     table = WordTable()
     pieces = WordPieces(tokenizer, table)
@@ -254,7 +197,7 @@ def token_batches(
         if table.size > MAX_TABLE_WORDS:
             table = WordTable()
             pieces = WordPieces(tokenizer, table)
-        cut = columns(batch, table, lowercase=lowercase)
+        cut = columns(batch, table, lowercase=True)
         tokens, offsets = pieces.tokens(cut.words, cut.sentences, dtype)
         yield batch, tokens, offsets
 
