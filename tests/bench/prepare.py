@@ -85,8 +85,6 @@ def check_ids(file: Path, vocabulary: programs.Vocabulary) -> dict[str, Any]:
                 if len(examples) < _SHOWN_MISMATCHES:
                     examples.append({"sentence": sentence, "ours": ours, "transformers": wanted})
         checked += len(sentences)
-    if not checked:
-        raise InputError(f"--file: {file}: no sentence. Is it a WikiExtractor file?")
     return {"sentences": checked, "mismatches": mismatches, "examples": examples}
 
 
@@ -94,8 +92,6 @@ def compare(file: Path, vocabulary: programs.Vocabulary, scratch: Path, repeats:
     """All four, alternating: MB/s with ranges, and the ratios of each pair."""
     documents = list(programs.read_documents(file))
     sentences = list(itertools.chain.from_iterable(documents))
-    if not sentences:
-        raise InputError(f"--file: {file}: no sentence. Is it a WikiExtractor file?")
     raw, text = file.stat().st_size / 1e6, sum(len(sentence.encode()) for sentence in sentences) / 1e6
     with (
         programs.Preparation(file, vocabulary) as preparation,
