@@ -37,7 +37,7 @@ from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, Columns, KnownWords, WordPieces, WordTable, columns
 from pretrain.corpus.vocabulary import vocabulary_size
 from pretrain.corpus.whole_documents import DocumentEncoder, measured
-from pretrain.storage.objects import ObjectStore
+from pretrain.storage.objects import AccessError, ObjectStore
 
 LOCK = "lock"  # in the work folder, held by the coordinating process
 TOKENIZER = "tokenizer.json"  # likewise
@@ -303,12 +303,17 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
     unknown = int(np.count_nonzero(part.items == state.unknown_id))
     with ShardWriter(Path(folder), name, dtype=state.dtype, **totals) as writer:
         writer.add(part.items, part.sentence_items, part.documents["sentences"])
-    if address := state.settings.address:
-        for file in writer.hashes:
-            ObjectStore().upload(Path(folder) / file, join(address, file))
+    stored = state.settings.address
+    try:
+        for file in writer.hashes if stored else ():
+            ObjectStore().upload(Path(folder) / file, join(stored, file))
+    except AccessError:
+        if not state.is_remote:
+            raise
+        stored = ""  # the coordinating process, which has read the address, stores it at the end
     result = {
         "hashes": writer.hashes,
-        "stored": address,
+        "stored": stored,
         "unknown": unknown,
         "lengths": {k: v.tolist() for k, v in lengths.items()},
     }
