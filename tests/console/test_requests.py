@@ -14,23 +14,10 @@ from cluster.workers.request import Attempt, DriverRequest, Launch, LaunchReques
 from cluster.workers.trials.request import TrialRequest, TrialsRequest
 from pretrain.common.worker import TrainingRequest
 
-LAUNCH = Launch(
-    "a1b2",
-    Path("/runs/x"),
-    Path("/home/me"),
-    Path("/tmp/ray"),
-    Path("/tmp/ray/outcome.json"),
-    since=10**18,
-    launcher=4711,
-)
-COMMON: dict[str, Any] = {
-    "launch": LAUNCH,
-    "target": "package.module:function",
-    "name": "x",
-    "address": "10.0.0.5:6379",
-    "max_failures": 3,
-    "use_gpu": None,
-}
+FOLDERS = Path("/runs/x"), Path("/home/me"), Path("/tmp/ray"), Path("/tmp/ray/outcome.json")
+LAUNCH = Launch("a1b2", *FOLDERS, since=10**18, launcher=4711)
+COMMON: dict[str, Any] = {"launch": LAUNCH, "target": "package.module:function", "name": "x"}
+COMMON |= {"address": "10.0.0.5:6379", "max_failures": 3, "use_gpu": None}
 REQUESTS = (
     LaunchRequest(
         in_ray=True,
