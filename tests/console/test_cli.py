@@ -121,9 +121,7 @@ PLACE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(("rank", "expected"), [("0", ["follow", "train"]), ("1", ["train"])])
-def test_under_torchrun_only_the_first_worker_checks_and_draws(
-    config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, rank: str, expected: list[str]
-):
+def test_under_torchrun_only_the_first_worker_checks_and_draws(config_file, calls, monkeypatch, rank, expected) -> None:
     for name, value in (PLACE | {"RANK": rank, "LOCAL_RANK": rank}).items():
         monkeypatch.setenv(name, value)
     assert cli("pretrain", config_file) == 0
@@ -146,9 +144,7 @@ def test_under_torchrun_only_the_first_worker_checks_and_draws(
     ],
 )
 @pytest.mark.parametrize("options", [(), ("--no-ray",)])
-def test_half_of_torchruns_variables_are_refused(
-    config_file: Path, calls: Calls, monkeypatch, capsys, given, message, options
-):
+def test_half_of_torchruns_variables_are_refused(config_file, calls, monkeypatch, capsys, given, message, options):
     """Such processes would all train the whole run, in one folder."""
     for name in PLACE:
         monkeypatch.delenv(name, raising=False)
@@ -242,9 +238,7 @@ def test_more_workers_than_cores_are_refused(config_file: Path, calls: Calls, ca
         ),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_workers_start(
-    config_file: Path, calls: Calls, capsys, words, expected
-):
+def test_what_cannot_be_trained_is_refused_before_workers_start(config_file, calls, capsys, words, expected) -> None:
     shutil.copytree("corpus", "torn")
     shard = next(Path("torn").glob("*.tokens.npy"))
     shard.write_bytes(shard.read_bytes()[:-2])
@@ -287,9 +281,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> MagicMock:
         (KeyboardInterrupt(), 130, None, []),
     ],
 )
-def test_the_end_of_the_workers_is_the_exit_code(
-    config_file: Path, calls: Calls, fails, capsys, error, code, said, events
-):
+def test_the_end_of_the_workers_is_the_exit_code(config_file, calls, fails, capsys, error, code, said, events) -> None:
     fails.side_effect = error
     assert cli("pretrain", config_file) == code
     assert said in (None, error_of(capsys))
@@ -426,9 +418,7 @@ def test_what_a_message_quotes_does_nothing_to_the_terminal(capsys):
         ("print('fine')", "nccl", 0, True),
     ],
 )
-def test_a_failed_process_does_not_wait_for_a_group_that_is_left(
-    what: str, backend: str, code: int, late: bool
-) -> None:
+def test_a_failed_process_does_not_wait_for_a_group_that_is_left(what, backend, code, late) -> None:
     """NCCL's destructor may wait for other ranks; `late` is printed by what runs when the interpreter ends."""
     program = f"""
 import atexit, sys

@@ -23,9 +23,6 @@ PARSER, PARSERS = cli.build_parsers()
 HEAVY = ("torch", "ray", "transformers", "numpy", "pydantic", "yaml", "rich", "wandb", "deepspeed")
 
 
-# ---- bertrain
-
-
 def test_a_reader_that_ends_ends_the_command_quietly() -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -119,9 +116,7 @@ def test_a_command_gets_its_arguments_and_says_how_it_ended(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("options", [["--onnx"], ["--checkpoint", "best"], ["--average", "other"], ["--averaged"], []])
-def test_export_depends_on_what_the_folder_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_depends_on_what_the_folder_holds(tmp_path, monkeypatch, options, capsys) -> None:
     """`best` is a fine-tuned model here, but as an option's value it is not what is exported."""
     from finetune.artifacts import export
     from pretrain.run import api
@@ -175,9 +170,6 @@ def test_the_help_has_the_exit_codes_of_the_reference() -> None:
     assert re.findall(r"[:,] (\d+) ", EXIT_CODES) == re.findall(r"^\| `(\d+)`", page, re.MULTILINE)
 
 
-# ---- every command's help
-
-
 def test_every_command_has_a_sentence_and_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     for name, parser in PARSERS.items():
@@ -198,9 +190,6 @@ def test_an_option_is_the_same_in_every_command() -> None:
             metavar = "" if action.metavar in differing.get(name, set()) else action.metavar
             taken.setdefault(name, set()).add((*action.option_strings, metavar))
     assert [forms for name, forms in taken.items() if name and len(forms) > 1] == []
-
-
-# ---- launch.sh
 
 
 @pytest.fixture

@@ -57,9 +57,6 @@ FACTS = MachineFacts(
 )
 
 
-# ---- one machine, with made-up values
-
-
 def test_a_fit_machine_passes() -> None:
     assert {row.mark for row in verdicts.rows_here(FACTS)} == {PASS}
 
@@ -100,9 +97,6 @@ def test_a_node_that_holds_no_workers_is_not_measured() -> None:
     rows = verdicts.rows(dataclasses.replace(FACTS, devices=(), sequences_per_second=0.0), "head")
     assert not {"matmul", "loader"} & {row.what for row in rows}
     assert {row.where for row in rows} == {"head"}
-
-
-# ---- one machine, inspected
 
 
 def test_this_machine_is_measured(tmp_path: Path) -> None:
@@ -168,9 +162,6 @@ def test_other_sources_are_another_version(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "cluster" / "run.py").write_text("two")
     assert len({before, one, machine.own_version()}) == 3
     assert re.fullmatch(r"[0-9a-f]{8} \(hash of the project's source files\)", before)
-
-
-# ---- the command
 
 
 @pytest.fixture
@@ -252,9 +243,6 @@ def test_the_table_fits_and_shows_once_what_all_nodes_report() -> None:
     assert sum(line.startswith("fail") for line in lines) == 1
     assert "64 nodes" in printed
     assert "10.0.0.9 and 1" in printed
-
-
-# ---- nodes, with made-up values
 
 
 @pytest.mark.parametrize(
@@ -360,9 +348,6 @@ def test_rules_of_all_reduce() -> None:
     assert nodes.judge_reduce("gloo", {"a": fast}, 2).mark == FAIL
 
 
-# ---- what is done on a node
-
-
 def test_storage_that_is_shared_and_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.doctor.task.SEEN_SECONDS", 0.2)
     for name in ("one", "two"):
@@ -424,9 +409,6 @@ def test_locks_are_checked_among_nodes_that_share_the_folder(tmp_path: Path, mon
         (tmp_path / name).mkdir()
     assert locks(OneProcessGroup({"a": tmp_path / "one", "b": tmp_path / "two"})) == []
     assert locks(OneProcessGroup({"a": tmp_path / "one"})) == []
-
-
-# ---- a real cluster
 
 
 @pytest.mark.slow

@@ -32,8 +32,6 @@ from tests.scores.test_scores import make_masked_lm
 
 SHA_256 = "5edbcf74a02665cac570f587cf0ad0f3ff88d786c65172b42b6f1896f14838cb"
 
-# ---- the list
-
 
 def test_the_list_is_fixed_for_ever() -> None:
     """Scores by another list would not compare with earlier ones."""
@@ -41,9 +39,6 @@ def test_the_list_is_fixed_for_ever() -> None:
     words = common_words.common_words()
     assert list(words) == sorted(set(words))
     assert all(word.isascii() and word.isalpha() and word.islower() for word in words)
-
-
-# ---- which words, in which passages
 
 
 def test_the_same_words_in_the_same_passages_are_scored() -> None:
@@ -65,9 +60,6 @@ def test_passages_of_formulas_are_left_out() -> None:
     text = "2 + 2 = 4 is so and 3 * 3 = 9 is 9 " * 5
     with pytest.raises(NoScoreError, match="has none of these words"):
         sampled([text], PassageSettings(), lambda word: True)
-
-
-# ---- an oracle that knows how frequent words are, and nothing else
 
 
 class Oracle:

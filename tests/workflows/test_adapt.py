@@ -37,9 +37,6 @@ def options(*words: str) -> Any:
     return build_parsers()[0].parse_args(["adapt", *words])
 
 
-# ---- all stages
-
-
 def test_a_text_becomes_a_model_and_a_report(tmp_path: Path) -> None:
     """In a process of its own; the same command again finds everything done."""
     make_pretrained(tmp_path / "start")
@@ -211,9 +208,6 @@ def write_finetuning(path: Path, **section: str) -> Path:
     return path
 
 
-# ---- texts
-
-
 def test_the_format_of_a_text_follows_from_its_name_or_beginning(tmp_path: Path) -> None:
     texts = {"a.jsonl": '{"text": "x"}', "b.csv": "text\nx", "c.txt": "plain", "d.xml": "<x>"}
     texts["wiki_00"] = '<doc id="1" url="" title="T">\nT\n\nx\n</doc>'
@@ -275,9 +269,6 @@ def test_the_held_out_share_shrinks_with_the_text() -> None:
     assert [held_out_share(size) for size in (10_000, 6_000_000, 10**9)] == [0.1, 0.05, 0.005]
 
 
-# ---- batches and the length of training
-
-
 @pytest.mark.parametrize(
     ("documents", "words", "sequences", "workers", "alone"),
     [
@@ -336,9 +327,7 @@ def test_a_batch_that_training_refused_can_be_corrected(tmp_path: Path, monkeypa
     ("tokens", "replay", "expected"),
     [(1_000, 0.0, 100), (500_000, 0.0, 1285), (500_000, 0.5, 1285), (2 * 10**9, 0.0, 50_000)],
 )
-def test_steps_follow_from_the_prepared_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, replay: float, expected: int
-) -> None:
+def test_steps_follow_from_the_prepared_text(tmp_path, monkeypatch, tokens, replay, expected) -> None:
     monkeypatch.setattr(settings, "measured_phases", lambda _: [PhaseText(121.6, 100)])
     write_manifest(tmp_path, {"shards": [{"split": "train", "tokens": tokens}, {"split": "validation", "tokens": 9}]})
     path = tmp_path / "run.yaml"
@@ -351,9 +340,6 @@ def test_steps_follow_from_the_prepared_text(
 
 def test_wider_models_learn_at_lower_rates() -> None:
     assert [settings.rate_of(width) for width in (256, 384, 512, 768, 1024)] == [3e-4, 3e-4, 2e-4, 1e-4, 5e-5]
-
-
-# ---- what was gained and lost
 
 
 def test_gains_compare_the_first_evaluation_with_the_last(tmp_path: Path) -> None:
@@ -369,9 +355,6 @@ def test_gains_compare_the_first_evaluation_with_the_last(tmp_path: Path) -> Non
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
     assert len(gains(tmp_path)) == 1
-
-
-# ---- bad input
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Names
     return build_parsers()[0].parse_args(["demo", "--workers", "1"])
 
 
-def test_each_task_is_trained_from_pretrained_and_from_random_weights(
-    arguments: argparse.Namespace, calls: Calls, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_task_is_trained_from_pretrained_and_from_random_weights(arguments, calls, capsys) -> None:
     demo.run(arguments)
     assert [function for function, _ in calls[:3]] == ["prepare", "train", "export"]
     expected = [f"demo-{name}-{start}" for name in ROWS for start in ("pretrained", "random")]
@@ -147,9 +145,7 @@ def test_a_demo_may_be_in_any_folder(arguments: argparse.Namespace, calls: Calls
     assert calls.of("finetune")[0]["start_from"] == str(tmp_path / "a #b/export")
 
 
-def test_a_failed_demo_continues_with_the_unfinished_models(
-    arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_demo_continues_with_the_unfinished_models(arguments, monkeypatch, capsys) -> None:
     Calls(fails_at="demo-names-random").install(monkeypatch)
     with pytest.raises(DivergedError):
         demo.run(arguments)
