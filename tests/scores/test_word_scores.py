@@ -100,19 +100,6 @@ class Oracle:
             known = (*known, label) if left > 1 else ()
         return said
 
-    def single_masks(self) -> float:
-        """Bits of a word with each token masked alone, the others of the word in sight: what bits per character do."""
-        holes: Counter[tuple[int, ...]] = Counter()
-        for word, tokens in self.spelled.items():
-            for place in range(len(tokens)):
-                holes[(*tokens[:place], -1, *tokens[place + 1 :])] += self.words[word]
-        total = 0.0
-        for word, tokens in self.spelled.items():
-            for place in range(len(tokens)):
-                seen = holes[(*tokens[:place], -1, *tokens[place + 1 :])]
-                total -= self.words[word] * math.log2(self.words[word] / seen)
-        return total / sum(self.words.values())
-
 
 @cache
 def made_text() -> tuple[str, ...]:
@@ -176,12 +163,6 @@ def test_an_oracle_has_one_score_in_every_vocabulary(kind: str, size: int) -> No
 def _whole_everywhere() -> set[str]:
     every = [oracle(kind, size).spelled for kind, size in KINDS]
     return {word for word in every[0] if all(len(spelled[word]) == 1 for spelled in every)}
-
-
-def test_single_masks_flatter_small_vocabularies() -> None:
-    """So bits per character compare models of one vocabulary only."""
-    large, small = oracle("uncased", 32_000), oracle("uncased", 2000)
-    assert large.single_masks() > 2 * small.single_masks()
 
 
 # ---- against a loop over transformers
