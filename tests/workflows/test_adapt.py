@@ -325,7 +325,7 @@ def test_a_batch_that_training_refused_can_be_corrected(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(
     ("tokens", "replay", "expected"),
-    [(1_000, 0.0, 100), (500_000, 0.0, 1285), (500_000, 0.5, 1285), (2 * 10**9, 0.0, 50_000)],
+    [(1_000, 0.0, 100), (500_000, 0.0, 1285), (2_000_000, 0.5, 5140), (2 * 10**9, 0.0, 50_000)],
 )
 def test_steps_follow_from_the_prepared_text(tmp_path, monkeypatch, tokens, replay, expected) -> None:
     monkeypatch.setattr(settings, "measured_phases", lambda _: [PhaseText(121.6, 100)])
