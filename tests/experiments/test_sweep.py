@@ -256,9 +256,7 @@ def test_a_grid_is_every_combination_the_last_setting_changing_fastest() -> None
 
 
 @pytest.mark.parametrize(("name", "count"), [("devlin", 18), ("small-bert", 20)])
-def test_published_grids_have_their_points_and_fold_into_folders_of_their_own(
-    work: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int
-) -> None:
+def test_published_grids_have_their_points_and_fold_into_folders_of_their_own(work, monkeypatch, name, count) -> None:
     monkeypatch.chdir(work)
     points = expand(parse_grid(name, []))
     assert len(points) == count

@@ -257,9 +257,7 @@ def test_ids_are_read_only_if_there_is_one_column_of_them(write: Callable[..., s
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl"])
 @pytest.mark.parametrize("setting", ["text_column", "label_column"])
-def test_a_column_id_that_a_setting_names_is_required(
-    write: Callable[..., str], tmp_path: Path, name: str, setting: str
-) -> None:
+def test_a_column_id_that_a_setting_names_is_required(write, tmp_path, name, setting) -> None:
     def put(text: str, label: str) -> Classification:
         rows = [{text: "a", label: "x"}, {text: "b", label: "y"}]
         if name == "a.parquet":
@@ -420,9 +418,7 @@ def test_numbers_and_names_that_are_no_vectors_stay_names(write: Callable[..., s
         ([{"text": "w", "x": 1}], {"label_columns": ("x", "y")}, ":1: no 'y'; it has text, x"),
     ],
 )
-def test_vectors_that_do_not_fit_are_refused(
-    rows: Any, values: dict[str, Any], message: str, write: Callable[..., str]
-) -> None:
+def test_vectors_that_do_not_fit_are_refused(rows, values, message, write) -> None:
     refused(re.escape(message), task(train=write("a.jsonl", rows), problem_type="multi_label", **values).read_train)
 
 
@@ -535,9 +531,7 @@ def test_labels_that_look_alike_are_remarked_on(other: str, write: Callable[...,
         (sayings("a", "b"), None, {"dev_share": 1 - 1e-9}, "leaves no training examples. Lower it"),
     ],
 )
-def test_bad_labels_and_sets_are_named(
-    write: Callable[..., str], train: Any, dev: Any, values: dict[str, Any], message: str
-) -> None:
+def test_bad_labels_and_sets_are_named(write, train, dev, values, message) -> None:
     if dev is not None:
         values = {**values, "dev": write("dev.csv" if isinstance(dev, str) else "dev.jsonl", dev)}
     bad = task(train=write("train.jsonl", train), **values)
@@ -667,9 +661,7 @@ _LENGTHS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=
 
 @given(_LENGTHS, st.integers(4, 30), st.data())
 @settings(max_examples=200, deadline=None)
-def test_windows_of_pairs_show_every_token_of_both(
-    lengths: list[tuple[int, int]], capacity: int, data: st.DataObject
-) -> None:
+def test_windows_of_pairs_show_every_token_of_both(lengths, capacity, data) -> None:
     overlap = data.draw(st.integers(0, capacity // 2 - 1))
     sizes = np.array(lengths, np.int64).reshape(-1, 2)
     pair, *stretches = cut_pairs(sizes[:, 0], sizes[:, 1], capacity, overlap)
@@ -715,9 +707,7 @@ def test_windows_of_one_example_share_its_label_and_weight(tokenizer: Tokenizer,
     assert set(tokens) == {tokenizer.token_to_id(word) for word in WORDS}
 
 
-def test_a_class_without_examples_has_weight_one_and_a_warning(
-    tokenizer: Tokenizer, write: Callable[..., str], caplog: Any
-) -> None:
+def test_a_class_without_examples_has_weight_one_and_a_warning(tokenizer, write, caplog) -> None:
     absent = task(train=write("a.jsonl", sayings("a", "a", "c")), labels=("a", "b", "c"), class_weights="balanced")
     (a, _, c) = absent.read_train()
     windows = absent.windows([a, replace(a, label="b"), c], TextEncoder(tokenizer, 16), training=True)

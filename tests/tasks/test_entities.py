@@ -142,7 +142,7 @@ def test_tags_without_types_are_read(tmp_path: Path) -> None:
     assert [list(sentence.words) for sentence in one.read_file(text, labeled=False)] == [["vitamin", "B"]]
 
 
-def test_numbers_of_tags_have_names(tmp_path: Path) -> None:
+def test_numbers_of_tags_have_names(tmp_path):
     path = write_records(tmp_path / "a.jsonl", {"tokens": ["Ann", "Lee", "left"], "ner_tags": [1, 2, 0]})
     names = ("O", "B-PER", "I-PER")
     assert read(path, tag_names=names)[0].tags == ["B-PER", "I-PER", "O"]
@@ -308,18 +308,6 @@ def test_a_csv_is_no_file_of_words(tmp_path, labeled):
     refused(
         r"a.csv: entities are not read from .csv. Give .jsonl, .json or .parquet", task.read_file, path, labeled=labeled
     )
-
-
-def test_tags_of_records_follow_the_scheme_and_spans_need_not(tmp_path):
-    path = write_records(tmp_path / "a.jsonl", {"tokens": ["a", "b"], "tags": ["I-PER", "B-PER"]})
-    task = Entities(EntitiesSettings(train=path))
-    assert task.read_train()[0].tags == ["B-PER", "B-PER"]
-    spans = [{"start": 0, "end": 3, "type": "PER"}]
-    assert task.read_file(write_records(tmp_path / "b.jsonl", {"text": "Ann B", "entities": spans}))[0].tags == [
-        "B-PER",
-        "O",
-    ]
-    assert not task.remarks
 
 
 def test_a_held_out_file_may_have_another_scheme_than_the_training_file(tmp_path):
@@ -553,8 +541,9 @@ NAMED = {"start": 4, "end": 8, "label": "LOC"}
             "B-LOC O B-PER O",
         ),
         ({"tokens": ["U.S.", "left", "Bob", "."], "entities": PLACES}, "U.S. left Bob .", "B-LOC O B-PER O"),
-        # The tags of tokens that are given with their text are of the file's scheme.
+        # Tags are of the file's scheme, also those of tokens that are given with their text.
         ({"text": "Ann B.", "tokens": ["Ann", "B."], "tags": ["B-PER", "E-PER"]}, "Ann B.", "B-PER I-PER"),
+        ({"tokens": ["a", "b"], "tags": ["I-PER", "B-PER"]}, "a b", "B-PER B-PER"),
     ],
 )
 def test_records_have_these_words_and_tags(tmp_path, record, words, tags):
@@ -934,14 +923,13 @@ def test_viterbi_finds_the_most_probable_valid_sequence(lengths, types, seed):
         assert tags[first:end].tolist() == list(expected)
 
 
-def test_the_score_of_an_entity_is_its_probability_whatever_the_penalty():
-    sentences = [Sentence(["Ann"], ["B-PER"], "it")]
-    logits = np.array([[1.0, 2.0, -9, -9, -9]], np.float32)
-    for penalty in (0.0, 2.0):
-        task = Entities(make_task().settings, {"types": ["PER", "LOC"], "scheme": "iob2", "outside_penalty": penalty})
-        windows = task.windows(sentences, make_encoder(16), training=False)
-        (entity,) = task.decode(sentences, windows, logits)[0]["entities"]
-        assert entity["score"] == pytest.approx(1 / (1 + np.exp(-1)), abs=1e-3)
+@pytest.mark.parametrize("penalty", [0.0, 2.0])
+def test_the_score_of_an_entity_is_its_probability_whatever_the_penalty(penalty):
+    sentences, logits = [Sentence(["Ann"], ["B-PER"], "it")], np.array([[1.0, 2.0, -9, -9, -9]], np.float32)
+    task = Entities(make_task().settings, {"types": ["PER", "LOC"], "scheme": "iob2", "outside_penalty": penalty})
+    windows = task.windows(sentences, make_encoder(16), training=False)
+    (entity,) = task.decode(sentences, windows, logits)[0]["entities"]
+    assert entity["score"] == pytest.approx(1 / (1 + np.exp(-1)), abs=1e-3)
 
 
 @pytest.mark.parametrize("penalty", [0.0, 2.0])
@@ -1067,15 +1055,12 @@ def test_nothing_predicts_nothing(record):
     assert task.decode([], windows, np.zeros((0, 5), np.float32)) == []
 
 
-def test_records_of_another_form_are_refused():
-    task = make_task()
-    for record, message in [
-        ({"words": []}, 'line 3: has neither "text" nor "tokens"'),
-        ({}, "line 3: has neither"),
-        (7, "line 3: 7 is not an object"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            task.example(record, "line 3")  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [({"words": []}, 'has neither "text" nor "tokens"'), ({}, "has neither"), (7, "7 is not an object")],
+)
+def test_records_of_another_form_are_refused(record, message):
+    refused(f"line 3: {message}", make_task().example, record, "line 3")
 
 
 def test_a_text_of_a_megabyte_is_predicted_whole():

@@ -55,9 +55,6 @@ def assert_equal_to_seqeval(counts: metrics.EntityCounts, report: dict) -> None:
     assert counts.macro_f1 == pytest.approx(report["macro avg"]["f1-score"])
 
 
-# ---------------------------------------------------------------- seqeval
-
-
 @settings(deadline=None, max_examples=150)
 @given(pairs_of("BIES", BARE))
 def test_default_mode_is_seqevals(pairs):
@@ -79,9 +76,6 @@ def test_strict_modes_are_seqevals(case):
     if counts.gold.sum() + counts.predicted.sum():
         scheme = {"iob2": IOB2, "bioes": IOBES}[rule]
         assert_equal_to_seqeval(counts, seqeval_report(gold, predicted, mode="strict", scheme=scheme))
-
-
-# ---------------------------------------------------------------- conlleval
 
 
 def conlleval(gold: list[list[str]], predicted: list[list[str]]) -> dict[str, list[int]]:
@@ -153,9 +147,6 @@ def test_what_cannot_be_scored_is_refused(tag):
         tagged([[tag]])
     with pytest.raises(ValueError, match="which iob2 does not have"):
         find(tagged([["S-PER"]]), "iob2")
-
-
-# ---------------------------------------------------------------- schemes
 
 
 @st.composite
