@@ -195,12 +195,8 @@ follow(Path({str(run)!r}), lambda **_: (None, None), {other.pid})
 
 
 def test_all_scores_have_names() -> None:
-    content: dict[str, Any] = {
-        "model": {"name": "a"},
-        "common_words": {"scores": {"bits": 4.0}},
-        "whole_words": {"scores": {"why_not": "too short"}},
-        "blimp": {"scores": {"overall": 0.6}},
-        "positions": {"scores": {"nats": {"0-63": 3.0}}},
-        "finetuning": {"scores": {"sst2": {"pretrained_mean": 0.8}, "cola": {}}},
-    }
+    scores: dict[str, Any] = {"common_words": {"bits": 4.0}, "whole_words": {"why_not": "too short"}}
+    scores |= {"blimp": {"overall": 0.6}, "positions": {"nats": {"0-63": 3.0}}}
+    scores["finetuning"] = {"sst2": {"pretrained_mean": 0.8}, "cola": {}}
+    content = {"model": {"name": "a"}, **{part: {"scores": each} for part, each in scores.items()}}
     assert flat(content) == {"common_words": 4.0, "blimp": 0.6, "positions/0-63": 3.0, "finetuning/sst2": 0.8}
