@@ -291,10 +291,9 @@ def test_a_model_that_changes_meanwhile_is_refused(tmp_path: Path, bert: Path) -
     (tmp_path / "text.txt").write_text(" ".join(SENTENCES))
     record = Record(tmp_path / "record.json", {"fingerprint": masked_model.fingerprint(folder), "name": "n"})
     with_weights(folder, -1)
-    with pytest.raises(InputError, match="its weights have changed since the evaluation began"):
-        held_out_score(folder, [tmp_path / "text.txt"], record=record)
-    with pytest.raises(InputError, match="its weights have changed since the evaluation began"):
-        blimp_score(folder, write_blimp(tmp_path / "blimp"), record=record)
+    changed, text = "its weights have changed since the evaluation began", [tmp_path / "text.txt"]
+    refused(changed, held_out_score, folder, text, record=record)
+    refused(changed, blimp_score, folder, write_blimp(tmp_path / "blimp"), record=record)
     assert not record.path.exists()
 
 
@@ -418,9 +417,8 @@ def test_texts_that_cannot_be_measured_are_refused(tmp_path: Path, bert: Path) -
     refused("has no text", read_documents, [tmp_path / "empty.txt"])
     refused("no such file", read_documents, [tmp_path / "none.txt"])
     (tmp_path / "some.txt").write_text("the film was good.")
-    with pytest.raises(InputError, match=r"--length: 65, but .* has 64 positions"):
-        held_out_score(bert, [tmp_path / "some.txt"], how=HeldOutSettings(length=65))
-    refused("--length: 2 leaves no room", held_out_score, bert, [tmp_path / "some.txt"], how=HeldOutSettings(length=2))
+    for length, message in ((65, r"--length: 65, but .* has 64 positions"), (2, "--length: 2 leaves no room")):
+        refused(message, held_out_score, bert, [tmp_path / "some.txt"], how=HeldOutSettings(length=length))
 
 
 # ---- fine-tuning
