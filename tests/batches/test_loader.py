@@ -174,6 +174,61 @@ def test_validation_batches_are_fixed(folder, shards):
     assert validation_batches(replace(shards, shards=[]), run_config(), 0, rank=0, world_size=1) == []
 
 
+def masked_share(shards: TokenShards, config: PretrainConfig, phase: int, step: int) -> float:
+    """Of the batch of one step: masked tokens over all tokens."""
+    batch = BatchMaker(shards, config, phase, seed=0, rank=0, world_size=1).make(24 * step, 24)
+    return batch.masked / batch.tokens
+
+
+def test_the_share_falls_linearly_over_the_steps_of_a_phase(shards):
+    second = {"masking_probability": 0.2, "final_masking_probability": 0.15, "steps": 100}
+    falls = [{"final_masking_probability": 0.2, "steps": 200}, second]
+    config = run_config(phases=falls, masking={"probability": 0.3})
+    assert config.masking_shares(0) == pytest.approx((0.3, 0.2))
+    assert config.masking_shares(1) == pytest.approx((0.2, 0.15))
+    for phase, step, expected in ((0, 0, 0.3), (0, 100, 0.25), (0, 199, 0.2), (1, 0, 0.2), (1, 99, 0.15)):
+        assert masked_share(shards, config, phase, step) == pytest.approx(expected, abs=0.012)
+
+
+def test_each_sequence_has_the_share_of_its_number(shards):
+    config = run_config(steps=10, phases=[{"masking_probability": 0.5, "final_masking_probability": 0.1}])
+    made = BatchMaker(shards, config, 0, seed=0, rank=0, world_size=1)
+    for number in (0, 60, 120, 239):
+        batch = made.make(number, 1)
+        length = batch.micro_batches[0].lengths[0]
+        share = 0.5 - 0.4 * number / 240
+        assert batch.masked == max(1, round(share * length))
+
+
+def test_a_phase_keeps_a_share_of_its_own(shards):
+    config = run_config(steps=5, phases=[{}, {"masking_probability": 0.05}], masking={"probability": 0.3})
+    assert [config.masking_shares(phase) for phase in (0, 1)] == [(0.3, 0.3), (0.05, 0.05)]
+    for phase, expected in ((0, 0.3), (1, 0.05)):
+        for step in (0, 4):
+            assert masked_share(shards, config, phase, step) == pytest.approx(expected, abs=0.012)
+    falling = {"final_masking_probability": 0.1}
+    config = run_config(steps=5, phases=[{"masking_probability": 0.5}, falling], masking={"probability": 0.2})
+    assert [config.masking_shares(phase) for phase in (0, 1)] == [(0.5, 0.5), (0.2, 0.1)]
+    assert (config.held_out_masking_share, config.largest_masking_share) == (pytest.approx(0.1), 0.5)
+
+
+def test_held_out_sequences_are_masked_as_at_the_end_of_the_run(folder):
+    held_out = open_shards(folder, "validation")
+    falls = [{"final_masking_probability": 0.15}] * 2
+    constant = run_config(phases=[{}, {}], evaluation=30, masking={"probability": 0.15})
+    falling = run_config(phases=falls, evaluation=30, masking={"probability": 0.4})
+    for phase in (0, 1):
+        both = (validation_batches(held_out, config, phase, rank=0, world_size=1) for config in (constant, falling))
+        expected, found = (global_batches([batches]) for batches in both)
+        assert found == expected
+
+
+def test_data_past_the_end_of_a_phase_has_the_last_share(shards):
+    """A rollback skips data, so that numbers continue past the phase's own."""
+    config = run_config(phases=[{"masking_probability": 0.4, "final_masking_probability": 0.2}])
+    assert masked_share(shards, config, 0, 9) == pytest.approx(0.2, abs=0.012)
+
+
 def test_held_out_text_that_is_too_little_is_named(tmp_path):
     one = make_corpus(tmp_path / "one", documents=30, vocabulary_size=300, validation_documents=1)
     with pytest.raises(

@@ -165,6 +165,66 @@ def test_pairs_are_what_their_label_says(length):
             assert b[0] == a[-1] + 1
 
 
+def test_sentence_order_swaps_the_segments_of_one_document():
+    """Lan et al. 2020, section 3.1: the same two neighboring segments, in order (0) or swapped (1)."""
+    shards = numbered([random_documents(60, 1), random_documents(80, 2)])
+    text, made = Text(shards), sampler(shards, 64, objective="sop")
+    labels = []
+    for a, b, label in sequences(made, np.arange(3000)):
+        assert text.document[a[0]] == text.document[a[-1]] == text.document[b[0]] == text.document[b[-1]]
+        assert (a[0] < b[0]) == (label != 1)
+        first, second = (a, b) if a[0] < b[0] else (b, a)
+        assert second[0] == first[-1] + 1
+        labels.append(label)
+    assert np.mean([label for label in labels if label >= 0]) == pytest.approx(0.5, abs=0.05)
+
+
+def test_one_document_is_enough_for_sentence_order():
+    assert sampler(numbered([[[5, 5]]]), objective="sop").samples_per_epoch == 1
+
+
+def packed(shards: TokenShards, length: int = 64, **pairs):
+    return sampler(shards, length, objective="none", input_format="full_sentences", **pairs)
+
+
+def packed_documents(made, samples: np.ndarray):
+    """Each sample as the pieces between its separators, after checking its layout."""
+    plan = made.plan(samples)
+    rows = made.gather(plan)
+    for number, (begin, end) in enumerate(itertools.pairwise(rows.starts)):
+        ids = rows.input_ids[begin:end]
+        assert len(ids) == plan.lengths[number] <= made.capacity + 2
+        assert (ids[0], ids[-1]) == (SPECIAL["cls"], SPECIAL["sep"])
+        assert np.array_equal(ids < 5, ~rows.ordinary[begin:end])
+        assert not rows.token_types[begin:end].any()
+        assert np.array_equal(rows.positions[begin:end], np.arange(len(ids)))
+        separators = np.flatnonzero(ids == SPECIAL["sep"])
+        yield ([ids[low + 1 : high] for low, high in itertools.pairwise((0, *separators))])
+
+
+@pytest.mark.parametrize("length", [16, 64, 256])
+def test_full_sentences_go_on_across_documents(length):
+    """Liu et al. 2019, section 4.2: contiguous full sentences, a separator between documents, full up to a sentence."""
+    documents = [random_documents(60, 1, longest=5), random_documents(80, 2, longest=30), [[3], [2], [300], [4]]]
+    shards = numbered(documents)
+    text, made = Text(shards), packed(shards, length, short_share=0.0)
+    counts = []
+    for pieces in packed_documents(made, np.arange(2 * made.samples_per_epoch)):
+        counts.append(len(pieces))
+        tokens = np.concatenate(pieces)
+        assert np.array_equal(tokens, np.arange(tokens[0], tokens[0] + len(tokens)))
+        assert [len(set(text.document[piece])) for piece in pieces] == [1] * len(pieces)
+        assert len({int(text.document[piece[0]]) for piece in pieces}) == len(pieces)
+    assert max(counts) > (2 if length > 16 else 1)
+
+
+def test_full_sentences_fill_sequences_with_short_documents():
+    shards = numbered([[[5, 7]] * 2000])
+    made = packed(shards, 128, short_share=0.0)
+    alone = sampler(shards, 128, objective="none", short_share=0.0)
+    assert made.samples_per_epoch < alone.samples_per_epoch / 5
+
+
 def what_is_seen(shards: TokenShards, made: Sampler, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Lengths of A and B and whether each begins and ends with a sentence, [B, 7], and labels, [B]."""
     plan = made.plan(samples)
