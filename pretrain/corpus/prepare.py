@@ -5,7 +5,7 @@ Of a corpus that is prepared, only the sources that it has not are (`growth`).
     read        chunks of the sources, filtered -> part files; if asked for, near-duplicates by their sketches
     vocabulary  counts of the words of the documents that stay -> a vocabulary, unless one is given
     tokenize    part files of words -> part files of tokens, unless a vocabulary is given
-    shards      the documents that stay, in the order of the sources -> shard files
+    shards      the documents that stay, in the order of the sources -> shard files, each stored at an address at once
     card        figures; then the manifest, which makes the folder a corpus
 
 The state between runs is in `<dir>/.work`. Files there are atomic, and part files are named after their chunk, so
@@ -31,11 +31,12 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from pretrain.common.addresses import is_remote
 from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest, write_json
 from pretrain.common.settings import import_named
-from pretrain.config import PretrainConfig, VocabularyConfig
+from pretrain.config import PretrainConfig
 from pretrain.corpus import card, sources, stages
 from pretrain.corpus.byte_level import is_byte_level
 from pretrain.corpus.description import (
@@ -74,7 +75,8 @@ from pretrain.corpus.shards import token_dtype, verify_shards
 from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stored import kept_at_address
-from pretrain.corpus.vocabulary import save_tokenizer, train_byte_vocabulary, train_vocabulary
+from pretrain.corpus.vocabulary import save_tokenizer, trained
+from pretrain.storage.folders import note_stored
 
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; above it the rarest are dropped
 
@@ -288,6 +290,7 @@ class _Preparation:
             keeps_lines=self._corpus.line_breaks == "keep",
             unknown_id=self._unknown_id,
             filters=self._corpus.filters,
+            address=self._corpus.dir if is_remote(self._corpus.dir) else "",
         )
         return Pool(self._processes, settings, self._tokenizer, self._address)
 
@@ -403,7 +406,7 @@ class _Preparation:
                 _forget_rarest(counts)
                 advance(sizes.popleft())
         with self._bar.stage("training the vocabulary", 0):
-            tokenizer = self._extended(counts) or _trained_vocabulary(counts, settings)
+            tokenizer = self._extended(counts) or trained(counts, settings)
         save_tokenizer(self._work, tokenizer)
         return tokenizer
 
@@ -454,19 +457,9 @@ class _Preparation:
             for shard, (_, result) in zip(plan, done, strict=True):
                 results.append(result)
                 advance(shard.totals["tokens"] * width)
+        if stored := {name: digest for one in results if one.get("stored") for name, digest in one["hashes"].items()}:
+            note_stored(self._folder, self._corpus.dir, stored)
         return results
-
-
-def _trained_vocabulary(counts: dict[bytes, int], settings: VocabularyConfig) -> Tokenizer:
-    if settings.kind == "byte_bpe":
-        return train_byte_vocabulary(counts, settings.size, min_frequency=settings.min_frequency)
-    return train_vocabulary(
-        counts,
-        settings.size,
-        lowercase=settings.lowercase,
-        strip_accents=settings.strip_accents,
-        min_frequency=settings.min_frequency,
-    )
 
 
 def _read_json(path: Path) -> Any:
