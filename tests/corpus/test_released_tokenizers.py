@@ -14,6 +14,7 @@ from released_tokenizers import Kind, make_released, make_tokenizer, save_releas
 
 from finetune.cli import main
 from pretrain.batches.masking import Masker
+from pretrain.checkpoint import store
 from pretrain.common.errors import InputError
 from pretrain.config import MaskingConfig, SourceConfig
 from pretrain.corpus.byte_words import is_byte_vocabulary
@@ -22,7 +23,7 @@ from pretrain.corpus.sentences import sentence_starts
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.special_tokens import check_special_tokens, special_ids
 from pretrain.corpus.tokenize import WordTable
-from pretrain.corpus.vocabulary import entries_of, load_vocabulary, save_tokenizer
+from pretrain.corpus.vocabulary import entries_of, load_vocabulary, save_tokenizer, vocabulary_size
 from pretrain.corpus.whole_documents import DocumentEncoder, measured
 from pretrain.run.preflight import check_corpus
 from tests.corpus.preparing import document_tokens, encoded, preparation
@@ -230,11 +231,19 @@ def test_masking_takes_words_and_draws_no_special_or_reserved_token(kind, left_o
     check_corpus(config)
 
 
-def test_added_words_need_wordpiece(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = write_documents(tmp_path / "text.jsonl", 3)
-    make_released(tmp_path / "start", "roberta")
-    path = write_config(
-        tmp_path / "trial.yaml", tmp_path / "corpus", text, tmp_path / "start", corpus__sources=jsonl(text)
-    )
-    assert main(["prepare", str(path), "--set", "corpus.vocabulary.added_words=2"]) == 2
-    assert "only WordPiece vocabularies can be extended" in capsys.readouterr().err
+@pytest.mark.parametrize("kind", ["roberta", "modernbert"])
+def test_a_run_continues_with_words_added_to_a_byte_level_vocabulary(kind: Kind, tmp_path: Path) -> None:
+    text = write_documents(tmp_path / "text.jsonl", 20)
+    old = make_released(tmp_path / "start", kind)
+    added = {"corpus__sources": jsonl(text), "corpus__vocabulary__added_words": 4}
+    path = write_config(tmp_path / "trial.yaml", tmp_path / "corpus", text, tmp_path / "start", **added)
+    assert main(["prepare", str(path)]) == 0
+    shards, size = open_shards(tmp_path / "corpus", "train"), vocabulary_size(old)
+    assert shards.vocabulary_size == size + 4
+    assert max(int(tokens.max()) for tokens in shards.some_tokens()) >= size
+    card = json.loads((tmp_path / "corpus/card.json").read_text())["vocabulary"]
+    assert card["added"] == 4
+    assert card["saved_share"] > 0
+    assert main(["pretrain", str(path), "--no-ray"]) == 0
+    rows = store.read_weights(sorted((tmp_path / "trial/checkpoints").glob("step-*"))[0])["embeddings.word"]
+    assert len(rows) == size + 4
