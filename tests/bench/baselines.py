@@ -1,6 +1,6 @@
 """The programs that the step benchmarks compare: this project's engine and its baselines, with one interface.
 
-The baselines are transformers' class of the family in several variants, and this project's model in a plain torch loop.
+The baselines are transformers' BERT in several variants, and this project's model in a plain torch loop.
 Each trainer runs in its own process, as its user would run it. So settings of one process do not affect another; for
 example, our engine keeps freed memory. Only one trainer works at a time.
 """
@@ -8,7 +8,6 @@ example, our engine keeps freed memory. Only one trainer works at a time.
 from __future__ import annotations
 
 import functools
-import inspect
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -41,21 +40,13 @@ BARE = "bare"
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """Describes one trainer.
+    """Describes one trainer."""
 
-    Attributes:
-        kind: `OURS`, `BARE` or one of `BASELINES`.
-        config: the run that it trains.
-        device: torch device type.
-        threads: CPU threads; 0 keeps torch's default.
-        steps: batches to make before training starts; 0 makes each batch when it is needed.
-    """
-
-    kind: str
-    config: PretrainConfig
-    device: str = "cpu"
-    threads: int = 0
-    steps: int = 0
+    kind: str  # `OURS`, `BARE` or one of `BASELINES`
+    config: PretrainConfig  # the run that it trains
+    device: str = "cpu"  # torch device type
+    threads: int = 0  # CPU threads; 0 keeps torch's default
+    steps: int = 0  # batches to make before training starts; 0 makes each batch when it is needed
 
 
 def bench_config(
@@ -278,7 +269,7 @@ class TransformersTrainer:
 
     def prepare(self, step: StepBatch) -> list[dict[str, Tensor]]:
         """The step's micro-batches with padding; not timed."""
-        return [self._inputs(batch) for batch in step.micro_batches]
+        return [pad(batch) for batch in step.micro_batches]
 
     def train(self, step: list[dict[str, Tensor]], learning_rate: float) -> float:
         """One optimizer step; returns its loss."""
@@ -295,18 +286,9 @@ class TransformersTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         return total
 
-    def _inputs(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """What the model's class takes of a padded batch."""
-        taken = inspect.signature(self._model.forward).parameters
-        return {name: tensor for name, tensor in pad(batch).items() if name in taken}
-
 
 def _their_model(config: PretrainConfig, vocabulary_size: int, attention: str) -> Any:
-    """transformers' class of the family with our shape and random weights, with NSP's head if it is trained.
-
-    Raises:
-        InputError: the family has no baseline.
-    """
+    """transformers' BERT with our shape and random weights, with the heads of both losses."""
     import transformers
 
     shape = config.model
@@ -319,22 +301,8 @@ def _their_model(config: PretrainConfig, vocabulary_size: int, attention: str) -
         "max_position_embeddings": shape.max_positions,
         "attn_implementation": attention,
     }
-    if shape.family == "bert":
-        values |= {"hidden_dropout_prob": shape.hidden_dropout, "attention_probs_dropout_prob": shape.attention_dropout}
-        kind = transformers.BertForPreTraining if config.pairs.has_classifier else transformers.BertForMaskedLM
-        return kind(transformers.BertConfig(**values))
-    if shape.family != "modernbert":
-        raise InputError(f"bench step: there is no baseline for the family {shape.family}. Use bert or modernbert.")
-    own = {
-        "embedding_dropout": shape.hidden_dropout,
-        "attention_dropout": shape.attention_dropout,
-        "local_attention": shape.local_attention,
-        "pad_token_id": 0,
-        "layer_types": [
-            "sliding_attention" if shape.window(number) else "full_attention" for number in range(shape.layers)
-        ],
-    }
-    return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**values, **own))
+    values |= {"hidden_dropout_prob": shape.hidden_dropout, "attention_probs_dropout_prob": shape.attention_dropout}
+    return transformers.BertForPreTraining(transformers.BertConfig(**values))
 
 
 def hf_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

@@ -19,7 +19,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
-import math
 import shutil
 import statistics
 import tempfile
@@ -30,16 +29,7 @@ from typing import Any
 
 from pretrain.common.commands import local_path, positive_int, program
 from pretrain.common.errors import InputError, MachineError
-from tests.bench.prepare_data import Vocabulary, read_documents, source_file, train_vocabulary
-from tests.bench.prepare_programs import (
-    DatasetsMap,
-    EncodeBatch,
-    OwnTokenizers,
-    Preparation,
-    Program,
-    cores,
-    token_batches,
-)
+from tests.bench import prepare_programs as programs
 
 _SHOWN_MISMATCHES = 5
 
@@ -47,16 +37,16 @@ _SHOWN_MISMATCHES = 5
 def main(argv: list[str]) -> int:
     """Run the comparison, or the requested checks, and print a table, or JSON with `--json`."""
     options = _parser().parse_args(argv)
-    if not 0 <= options.limit_mb < math.inf:
-        raise InputError(f"--limit-mb: {options.limit_mb:g}; expected a number of MB from 0.")
     if importlib.util.find_spec("transformers") is None:
         raise MachineError("bench prepare: transformers is not installed. Install the extra: pip install -e .[bench].")
-    result: dict[str, Any] = {"cores": cores(), "versions": _versions()}
+    result: dict[str, Any] = {"cores": programs.cores(), "versions": _versions()}
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as folder:
         scratch = Path(folder)
-        file = source_file(options, scratch)
-        result["file"] = {"path": str(options.file or "docstrings"), "megabytes": file.stat().st_size / 1e6}
-        vocabulary = Vocabulary.of(options.vocabulary or train_vocabulary(file, scratch))
+        file = options.file
+        if not file.is_file():
+            raise InputError(f"--file: {file}: not found, or not a file.")
+        result["file"] = {"path": str(file), "megabytes": file.stat().st_size / 1e6}
+        vocabulary = programs.Vocabulary.trained(file, scratch)
         if options.check_ids:
             result["ids"] = check_ids(file, vocabulary)
         else:
@@ -67,11 +57,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"{program()} bench prepare", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--file", type=local_path, help="WikiExtractor file (default: the installed docstrings)")
-    parser.add_argument("--limit-mb", type=float, default=0, help="only the first MB of it; 0 uses all")
-    parser.add_argument(
-        "--vocabulary", type=local_path, help="folder with a tokenizer.json (default: one trained on the file)"
-    )
+    parser.add_argument("--file", type=local_path, required=True, help="WikiExtractor file")
     parser.add_argument("--repeats", type=positive_int, default=5, help="repetitions; the median is reported")
     parser.add_argument("--check-ids", action="store_true", help="compare every sentence's ids instead")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -83,12 +69,12 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}
 
 
-def check_ids(file: Path, vocabulary: Vocabulary) -> dict[str, Any]:
+def check_ids(file: Path, vocabulary: programs.Vocabulary) -> dict[str, Any]:
     """Our ids of every sentence against transformers' BertTokenizer: counts, and the first mismatches."""
     theirs = vocabulary.transformers_tokenizer()
-    texts = ("\n".join(lines) for lines in read_documents(file) if lines)
+    texts = ("\n".join(lines) for lines in programs.read_documents(file) if lines)
     checked, mismatches, examples = 0, 0, []
-    for batch, tokens, offsets in token_batches(texts, vocabulary.tokenizer(), lowercase=vocabulary.lowercase):
+    for batch, tokens, offsets in programs.token_batches(texts, vocabulary.tokenizer()):
         sentences = "\n".join(batch).split("\n")
         encoded = theirs(sentences, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
         bounds = itertools.pairwise(offsets.tolist())
@@ -99,30 +85,26 @@ def check_ids(file: Path, vocabulary: Vocabulary) -> dict[str, Any]:
                 if len(examples) < _SHOWN_MISMATCHES:
                     examples.append({"sentence": sentence, "ours": ours, "transformers": wanted})
         checked += len(sentences)
-    if not checked:
-        raise InputError(f"--file: {file}: no sentence. Is it a WikiExtractor file?")
     return {"sentences": checked, "mismatches": mismatches, "examples": examples}
 
 
-def compare(file: Path, vocabulary: Vocabulary, scratch: Path, repeats: int) -> dict[str, Any]:
+def compare(file: Path, vocabulary: programs.Vocabulary, scratch: Path, repeats: int) -> dict[str, Any]:
     """All four, alternating: MB/s with ranges, and the ratios of each pair."""
-    documents = list(read_documents(file))
+    documents = list(programs.read_documents(file))
     sentences = list(itertools.chain.from_iterable(documents))
-    if not sentences:
-        raise InputError(f"--file: {file}: no sentence. Is it a WikiExtractor file?")
     raw, text = file.stat().st_size / 1e6, sum(len(sentence.encode()) for sentence in sentences) / 1e6
     with (
-        Preparation(file, vocabulary) as preparation,
-        OwnTokenizers(documents, vocabulary) as own_tokenizers,
-        DatasetsMap(documents, vocabulary, scratch / "documents") as datasets_map,
+        programs.Preparation(file, vocabulary) as preparation,
+        programs.OwnTokenizers(documents, vocabulary) as own_tokenizers,
+        programs.DatasetsMap(documents, vocabulary, scratch / "documents") as datasets_map,
     ):
-        programs: dict[str, Program] = {
+        compared: dict[str, programs.Program] = {
             "prepare": preparation,
             "datasets": datasets_map,
             "tokenize": own_tokenizers,
-            "tokenizers": EncodeBatch(sentences, vocabulary),
+            "tokenizers": programs.EncodeBatch(sentences, vocabulary),
         }
-        seconds, tokens = _alternate(programs, scratch / "output", repeats)
+        seconds, tokens = _alternate(compared, scratch / "output", repeats)
     megabytes = {"prepare": raw, "datasets": raw, "tokenize": text, "tokenizers": text}
     return {
         "sentences": len(sentences),
@@ -145,13 +127,13 @@ def compare(file: Path, vocabulary: Vocabulary, scratch: Path, repeats: int) -> 
 
 
 def _alternate(
-    programs: dict[str, Program], output: Path, repeats: int
+    compared: dict[str, programs.Program], output: Path, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of every repetition and tokens of each program. The first round warms up and does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    seconds: dict[str, list[float]] = {name: [] for name in compared}
     tokens: dict[str, int] = {}
     for number in range(repeats + 1):
-        for name, run in programs.items():
+        for name, run in compared.items():
             output.mkdir()
             start_time = time.perf_counter()
             tokens[name] = run(output)

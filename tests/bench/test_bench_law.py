@@ -104,9 +104,7 @@ def test_recomputed_layers_make_no_larger_point(tmp_path: Path) -> None:
     assert again.point.size == pytest.approx(effective_size(plain, works(plain, TEXT)), rel=2e-3)
 
 
-def test_a_law_is_fitted_predicts_and_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_law_is_fitted_predicts_and_is_written(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(published, "PUBLISHED", tmp_path / "published.json")
     folder = write_trials(tmp_path / "out")
     words = ["law", str(folder), "--holdout", "4x256-1e+14-s0", "--holdout", "6x384"]
@@ -148,9 +146,7 @@ def test_runs_of_one_large_shape_are_of_one_size(tmp_path: Path) -> None:
         (["out", "--out", "out/speedrun.json"], "out/speedrun.json: cannot write here"),
     ],
 )
-def test_what_is_no_ground_for_a_law_is_refused(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_ground_for_a_law_is_refused(words, message, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     write_trials(tmp_path / "out")
     write_trials(tmp_path / "other", make_trial(load_config(CONFIG), 1e13, ground="y"))

@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 from corpora import make_corpus
 
-from finetune.scores.blimp import BlimpScore, ParadigmScore
-from finetune.scores.finetuning import FinetuningScore
-from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.held_out import HeldOutScore
 from finetune.scores.record import Record
 from pretrain.batches.loader import BatchMaker
@@ -29,7 +26,7 @@ from pretrain.run.api import train
 from tests.bench.speedrun import command, ground, results, scores, trial
 from tests.bench.speedrun.budget import SequenceCost, measured_costs, plan_budget
 from tests.bench.speedrun.results import Results, Trial
-from tests.bench.speedrun.scores import Scores, ScoreSettings
+from tests.bench.speedrun.scores import Scores
 
 LIMITS = ground.Limits(words=3000, held_out_share=0.05, held_out_documents=3, held_out_bytes=10_000)
 WORDS = [first + rest for first in "bdkmr" for rest in ("an", "ot", "ile", "ute")]
@@ -297,31 +294,15 @@ def test_trials_are_kept_in_order_and_replaced(tmp_path: Path) -> None:
         results.read(tmp_path / "speedrun.json", "y")
 
 
-def test_the_log_gets_each_run_once(tmp_path: Path) -> None:
-    log = tmp_path / "log.md"
-    assert results.append_to_log(log, [make_trial("a"), make_trial("not-run", flops=0.0)]) == 1
-    assert results.append_to_log(log, [make_trial("a"), make_trial("b")]) == 1
-    lines = log.read_text().splitlines()
-    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
-    assert [line.split(" | ")[1] for line in lines[2:]] == ["a s0", "b s0"]
-    begun = log.read_text()
-    log.write_text("")
-    assert results.append_to_log(log, [make_trial("a"), make_trial("b")]) == 2
-    assert log.read_text() == begun
-    log.write_text("# A page\n\nNo table.\n")
-    with pytest.raises(InputError, match="does not end with a table"):
-        results.append_to_log(log, [make_trial("a")])
-
-
-def test_the_log_of_the_documentation_takes_rows(tmp_path: Path) -> None:
+def test_a_row_of_the_log_is_as_those_of_the_documentation() -> None:
     page = Path(__file__).parents[2] / "docs" / "benchmarks" / "speedrun.md"
-    copy = tmp_path / "speedrun.md"
-    copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
-    results.append_to_log(copy, [make_trial("a")])
-    lines = copy.read_text(encoding="utf-8").splitlines()
-    head = next(line for line in lines if line.startswith("| date |"))
-    assert head.count("|") == lines[-1].replace("\\|", "").count("|")
-    assert lines[:-1] == page.read_text(encoding="utf-8").splitlines(), "rows that it has stay as they are"
+    (head,) = (line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| date |"))
+    assert head == f"| {' | '.join(results.LOG_HEADINGS)} |"
+    row = results.log_row(make_trial("a", scores=Scores(3.0, 0.4, 1.5, **WORDS_FOUND), remarks="so"))
+    assert row == (
+        "| 2026-11-23 | a s0 | 1e15 | 1e+15 | 100 | 0.00 | - | 1.5000 | 3.0000 | 0.4000 | - | - | 2 cores of A \\| B | "
+        "aaaaaaa | so | 3.5000 | 1.250 to 1.500 |"
+    )
 
 
 def test_runs_are_ranked_by_what_compares_vocabularies() -> None:
@@ -339,45 +320,20 @@ def test_budgets_are_short_in_names(budget: float, text: str) -> None:
     assert trial.budget_text(budget) == text
 
 
-def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed fine-tuning leaves the others; a call without a part keeps it; weights that changed are refused."""
+def test_scores_of_another_run_of_the_name_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tmp_path, run_dir=str(tmp_path / "runs" / "one"))
-    error: RunError = MachineError("1 of 2 runs failed")
-    failed = error
 
-    def finetuned(*_: Any, record: Record) -> None:
-        score = FinetuningScore("f1", "dev", (0.5, 0.7), (0.3, 0.5))
-        record.write("finetuning", {}, {"a": score.as_data()}, beside=True)
-        raise error
-
-    def blimp(*_: Any, record: Record, **__: Any) -> None:
-        record.write("blimp", {"limit": 100}, BlimpScore({"p": ParadigmScore("t", 4, 3)}).as_data(1))
+    def held_out(*_: Any, record: Record, **__: Any) -> HeldOutScore:
+        record.write("held_out", {}, {"a": 1})
+        return HeldOutScore(3.0, 0.4, 1.5, 1, 1, 0.0, 1, 1)
 
     monkeypatch.setattr(scores, "fingerprint", lambda _: "first")
-    monkeypatch.setattr(scores, "held_out_score", lambda *_, **__: HeldOutScore(3.0, 0.4, 1.5, 1, 1, 0.0, 1, 1))
+    monkeypatch.setattr(scores, "held_out_score", held_out)
     monkeypatch.setattr(scores, "text_scores", lambda *_, **__: WORD_SCORES)
-    monkeypatch.setattr(scores, "finetuning_scores", finetuned)
-    monkeypatch.setattr(scores, "blimp_score", blimp)
-    both = FinetuningSettings((Path("a.yaml"), Path("b.yaml")))
-    found, why = scores.measure(config, tmp_path, [], ScoreSettings(tmp_path, 0, both))
-    assert (found.bits_per_character, found.blimp) == (1.5, 0.75)
-    assert (found.finetuning, found.transfer) == ({"a": pytest.approx(0.6)}, None)  # no mean without b
-    assert found.random == {"a": pytest.approx(0.4)}
-    assert found.remarks == ["BLiMP: first 100 pairs of each paradigm"]
-    assert why is failed
-    one = FinetuningSettings((Path("a.yaml"),))
-    measured, _ = scores.measure(config, tmp_path, [], ScoreSettings(None, 0, one))
-    assert (measured.blimp, measured.transfer) == (0.75, pytest.approx(0.6))
-    assert measured.remarks == ["BLiMP: first 100 pairs of each paradigm", "transfer: a (2 seeds)"]
-    assert scores.measure(config, tmp_path, [], ScoreSettings()) == (measured, None)
-    error = InputError("another process")
-    assert scores.measure(config, tmp_path, [], ScoreSettings(None, 0, one)) == (measured, error)
-    error = StoppedError("stopped")
-    with pytest.raises(StoppedError):
-        scores.measure(config, tmp_path, [], ScoreSettings(None, 0, one))
+    assert scores.measure(config, tmp_path, []) == Scores(3.0, 0.4, 1.5, **WORDS_FOUND)
     monkeypatch.setattr(scores, "fingerprint", lambda _: "second")
     with pytest.raises(InputError, match="has the scores of another model"):
-        scores.measure(config, tmp_path, [], ScoreSettings())
+        scores.measure(config, tmp_path, [])
 
 
 class Trained:
@@ -394,15 +350,13 @@ class Trained:
         return train(config, **options)
 
 
-def test_a_trial_trains_scores_and_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trial_trains_scores_and_continues(tmp_path, monkeypatch, capsys) -> None:
     """Two budgets of which one is stopped, then the same command; then another config in the same folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ground.draw_text, "__defaults__", (LIMITS, ground.NOVELS))
     data, config, trained = write_text(tmp_path / "data"), config_file(tmp_path), Trained()
     monkeypatch.setattr(api, "train", trained)
-    words = [str(config), "--data", str(data), "--out", "out", "--workers", "1", "--log", "log.md"]
+    words = [str(config), "--data", str(data), "--out", "out", "--workers", "1"]
     words += ["--budget", "1.5e8", "--budget", "1e8", "--budget", "1e14"]
     trained.errors[2] = StoppedError("it stopped")
     handler = signal.getsignal(signal.SIGTERM)
@@ -411,7 +365,7 @@ def test_a_trial_trains_scores_and_continues(
     printed = capsys.readouterr().out
     assert "Run the same command again" in printed
     assert "Next:" not in printed
-    assert (tmp_path / "log.md").read_text().count("tiny s0") == 1
+    assert printed.count("| tiny s0 |") == 1
     elsewhere = [str(tmp_path / "out") if word == "out" else word for word in words]
     assert command.main(elsewhere) == 0, "the same folder by another path"
     printed = capsys.readouterr().out
@@ -429,7 +383,7 @@ def test_a_trial_trains_scores_and_continues(
     assert printed.rstrip().endswith("bits per character, which compare runs of one vocabulary only")
     assert small.scores.common_word_bits is small.scores.whole_word_bits is None
     assert "common words: the vocabulary lacks 'able' as a single token" in small.remarks
-    assert (tmp_path / "log.md").read_text().count("tiny s0") == 2
+    assert printed.count("| tiny s0 |") == 2
 
     other = [*words[:-6], "--budget", "1e8", "--set"]
     with pytest.raises(InputError, match=r"begun with other settings: .*name=second"):
@@ -447,32 +401,15 @@ def test_a_trial_trains_scores_and_continues(
     assert remarks["diverged"] == "the training diverged"
     assert "failed" not in remarks
 
-    # A failed fine-tuning leaves its run in the table, and larger budgets train.
-    monkeypatch.setattr(command, "measure", lambda *_: (Scores(bits_per_character=2.0), MachineError("1 run failed")))
-    assert command.main([*other, "name=tiny", "--budget", "1.5e8"]) == MachineError.exit_code
-    remarks = {one.run: one.remarks for one in results.read(tmp_path / "out" / "speedrun.json").trials}
-    assert remarks["tiny-1e8-s0"] == remarks["tiny-1.5e8-s0"] == "fine-tunings: 1 run failed"
 
-
-def test_options_without_effect_and_impossible_budgets_are_refused(tmp_path: Path) -> None:
-    words, notes = ["config.yaml", "--data", str(tmp_path)], tmp_path / "notes.md"
-    notes.write_text("Notes.\n")
-    (tmp_path / "latin.md").write_bytes(b"| caf\xe9 |\n")
+def test_impossible_options_are_refused(tmp_path: Path) -> None:
+    words = ["config.yaml", "--data", str(tmp_path)]
     for more, message in (
         (["--budget", "-1"], "--budget: -1; expected"),
         (["--budget", "5", "--budget", "2e30"], r"--budget: 2e\+30; expected"),
-        (["--blimp", str(tmp_path / "none")], "none: has no .jsonl file"),
-        (["--finetune", str(tmp_path / "none.yaml")], "none.yaml"),
-        (["--blimp-limit", "3"], "--blimp-limit: has no effect"),
-        (["--finetune-data", "x"], "--finetune-data: has no effect"),
-        (["--no-random"], "--no-random: has no effect"),
         (["--seed", "-1"], "--seed: -1; expected"),
         (["--novels", "1"], "--novels: 1; expected a share"),
-        (["--log", str(notes)], "notes.md: does not end with a table"),
-        (["--log", str(tmp_path / "latin.md")], "latin.md: is not UTF-8"),
-        (["--log", str(tmp_path)], "cannot write here"),
-        (["--log", str(tmp_path / "log.md")], "neither WikiExtractor's output nor a .txt file"),  # --data, read later
+        ([], "an empty folder"),
     ):
         with pytest.raises(InputError, match=message):
             command.main([*words, *more])
-    assert not (tmp_path / "log.md").exists()

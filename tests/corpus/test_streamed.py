@@ -318,10 +318,13 @@ def test_what_prepare_stores_is_streamed_also_after_it_has_grown(proxy, tmp_path
     monkeypatch.chdir(tmp_path)
     config, corpus, sources = text_of_three(tmp_path)
     (phase,) = config["phases"]
-    for known in (1, 2):
-        pretrain.prepare({**config, "corpus": {**corpus, "sources": sources[:known]}})
+    here = {**{name: value for name, value in corpus.items() if name != "cache"}, "dir": "here"}
+    for known in (1, 2):  # each on another machine, as far as the cache goes
+        for one in (corpus, here):
+            pretrain.prepare({**config, "corpus": {**one, "sources": sources[:known]}})
         shutil.rmtree(tmp_path / "cache")
         shards = streamed(CorpusConfig.model_validate(corpus))
+        assert same_samples(sampler(open_shards(Path("here"), "train")), sampler(shards))
         assert [source["name"] for source in shards.sources] == ["a", "b"][:known]
         made = sampler(shards)
         plan = made.plan(np.arange(made.samples_per_epoch))

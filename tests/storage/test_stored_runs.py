@@ -237,12 +237,7 @@ def sharing(folder: str, apart: bool) -> str:
     return ""
 
 
-# ---- corpora and sources
-
-
-def test_a_corpus_that_was_prepared_again_since_it_was_fetched_is_fetched_again(
-    proxy: FaultyProxy, tmp_path: Path
-) -> None:
+def test_a_corpus_that_was_prepared_again_since_it_was_fetched_is_fetched_again(proxy, tmp_path) -> None:
     address, run = f"s3://{BUCKET}/corpora/one", tmp_path / "run"
     folders.store(make_corpus(tmp_path / "corpus", documents=20, vocabulary_size=200), address)
     folders.fetch(address)
@@ -383,37 +378,20 @@ def test_without_an_address_no_client_is_imported() -> None:
     assert said.stdout.strip() == "[]"
 
 
-# ---- mistakes
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            ["corpus.dir=s3://bucket/nothing"],
-            r"s3://bucket/nothing/manifest\.json: not found.* Run `prepare`",
-        ),
+        (["corpus.dir=s3://bucket/nothing"], r"s3://bucket/nothing/manifest\.json: not found.* Run `prepare`"),
         (["corpus.dir=s3://nowhere/a"], r"s3://nowhere/a.*: .*bucket does not exist\. Create the bucket"),
         (["run_dir=s3://nowhere/a"], r"s3://nowhere/a.*: .*bucket does not exist\. Create the bucket"),
         (["run_dir=hf://me/run"], "run_dir: 'hf://me/run' can be read, but not written to. Give a local path"),
-        (
-            ["run_dir=s3://bucket"],
-            "run_dir: 's3://bucket' is not an address of something in a bucket. Give",
-        ),
-        (
-            ["run_dir=ftp://host/run"],
-            "run_dir: 'ftp://host/run' is an address of an unknown kind. Give",
-        ),
+        (["run_dir=s3://bucket"], "run_dir: 's3://bucket' is not an address of something in a bucket. Give"),
+        (["run_dir=ftp://host/run"], "run_dir: 'ftp://host/run' is an address of an unknown kind. Give"),
         (["start_from=s3://bucket/nothing"], "s3://bucket/nothing: nothing is stored there. Check the address."),
-        (
-            ["corpus.vocabulary.path=s3://bucket/v.txt"],
-            "vocabulary.path: 's3://bucket/v.txt' is a remote",
-        ),
+        (["corpus.vocabulary.path=s3://bucket/v.txt"], "vocabulary.path: 's3://bucket/v.txt' is a remote"),
     ],
 )
-def test_mistakes_are_reported_in_one_line(
-    proxy: FaultyProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: list[str], message: str
-) -> None:
+def test_mistakes_are_reported_in_one_line(proxy, tmp_path, capsys, changes, message) -> None:
     corpus = make_corpus(tmp_path / "corpus", documents=60, vocabulary_size=300)
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
     assert main(["pretrain", config, "--no-ray", *(part for one in changes for part in ("--set", one))]) == 2
@@ -421,9 +399,7 @@ def test_mistakes_are_reported_in_one_line(
     assert re.search(message, line)
 
 
-def test_a_source_without_files_is_named(
-    proxy: FaultyProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_source_without_files_is_named(proxy, tmp_path, capsys) -> None:
     config = preparation(tmp_path / "run.yaml", str(tmp_path / "corpus"), f"s3://{BUCKET}/texts")
     for arguments in (["--dry-run"], []):
         assert main(["prepare", config, *arguments]) == 2

@@ -1,17 +1,15 @@
-"""The trials of a folder: speedrun.json, the table for the terminal and the rows of a log."""
+"""The trials of a folder: speedrun.json, the table for the terminal and the rows of the log."""
 
 from __future__ import annotations
 
 import re
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import atomic_open, disk_errors, existing_parent, locked, write_json
+from pretrain.common.files import write_json
 from pretrain.common.wording import aligned, counted
 from tests.bench.speedrun.scores import Scores
 from tests.bench.speedrun.trial import budget_text
@@ -29,12 +27,12 @@ HEADINGS = (
     "bits/character, one vocabulary",
     "nats/token",
     "accuracy",
-    "BLiMP",
-    "transfer",
 )
 RIGHT_ALIGNED = frozenset(range(1, len(HEADINGS)))
 # As in the log of the documentation, whose earlier rows lack the last two.
-_LOG_HEADINGS = ("date", *(one for one in HEADINGS if one not in NEWER), "machine", "commit", "remarks", *NEWER)
+_ELSEWHERE = ("BLiMP", "transfer")  # what `evaluate-pretrained` measures of the same run
+_OTHERS = (one for one in HEADINGS if one not in NEWER)
+LOG_HEADINGS = ("date", *_OTHERS, *_ELSEWHERE, "machine", "commit", "remarks", *NEWER)
 _NONE = "-"
 
 
@@ -48,35 +46,23 @@ class _Frozen(BaseModel):
 
 
 class Trial(_Frozen):
-    """One run of a trial.
+    """One run of a trial."""
 
-    Attributes:
-        trial: name of the config.
-        run: name of its run folder.
-        flops: executed, counted from the tokens that were trained on; 0 if it did not run.
-        minutes: of training, over all starts, without evaluations and checkpoints.
-        words: of the drawn text.
-        scores: as `scores.Scores`.
-        config: of the run, whole.
-        machine: environment.json of the run.
-        remarks: why it has no scores, or what else its row must say.
-    """
-
-    trial: str
-    run: str
+    trial: str  # name of the config
+    run: str  # name of its run folder
     seed: int
     budget: float
-    flops: float = 0.0
+    flops: float = 0.0  # executed, counted from the tokens that were trained on; 0 if it did not run
     steps: int = 0
     tokens: int = 0
     epochs: float = 0.0
-    minutes: float = 0.0
-    words: int
+    minutes: float = 0.0  # of training, over all starts, without evaluations and checkpoints
+    words: int  # of the drawn text
     ground: str
-    scores: Scores = Scores()
-    config: dict[str, Any] = {}
-    machine: dict[str, Any] = {}
-    remarks: str = ""
+    scores: Scores = Scores()  # as `scores.Scores`
+    config: dict[str, Any] = {}  # of the run, whole
+    machine: dict[str, Any] = {}  # environment.json of the run
+    remarks: str = ""  # why it has no scores, or what else its row must say
 
     @property
     def date(self) -> str:
@@ -141,8 +127,6 @@ def cells(trial: Trial) -> tuple[str, ...]:
         _number(scores.bits_per_character, 4),
         _number(scores.nats, 4),
         _number(scores.accuracy, 4),
-        _number(scores.blimp, 4),
-        _number(scores.transfer, 4),
     )
 
 
@@ -153,53 +137,14 @@ def table(results: Results) -> str:
     return "\n".join(lines)
 
 
-def append_to_log(path: Path, trials: Sequence[Trial]) -> int:
-    """Append runs with scores to the Markdown table at the end of `path`; returns how many were new.
-
-    A file that is empty or does not exist is begun with the head of the table. Other processes may append theirs.
-
-    Raises `InputError` if the file ends otherwise, or cannot be written.
-    """
-    with locked(path.with_name(f".{path.name}.lock")):
-        lines = (
-            _read_log(path) or f"{_markdown(_LOG_HEADINGS)}\n{_markdown(['---'] * len(_LOG_HEADINGS))}"
-        ).splitlines()
-        rows = [row for one in trials if one.flops and (row := _log_row(one)) not in lines]
-        with atomic_open(path, "w") as file:
-            file.write("\n".join([*lines, *rows]) + "\n")
-    return len(rows)
-
-
-def check_log(path: Path) -> None:
-    """Raise `InputError` if `append_to_log` would do so. Writes nothing."""
-    _read_log(path)
-    with disk_errors(path):
-        tempfile.TemporaryFile(dir=existing_parent(path.parent)).close()
-
-
-def _read_log(path: Path) -> str:
-    """What the log has; "" if it is empty or does not exist. Raises `InputError` if it cannot be appended to."""
-    try:
-        with disk_errors(path):
-            text = path.read_text(encoding="utf-8").rstrip() if path.exists() else ""
-    except UnicodeDecodeError:
-        raise InputError(f"--log: {path}: is not UTF-8. Give a file that this command began.") from None
-    if text and not text.rpartition("\n")[2].startswith("|"):
-        raise InputError(f"--log: {path}: does not end with a table. Give a file that this command began.")
-    return text
-
-
-def _log_row(trial: Trial) -> str:
+def log_row(trial: Trial) -> str:
+    """The trial as a row of the Markdown table that ends docs/benchmarks/speedrun.md."""
     machine = f"{counted(trial.machine.get('cpu_cores', 0), 'core')} of {trial.machine.get('cpu')}"
     gpus = ", ".join(filter(None, trial.machine.get("gpus", [])))
     commit = short_commit(trial.machine.get("git_commit"))
     values = {"date": trial.date, **dict(zip(HEADINGS, cells(trial), strict=True))}
     values |= {"machine": gpus or machine, "commit": commit, "remarks": trial.remarks}
-    return _markdown([values[heading] for heading in _LOG_HEADINGS])
-
-
-def _markdown(values: Sequence[str]) -> str:
-    return "| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"
+    return "| " + " | ".join(values.get(heading, _NONE).replace("|", "\\|") for heading in LOG_HEADINGS) + " |"
 
 
 def _number(value: float | None, digits: int) -> str:
