@@ -138,9 +138,6 @@ def test_onnxruntime_gives_our_logits(family: str, head: Head, tmp_path: Path) -
         export.difference_of_logits(model, tmp_path / "model.onnx")
 
 
-# ---- folders
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run, its model not trained."""
@@ -211,9 +208,6 @@ def test_onnx_that_cannot_be_made_leaves_nothing(run: Path, tmp_path: Path, monk
     with pytest.raises(MachineError, match="logits differ"):
         export.export(run, tmp_path / "out", onnx=True)
     assert list(tmp_path.iterdir()) == []
-
-
-# ---- cards
 
 
 def render(
