@@ -613,7 +613,7 @@ def test_the_command_puts_models_side_by_side(work: Path, bert: Path, trained: T
     common = ["evaluate-pretrained", str(bert), "--out", str(out)]
     tune = ["--finetune", str(work / "reviews.yaml"), "--data", str(work / "data"), "--seeds", "2"]
     both = ["--blimp", str(data)]
-    assert main([*common, "--name", "one", "--text", str(work / "text.txt"), "--length", "64", *both, *tune]) == 0
+    assert main([*common, "--name", "one", "--texts", str(work / "text.txt"), "--length", "64", *both, *tune]) == 0
     printed = capsys.readouterr().out
     assert "held-out text, bits per character" in printed
     assert "reviews, accuracy" in printed
@@ -653,14 +653,14 @@ def test_a_model_without_a_masked_head_is_only_fine_tuned(work: Path, trained: T
     ("words", "message"),
     [
         ([], "nothing to measure"),
-        (["--text", "a", "--data", "d"], "--data: has no effect without --finetune"),
-        (["--text", "a", "--seeds", "5"], "--seeds: has no effect without --finetune"),
-        (["--text", "a", "--grid-set", "training.epochs=1,2"], "--grid-set: has no effect without --finetune"),
-        (["--text", "a", "--blimp-limit", "3"], "--blimp-limit: has no effect without --blimp"),
-        (["--finetune", "a", "--precision", "bf16"], "--precision: has no effect without --text or --blimp"),
-        (["--finetune", "a", "--compile"], "--compile: has no effect without --text or --blimp"),
-        (["--text", ".", "--name", "a/b"], "--name: 'a/b' cannot name"),
-        (["--text", ".", "--out", "run"], "--out: run is the folder of a run"),
+        (["--texts", "a", "--data", "d"], "--data: has no effect without --finetune"),
+        (["--texts", "a", "--seeds", "5"], "--seeds: has no effect without --finetune"),
+        (["--texts", "a", "--grid-set", "training.epochs=1,2"], "--grid-set: has no effect without --finetune"),
+        (["--texts", "a", "--blimp-limit", "3"], "--blimp-limit: has no effect without --blimp"),
+        (["--finetune", "a", "--precision", "bf16"], "--precision: has no effect without --texts or --blimp"),
+        (["--finetune", "a", "--compile"], "--compile: has no effect without --texts or --blimp"),
+        (["--texts", ".", "--name", "a/b"], "--name: 'a/b' cannot name"),
+        (["--texts", ".", "--out", "run"], "--out: run is the folder of a run"),
     ],
 )
 def test_options_without_effect_are_refused(tmp_path, words, message, capsys, monkeypatch) -> None:
