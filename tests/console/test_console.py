@@ -182,7 +182,7 @@ def test_every_command_has_a_sentence_and_examples(monkeypatch: pytest.MonkeyPat
 
 def test_an_option_is_the_same_in_every_command() -> None:
     """Its short form, and what it takes: a file or a folder to write, a number of workers or an elastic range."""
-    differing = {"--out": {"DIR", "FILE"}, "--workers": {"N", "N|MIN-MAX"}, "--text": {"TEXT", "PATH"}}
+    differing = {"--out": {"DIR", "FILE"}, "--workers": {"N", "N|MIN-MAX"}, "--texts": {"FILE", "PATH"}}
     taken: dict[str, set[Any]] = {}
     for parser in PARSERS.values():
         for action in parser._actions:

@@ -162,15 +162,15 @@ def test_scores_are_those_of_the_export(parent: Path, tmp_path: Path, capsys: py
     run, text = tmp_path / "run", tmp_path / "text.txt"
     shutil.copytree(parent, run)
     text.write_text("a b c d e f g h " * 300)
-    assert main(["evaluate-pretrained", str(run), "--text", str(text), *WORDS, "--follow"]) == 0
+    assert main(["evaluate-pretrained", str(run), "--texts", str(text), *WORDS, "--follow"]) == 0
     (record,) = read_records(run, PROBES)
     hf.export_run(run, tmp_path / "export", averaged=True)
     out = ["--out", str(tmp_path / "out")]
-    assert main(["evaluate-pretrained", str(tmp_path / "export"), "--text", str(text), *WORDS, *out]) == 0
+    assert main(["evaluate-pretrained", str(tmp_path / "export"), "--texts", str(text), *WORDS, *out]) == 0
     expected = flat(json.loads((tmp_path / "out" / "models" / "export.json").read_text()))
     assert expected.keys() == {"held_out", "positions/0-63"}
     assert {name: record[name] for name in expected} == expected
-    assert main(["evaluate-pretrained", str(tmp_path), "--text", str(text), "--follow"]) == 2
+    assert main(["evaluate-pretrained", str(tmp_path), "--texts", str(text), "--follow"]) == 2
     assert "is not a run folder" in capsys.readouterr().err
 
 

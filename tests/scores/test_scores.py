@@ -571,6 +571,9 @@ def test_a_score_below_0_has_no_bar() -> None:
     assert 'width="0.0"' in chart
     assert 'width="-' not in chart
     assert score_rows([model])[2] == ("  difference", ["+0.3250 (+5.8 SE)"])
+    alone = FinetuningScore("matthews", "dev", (0.2, 0.3), ()).as_data()
+    other = {"model": {"name": "two"}, "finetuning": {"how": {}, "scores": {"cola": alone}}}
+    assert score_rows([model, other])[1] == ("  from random weights", ["-0.0750 ± 0.0250", "–"])
 
 
 def test_two_configs_of_one_name_are_refused(work: Path, bert: Path) -> None:
@@ -610,7 +613,7 @@ def test_the_command_puts_models_side_by_side(work: Path, bert: Path, trained: T
     common = ["evaluate-pretrained", str(bert), "--out", str(out)]
     tune = ["--finetune", str(work / "reviews.yaml"), "--data", str(work / "data"), "--seeds", "2"]
     both = ["--blimp", str(data)]
-    assert main([*common, "--name", "one", "--text", str(work / "text.txt"), "--length", "64", *both, *tune]) == 0
+    assert main([*common, "--name", "one", "--texts", str(work / "text.txt"), "--length", "64", *both, *tune]) == 0
     printed = capsys.readouterr().out
     assert "held-out text, bits per character" in printed
     assert "reviews, accuracy" in printed
@@ -650,14 +653,14 @@ def test_a_model_without_a_masked_head_is_only_fine_tuned(work: Path, trained: T
     ("words", "message"),
     [
         ([], "nothing to measure"),
-        (["--text", "a", "--data", "d"], "--data: has no effect without --finetune"),
-        (["--text", "a", "--seeds", "5"], "--seeds: has no effect without --finetune"),
-        (["--text", "a", "--grid-set", "training.epochs=1,2"], "--grid-set: has no effect without --finetune"),
-        (["--text", "a", "--blimp-limit", "3"], "--blimp-limit: has no effect without --blimp"),
-        (["--finetune", "a", "--precision", "bf16"], "--precision: has no effect without --text or --blimp"),
-        (["--finetune", "a", "--compile"], "--compile: has no effect without --text or --blimp"),
-        (["--text", ".", "--name", "a/b"], "--name: 'a/b' cannot name"),
-        (["--text", ".", "--out", "run"], "--out: run is the folder of a run"),
+        (["--texts", "a", "--data", "d"], "--data: has no effect without --finetune"),
+        (["--texts", "a", "--seeds", "5"], "--seeds: has no effect without --finetune"),
+        (["--texts", "a", "--grid-set", "training.epochs=1,2"], "--grid-set: has no effect without --finetune"),
+        (["--texts", "a", "--blimp-limit", "3"], "--blimp-limit: has no effect without --blimp"),
+        (["--finetune", "a", "--precision", "bf16"], "--precision: has no effect without --texts or --blimp"),
+        (["--finetune", "a", "--compile"], "--compile: has no effect without --texts or --blimp"),
+        (["--texts", ".", "--name", "a/b"], "--name: 'a/b' cannot name"),
+        (["--texts", ".", "--out", "run"], "--out: run is the folder of a run"),
     ],
 )
 def test_options_without_effect_are_refused(tmp_path, words, message, capsys, monkeypatch) -> None:
@@ -686,3 +689,5 @@ def test_transfer_configs_are_valid(tmp_path: Path) -> None:
     sections = [config.task_settings for config in configs.values()]
     places = [getattr(one, name, "") for one in sections for name in ("glue_dir", "train", "dev")]
     assert all(place.startswith(str(tmp_path)) for place in places if place)
+    as_written = finetuning_runs.read_configs(tmp_path, FinetuningSettings((folder / "sst2.yaml",)))["sst2"]
+    assert not any(str(tmp_path) in getattr(as_written.task_settings, name, "") for name in ("train", "dev"))

@@ -253,6 +253,6 @@ def test_wrong_paths_are_found_before_anything_is_measured(work, bert, wrong, mo
     monkeypatch.setattr("finetune.scores.command.held_out_score", lambda *_, **options: pytest.fail("measured"))
     (work / "text.txt").write_text("the film was good.")
     words = [wrong[0], str(work / wrong[1])]
-    command = ["evaluate-pretrained", str(bert), "--out", str(work / "out"), "--text", str(work / "text.txt")]
+    command = ["evaluate-pretrained", str(bert), "--out", str(work / "out"), "--texts", str(work / "text.txt")]
     assert main([*command, *words]) == 2
     assert "none" in capsys.readouterr().err

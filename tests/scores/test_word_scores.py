@@ -244,7 +244,7 @@ def test_the_command_writes_both_scores(tmp_path: Path, monkeypatch: Any, capsys
     folder, text = make_masked_lm(tmp_path / "bert", positions=256), tmp_path / "text.txt"
     text.write_text("the film was good and very fine or a book was great " * 40)
     monkeypatch.setattr(common_words, "common_words", lambda: ("book", "film", "good"))
-    words = ["evaluate-pretrained", str(folder), "--text", str(text), "--out", str(tmp_path / "out"), "--json"]
+    words = ["evaluate-pretrained", str(folder), "--texts", str(text), "--out", str(tmp_path / "out"), "--json"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
     common, whole = found["common_words"]["scores"], found["whole_words"]["scores"]
