@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, Columns, KnownWords, WordPieces, WordTable, columns
 from pretrain.corpus.vocabulary import vocabulary_size
 from pretrain.corpus.whole_documents import DocumentEncoder, measured
+from pretrain.storage.folders import files_of, read_stored_manifest
 from pretrain.storage.objects import AccessError, ObjectStore
 
 LOCK = "lock"  # in the work folder, held by the coordinating process
@@ -303,14 +304,7 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
     unknown = int(np.count_nonzero(part.items == state.unknown_id))
     with ShardWriter(Path(folder), name, dtype=state.dtype, **totals) as writer:
         writer.add(part.items, part.sentence_items, part.documents["sentences"])
-    stored = state.settings.address
-    try:
-        for file in writer.hashes if stored else ():
-            ObjectStore().upload(Path(folder) / file, join(stored, file))
-    except AccessError:
-        if not state.is_remote:
-            raise
-        stored = ""  # the coordinating process, which has read the address, stores it at the end
+    stored = _stored(Path(folder), writer.hashes, state)
     result = {
         "hashes": writer.hashes,
         "stored": stored,
@@ -319,6 +313,22 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
     }
     write_json(state.work / f"{name}.shard.json", result)
     return result
+
+
+def _stored(folder: Path, names: Collection[str], state: _Process) -> str:
+    """Store the files of a shard; returns the address where they are, "" if they are not."""
+    address, objects = state.settings.address, ObjectStore()
+    try:
+        # Another machine may have stored a corpus meanwhile, which stays whole.
+        if not address or not files_of(read_stored_manifest(address, objects)).keys().isdisjoint(names):
+            return ""
+        for name in names:
+            objects.upload(folder / name, join(address, name))
+    except AccessError:
+        if not state.is_remote:
+            raise
+        return ""  # the coordinating process, which has read the address, stores it at the end
+    return address
 
 
 def _joined_in_order(choice: DocumentRange) -> Part:
