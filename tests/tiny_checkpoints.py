@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-WORDS = [
-    "good",
-    "bad",
-    "fine",
-    "poor",
-    "great",
-    "awful",
-    "film",
-    "book",
-    "plot",
-    "end",
-    "very",
-    "not",
-    "a",
-    "the",
-    "was",
-    "is",
-    "it",
-    "and",
-    "or",
-]
+if TYPE_CHECKING:
+    from pretrain.checkpoint.assembly import Released
+
+WORDS = ["good", "bad", "fine", "poor", "great", "awful", "film", "book", "plot", "end"]
+WORDS += ["very", "not", "a", "the", "was", "is", "it", "and", "or"]
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -96,6 +80,16 @@ def make_distilbert(folder: Path, bert: Path) -> Path:
         max_position_embeddings=64,
     )
     DistilBertModel(shape).save_pretrained(folder)
+    return folder
+
+
+def write_again(released: Released, folder: Path, tokenizer: Path, purpose: str, **changes: Any) -> Path:
+    """Write a model as it was read, with changes of the arguments of `write_released`; return the folder."""
+    from pretrain.checkpoint.released_writer import write_released
+
+    names = ("family", "model", "backbone", "head", "config")
+    parts = {**{name: getattr(released, name) for name in names}, "tokenizer": tokenizer, "card": "", **changes}
+    write_released(folder, purpose=purpose, **parts)
     return folder
 
 
