@@ -10,6 +10,7 @@ import pickle
 import socket
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,20 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch._C._distributed_c10d import TCPStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@dataclass
+class Alone:
+    """A group of one worker, or what one of several sees of itself."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def collect_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def first_object(self, value: Any) -> Any:
+        return value
 
 
 def run_workers(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
