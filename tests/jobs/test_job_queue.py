@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from cluster.jobs import job_queue
-from cluster.jobs.job_queue import Queue, WaitingJob, leaves_capacity
+from cluster.jobs.job_queue import Queue, WaitingJob, leaves_capacity, wait_in_queue
 from pretrain.common.errors import InputError, MachineError, StoppedError
 from tests.json_server import serving
 
