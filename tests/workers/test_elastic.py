@@ -287,9 +287,8 @@ def test_a_crash_on_nodes_that_stay_is_a_failure(cluster: Cluster) -> None:
         seen.append(attempt.number)
         raise AttemptCrashed(1, "killed")
 
-    with pytest.raises(
-        MachineError, match=r"max_failures=3 restarts .* Workers crashed repeatedly on 10\.0\.0\.b: check"
-    ):
+    crashed = r"max_failures=3 restarts .* Workers crashed repeatedly on 10\.0\.0\.b: check"
+    with pytest.raises(MachineError, match=crashed):
         cluster.train([node("a"), node("b")], run)
     assert seen == [0, 1, 2, 3], "a bad node that the run needs is not left out"
 
