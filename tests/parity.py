@@ -121,10 +121,32 @@ FAMILIES: dict[str, tuple[str, Callable[[Shape], dict[str, Any]]]] = {
     "GTE": ("GteConfig", _usual),
     "GTE without segments": ("GteConfig", lambda shape: _usual(shape, type_vocab_size=0)),
 }
-# Ways of writing that change no figure of the table.
+# Further shapes, of which the table has no row.
+_BOTH_KINDS = ("full_attention", "sliding_attention")
+_OTHER_WINDOWS = {
+    "local_attention": 6,
+    "layer_types": list(_BOTH_KINDS) * 2,
+    "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 500.0} for kind in _BOTH_KINDS},
+}
+_P2C = {"position_buckets": -1, "max_relative_positions": 21, "pos_att_type": "p2c", "norm_rel_ebd": "none"}
+_C2P = {"position_buckets": 7, "max_relative_positions": -1, "pos_att_type": ["c2p"], "share_att_key": False}
 OTHERS: dict[str, tuple[str, Callable[[Shape], dict[str, Any]]]] = {
     "RoBERTa with two types": ("RobertaConfig", lambda shape: _usual(shape, type_vocab_size=2, layer_norm_eps=0.01)),
     "ELECTRA as wide": ("ElectraConfig", lambda shape: _usual(shape, embedding_size=shape.hidden)),
+    # The window is wider than every sequence.
+    "ModernBERT, wide": (
+        "ModernBertConfig",
+        lambda shape: {**_usual(shape, **_MODERN), "local_attention": 128, "max_position_embeddings": 128},
+    ),
+    "ModernBERT, every second": ("ModernBertConfig", lambda shape: _usual(shape, **{**_MODERN, **_OTHER_WINDOWS})),
+    "EuroBERT, all key heads": ("EuroBertConfig", lambda shape: _usual(shape, **_EURO)),
+    "EuroBERT, one key head": ("EuroBertConfig", lambda shape: _usual(shape, **_EURO, num_key_value_heads=1)),
+    "DeBERTa-v3 as released": (
+        "DebertaV2Config",
+        lambda shape: _usual(shape, **{**_DEBERTA, "position_buckets": 256, "max_relative_positions": 512}),
+    ),
+    "DeBERTa, c2p": ("DebertaV2Config", lambda shape: _usual(shape, **{**_DEBERTA, **_C2P})),
+    "DeBERTa, p2c, no buckets": ("DebertaV2Config", lambda shape: _usual(shape, **{**_DEBERTA, **_P2C})),
 }
 MLM, GRADIENTS, ONNX = "MLM logits", "MLM gradients", "ONNX"
 HEADS: dict[str, tuple[Head, Objective]] = {
