@@ -59,6 +59,7 @@ OLD_MODERNBERT = {
 GTE = {**parity._usual(SHAPE), "model_type": "gte"}
 EUROBERT = {**parity._usual(SHAPE), "model_type": "eurobert"}
 NOMIC = {**parity._usual(SHAPE), "model_type": "nomic_bert"}
+DEBERTA = {**parity._usual(SHAPE), **parity._DEBERTA, "model_type": "deberta-v2"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -67,6 +68,10 @@ def modern(**change: Any) -> dict[str, Any]:
     values = json.loads(json.dumps(transformers.ModernBertConfig(**OLD_MODERNBERT).to_dict()))
     values.update(change)
     return {key: value for key, value in values.items() if value is not None}
+
+
+def without(config: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != name}
 
 
 # ---- config.json
@@ -138,6 +143,20 @@ def test_a_written_config_reads_the_same_in_both_programs(family: str) -> None:
         ({**NOMIC, "prenorm": True}, "prenorm is True"),
         ({**NOMIC, "rotary_emb_fraction": 0.5}, "rotary_emb_fraction is 0.5"),
         ({**NOMIC, "type_vocab_size": 16}, "type_vocab_size is 16"),
+        ({**DEBERTA, "type_vocab_size": 2}, "type_vocab_size is 2; only 0 is supported"),
+        ({**DEBERTA, "position_biased_input": True}, "position_biased_input is True; only False is supported"),
+        (without(DEBERTA, "position_biased_input"), "position_biased_input is True; only False"),
+        (without(DEBERTA, "relative_attention"), "relative_attention is False; only True"),
+        ({**DEBERTA, "conv_kernel_size": 3}, "conv_kernel_size is 3; only 0"),
+        ({**DEBERTA, "attention_head_size": 16}, "attention_head_size is 16; only 8"),
+        ({**DEBERTA, "embedding_size": 16}, "embedding_size is 16; only 32"),
+        ({**DEBERTA, "pooler_hidden_size": 16}, "pooler_hidden_size is 16; only 32"),
+        ({**DEBERTA, "pos_att_type": "c2p|p2p"}, r"pos_att_type is 'c2p\|p2p'; only 'c2p', 'p2c' and both"),
+        ({**DEBERTA, "pos_att_type": None}, r"pos_att_type is None; only"),
+        ({**DEBERTA, "norm_rel_ebd": "batch_norm"}, "norm_rel_ebd is 'batch_norm'"),
+        ({**DEBERTA, "hidden_act": "gelu_new"}, "hidden_act is 'gelu_new'"),
+        ({**DEBERTA, "pooler_hidden_act": "gelu_new"}, "pooler_hidden_act is 'gelu_new'; only 'gelu'"),
+        ({**DEBERTA, "num_attention_heads": 0}, "heads"),
     ],
 )
 def test_what_our_encoder_lacks_is_refused_by_field_and_value(

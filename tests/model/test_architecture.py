@@ -30,15 +30,12 @@ VOCABULARY, LENGTHS = 101, (7, 20, 21, 40)
 # Every entry of the tables, so one that is added is tested, and what a test swaps in besides.
 TABLES = [{"norm": name} for name in norms.NORMS] + [{"activation": name} for name in activations.ACTIVATIONS]
 SWAPPED = {"norm": "rms_norm", "activation": "relu"}
-GEGLU: dict[str, Any] = {
-    "family": "modernbert",
-    "local_attention": 8,
-    "positions": "disentangled",
-    "rotary_base": 0,
-    "local_rotary_base": 0,
-}
+LOCAL = {"local_attention": 8, "global_every": 2}
+GEGLU: dict[str, Any] = {"family": "modernbert", "local_attention": 8, "positions": "disentangled"}
+GEGLU |= {"rotary_base": 0, "local_rotary_base": 0}
 # What a config can replace. The longest sequences are cut into chunks by the windows.
 PARTS: list[dict[str, Any]] = [
+    {},
     {"family": "modernbert", "local_attention": 8},
     {"family": "eurobert", "kv_heads": 2},
     {"family": "nomic_bert"},
@@ -48,7 +45,7 @@ PARTS: list[dict[str, Any]] = [
     {"positions": "sinusoidal"},
     {"positions": "rotary_interleaved", "rotary_base": 1e4},
     {"positions": "relative", "relative_buckets": 8, "relative_max_distance": 20},
-    {"positions": "none", "local_attention": 8, "global_every": 2},
+    {"positions": "none", **LOCAL},
     {"gated": True},
     {"attention_bias": False, "ffn_in_bias": False, "ffn_out_bias": False, "mlm_transform_bias": False},
     {"kv_heads": 1},
@@ -60,29 +57,15 @@ PARTS: list[dict[str, Any]] = [
     {"positions": "rotary", "rotary_base": 1e4, "kv_heads": 2, "attention_bias": False},
     {"embedding": 16},
     {"recursions": 2},
-    {
-        "recursions": 3,
-        "norm_placement": "pre",
-        "positions": "none",
-        "local_attention": 8,
-        "global_every": 2,
-        "layers": 2,
-    },
+    {"recursions": 3, "norm_placement": "pre", "positions": "none", "layers": 2} | LOCAL,
     # Buckets of one distance up to 3, and more distances than there are buckets.
     {"family": "deberta", "relative_buckets": 6, "relative_max_distance": 20},
     {"family": "deberta", "relative_buckets": 0, "relative_max_distance": 9, "relative_projections": True},
-    {
-        **GEGLU,
-        "relative_buckets": 8,
-        "relative_max_distance": 30,
-        "relative_terms": "p2c",
-        "relative_projections": True,
-        "local_attention": 8,
-        "kv_heads": 2,
-    },
+    {**GEGLU, "relative_buckets": 8, "relative_max_distance": 30, "relative_terms": "p2c", "kv_heads": 2}
+    | {"relative_projections": True, "local_attention": 8},
     {**GEGLU, "relative_max_distance": 30, "relative_terms": "c2p", "relative_norm": True, "kv_heads": 1},
 ]
-COMPILED = [PARTS[0], PARTS[1], PARTS[8]]
+COMPILED = [PARTS[0], PARTS[1], PARTS[2], PARTS[9]]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -146,20 +129,6 @@ def reference_loss(state: dict[str, Tensor], shape: ModelConfig, batch: Any) -> 
     pooled = dense(hidden[batch.cu_seqlens[:-1].long()], "heads.pooler").tanh()
     pairs = F.cross_entropy(dense(pooled, "heads.nsp"), batch.nsp_labels)
     return F.cross_entropy(scores, batch.masked_labels) + pairs
-
-
-def test_another_norm_and_activation_train(swapped: ModelConfig) -> None:
-    torch.manual_seed(0)
-    model, batch = PretrainingModel(swapped, VOCABULARY), make_batch(LENGTHS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(40):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2
 
 
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}, {"compile": True}], ids=str)
@@ -278,12 +247,6 @@ def test_estimates_count_the_real_parameters(entry: dict[str, Any], next_sentenc
     assert count.embeddings == parts["embeddings"] + parts["relative"]
     assert count.layers == parts["layers"] + parts["final"]
     assert count.heads == parts["heads"]
-
-
-def test_a_norm_without_a_bias_has_fewer_parameters(swapped: ModelConfig) -> None:
-    # Two norms in a layer, one of the embeddings, one of the head.
-    biases = (2 * swapped.layers + 2) * swapped.hidden
-    assert parameter_count(make_shape(), VOCABULARY).total - parameter_count(swapped, VOCABULARY).total == biases
 
 
 @pytest.mark.parametrize(
@@ -417,15 +380,11 @@ def test_a_parameter_without_a_place_in_a_layout_is_named(monkeypatch: pytest.Mo
     entry = norms.NORMS["layer_norm"]
     grown = entry._replace(parameters={**entry.parameters, "gate": "ones"})
     monkeypatch.setitem(norms.NORMS, "layer_norm", grown)
-    assert "no counterpart of embeddings.norm_gate, layers.*.attention_norm_gate" in BERT.without_counterpart(
-        make_shape()
-    )
+    reason = BERT.without_counterpart(make_shape())
+    assert "no counterpart of embeddings.norm_gate, layers.*.attention_norm_gate" in reason
+    sizes = {"intermediate_size": 48, "max_position_embeddings": 64}
     with pytest.raises(ValueError, match="no counterpart of"):
-        read_config({"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, **sizes_of_bert()})
-
-
-def sizes_of_bert() -> dict[str, int]:
-    return {"intermediate_size": 48, "max_position_embeddings": 64}
+        read_config({"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, **sizes})
 
 
 def test_an_activation_unknown_to_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
