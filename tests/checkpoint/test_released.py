@@ -63,7 +63,8 @@ def test_heads_of_electra(tmp_path: Path) -> None:
 def test_what_fine_tuning_adds_to_token_types_survives(family: str, tmp_path: Path) -> None:
     """DistilBERT has no such table and RoBERTa one row, but ours are trained all the same."""
     write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
-    theirs, shape = parity.make_theirs(parity.CLASSES["tokens"], family, parity.SHAPES[0]), parity.SHAPES[0]
+    shape = parity.SHAPES[0]
+    theirs: Any = parity.make_theirs(parity.CLASSES["tokens"], family, shape)
     read = parity.read_back(theirs, tmp_path / family)
     read.backbone["embeddings.token_type"][0] += torch.linspace(-1, 1, 32)
     write_again(read, tmp_path / "out", tmp_path, "tokens")
