@@ -35,6 +35,17 @@ class Alone:
         return value
 
 
+def engine_of(model: torch.nn.Module, optimizer: Any = None, decay: float = 0.01, **settings: Any) -> Any:
+    """An `Engine` for a model, in fp32 and not compiled unless `settings` (of `EngineConfig`) say so."""
+    from pretrain.config import EngineConfig, OptimizerConfig
+    from pretrain.training.engine import Engine
+    from pretrain.training.optim import make_optimizer, parameter_groups
+
+    choice = optimizer or OptimizerConfig()
+    how = EngineConfig.model_validate({"precision": "fp32", "compile": False, **settings})
+    return Engine(model, lambda named: make_optimizer(choice, parameter_groups(named, decay)), how)
+
+
 def run_workers(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`function(*arguments)` on every rank of a new process group; what each rank returned.
 

@@ -12,16 +12,10 @@ from pathlib import Path
 
 import pytest
 from chaos import events, last_step, losses, newest_checkpoint, report, settings, start, wait_for, wait_for_step
-from corpora import make_corpus
 
 from pretrain.checkpoint import store
 
 pytestmark = pytest.mark.chaos
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=60, vocabulary_size=300)
 
 
 def end(started: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]:

@@ -31,18 +31,12 @@ from chaos import (
     wait_for,
     wait_for_step,
 )
-from corpora import make_corpus
 
 from cluster.jobs.client import run_folder
 from pretrain.checkpoint import store
 from pretrain.reporting.dashboard.runs import find_folder
 
 pytestmark = pytest.mark.chaos
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=60, vocabulary_size=300)
 
 
 @pytest.fixture(scope="module")
