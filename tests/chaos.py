@@ -1,7 +1,5 @@
 """Runs on a real local cluster that tests break: start one, submit, find its processes, wait, compare."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

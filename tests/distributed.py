@@ -1,7 +1,5 @@
 """Run a function in several real processes joined by gloo, or as one of many simulated ones."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import multiprocessing

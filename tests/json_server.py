@@ -1,7 +1,5 @@
 """A server on loopback that answers requests with JSON, as a Ray dashboard does."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json

@@ -1,7 +1,5 @@
 """Counts the kernels that a GPU would be given, on the meta device."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

@@ -4,8 +4,6 @@
 measure the first shape.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -6,8 +6,6 @@ One process takes the part of rank 0 among ranks that do not exist: torch's fake
 nothing. Counted is what any library hands to torch's process group, the last station before NCCL or gloo.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

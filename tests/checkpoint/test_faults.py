@@ -1,7 +1,5 @@
 """Faults of one process's own run: a full disk, kills at any moment, leftovers of a compiler. No Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

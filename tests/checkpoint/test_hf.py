@@ -1,7 +1,5 @@
 """Export of pretraining runs to the Hugging Face layout: equal logits, exact round trips, refusals (invariant 6)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Families of released encoders: their config.json in every spelling, their names, and what is refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

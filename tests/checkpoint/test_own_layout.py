@@ -1,7 +1,5 @@
 """Models that no released layout holds: written and read as they are, and used by every command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

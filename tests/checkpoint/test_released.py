@@ -1,7 +1,5 @@
 """Released checkpoints in and out: every tensor is mapped, and what is not whole is refused (invariant 6)."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

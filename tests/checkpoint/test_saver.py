@@ -1,7 +1,5 @@
 """Background checkpoints: the saved state, storage failures, and the same behavior on all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

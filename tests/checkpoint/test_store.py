@@ -1,7 +1,5 @@
 """Checkpoints are atomic and verified: damaged ones are never resumed from, intact ones are kept."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """A released model's tokenizer, read from each kind of file, gives the same ids as transformers' AutoTokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ each has `functions`, the compiled functions of the step, `kernels`, the bytes o
 `divides`, those kernels that divide by a size which is not known when they are compiled.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """The queue of jobs on a cluster: which job starts next, and how little it costs to wait."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

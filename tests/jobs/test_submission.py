@@ -1,7 +1,5 @@
 """What is checked before a job is sent, and the one-line errors of a client."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

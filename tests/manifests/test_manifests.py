@@ -1,7 +1,5 @@
 """Manifests: valid by the schemas of those who read them, true to the config, and without secrets."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

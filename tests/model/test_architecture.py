@@ -1,7 +1,5 @@
 """One place to change the architecture: other parts and other families, and everything follows or says why not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

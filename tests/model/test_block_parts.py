@@ -1,7 +1,5 @@
 """Parts of the block that no released family has: equal to plain torch, and refused by released layouts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Disentangled attention: its buckets, its pieces, what it costs, and the checkpoints of DeBERTa."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

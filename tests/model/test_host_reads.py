@@ -4,8 +4,6 @@ On the meta device there are shapes but no data, so both fail there. The flash k
 it (fp32, or a V100), the grouped attention has to be entered, of which torch would only ask the shapes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

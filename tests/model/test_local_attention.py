@@ -1,7 +1,5 @@
 """Windows and biases of the attention equal a dense mask, at a cost linear in the length; computed positions."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The encoder equals transformers' BERT, and the tricks that make it fast change nothing."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

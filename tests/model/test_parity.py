@@ -1,7 +1,5 @@
 """Logits and gradients of every family equal transformers' (tests/parity.py), and so does the exported ONNX model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

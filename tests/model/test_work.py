@@ -1,7 +1,5 @@
 """The executed FLOPs against torch's counter over real steps: forward, backward, teacher, generator, recomputation."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

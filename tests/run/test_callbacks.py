@@ -1,7 +1,5 @@
 """Callbacks: told what a run does, on rank 0, with records that change nothing; an error stops the run or does not."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -1,7 +1,5 @@
 """A run that forks from another: equal to it bit for bit until something differs, and refused where it cannot be."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

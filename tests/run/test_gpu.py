@@ -1,7 +1,5 @@
 """On a real GPU: the losses, gradients, steps and runs of the CPU, and steps for which the host does not wait."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Runs on several sources: those that go on when sources were added, and what they say of each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which precision a run takes: what the device says, the same in all workers, kept at every restart."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

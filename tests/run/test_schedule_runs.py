@@ -1,7 +1,5 @@
 """Ramps of the batch size and averaged weights: what they are, and that runs with them resume bitwise."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from types import SimpleNamespace

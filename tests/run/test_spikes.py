@@ -1,7 +1,5 @@
 """When a loss is a spike, and what a run does about it: it goes back, skips the data, and ends after too many."""
 
-from __future__ import annotations
-
 import math
 import random
 from pathlib import Path

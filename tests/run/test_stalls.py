@@ -1,7 +1,5 @@
 """Waits for data and storage: the watchdog knows of them, and long ones become events."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource

@@ -1,7 +1,5 @@
 """Runs that continue from a checkpoint: what they take over, what they add, what they refuse."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -3,8 +3,6 @@
 `train.main` runs in real processes joined by gloo; the command line in a process of its own.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """One training on one worker: the order of what `run` calls, whatever is trained."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 from collections.abc import Iterator

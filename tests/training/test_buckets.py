@@ -1,7 +1,5 @@
 """Buckets of gradients are sent while the backward pass runs, and weights gathered while the next forward pass does."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from types import SimpleNamespace

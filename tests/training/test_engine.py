@@ -3,8 +3,6 @@
 The reference is a loop of plain torch in one process.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """What follows from heartbeats, and what their exchange costs."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from datetime import timedelta

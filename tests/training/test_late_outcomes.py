@@ -1,7 +1,5 @@
 """Outcomes that are read when the next step has been launched, as on a GPU, change neither losses nor weights."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Muon: its formula on whole matrices, and the same steps when the matrices are cut over workers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

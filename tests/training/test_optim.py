@@ -1,7 +1,5 @@
 """Optimizer groups, schedule, and LAMB whole and sharded."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 

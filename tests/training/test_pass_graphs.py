@@ -1,7 +1,5 @@
 """Recorded passes add the gradients that launched ones do. A CPU records nothing, so a stand-in repeats the pass."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from typing import Any

@@ -1,7 +1,5 @@
 """LAMB, StableAdamW and Muon leave out a step on the device, and a step that they take is the one without a flag."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

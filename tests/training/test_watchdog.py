@@ -1,7 +1,5 @@
 """The watchdog in real processes: it ends a run that hangs and names the rank; announced slow work continues."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

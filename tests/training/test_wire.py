@@ -3,8 +3,6 @@
 Counted is what any library hands to torch's process group, Python's last station before gloo or NCCL.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

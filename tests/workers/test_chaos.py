@@ -1,7 +1,5 @@
 """Failures of a real cluster: processes are killed, stopped and drained during a run (table in docs/reliability.md)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

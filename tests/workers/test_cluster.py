@@ -1,7 +1,5 @@
 """Workers through Ray: their ranks, their crashes, the user's mistakes, stopping, and the clean-up."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

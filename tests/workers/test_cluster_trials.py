@@ -1,7 +1,5 @@
 """Many trials through Ray Tune: side by side, their crashes and other ends, on a Ray of our own and on a cluster."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs on clusters whose nodes arrive and leave: waiting, preemptions, bad nodes, growth, GPUs by name. Without Ray."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
