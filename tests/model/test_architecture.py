@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.checkpoint import hf
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, ReleasedFacts, read_config, write_config
 from pretrain.checkpoint.released_writer import their_tensors
 from pretrain.common.errors import InputError
-from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig, changed_for_resume
+from pretrain.config import ModelConfig
 from pretrain.model import activations, norms
 from pretrain.model.cost import activation_bytes, encoder_flops, flops, head_flops, parameter_count
 from pretrain.model.encoder import Encoder
@@ -22,7 +21,6 @@ from pretrain.model.kernels import native
 from pretrain.model.padded import PaddedEncoder
 from pretrain.model.parameters import has_weight_decay, layer_of, stacked_parts
 from tests.batches_by_hand import make_batch, next_sentence_logits, take_sequence
-from tests.corpora import SPECIALS, write_tokenizer
 
 VOCABULARY, LENGTHS = 101, (7, 20, 21, 40)
 # Every entry of the tables, so one that is added is tested, and what a test swaps in besides.
@@ -288,15 +286,6 @@ def test_estimates_of_activations_are_what_torch_saves(
     assert estimated - working == pytest.approx(sum(saved.values()), rel=0.08)
 
 
-def test_flops_follow_the_matrices() -> None:
-    """A wider feed-forward network costs its own products and nothing else."""
-    narrow, wide = make_shape(intermediate=48), make_shape(intermediate=64)
-    more = 6 * 2 * narrow.hidden * 16 * sum(LENGTHS) * narrow.layers
-    assert flops(wide, VOCABULARY, LENGTHS, 5) - flops(narrow, VOCABULARY, LENGTHS, 5) == more
-    tokens = sum(LENGTHS)
-    assert encoder_flops(wide, LENGTHS, tokens) - encoder_flops(narrow, LENGTHS, tokens) == more
-
-
 def test_flops_count_the_scores_within_the_window() -> None:
     shape, whole = (make_shape(positions="none", **x) for x in ({"local_attention": 8, "global_every": 3}, {}))
     for length in (1, 4, 5, 6, 40):
@@ -357,22 +346,6 @@ def test_what_has_no_counterpart_is_named(swapped: ModelConfig) -> None:
             assert name in message
 
 
-def test_an_export_of_such_a_model_in_a_released_layout_writes_nothing(swapped: ModelConfig, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer").mkdir()
-    entries = [*SPECIALS, *(f"w{number}" for number in range(VOCABULARY - len(SPECIALS)))]
-    write_tokenizer(tmp_path / "tokenizer", entries)
-    state = {name: p.detach() for name, p in make_model(swapped).named_parameters()}
-    common: dict[str, Any] = {"next_sentence": True, "card": ""}
-    with pytest.raises(InputError, match="cannot hold this model"):
-        hf.export(state, swapped, tmp_path / "tokenizer", tmp_path / "out", family="bert", **common)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer"]
-    # Ours holds the norm of any contributor, and an activation that transformers does not have.
-    hf.export(state, swapped, tmp_path / "tokenizer", tmp_path / "out", **common)
-    shape, read, _ = hf.load(tmp_path / "out")
-    assert shape == swapped
-    assert read.keys() == state.keys()
-
-
 def test_a_parameter_without_a_place_in_a_layout_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a contributor adds it: a norm with a third vector."""
     entry = norms.NORMS["layer_norm"]
@@ -410,15 +383,3 @@ def test_unknown_names_are_refused_with_the_known_ones(field: str, value: str) -
         parameter_count(shape, VOCABULARY)
     with pytest.raises(InputError, match=rf"model\.{field}: '{value}'"):
         PretrainingModel(shape, VOCABULARY)
-
-
-def test_runs_from_before_these_settings_resume() -> None:
-    phase = PhaseConfig(sequence_length=64, global_sequences=8, steps=10, peak_learning_rate=1e-4)
-    config = PretrainConfig(name="x", corpus=CorpusConfig(dir="c"), model=make_shape(), phases=(phase,))
-    values = config.model_dump(mode="json")
-    del values["model"]["norm"], values["model"]["activation"]
-    before = PretrainConfig.model_validate(values)
-    assert before == config
-    assert changed_for_resume(before, config, 1) == []
-    other = config.model_copy(update={"model": make_shape(activation="relu")})
-    assert changed_for_resume(before, other, 1) == ["model.activation (gelu -> relu)"]
