@@ -42,11 +42,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
-    values = {
-        "name": "trial",
-        "corpus": {"dir": "corpora/one"},
-        "phases": [{"sequence_length": 32, "global_sequences": 8, "steps": 4, "peak_learning_rate": 1e-3}],
-    }
+    phase = {"sequence_length": 32, "global_sequences": 8, "steps": 4, "peak_learning_rate": 1e-3}
+    values = {"name": "trial", "corpus": {"dir": "corpora/one"}, "phases": [phase]}
     path.write_text(yaml.safe_dump(values))
     return path
 
@@ -80,13 +77,6 @@ def test_a_checkpoint_on_the_cluster_decides_model_and_vocabulary(config: Path) 
     assert "lowercase" not in job.config["corpus"]["vocabulary"]
 
 
-def test_a_run_has_one_name_everywhere(config: Path) -> None:
-    job = read(config, "--set", "seed=7")
-    assert (job.name, job.config["tracking"]["run_id"], job.config["seed"]) == ("trial", "trial", 7)
-    assert job.run_dir == "runs/trial"
-    assert json.loads(json.dumps(job.config)) == job.config
-
-
 def test_a_run_at_an_address_is_known_by_it(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it trains, the cluster decides; this machine can see what is in the folder that it would have here."""
     monkeypatch.setenv("BERTRAIN_RUNS", str(tmp_path / "shared"))
@@ -103,9 +93,10 @@ def test_a_run_at_an_address_is_known_by_it(config: Path, tmp_path: Path, monkey
     assert client.progress(job) == ["step 3, loss 2.0000, 7 tokens/s"]
 
 
-@pytest.mark.parametrize(
-    ("of_cluster", "mine", "expected"), [("", "/mine", "/mine"), ("/its", "/mine", "/its"), ("", "", "")]
-)
+WHERE = [("", "/mine", "/mine"), ("/its", "/mine", "/its"), ("", "", "")]
+
+
+@pytest.mark.parametrize(("of_cluster", "mine", "expected"), WHERE)
 def test_a_job_trains_where_the_cluster_says_or_its_client(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_cluster: str, mine: str, expected: str
 ) -> None:
@@ -135,58 +126,52 @@ def test_a_job_calls_what_the_command_line_calls(
     assert "address='127.0.0.1:1'" in printed
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, (1, 1)), ("3", (3, 3)), ("2-4", (2, 4)), ("2-2", (2, 2))])
-def test_workers(config: Path, given: str | None, expected: tuple[int, int]) -> None:
-    assert read(config, workers=given).workers == expected
-
-
-@pytest.mark.parametrize("given", ["0", "4-2", "two", "1-", "-3", ""])
-def test_workers_that_are_none(config: Path, given: str) -> None:
-    with pytest.raises(InputError, match="expected a number of at least 1, or a range"):
-        read(config, workers=given)
-
-
-def test_a_name_that_wandb_refuses_is_refused_before_anything_is_sent(config: Path) -> None:
-    with pytest.raises(InputError, match=r"tracking\.project: 'team/bert' must be at most"):
+def test_a_run_has_one_name_everywhere(config: Path) -> None:
+    job = read(config, "--set", "seed=7")
+    assert (job.name, job.config["tracking"]["run_id"], job.config["seed"]) == ("trial", "trial", 7)
+    assert job.run_dir == "runs/trial"
+    assert json.loads(json.dumps(job.config)) == job.config
+    for name in ("../up", "a/b", "-x", "x" * 64, "a b", "$(id)"):
+        with pytest.raises(InputError, match="name"):
+            read(config, "--set", f"name={json.dumps(name)}")
+    with pytest.raises(InputError, match=r"tracking\.project: 'team/bert' must be at most"):  # as W&B would
         read(config, "--set", "tracking.project=team/bert", "--set", "tracking.wandb=auto")
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, (1, 1)), ("3", (3, 3)), ("2-4", (2, 4)), ("2-2", (2, 2))])
+def test_workers(config: Path, given: str | None, expected: tuple[int, int]) -> None:
+    assert read(config, workers=given).workers == expected
+    for wrong in ("0", "4-2", "two", "1-", "-3", ""):
+        with pytest.raises(InputError, match="expected a number of at least 1, or a range"):
+            read(config, workers=wrong)
+
+
+SECRETS = ("apikey", "WANDB_API_KEY", "x-api-key", "HF_TOKEN", "dbPassword", "passwd", "Authorization", "credentials")
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("text", "is_secret"),
     [
-        *(f"{{{name}: hunter2}}" for name in ("apikey", "WANDB_API_KEY", "x-api-key", "HF_TOKEN", "dbPassword")),
-        *(f"{{{name}: hunter2}}" for name in ("passwd", "Authorization", "credentials", "client-secret", "AWS_SECRET")),
-        "{token: [hunter2]}",
-        "{password: {value: hunter2}}",
-        "{secrets: [{a: [hunter2]}]}",
+        *((f"{{{name}: hunter2}}", True) for name in (*SECRETS, "client-secret", "AWS_SECRET")),
+        ("{token: [hunter2]}", True),
+        ("{password: {value: hunter2}}", True),
+        ("{secrets: [{a: [hunter2]}]}", True),
+        ("{tokens: 2000}", False),
+        ("{max_tokens: 128, token_count: 5, num_keys: 3, keys: 7}", False),
+        ("{token_path: /run/token}", False),
+        ("{token: null, password: '', use_auth_token: true}", False),
+        ("{monkey: a, hotkeys: b, compass: north, tokenizer: x}", False),
     ],
 )
-def test_a_secret_in_a_config_is_refused(config: Path, text: str) -> None:
+def test_a_secret_in_a_config_is_refused(config: Path, text: str, is_secret: bool) -> None:
+    given = ["--set", f"engine.deepspeed={{any: {text}}}", "--set", "corpus.shard_tokens=2000"]
+    if not is_secret:
+        assert read(config, *given).config["corpus"]["shard_tokens"] == 2000
+        return
     with pytest.raises(InputError, match=r"engine\.deepspeed\.any\.[A-Za-z_-]+[\w.]* looks like a secret") as caught:
-        read(config, "--set", f"engine.deepspeed={{any: {text}}}")
+        read(config, *given)
     assert not re.search("hunter2", str(caught.value))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{tokens: 2000}",
-        "{max_tokens: 128, token_count: 5, num_keys: 3, keys: 7}",
-        "{token_path: /run/token}",
-        "{token: null, password: '', use_auth_token: true}",
-        "{monkey: a, hotkeys: b, compass: north, tokenizer: x}",
-    ],
-)
-def test_what_only_resembles_a_secret_is_none(config: Path, text: str) -> None:
-    job = read(config, "--set", f"engine.deepspeed={{any: {text}}}", "--set", "corpus.shard_tokens=2000")
-    assert job.config["corpus"]["shard_tokens"] == 2000
-
-
-@pytest.mark.parametrize("name", ["../up", "a/b", "-x", "x" * 64, "a b", "$(id)"])
-def test_a_name_stays_a_name(config: Path, name: str) -> None:
-    with pytest.raises(InputError, match="name"):
-        read(config, "--set", f"name={json.dumps(name)}")
 
 
 # ---- the command line, against what answers
@@ -325,20 +310,12 @@ def test_a_token_is_not_sent_unencrypted(
         assert "hunter2" not in errors
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "http://me:hunter2@127.0.0.1:9",
-        "http://me:hunter2@127.0.0.1:x",
-        "http://me:hunter2@[::1",
-        "me:hunter2@127.0.0.1:9",
-        "ftp://me:hunter2@127.0.0.1",
-        "http://me:hun/hunter2@127.0.0.1:9",
-        "http://hunter2@127.0.0.1:9",
-        "http://me:a@hunter2@x:0",
-        "http://me:hunter2@127.0.0.1:9/#@",
-    ],
-)
+WITH_PASSWORDS = ("http://me:hunter2@127.0.0.1:9", "http://me:hunter2@127.0.0.1:x", "http://me:hunter2@[::1")
+WITH_PASSWORDS += ("me:hunter2@127.0.0.1:9", "ftp://me:hunter2@127.0.0.1", "http://me:hun/hunter2@127.0.0.1:9")
+WITH_PASSWORDS += ("http://hunter2@127.0.0.1:9", "http://me:a@hunter2@x:0", "http://me:hunter2@127.0.0.1:9/#@")
+
+
+@pytest.mark.parametrize("address", WITH_PASSWORDS)
 def test_a_password_in_an_address_is_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], address: str
 ) -> None:
@@ -421,11 +398,8 @@ def test_the_list_of_jobs_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatc
 
 def test_a_job_that_waits_is_named_as_such(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """To Ray it is running, like the job that it waits for and one that has waited."""
-    outputs = {
-        "first": "step 1\n",
-        "started": "started: queued behind first\nstarted: starts\n",
-        "waits": "waits: queued behind first, started\n",
-    }
+    outputs = {"first": "step 1\n", "started": "started: queued behind first\nstarted: starts\n"}
+    outputs["waits"] = "waits: queued behind first, started\n"
     asked = {"bertrain": "pretrain", "workers": "1"}
     jobs = [ray_job(name, metadata=asked, start_time=number) for number, name in enumerate(outputs)]
     cluster = jobs_of(SimpleNamespace(list_jobs=lambda: jobs[::-1], get_job_logs=outputs.__getitem__))
@@ -495,9 +469,8 @@ def test_up_ends_the_rest_of_a_cluster_without_its_head(
         monkeypatch.setenv(name, "")
     (tmp_path / "old").mkdir()
     node = NodeProcess.of(session.pid, cpus=1)
-    local.write_description(
-        LocalCluster(str(tmp_path / "old"), "127.0.0.1:1", "http://127.0.0.1:1", (replace(node, boot=""), node))
-    )
+    nodes, address = (replace(node, boot=""), node), "127.0.0.1:1"
+    local.write_description(LocalCluster(str(tmp_path / "old"), address, f"http://{address}", nodes))
     with pytest.raises(pytest.fail.Exception, match="for the new one"):
         local.up(1, 1, host="127.0.0.1")
     assert session.wait(10) == -signal.SIGKILL

@@ -21,12 +21,7 @@ from ray import _raylet  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import AuthenticationError
 
 from cluster.workers import actors, capacity, driver, supervisor, target
-from cluster.workers.actors import (
-    PROCESS_TITLE,
-    WorkerGroup,
-    WorkerLocation,
-    WorkersFailedError,
-)
+from cluster.workers.actors import PROCESS_TITLE, WorkerGroup, WorkerLocation, WorkersFailedError
 from cluster.workers.launch import Signals, end_session, last_line, run
 from cluster.workers.nodes import Node, cpus_that_fit, nodes_fit
 from cluster.workers.outcomes import CRASH, WorkerError, as_data, error_from, one_line
@@ -280,20 +275,29 @@ def own_head(folders: pytest.TempPathFactory, cpus: int) -> Iterator[tuple[subpr
 def _wait_for_port(port: int, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
-        except OSError:
-            time.sleep(0.2)
+        time.sleep(0.2)
     raise AssertionError("the head node did not start")
 
 
 # ---- refusals before anything runs
 
 
-def test_more_workers_than_the_machine(folder: Path) -> None:
-    with pytest.raises(MachineError, match=rf"has {CORES} CPU cores, too few for {CORES + 1} workers"):
-        _run("fine", folder, workers=CORES + 1)
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"workers": CORES + 1}, MachineError, rf"has {CORES} CPU cores, too few for {CORES + 1} workers"),
+        ({"address": "auto"}, InputError, "not host:port"),
+        ({"address": "ray://10.0.0.1:10001"}, InputError, "not host:port"),
+        ({}, InputError, "run"),  # its folder is a file
+    ],
+)
+def test_what_is_refused_before_anything_runs(folder: Path, options: Any, kind: type[Exception], message: str) -> None:
+    if not options:
+        (folder / "run").write_text("a file where the folder should be")
+    with pytest.raises(kind, match=message):
+        _run("fine", folder, **options)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -326,18 +330,6 @@ def test_a_wrong_token_is_a_mistake_with_advice(monkeypatch: pytest.MonkeyPatch)
         head.listen()
         with pytest.raises(InputError, match=r"rejects this token\. Unset .* or ~/\.ray/auth_token\.$"):
             driver.join_ray(f"127.0.0.1:{head.getsockname()[1]}", lambda _: None)
-
-
-@pytest.mark.parametrize("address", ["auto", "ray://10.0.0.1:10001"])
-def test_only_host_and_port_are_an_address(folder: Path, address: str) -> None:
-    with pytest.raises(InputError, match="not host:port"):
-        _run("fine", folder, address=address)
-
-
-def test_unwritable_run_folder(folder: Path) -> None:
-    (folder / "run").write_text("a file where the folder should be")
-    with pytest.raises(InputError, match="run"):
-        _run("fine", folder)
 
 
 # ---- the parts
@@ -424,16 +416,11 @@ def test_code_that_does_not_load_is_no_dead_process(monkeypatch: pytest.MonkeyPa
     assert cause.reason == "ImportError: no module named cluster"
 
 
-@pytest.mark.parametrize(
-    ("nodes", "low", "high", "each"),
-    [
-        ([(64, 8)], 4, 8, 8),  # eight GPUs hold eight workers
-        ([(64, 0)] * 4, 8, 32, 8),
-        ([(2, 0)], 1, 2, 1),
-        ([(8, 0), (2, 0)], 2, 2, 4),
-        ([(4, 0)], 1, 8, 1),
-    ],
-)
+FITS = [([(64, 0)] * 4, 8, 32, 8), ([(2, 0)], 1, 2, 1), ([(8, 0), (2, 0)], 2, 2, 4), ([(4, 0)], 1, 8, 1)]
+FITS += [([(64, 8)], 4, 8, 8)]  # eight GPUs hold eight workers
+
+
+@pytest.mark.parametrize(("nodes", "low", "high", "each"), FITS)
 def test_cpus_are_divided_among_as_many_workers_as_possible(nodes, low: int, high: int, each: int) -> None:
     assert cpus_that_fit(nodes, low, high, 0, "here") == each
 
