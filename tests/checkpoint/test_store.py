@@ -94,23 +94,26 @@ def damage_manifest(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text("{")
 
 
-@pytest.mark.parametrize("failures", [1, 99])
-def test_an_unreadable_checkpoint_is_retried_then_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
-) -> None:
-    """The one before it may be much older, and all may be unreadable, which is not a new run."""
+def fail(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, path: Path, number: int, left: list[int]) -> None:
+    """Make a function raise an error of the system for a path, and for what is in it, as often as `left` says."""
+    real = getattr(owner, name)
+
+    def unreliable(given: Any, *arguments: Any, **more: Any) -> Any:
+        if left[0] and path in (Path(given), Path(given).parent):
+            left[0] -= 1
+            raise OSError(number, os.strerror(number), str(given))
+        return real(given, *arguments, **more)
+
     monkeypatch.setattr(reading, "READ_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(owner, name, unreliable)
+
+
+@pytest.mark.parametrize("failures", [1, 99])
+def test_an_unreadable_checkpoint_is_retried_then_refused(tmp_path: Path, monkeypatch, failures: int) -> None:
+    """The one before it may be much older, and all may be unreadable, which is not a new run."""
     save(tmp_path, 10)
     bad = save(tmp_path, 20)
-    verify, left = store.verify_manifest, [failures]
-
-    def unreliable(checkpoint: Path, **how: Any) -> Any:
-        if checkpoint == bad and left[0]:
-            left[0] -= 1
-            raise OSError(errno.EIO, "Input/output error")
-        return verify(checkpoint, **how)
-
-    monkeypatch.setattr(store, "verify_manifest", unreliable)
+    fail(monkeypatch, store, "verify_manifest", bad, errno.EIO, [failures])
     if failures == 1:
         assert store.newest(tmp_path, set_aside=True) == bad
     else:
@@ -126,21 +129,9 @@ def test_reading_a_verified_checkpoint_is_retried_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, number: int, failures: int
 ) -> None:
     """Rank 0 verifies; the machine of another rank may not see a file yet."""
-    monkeypatch.setattr(reading, "READ_WAIT_SECONDS", 0.0)
     checkpoint, left = save(tmp_path, 10), [failures]
-
-    def unreliable(read: Any) -> Any:
-        def reads(path: Any, *arguments: Any, **more: Any) -> Any:
-            if Path(path) == checkpoint / which and left[0]:
-                left[0] -= 1
-                raise OSError(number, os.strerror(number))
-            return read(path, *arguments, **more)
-
-        return reads
-
-    monkeypatch.setattr(Path, "read_text", unreliable(Path.read_text))
-    monkeypatch.setattr(Path, "read_bytes", unreliable(Path.read_bytes))
-    monkeypatch.setattr(reading, "safe_open", unreliable(reading.safe_open))
+    for owner, name in ((Path, "read_text"), (Path, "read_bytes"), (reading, "safe_open")):
+        fail(monkeypatch, owner, name, checkpoint / which, number, left)
     refused = pytest.raises(MachineError, match=rf"{which}: cannot be read \({os.strerror(number)}\)\. Check")
     with contextlib.nullcontext() if failures == 1 else refused:
         assert store.read_state(checkpoint)["step"] == 10
@@ -149,14 +140,8 @@ def test_reading_a_verified_checkpoint_is_retried_too(
 
 
 def test_a_manifest_that_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest, opened = save(tmp_path, 10) / "manifest.json", Path.open
-
-    def refused(path: Path, *arguments: Any, **more: Any) -> Any:
-        if path == manifest:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return opened(path, *arguments, **more)
-
-    monkeypatch.setattr(Path, "open", refused)
+    manifest = save(tmp_path, 10) / "manifest.json"
+    fail(monkeypatch, Path, "open", manifest, errno.EACCES, [99])
     with pytest.raises(MachineError, match=r"manifest\.json: cannot be read \(Permission denied\)"):
         store.newest(tmp_path, set_aside=True)
     assert manifest.is_file()
@@ -267,16 +252,8 @@ def test_kept_checkpoints_stay_and_a_damaged_old_state_stops_nothing(tmp_path: P
 
 def test_nothing_is_pruned_while_the_best_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = [save(tmp_path, step, loss=float(step)) for step in (1, 2, 3)]
-    read = Path.read_text
-
-    def stale(path: Path, *arguments: Any, **more: Any) -> str:
-        if path.parent == checkpoints[0]:
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return read(path, *arguments, **more)
-
-    monkeypatch.setattr(reading, "READ_WAIT_SECONDS", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", stale)
+        fail(patch, Path, "read_text", checkpoints[0], errno.ESTALE, [99])
         with pytest.raises(MachineError, match=r"step-00000001/state\.json: cannot be read \(Stale file handle\)"):
             store.prune(tmp_path, 1)
     assert store.list_checkpoints(tmp_path) == checkpoints

@@ -186,7 +186,7 @@ def assert_same_logits(start: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def test_two_workers_train_alike(place: Place, runs: dict[str, Path]) -> None:
-    slow = {"adaptation__layer_decay": 0.5}
+    slow: dict[str, Any] = {"adaptation__layer_decay": 0.5}
     paths = {stage: place.changed(f"two{stage}", engine__zero_stage=stage, **slow) for stage in (1, 3)}
     assert run_workers(2, starts, [start_of(path) for path in paths.values()]) == [["", ""]] * 2
     for stage, path in paths.items():

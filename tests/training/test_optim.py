@@ -267,8 +267,9 @@ def test_warm_up_stable_decay_equals_transformers(decay: Any, steps: int, warmup
     phase = make_phase(steps, 1e-3, warmup_steps=warmup, **end)
     skipped = min(1, warmup)  # its first step of a warm-up has rate 0 (here: the final one)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
-    stable = {"num_warmup_steps": 0, "num_decay_steps": last, "num_stable_steps": steps - max(0, warmup - 1) - last}
-    schedule = get_wsd_schedule(optimizer, **stable, decay_type=decay, min_lr_ratio=final / 1e-3)
+    stable: dict[str, Any] = {"num_warmup_steps": 0, "num_stable_steps": steps - max(0, warmup - 1) - last}
+    decays: dict[str, Any] = {"num_decay_steps": last, "decay_type": decay, "min_lr_ratio": final / 1e-3}
+    schedule = get_wsd_schedule(optimizer, **stable, **decays)
     after = [schedule.lr_lambdas[0](step) * 1e-3 for step in range(steps - max(0, warmup - 1))]
     rates = [learning_rate([phase], step) for step in range(steps)]
     assert rates[max(0, warmup - 1) :] == pytest.approx(after, rel=1e-12)
