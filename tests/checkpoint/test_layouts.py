@@ -24,40 +24,21 @@ transformers: Any = pytest.importorskip("transformers")
 
 SHAPE = parity.SHAPES[0]
 # Hub files of answerdotai/ModernBERT-base and jhu-clsp/mmBERT, made small.
-OLD_MODERNBERT = {
-    "architectures": ["ModernBertForMaskedLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "classifier_activation": "gelu",
-    "classifier_bias": False,
-    "classifier_dropout": 0.0,
-    "classifier_pooling": "mean",
-    "decoder_bias": True,
-    "embedding_dropout": 0.0,
-    "global_attn_every_n_layers": 3,
-    "global_rope_theta": 160000.0,
-    "hidden_activation": "gelu",
-    "hidden_size": 32,
-    "initializer_range": 0.02,
-    "intermediate_size": 48,
-    "layer_norm_eps": 1e-05,
-    "local_attention": 8,
-    "local_rope_theta": 20000.0,
-    "max_position_embeddings": 66,
-    "mlp_bias": False,
-    "model_type": "modernbert",
-    "norm_bias": False,
-    "norm_eps": 1e-05,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 5,
-    "pad_token_id": 0,
-    "position_embedding_type": "sans_pos",
-    "vocab_size": 101,
-}
-GTE = {**parity._usual(SHAPE), "model_type": "gte"}
-EUROBERT = {**parity._usual(SHAPE), "model_type": "eurobert"}
-NOMIC = {**parity._usual(SHAPE), "model_type": "nomic_bert"}
-DEBERTA = {**parity._usual(SHAPE), **parity._DEBERTA, "model_type": "deberta-v2"}
+OLD_MODERNBERT: dict[str, Any] = json.loads("""
+{"architectures": ["ModernBertForMaskedLM"], "attention_bias": false, "attention_dropout": 0.0,
+"classifier_activation": "gelu", "classifier_bias": false, "classifier_dropout": 0.0, "classifier_pooling": "mean",
+"decoder_bias": true, "embedding_dropout": 0.0, "global_attn_every_n_layers": 3, "global_rope_theta": 160000.0,
+"hidden_activation": "gelu", "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 48,
+"layer_norm_eps": 1e-05, "local_attention": 8, "local_rope_theta": 20000.0, "max_position_embeddings": 66,
+"mlp_bias": false, "model_type": "modernbert", "norm_bias": false, "norm_eps": 1e-05, "num_attention_heads": 4,
+"num_hidden_layers": 5, "pad_token_id": 0, "position_embedding_type": "sans_pos", "vocab_size": 101}
+""")
+GTE = {**parity.usual(SHAPE), "model_type": "gte"}
+EUROBERT = {**parity.usual(SHAPE), "model_type": "eurobert"}
+NOMIC = {**parity.usual(SHAPE), "model_type": "nomic_bert"}
+DEBERTA = {**parity.usual(SHAPE), **parity._DEBERTA, "model_type": "deberta-v2"}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4}
+PARTIAL = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -119,14 +100,8 @@ def test_a_written_config_reads_the_same_in_both_programs(family: str) -> None:
         (modern(layer_types=[FULL, SLIDING, FULL, FULL, SLIDING]), "layer_types is .*every n-th layer"),
         (modern(layer_types=[SLIDING, SLIDING, FULL, SLIDING, SLIDING]), "layer_types is .*every n-th layer"),
         (modern(layer_types=["chunked_attention"] * 5), r"layer_types has \['chunked_attention'\]"),
-        (
-            modern(rope_parameters={FULL: {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4}}),
-            r"rope_parameters\.full_attention\.rope_type is 'yarn'; only 'default'",
-        ),
-        (
-            modern(rope_parameters={SLIDING: {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
-            r"sliding_attention\.partial_rotary_factor is 0\.5",
-        ),
+        (modern(rope_parameters={FULL: YARN}), r"rope_parameters\.full_attention\.rope_type is 'yarn'; only 'default'"),
+        (modern(rope_parameters={SLIDING: PARTIAL}), r"sliding_attention\.partial_rotary_factor is 0\.5"),
         ({**OLD_MODERNBERT, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_type is 'linear'"),
         (modern(classifier_pooling="late"), "classifier_pooling is 'late'"),
         (modern(classifier_activation="relu"), "classifier_activation is 'relu'"),
@@ -166,24 +141,12 @@ def test_what_our_encoder_lacks_is_refused_by_field_and_value(
 
 
 def test_older_keys_of_nomic_are_todays() -> None:
-    older = {
-        "model_type": "nomic_bert",
-        "activation_function": "swiglu",
-        "n_embd": 32,
-        "n_head": 4,
-        "n_inner": 48,
-        "n_layer": 4,
-        "n_positions": 8192,
-        "max_trained_positions": 2048,
-        "rotary_scaling_factor": 2.0,
-        "layer_norm_epsilon": 1e-12,
-        "rotary_emb_base": 1000,
-        "rotary_emb_fraction": 1.0,
-        "resid_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "type_vocab_size": 2,
-        "vocab_size": 101,
-    }
+    older: dict[str, Any] = json.loads("""
+        {"model_type": "nomic_bert", "activation_function": "swiglu", "n_embd": 32, "n_head": 4, "n_inner": 48,
+        "n_layer": 4, "n_positions": 8192, "max_trained_positions": 2048, "rotary_scaling_factor": 2.0,
+        "layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "resid_pdrop": 0.0,
+        "attn_pdrop": 0.0, "type_vocab_size": 2, "vocab_size": 101}
+    """)
     assert read_config(older).model == read_config({**NOMIC, "max_position_embeddings": 2048}).model
     written = write_config(older, read_config(older), "ForMaskedLM", 101, 0)
     assert read_config(written).model == read_config(older).model
@@ -296,12 +259,8 @@ def test_the_prediction_head_of_modernbert_begins_a_task(tmp_path: Path) -> None
     assert not released.pretraining
 
 
-VARIANTS = [
-    "DeBERTa-v3 with lm_predictions",
-    "ModernBERT with biases, untied, mean",
-    "EuroBERT, tied, first token",
-    "GTE without segments",
-]
+VARIANTS = ["DeBERTa-v3 with lm_predictions", "ModernBERT with biases, untied, mean"]
+VARIANTS += ["EuroBERT, tied, first token", "GTE without segments"]
 KINDS = {"mlm": "AutoModelForMaskedLM", **parity.CLASSES}
 WRITTEN = [(family, purpose) for family in parity.FAMILIES for purpose in KINDS]
 WRITTEN += [(family, purpose) for family in parity.OTHERS for purpose in ("mlm", "sequence")]

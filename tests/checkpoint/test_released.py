@@ -30,14 +30,7 @@ from tests.tiny_checkpoints import write_again
 transformers: Any = pytest.importorskip("transformers")
 
 ROWS = 101
-BERT_SIZES = {
-    "vocab_size": ROWS,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 40,
-}
+BERT_SIZES = {**parity.usual(parity.Shape(3, 32, 4, 48, ())), "max_position_embeddings": 40}
 
 
 def save(model: Any, folder: Path) -> Path:
@@ -205,16 +198,13 @@ def test_a_padded_vocabulary_stays_as_it_is(theirs: Any, tmp_path: Path) -> None
 
 def test_the_mapping_table_is_short_and_names_what_is_left_out(theirs: Any, tmp_path: Path) -> None:
     tensors = load_file(save(theirs, tmp_path) / "model.safetensors")
-    extra = {
-        **{f"adapters.{number}.down": torch.zeros(1) for number in range(2)},
-        "embeddings.position_ids": torch.arange(40)[None],
-        "cls.predictions.decoder.weight": tensors["bert.embeddings.word_embeddings.weight"].clone(),
-    }
+    extra = {f"adapters.{number}.down": torch.zeros(1) for number in range(2)}
+    extra["embeddings.position_ids"] = torch.arange(40)[None]
+    extra["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
     save_file({**tensors, **extra}, tmp_path / "model.safetensors")
     released = read_released(tmp_path)
-    assert {tensor.name: tensor.shape for tensor in released.mapping} == {
-        name: tuple(tensor.shape) for name, tensor in {**tensors, **extra}.items()
-    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in {**tensors, **extra}.items()}
+    assert {tensor.name: tensor.shape for tensor in released.mapping} == shapes
     assert sorted(mapping_table(released.mapping).split("\n")) == sorted(
         [
             "bert.embeddings.*          5 tensors -> embeddings.*",
@@ -239,13 +229,8 @@ def test_names_left_out_are_a_pattern_unless_it_matches_one_that_is_read() -> No
 
 
 SHAPE = read_config(BERT_SIZES).model
-TENSORS = their_tensors(
-    {
-        name.replace("heads.pooler_", "head.dense_"): torch.randn_like(tensor)
-        for name, tensor in PretrainingModel(SHAPE, ROWS).state_dict().items()
-    },
-    BERT,
-)
+STATE = PretrainingModel(SHAPE, ROWS).state_dict().items()
+TENSORS = their_tensors({n.replace("heads.pooler_", "head.dense_"): torch.randn_like(t) for n, t in STATE}, BERT)
 
 
 def read_tensors(tensors: dict[str, Tensor], **config: Any) -> Released:
@@ -371,10 +356,8 @@ def test_weights_of_another_config_are_refused() -> None:
         read_tensors(TENSORS, num_hidden_layers=2)
     with pytest.raises(InputError, match=r"expected \[101, 64\]"):
         read_tensors(TENSORS, hidden_size=64)
-    electra = {
-        name.replace("bert.", "electra."): tensor[..., :24] if "embeddings" in name else tensor
-        for name, tensor in TENSORS.items()
-    }
+    narrow = {name: tensor[..., :24] if "embeddings" in name else tensor for name, tensor in TENSORS.items()}
+    electra = {name.replace("bert.", "electra."): tensor for name, tensor in narrow.items()}
     with pytest.raises(InputError, match=r"embeddings_project\.weight is missing"):
         read_tensors(electra, model_type="electra", embedding_size=24)
 

@@ -29,6 +29,7 @@ from pretrain.model.kernels.grouping import SCORES_PER_GROUP, group_sequences
 from pretrain.model.kernels.hash_rng import ALONG, BETWEEN, hash_dropout, keep_mask
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.positions import rotate, rotations
+from tests import parity
 from tests.batches_by_hand import make_batch, next_sentence_logits
 from tests.bench.baselines import pad
 
@@ -61,14 +62,8 @@ def test_logits_losses_and_gradients_equal_transformers() -> None:
     """With the classifier of pairs, which no other family has (tests/parity.py)."""
     transformers = pytest.importorskip("transformers")
     model, batch = make_model().eval(), make_batch(LENGTHS)
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=SHAPE.hidden,
-        num_hidden_layers=SHAPE.layers,
-        num_attention_heads=SHAPE.heads,
-        intermediate_size=SHAPE.intermediate,
-        max_position_embeddings=SHAPE.max_positions,
-    )
+    sizes = parity.usual(parity.Shape(SHAPE.layers, SHAPE.hidden, SHAPE.heads, 96, ()))
+    config = transformers.BertConfig(**{**sizes, "max_position_embeddings": SHAPE.max_positions})
     baseline = transformers.BertForPreTraining(config).eval()
     state = their_tensors({name: p.detach() for name, p in model.named_parameters()}, BERT)
     missing, unexpected = baseline.load_state_dict(state, strict=False)
