@@ -22,6 +22,8 @@ from pretrain.corpus.block_cache import BlockCache, Lease
 
 _CELL_LENGTHS = 8  # samples whose Bs may be exchanged, in sequence lengths: most lengths of B occur several times
 _LAYERS_KEPT, _WINDOWS_KEPT = 2, 2
+_GOLDEN, _LOW_BITS = 0x9E3779B9, (1 << 32) - 1  # multiples of the golden ratio, of 2^32, fill any range evenly
+_OWNERS_AT_ONCE = 1 << 16  # samples
 _OFFSET_BITS = 44  # of a token offset within a shard
 _SHARE_BLOCKS = 16  # least blocks of a share of a window: shares have nearly the same number of tokens
 
@@ -40,7 +42,7 @@ class SourceProgress:
 
 @dataclass(frozen=True)
 class Machine:
-    """Which machine of a run this is. Machines divide the blocks of a window among them."""
+    """Which machine of a run this is. Machines divide the text of a window among them."""
 
     number: int = 0
     count: int = 1
@@ -122,11 +124,7 @@ class SourceSamples:
         return SamplePlan.joined(plans)[np.argsort(np.concatenate(rows), kind="stable")]
 
     def owners(self, samples: np.ndarray) -> np.ndarray:
-        """The machine that each sample belongs to, int64 [B]; reads no text.
-
-        All samples of a block belong to the same machine, if windows have enough blocks; otherwise to the same group of
-        machines.
-        """
+        """The machine that each sample belongs to, int64 [B]; reads no text. `_owner` divides a window."""
         owner = np.zeros_like(samples)
         for here, window, within in self._by_window(samples):
             owner[here] = window.owner[within]
@@ -149,13 +147,10 @@ class SourceSamples:
             numbers = self.order.blocks(epoch, window)
             key = draw(draw(self._shuffle_key, epoch), window)
             samples = Window(numbers, self.order.counts[numbers], key)
-            share = self._shares(numbers)
-            groups, own = self._own(share)
+            share, own = self._shares(numbers), self._own(numbers)
             self._windows.make_room()
             lease = self._hold(epoch, window, own) if self._held else None
-            owner = np.zeros(0, np.int16)
-            if self._machine.count > 1:
-                owner = self._owner(share[samples.locate(np.arange(samples.samples))[0]] % groups, groups)
+            owner = self._owner(numbers, samples) if self._machine.count > 1 else np.zeros(0, np.int16)
             units = Units(self._text, self._blocks, numbers[own], self._cutting)
             first = int(self.order.epoch(epoch).samples[window])
             found = _OpenWindow(epoch, first, samples, share, own, owner, units, lease)
@@ -168,12 +163,26 @@ class SourceSamples:
         its = blocks.table[numbers]
         return blocks.shard[numbers].astype(np.int64), its["begin"], its["end"]
 
-    def _owner(self, group: np.ndarray, groups: int) -> np.ndarray:
-        """The machine of each sample of a window from its group of machines, int16 [S]. A group takes turns."""
-        owner = group.astype(np.int16)
-        for number in range(groups if self._machine.count > groups else 0):
-            own = np.flatnonzero(group == number)
-            owner[own] += (groups * (np.arange(len(own)) % (self._machine.count // groups))).astype(np.int16)
+    def _owner(self, numbers: np.ndarray, samples: Window) -> np.ndarray:
+        """The machine of each sample of a window, int16 [S].
+
+        Machines divide the window's tokens evenly, so two may read the block where one ends. Couples of pairs stay
+        together: groups of machines have shares, and the machines of a group take turns.
+        """
+        owner = np.empty(samples.samples, np.int16)
+        begin, size, tokens = self._places(numbers)
+        share, count = self._shares(numbers), self._machine.count
+        groups = self._groups(share) if self._pairs.has_classifier else count
+        for first in range(0, len(owner), _OWNERS_AT_ONCE):
+            block, sample = samples.locate(np.arange(first, min(first + _OWNERS_AT_ONCE, len(owner))))
+            if self._pairs.has_classifier:
+                here = share[block] % groups
+            else:  # samples of a block go to its machines in proportion, at every stage of the block
+                here = (begin[block] + ((sample * _GOLDEN & _LOW_BITS) * size[block] >> 32)) * count // tokens
+            owner[first : first + len(here)] = here
+        for number in range(groups if count > groups else 0):
+            own = np.flatnonzero(owner == number)
+            owner[own] += (groups * (np.arange(len(own)) % (count // groups))).astype(np.int16)
         return owner
 
     def _shares(self, numbers: np.ndarray) -> np.ndarray:
@@ -187,17 +196,32 @@ class SourceSamples:
             heapq.heapreplace(loads, (tokens + int(sizes[place]), int(shares[place])))
         return shares
 
-    def _own(self, share: np.ndarray) -> tuple[int, np.ndarray]:
-        """(groups of machines that read a window with these shares, places of this machine's blocks in it)."""
-        groups = math.gcd(1 + int(share.max(initial=0)), self._machine.count)
-        return groups, np.flatnonzero(share % groups == self._machine.number % groups)
+    def _groups(self, share: np.ndarray) -> int:
+        """Groups of machines that read a window with these shares."""
+        return math.gcd(1 + int(share.max(initial=0)), self._machine.count)
+
+    def _own(self, numbers: np.ndarray) -> np.ndarray:
+        """The places of this machine's blocks in a window, int64."""
+        number, count = self._machine.number, self._machine.count
+        if self._pairs.has_classifier:
+            groups = self._groups(share := self._shares(numbers))
+            return np.flatnonzero(share % groups == number % groups)
+        begin, size, tokens = self._places(numbers)
+        return np.flatnonzero((begin * count // tokens <= number) & ((begin + size - 1) * count // tokens >= number))
+
+    def _places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """(tokens of a window before each of its blocks, of each block, of all), int64 [W] each."""
+        its = self._blocks.table[numbers]
+        size = (its["end"] - its["begin"]).astype(np.int64)
+        end = np.cumsum(size)
+        return end - size, size, int(end[-1])
 
     def _hold(self, epoch: int, window: int, own: np.ndarray) -> Lease:
         """Wait for this machine's blocks of a window, and let those of the next one come."""
         assert self._held is not None
         lease = self._held.cache.hold(self._held.numbers[self.order.blocks(epoch, window)[own]])
         following = self.order.blocks(*divmod(epoch * self.order.windows + window + 1, self.order.windows))
-        self._held.cache.fetch_ahead(self._held.numbers[following[self._own(self._shares(following))[1]]])
+        self._held.cache.fetch_ahead(self._held.numbers[following[self._own(following)]])
         return lease
 
     def held_bytes(self) -> int:
@@ -207,7 +231,7 @@ class SourceSamples:
         whole = self._held.cache.bytes_of(self._held.numbers)
         window = self.order.blocks(0, self.order.windows - 1)  # as large as any
         largest = self._held.cache.largest(self._held.numbers)
-        return min(whole, 2 * (len(self._own(self._shares(window))[1]) + 1) * largest)
+        return min(whole, 2 * (len(self._own(window)) + 1) * largest)
 
     def _of_window(self, window: _OpenWindow, within: np.ndarray) -> SamplePlan:
         """Samples of a window; `within` int64 [B] counts in its order."""

@@ -26,6 +26,8 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
     "greater_than": lambda ctx: f"more than {ctx['gt']:.10g}",
     "greater_than_equal": lambda ctx: f"at least {ctx['ge']:.10g}",
     "less_than": lambda ctx: f"less than {ctx['lt']:.10g}",
+    "byte_size": lambda ctx: "a size such as 50GB",
+    "byte_size_unit": lambda ctx: "a size such as 50GB",
     "less_than_equal": lambda ctx: f"at most {ctx['le']:.10g}",
 }
 

@@ -318,7 +318,7 @@ class BlockCache:
             if not retries_left:
                 raise ContentError(
                     f"{join(self._address, stored.arrays['tokens'].name)}: the checksum of its block {block} is wrong; "
-                    "it was changed or damaged. Remove this file and manifest.json there, and run `prepare` on a "
+                    "it was changed or damaged. Remove this file there, and run `prepare` on a "
                     "machine that has the full copy."
                 )
         with disk_errors(self._folder):

@@ -1,20 +1,33 @@
-"""A WordPiece vocabulary extended by whole words of a corpus, those that save the most tokens.
+"""A vocabulary extended by whole words of a corpus, those that save the most tokens.
 
-A word that occurs n times and takes p wordpieces costs n x p tokens; as an entry of its own it costs n. New entries
-come after the old ones, so all old ids keep their meaning, and the corpus of an old vocabulary is one of the extended
-one.
+A word that occurs n times and takes p tokens costs n x p of them; as an entry of its own it costs n. New entries come
+after the old ones, so all old ids keep their meaning, and the corpus of an old vocabulary is one of the extended one.
+
+WordPiece takes the longest entry. A Unigram takes an entry if its score is above that of its pieces, by a little: so
+other words stay as they are. A BPE takes a word that is an entry before it merges (`ignore_merges`), if it cuts texts
+into words first.
 """
 
-from collections.abc import Iterable, Mapping
+import collections
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
 
 from pretrain.common.errors import InputError
-from pretrain.corpus.vocabulary import bert_tokenizer, count_normal_words
+from pretrain.config import SourceConfig
+from pretrain.corpus import sources
+from pretrain.corpus.inputs import Input, Problems
+from pretrain.corpus.vocabulary import vocabulary_size
 
 LARGEST_NARROW = 1 << 16  # entries whose ids fit the 16 bits of a shard, see `shards.token_dtype`
 _LEAST_COUNT = 3  # occurrences that a word needs: a row is trained by its occurrences only
+_SAMPLED_BYTES = 256 << 20  # of text whose words are counted
+_WORD = re.compile(r"\w+")
+_ABOVE = 1e-4  # natural logarithm by which a Unigram prefers a new word to its pieces
 
 
 class Extension(NamedTuple):
@@ -26,76 +39,126 @@ class Extension(NamedTuple):
     tokens_after: int
 
 
-def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[bytes, int], most: int) -> Extension:
-    """Add up to `most` words to a BERT tokenizer.
+def sampled_words(given: Iterable[tuple[SourceConfig, Sequence[Input]]]) -> collections.Counter[str]:
+    """How often words occur in the sources that are trained on, in about `_SAMPLED_BYTES` of their text."""
+    read = [(source, item) for source, items in given if not source.held_out for item in items]
+    total = sum(item.bytes for _, item in read)
+    counts: collections.Counter[str] = collections.Counter()
+    for source, item in read:
+        left = -(-_SAMPLED_BYTES * item.bytes // max(_SAMPLED_BYTES, total))
+        for text in _documents(source, item, every=max(1, total // _SAMPLED_BYTES)):
+            counts.update(_WORD.findall(text))
+            left -= len(text)
+            if left <= 0:
+                break
+    return counts
 
-    Candidates are words of at least two wordpieces, one letter and `_LEAST_COUNT` occurrences, without unknown
-    characters. Those that save the most tokens come first; the same counts give the same vocabulary.
+
+def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], most: int) -> Extension:
+    """Add up to `most` words to a tokenizer.
+
+    Candidates are words of at least two tokens, one letter and `_LEAST_COUNT` occurrences, without unknown characters.
+    Those that save the most tokens come first; the same counts give the same vocabulary.
 
     Args:
         tokenizer: of the checkpoint.
-        counts: occurrences of words cut at ASCII blanks and marks, as `train_vocabulary` takes them.
+        counts: occurrences of words, as `sampled_words` counts them.
         most: new entries at most.
 
     Raises:
-        InputError: the tokenizer is not BERT's WordPiece, or the ids no longer fit the shards.
+        InputError: the tokenizer's format takes no words, or the ids no longer fit the shards.
     """
     check_extension(tokenizer, most)
-    unknown = tokenizer.token_to_id("[UNK]")
-    words = count_normal_words(dict(counts), tokenizer.normalizer)
-    wordpieces = _wordpieces(tokenizer, words)
+    unknown = _unknown(tokenizer)
+    words = _divided(tokenizer, counts)
+    pieces = _pieces(tokenizer, words)
     saved = {
         word: words[word] * (len(ids) - 1)
-        for word, ids in wordpieces.items()
+        for word, ids in pieces.items()
         if len(ids) > 1 and words[word] >= _LEAST_COUNT and unknown not in ids and any(map(str.isalpha, word))
     }
     chosen = sorted(saved, key=lambda word: (-saved[word], word))[:most]
     while True:
         extended = _with_entries(tokenizer, chosen)
-        after = _wordpieces(extended, words)
-        broken = [word for word in words if unknown in after[word] and unknown not in wordpieces[word]]
+        after = _pieces(extended, words)
+        broken = [word for word in words if unknown in after[word] and unknown not in pieces[word]]
         if not broken:
             break
         # The longest match comes first: after a new word as its beginning, a longer one may have no wordpieces left.
         chosen = [entry for entry in chosen if not any(word.startswith(entry) for word in broken)]
-    return Extension(extended, chosen, _tokens(words, wordpieces), _tokens(words, after))
+    return Extension(extended, chosen, _tokens(words, pieces), _tokens(words, after))
 
 
 def check_extension(tokenizer: Tokenizer, most: int) -> None:
     """Raise `InputError` if `most` words cannot be added to a tokenizer."""
-    if not isinstance(tokenizer.model, models.WordPiece):
+    where = f"corpus.vocabulary.added_words ({most})"
+    kind = json.loads(tokenizer.to_str())["model"]["type"]
+    if kind not in ("WordPiece", "Unigram") and len(_divided(tokenizer, {"one": 1, "two words": 1})) < 3:
         raise InputError(
-            f"corpus.vocabulary.added_words ({most}): the checkpoint's tokenizer is {type(tokenizer.model).__name__}; "
-            "only WordPiece vocabularies can be extended. Set it to 0."
+            f"{where}: the checkpoint's tokenizer is a {kind} that does not cut texts into words, so it takes no "
+            "further ones. Set it to 0."
         )
-    size = tokenizer.get_vocab_size()
+    size = vocabulary_size(tokenizer)
     if size <= LARGEST_NARROW < size + most:
         raise InputError(
-            f"corpus.vocabulary.added_words ({most}): with the {size} entries of the checkpoint's vocabulary, the ids "
-            f"would exceed the 16 bits of the token shards ({LARGEST_NARROW}). "
-            f"Lower it to {LARGEST_NARROW - size} or less."
+            f"{where}: with the {size} entries of the checkpoint's vocabulary, the ids would exceed the 16 bits of the "
+            f"token shards ({LARGEST_NARROW}). Lower it to {LARGEST_NARROW - size} or less."
         )
 
 
-def old_wordpieces(tokenizer: Tokenizer, entries: Iterable[str]) -> list[list[int]]:
+def old_pieces(tokenizer: Tokenizer, entries: Iterable[str]) -> list[list[int]]:
     """The ids in the old vocabulary of `tokenizer` that each new entry replaces."""
     entries = list(entries)
-    wordpieces = _wordpieces(tokenizer, entries)
-    return [wordpieces[entry] for entry in entries]
+    pieces = _pieces(tokenizer, entries)
+    return [pieces[entry] for entry in entries]
 
 
-def _wordpieces(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
-    """The ids of each word. The words are as the normalizer and the pre-tokenizer leave them."""
+def _documents(source: SourceConfig, item: Input, every: int) -> Iterator[str]:
+    """Documents of every n-th chunk of an input; of all in order, if it can only be read in order."""
+    step = 1 if sources.reader(source).is_stream(item) else every
+    for chunk in itertools.islice(sources.cut(source, 0, 0, item), 0, None, step):
+        yield from sources.documents(chunk, Problems())
+
+
+def _divided(tokenizer: Tokenizer, counts: Mapping[str, int]) -> collections.Counter[str]:
+    """Words as they reach the tokenizer's model after a blank."""
+    normalizer: Any = tokenizer.normalizer
+    divider: Any = tokenizer.pre_tokenizer
+    words: collections.Counter[str] = collections.Counter()
+    for word, count in counts.items():
+        text = normalizer.normalize_str(f" {word}") if normalizer else f" {word}"
+        for part, _ in divider.pre_tokenize_str(text) if divider else [(text, None)]:
+            words[part] += count
+    return words
+
+
+def _pieces(tokenizer: Tokenizer, words: Iterable[str]) -> dict[str, list[int]]:
+    """The ids of each word, which is as `_divided` leaves it."""
     model: Any = tokenizer.model
     return {word: [token.id for token in model.tokenize(word)] for word in words}
 
 
+def _unknown(tokenizer: Tokenizer) -> int | None:
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["unk_id"] if model["type"] == "Unigram" else tokenizer.token_to_id(model.get("unk_token") or "")
+
+
 def _with_entries(tokenizer: Tokenizer, entries: list[str]) -> Tokenizer:
-    vocabulary = tokenizer.get_vocab()
-    size = len(vocabulary)
-    both = {**vocabulary, **{entry: size + number for number, entry in enumerate(entries)}}
-    return bert_tokenizer(both, tokenizer.normalizer)  # pyright: ignore[reportArgumentType]
+    described, size = json.loads(tokenizer.to_str()), vocabulary_size(tokenizer)
+    model, added = described["model"], {token["content"]: token["id"] for token in described["added_tokens"]}
+    if model["type"] == "Unigram":  # the place of an entry is its id, so those of added tokens are filled
+        scores = [score for _, score in model["vocab"]]
+        names = {number: content for content, number in added.items()}
+        gaps = range(len(scores), size)
+        pieces = _pieces(tokenizer, entries)
+        model["vocab"] += [[names.get(number, f"[unused{number}]"), min(scores)] for number in gaps]
+        model["vocab"] += [[entry, sum(scores[n] for n in pieces[entry]) + _ABOVE] for entry in entries]
+    else:  # added tokens are entries from now on, or they would get other ids
+        model["vocab"] |= added | {entry: size + number for number, entry in enumerate(entries)}
+        if model["type"] == "BPE":
+            model["ignore_merges"] = True
+    return Tokenizer.from_str(json.dumps(described))
 
 
-def _tokens(words: Mapping[str, int], wordpieces: Mapping[str, list[int]]) -> int:
-    return sum(count * len(wordpieces[word]) for word, count in words.items())
+def _tokens(words: Mapping[str, int], pieces: Mapping[str, list[int]]) -> int:
+    return sum(count * len(pieces[word]) for word, count in words.items())

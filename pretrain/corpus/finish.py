@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from pretrain.corpus.released import kind_of
 from pretrain.corpus.shards import TokenShards, shards_of, source_fingerprints
 from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
 
-EXTENSION = "extension.json"  # in the work folder: facts about an extended vocabulary, for the card
 _EXTENSION_FACTS = ("added", "saved_share", "first_added")
 
 CountReadings = Callable[[TokenShards], tuple[list[dict[str, Any]], list[str]]]
@@ -40,6 +38,7 @@ class Prepared:
         settings: of the whole corpus, for the manifest.
         growth: the corpus that they are added to; None if they are all that it has.
         declared: what `save_tokenizer` takes.
+        extension: facts about an extended vocabulary, for the card.
         results: of writing each shard of the plan.
         hashes: {path: SHA-256} of the files of each source, in its order.
         evaluation_texts: of each evaluation set.
@@ -53,6 +52,7 @@ class Prepared:
     growth: Growth | None
     tokenizer: Tokenizer
     declared: dict[str, Any]
+    extension: dict[str, Any]
     documents: Documents
     plan: list[ShardPlan]
     results: list[dict[str, Any]]
@@ -101,7 +101,7 @@ class Prepared:
         not_compared = self.growth.not_compared(nearly=self._nearly) if self.growth else []
         for line in not_compared:
             say(line)
-        count, path = len(manifest["sources"]), self.work / EXTENSION
+        count = len(manifest["sources"])
         extension = {key: x for key, x in before.get("vocabulary", {}).items() if key in _EXTENSION_FACTS}
         evaluation = self.documents.evaluation(self.evaluation_texts, set_names(self.corpus.filters.contamination))
         card.write_card(
@@ -116,7 +116,7 @@ class Prepared:
             language=self.corpus.language,
             shards=manifest["shards"],
             readings=readings,
-            extension=extension or (json.loads(path.read_text(encoding="utf-8")) if path.exists() else None),
+            extension=extension or self.extension,
             filtered=grown_filters(before.get("filters", []), self.documents.filtered(count), count),
             evaluation=grown_sets(before.get("evaluation_sets", []), evaluation),
             before=before,

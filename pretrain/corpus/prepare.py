@@ -5,7 +5,7 @@ Of a corpus that is prepared, only the sources that it has not are (`growth`).
     read        chunks of the sources, filtered -> part files; if asked for, near-duplicates by their sketches
     vocabulary  counts of the words of the documents that stay -> a vocabulary, unless one is given
     tokenize    part files of words -> part files of tokens, unless a vocabulary is given
-    shards      the documents that stay, in the order of the sources -> shard files
+    shards      the documents that stay, in the order of the sources -> shard files, each stored at an address at once
     card        figures; then the manifest, which makes the folder a corpus
 
 The state between runs is in `<dir>/.work`. Files there are atomic, and part files are named after their chunk, so
@@ -31,11 +31,12 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from pretrain.common.addresses import is_remote
 from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest, write_json
 from pretrain.common.settings import import_named
-from pretrain.config import PretrainConfig, VocabularyConfig
+from pretrain.config import PretrainConfig
 from pretrain.corpus import card, sources, stages
 from pretrain.corpus.byte_level import is_byte_level
 from pretrain.corpus.description import (
@@ -47,10 +48,10 @@ from pretrain.corpus.description import (
     processes,
 )
 from pretrain.corpus.documents import ChunkSummary, Documents, ShardPlan
-from pretrain.corpus.extension import check_extension, extend_vocabulary
+from pretrain.corpus.extension import check_extension, extend_vocabulary, sampled_words
 from pretrain.corpus.filters import check_filters
 from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
-from pretrain.corpus.finish import EXTENSION, CountReadings, Prepared
+from pretrain.corpus.finish import CountReadings, Prepared
 from pretrain.corpus.growth import Growth, expect_all, known_at_addresses
 from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems
 from pretrain.corpus.manifest import (
@@ -74,7 +75,8 @@ from pretrain.corpus.shards import token_dtype, verify_shards
 from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stored import kept_at_address
-from pretrain.corpus.vocabulary import save_tokenizer, train_byte_vocabulary, train_vocabulary
+from pretrain.corpus.vocabulary import save_tokenizer, trained
+from pretrain.storage.folders import note_stored
 
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; above it the rarest are dropped
 
@@ -160,8 +162,7 @@ class _Preparation:
             ids = special_ids(tokenizer, self._declared)
             check_special_tokens(ids, config.start_from or corpus.vocabulary.path)
             self._unknown_id = ids.get("unk", -1)
-        # One that is extended is not known until the words are counted.
-        self._tokenizer = None if added else tokenizer
+        self._tokenizer, self._extension = tokenizer, {}
 
     def run(self) -> str:
         started = time.monotonic()
@@ -171,6 +172,8 @@ class _Preparation:
             shutil.rmtree(self._work, ignore_errors=True)
         else:
             check_filters(self._corpus.filters)
+            if self._corpus.vocabulary.added_words and not self._growth:
+                self._extend()
             # The pool comes first: forked processes would hold the lock, too, and catch signals meant for this one.
             pool = self._pool()
             with pool, self._locked_work(), _stoppable(self._folder), self._bar:
@@ -205,7 +208,7 @@ class _Preparation:
                 expect_all(self._folder, manifest, numbers, error)
             self._bar.say(f"{error} Preparing it again.")
             return False
-        same_tokenizer = None if self._of_start is None else self._tokenizer
+        same_tokenizer = None if self._corpus.vocabulary.added_words else self._of_start
         manifest = read_manifest(self._folder)
         numbers = numbers_in(self._folder, manifest, self._all, self._all_inputs, self._settings, same_tokenizer)
         before = read_manifest(self._folder)
@@ -265,6 +268,7 @@ class _Preparation:
             self._growth,
             tokenizer=tokenizer,
             declared=self._declared,
+            extension=self._extension,
             documents=documents,
             plan=plan,
             results=results,
@@ -273,6 +277,16 @@ class _Preparation:
             evaluation_texts=self._evaluation_texts,
         )
         prepared.write(self._count_readings, self._bar.say)
+
+    def _extend(self) -> None:
+        """Let the checkpoint's tokenizer have further words, and keep what they save."""
+        assert self._tokenizer is not None
+        with self._bar.stage("choosing words", 0):
+            words = sampled_words((self._all[n], inputs) for n, inputs in self._inputs.items())
+            found = extend_vocabulary(self._tokenizer, words, self._corpus.vocabulary.added_words)
+        share = 1 - found.tokens_after / max(1, found.tokens_before)
+        self._extension = {"added": len(found.words), "saved_share": round(share, 6), "first_added": found.words[:20]}
+        self._tokenizer = found.tokenizer
 
     # ------------------------------------------------------------ settings
 
@@ -288,6 +302,7 @@ class _Preparation:
             keeps_lines=self._corpus.line_breaks == "keep",
             unknown_id=self._unknown_id,
             filters=self._corpus.filters,
+            address=self._corpus.dir if is_remote(self._corpus.dir) else "",
         )
         return Pool(self._processes, settings, self._tokenizer, self._address)
 
@@ -305,6 +320,8 @@ class _Preparation:
         path, growth = self._work / "settings.json", self._growth
         # Part files are known by their chunk.
         now = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random"}
+        if self._corpus.vocabulary.added_words:
+            now["words_added"] = "first"
         if growth:
             now = by_source(now)[0] | self._new | {"grows": growth.identity}
         before = _read_json(path)
@@ -403,7 +420,7 @@ class _Preparation:
                 _forget_rarest(counts)
                 advance(sizes.popleft())
         with self._bar.stage("training the vocabulary", 0):
-            tokenizer = self._extended(counts) or _trained_vocabulary(counts, settings)
+            tokenizer = trained(counts, settings)
         save_tokenizer(self._work, tokenizer)
         return tokenizer
 
@@ -415,16 +432,6 @@ class _Preparation:
         fraction, faults = self._corpus.validation_fraction, self._problems.entries()
         known = self._growth.hashes if self._growth else ()
         return Documents.load(self._work, summaries, fraction, held_out, near, faults, known)
-
-    def _extended(self, counts: collections.Counter[bytes]) -> Tokenizer | None:
-        """The checkpoint's tokenizer with further words, if there is one; what they save goes to the work folder."""
-        if self._of_start is None:
-            return None
-        extension = extend_vocabulary(self._of_start, counts, self._corpus.vocabulary.added_words)
-        share = 1 - extension.tokens_after / max(1, extension.tokens_before)
-        facts = {"added": len(extension.words), "saved_share": round(share, 6), "first_added": extension.words[:20]}
-        write_json(self._work / EXTENSION, facts)
-        return extension.tokenizer
 
     def _tokenize(self, pool: Pool, summaries: list[ChunkSummary]) -> None:
         """Part files of words become part files of tokens, under the new names in `summaries`."""
@@ -454,19 +461,9 @@ class _Preparation:
             for shard, (_, result) in zip(plan, done, strict=True):
                 results.append(result)
                 advance(shard.totals["tokens"] * width)
+        if stored := {name: digest for one in results if one.get("stored") for name, digest in one["hashes"].items()}:
+            note_stored(self._folder, self._corpus.dir, stored)
         return results
-
-
-def _trained_vocabulary(counts: dict[bytes, int], settings: VocabularyConfig) -> Tokenizer:
-    if settings.kind == "byte_bpe":
-        return train_byte_vocabulary(counts, settings.size, min_frequency=settings.min_frequency)
-    return train_vocabulary(
-        counts,
-        settings.size,
-        lowercase=settings.lowercase,
-        strip_accents=settings.strip_accents,
-        min_frequency=settings.min_frequency,
-    )
 
 
 def _read_json(path: Path) -> Any:

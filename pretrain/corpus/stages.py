@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from pretrain.common.addresses import join
 from pretrain.common.errors import MachineError
 from pretrain.common.files import sha256_file, write_json
 from pretrain.common.memory import hold_freed_memory
@@ -36,6 +37,7 @@ from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, Columns, KnownWords, WordPieces, WordTable, columns
 from pretrain.corpus.vocabulary import vocabulary_size
 from pretrain.corpus.whole_documents import DocumentEncoder, measured
+from pretrain.storage.objects import ObjectStore
 
 LOCK = "lock"  # in the work folder, held by the coordinating process
 TOKENIZER = "tokenizer.json"  # likewise
@@ -58,6 +60,7 @@ class PreparationSettings:
     keeps_lines: bool = False  # whether line breaks and indentation are tokens
     unknown_id: int = -1  # of the released one
     filters: FiltersConfig = field(default_factory=FiltersConfig)
+    address: str = ""  # where shards are stored as soon as they are written
 
 
 # ---------------------------------------------------------------- the process
@@ -290,8 +293,8 @@ def tokenize_part(part: str, words_part: str) -> None:
 def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder: str) -> dict[str, Any]:
     """Write one shard: the chosen documents of part files, in random order.
 
-    Returns hashes, the count of [UNK] and histograms of tokens per document and per sentence, and keeps them in
-    the work folder, where they mark the shard as done.
+    Returns hashes, the address where its files are stored by now, the count of [UNK] and histograms of tokens per
+    document and per sentence, and keeps them in the work folder, where they mark the shard as done.
     """
     state = _state()
     state.load_tokenizer()
@@ -300,8 +303,12 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
     unknown = int(np.count_nonzero(part.items == state.unknown_id))
     with ShardWriter(Path(folder), name, dtype=state.dtype, **totals) as writer:
         writer.add(part.items, part.sentence_items, part.documents["sentences"])
+    if address := state.settings.address:
+        for file in writer.hashes:
+            ObjectStore().upload(Path(folder) / file, join(address, file))
     result = {
         "hashes": writer.hashes,
+        "stored": address,
         "unknown": unknown,
         "lengths": {k: v.tolist() for k, v in lengths.items()},
     }

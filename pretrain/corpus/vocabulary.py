@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, sha256_file, write_json
+from pretrain.config import VocabularyConfig
 from pretrain.corpus.byte_level import byte_level_from_json, is_byte_level, part_kinds, repeated, train_byte_level
 from pretrain.corpus.released import (
     MAX_WORD_CHARACTERS,
@@ -180,6 +181,19 @@ def _check_specials(path: Path, vocabulary: dict[str, int]) -> None:
 
 
 # ---------------------------------------------------------------- training
+
+
+def trained(counts: dict[bytes, int], settings: VocabularyConfig) -> Tokenizer:
+    """Train a vocabulary of the settings' kind on `counts`, as `train_vocabulary` takes them."""
+    if settings.kind == "byte_bpe":
+        return train_byte_vocabulary(counts, settings.size, min_frequency=settings.min_frequency)
+    return train_vocabulary(
+        counts,
+        settings.size,
+        lowercase=settings.lowercase,
+        strip_accents=settings.strip_accents,
+        min_frequency=settings.min_frequency,
+    )
 
 
 def train_byte_vocabulary(counts: dict[bytes, int], size: int, *, min_frequency: int) -> Tokenizer:

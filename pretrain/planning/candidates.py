@@ -32,7 +32,7 @@ _BATCH_TOKENS, _AT_TOKENS, _LENGTH = 64 * 128, 12e6, 128
 _FEWEST, _MOST = 16, 2048
 _ROUNDS = 6  # a batch depends on the tokens, and they on the speed, which depends on the batch
 # The best rate falls as training gets longer, by this power of the tokens: Bjorck et al. 2024 (arXiv:2409.19913) for
-# AdamW, Ren et al. 2026 (arXiv:2603.28743) for Muon. docs/decisions, 0128.
+# AdamW, Ren et al. 2026 (arXiv:2603.28743) for Muon. docs/decisions, 0120.
 _RATE_POWER = -0.32
 _INTERMEDIATE = 32  # widths of feed-forward networks are multiples of this
 

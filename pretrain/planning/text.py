@@ -5,11 +5,13 @@ Sequences are planned, not read: a dry run needs no torch and takes a moment.
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from pretrain.batches.mixing import SourceReading, plan_mix
 from pretrain.batches.reading import Reading, count_reading, count_readings
 from pretrain.batches.replay import with_replay
 from pretrain.batches.sampler import phase_sampler
@@ -20,7 +22,7 @@ from pretrain.common.kinds import not_one_of
 from pretrain.config import PretrainConfig
 from pretrain.corpus.description import describe
 from pretrain.corpus.prepare import CountReadings
-from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.corpus.shards import Shard, TokenShards, open_shards, shards_of
 from pretrain.corpus.stored import fetch_without_tokens, is_streamed, prepared_manifest
 from pretrain.planning.work import expected_length
 
@@ -113,7 +115,8 @@ def reading_lines(config: PretrainConfig) -> list[str]:
     if not (manifest := prepared_manifest(config.corpus)):
         return []
     if not _is_here(config, manifest):
-        return [one.line for one in _card_readings(config)]
+        counted = _card_readings(config)
+        return [*(one.line for one in counted), *_expected_phase_lines(config, manifest, counted)]
     shards = _training_shards(config)
     lengths = sorted({phase.sequence_length for phase in config.phases})
     return [*(count_reading(shards, config, length).line for length in lengths), *phase_lines(shards, config)]
@@ -131,6 +134,34 @@ def phase_lines(shards: TokenShards, config: PretrainConfig) -> list[str]:
         readings = phase_sampler(shards, config, number, seed=config.seed).readings(phase.sequences)
         lines.append(f"phases.{number}: {'; '.join(one.line for one in readings)}")
     return lines
+
+
+def _expected_phase_lines(
+    config: PretrainConfig, manifest: dict[str, Any], counted: Sequence[Reading]
+) -> Iterator[str]:
+    """`phase_lines` of text that is not here, as if all its sources had sequences of the same mean length."""
+    means, nothing = {one.sequence_length: one.mean_length for one in counted}, np.zeros(1, np.uint16)
+    described = shards_of(config.corpus.folder, {**manifest, "shards": []}, "train")
+    text = [
+        Shard(one["name"], "train", one["source"], np.broadcast_to(nothing, one["tokens"]), nothing, nothing)
+        for one in manifest["shards"]
+        if one["split"] == "train"
+    ]
+    tokens, read = np.zeros(len(described.sources)), np.zeros(len(described.sources))
+    for shard in text:
+        tokens[shard.source] += len(shard.tokens)
+    for number, phase in enumerate(config.phases):
+        if phase.sequence_length not in means or len(tokens) == 1:
+            return
+        samples, before = tokens / means[phase.sequence_length], read
+        whole = [max(1, round(one)) for one in samples.tolist()]
+        mix = plan_mix(replace(described, shards=text), phase, whole, list(before * samples), f"phases.{number}")
+        shares = np.array(mix.shares) / sum(mix.shares)
+        read = before + shares * phase.sequences / samples
+        figures = zip(shares.tolist(), (read - before).tolist(), read.tolist(), mix.capped, strict=True)
+        own = zip(described.sources, figures, strict=True)
+        lines = (SourceReading(source["name"], *one).line for source, one in own if one[0])
+        yield f"phases.{number}: about {'; '.join(lines)}"
 
 
 def _is_here(config: PretrainConfig, manifest: dict[str, Any]) -> bool:

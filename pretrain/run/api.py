@@ -71,20 +71,26 @@ def train(
     Raises a `RunError`: `InputError` for what is wrong in the config or the corpus, or if the run was begun before and
     `resume` is off; `MachineError`, `DivergedError`; `StoppedError` after a stop, which `resume` continues.
     """
-    from pretrain.run.fork import begin_fork
+    from pretrain.run.fork import begin_fork, undone_if_refused
 
     read = read_config(config, overrides, start_from=start_from, fork_from=fork_from, resume=resume)
     if minutes is not None:
         read = fit_minutes(read, minutes, resume=resume)
     forks = bool(read.fork_from) and (launch.is_follower() or begin_fork(read))
     resume = resume or forks
+
+    @contextlib.contextmanager
+    def beside(config: PretrainConfig) -> Iterator[None]:
+        with undone_if_refused(config) if forks else contextlib.nullcontext(), probes.probing(config):
+            yield
+
     kind = launch.RunKind(
         "pretrain.run.train:main",
         check=functools.partial(_check, resume=resume),
         is_finished=preflight.is_finished,
         changed=changed_for_resume,
         metrics=objective_of(read).metrics,
-        beside=probes.probing,
+        beside=beside,
         callbacks=tuple(callbacks),
     )
     before = launch.config_before(read, resume)
@@ -198,12 +204,16 @@ def _lengths(config: PretrainConfig) -> Iterator[str]:
 
 def _check(config: PretrainConfig, alone: bool, *, resume: bool) -> int:
     """Check what the run reads, and print what it begins from; returns its steps."""
-    from pretrain.corpus.stored import fetch_corpus
+    from pretrain.corpus.stored import fetch_corpus, is_streamed
     from pretrain.model.cost import check_names
 
     launch.check_start(config, alone)
     check_names(config.model)
     fetch_corpus(config.corpus)
+    if is_streamed(config.corpus):
+        print(
+            f"{config.corpus.dir}: streamed; at most {config.corpus.cache.human_readable(decimal=True)} are kept here"
+        )
     begins = config.start_from and not (resume and began_from(config.folder))
     if begins:
         from pretrain.checkpoint.start import check_start_corpus, start_table

@@ -3,9 +3,11 @@
 The checkpoint comes into the new run's folder as if the run had written it; everything after that is a resume.
 """
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from pretrain.common.addresses import is_remote, local_run
@@ -39,7 +41,7 @@ def begin_fork(config: PretrainConfig) -> bool:
     with only_run(config.folder):
         names = checkpoint_names(config.folder)
         if names or (config.address and StoredRun(config.address, config.folder).names()):
-            return names == [f"step-{read_fork(config.folder).get('step', -1):08d}"]  # which was not begun yet
+            return names == [_name(read_fork(config.folder).get("step", -1))]  # which was not begun yet
         step, checkpoint = find_fork(config)
         if is_remote(run := _run_of(config)):
             StoredRun(run, local_run(run)).download_checkpoints([checkpoint.name])
@@ -49,6 +51,21 @@ def begin_fork(config: PretrainConfig) -> bool:
         return True
 
 
+@contextlib.contextmanager
+def undone_if_refused(config: PretrainConfig) -> Iterator[None]:
+    """Around the training of a fork: one that is refused before its first step leaves nothing to go on with."""
+    try:
+        yield
+    except InputError:
+        folder, step = config.folder, read_fork(config.folder)["step"]
+        newest = max((one.get("step", 0) for one in read_records(folder)), default=0)
+        if newest <= step and checkpoint_names(folder) == [_name(step)]:
+            shutil.rmtree(folder / "checkpoints" / _name(step))
+            for name in (FORK_FILE, METRICS, PROBES, START_FILE):
+                (folder / name).unlink(missing_ok=True)
+        raise
+
+
 def find_fork(config: PretrainConfig) -> tuple[int, Path]:
     """(step, checkpoint) of `fork_from`, not fetched; raises `InputError` if there is none, or no step is left."""
     from pretrain.storage.runs import StoredRun
@@ -56,10 +73,11 @@ def find_fork(config: PretrainConfig) -> tuple[int, Path]:
     run, step = _run_of(config), int(config.fork_from.rpartition("@")[2])
     folder = find_run(local_run(run))
     names = StoredRun(run, folder).names() if is_remote(run) else checkpoint_names(folder)
-    name = f"step-{step:08d}"
+    name = _name(step)
     if name not in names:
         steps = sorted((int(one.removeprefix("step-")) for one in names), key=lambda one: abs(one - step))[:2]
         nearest = f"the nearest are {' and '.join(map(str, sorted(steps)))}" if steps else "it has none at all"
+        nearest = nearest if is_remote(run) or folder.is_dir() else "there is no such run"
         raise InputError(
             f"fork_from: {run} has no checkpoint of step {step}; {nearest}. checkpoint.keep_at keeps those of chosen "
             "steps."
@@ -70,6 +88,10 @@ def find_fork(config: PretrainConfig) -> tuple[int, Path]:
             "what the run is to do after it."
         )
     return step, folder / "checkpoints" / name
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def _run_of(config: PretrainConfig) -> str:

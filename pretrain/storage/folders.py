@@ -14,7 +14,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -111,35 +111,44 @@ def read_stored_manifest(address: str, objects: ObjectStore) -> bytes | None:
 def store(folder: Path, address: str, objects: ObjectStore | None = None, *, replaced: Collection[str] = ()) -> None:
     """Store the folder with a manifest at `address`, the manifest last; files that are there already are kept.
 
-    An interrupted call goes on where it stopped. New files come first. Before others are replaced, the manifest that is
-    there is deleted; if they are all among `replaced`, it only stops naming them, so that the rest can be fetched. At
-    the end, files of an earlier manifest that this one has not are deleted.
+    An interrupted call goes on where it stopped. New files come first, and those that were lost there. Before others
+    are replaced, the manifest that is there is deleted; if they are all among `replaced`, it only stops naming them, so
+    that the rest can be fetched. At the end, files of an earlier manifest that this one has not are deleted.
+
+    Raises `MachineError` if a file was lost there and is not here.
     """
     objects, manifest = objects or ObjectStore(), read_manifest(folder)
     content, theirs = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
-    if theirs == content:
+    before, there = files_of(theirs), objects.listing(address)
+    sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
+    lost = {name for name, size in sizes.items() if name not in there or there[name].bytes != size}
+    if theirs == content and not lost:
         return
-    before = files_of(theirs)
-    changed = [name for name, entry in manifest["files"].items() if before.get(name) != entry]
-    others = [name for name in changed if name in before]
-    with _Uploaded(folder, address) as uploaded:
+    others = [name for name, entry in manifest["files"].items() if before.get(name, entry) != entry]
+    uploaded = _Uploaded(folder, address)
 
-        def put(name: str) -> None:
-            entry = manifest["files"][name]
-            there = uploaded.has(name, entry["sha256"]) and objects.facts(join(address, name))
-            if not there or there.bytes != entry["bytes"]:  # also what was deleted since the interrupted call
-                objects.upload(folder / name, join(address, name))
-                uploaded.add(name, entry["sha256"])
+    def put(name: str) -> None:
+        entry = manifest["files"][name]
+        if name in lost or not uploaded.has(name, entry["sha256"]):
+            if not (folder / name).is_file():
+                raise MachineError(
+                    f"{join(address, name)}: is missing or has another size there, and is not here. Restore it, or "
+                    "run this command on a machine that has all files."
+                )
+            objects.upload(folder / name, join(address, name))
+            uploaded.add({name: entry["sha256"]})
 
-        _all(put, [name for name in changed if name not in before])
-        if theirs is not None and others:
-            if set(others) <= set(replaced):
-                rest = {**json.loads(theirs), "files": {n: e for n, e in before.items() if n not in others}}
-                objects.write(join(address, MANIFEST), signed(rest))
-            else:
-                objects.delete(join(address, MANIFEST))
-        _all(put, others)
+    _all(put, [name for name in manifest["files"] if name not in before or (name in lost and name not in others)])
+    if theirs is not None and others:
+        if set(others) <= set(replaced):
+            rest = {**json.loads(theirs), "files": {n: e for n, e in before.items() if n not in others}}
+            objects.write(join(address, MANIFEST), signed(rest))
+        else:
+            objects.delete(join(address, MANIFEST))
+    _all(put, others)
+    if theirs != content:
         objects.write(join(address, MANIFEST), content)
+    uploaded.end()
     for name in before.keys() - manifest["files"].keys():
         objects.delete(join(address, name))
 
@@ -261,28 +270,29 @@ def _all(work: Callable[[str], Any], names: Iterable[str], at_once: int = 0) -> 
                 future.cancel()
 
 
+def note_stored(folder: Path, address: str, hashes: dict[str, str]) -> None:
+    """Let the `store` that comes know files that are at the address already, by their SHA-256."""
+    _Uploaded(folder, address).add(hashes)
+
+
 class _Uploaded:
     """Which files of a folder an interrupted `store` has stored already, by their SHA-256."""
 
     def __init__(self, folder: Path, address: str) -> None:
         self._path, self._address = folder / ".stored.json", address
-        self._known: dict[str, str] = {}
         self._lock = threading.Lock()
-
-    def __enter__(self) -> _Uploaded:
+        self._known: dict[str, str] = {}
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             kept = json.loads(self._path.read_text(encoding="utf-8"))
             self._known = dict(kept["files"]) if kept["address"] == self._address else {}
-        return self
 
     def has(self, name: str, sha256: str) -> bool:
         return self._known.get(name) == sha256
 
-    def add(self, name: str, sha256: str) -> None:
+    def add(self, hashes: Mapping[str, str]) -> None:
         with self._lock:
-            self._known[name] = sha256
+            self._known |= hashes
             write_json(self._path, {"address": self._address, "files": self._known})
 
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is None:
-            self._path.unlink(missing_ok=True)
+    def end(self) -> None:
+        self._path.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -26,24 +27,18 @@ from finetune.tasks.registry import make_task
 from finetune.training.card import CardFacts, model_card
 from finetune.training.config import FinetuneConfig
 from finetune.training.model.batches import LabeledBatch
-from finetune.training.model.task_model import TaskModel
-from finetune.training.saved import SetResult, save_model
+from finetune.training.saved import SetResult
 from pretrain.checkpoint.released import Released, read_released
-from pretrain.checkpoint.released_writer import write_released
-from pretrain.common.errors import InputError, MachineError
+from pretrain.common.errors import MachineError
 from pretrain.common.files import verify_manifest
 from pretrain.config import ModelConfig
+from tests.artifacts.untrained import save_untrained, task_model, write_like
+from tests.tasks.refusals import refused
 
 transformers: Any = pytest.importorskip("transformers")
 
-SIZES = {
-    "vocab_size": ROWS,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 20,
-}
+SIZES = {"vocab_size": ROWS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"intermediate_size": 24, "max_position_embeddings": 20}
 CONFIGS: dict[str, Any] = {
     "bert": lambda **more: transformers.BertConfig(**SIZES, **more),
     "distilbert": lambda **more: transformers.DistilBertConfig(
@@ -85,14 +80,7 @@ def rows_of(outputs: list[Tensor], inputs: dict[str, Tensor], head: Head) -> Ten
 
 def task_logits(released: Released, head: Head, batch: LabeledBatch) -> Tensor:
     """[R, C] of the model that is trained."""
-    model = TaskModel(
-        released.model,
-        released.vocabulary_size,
-        head,
-        OBJECTIVES[head],
-        len(released.head["out_weight"]),
-        released.task_head(head),
-    )
+    model = task_model(released, head, OBJECTIVES[head], len(released.head["out_weight"]))
     state = {f"head.{name}": tensor for name, tensor in released.head.items()}
     model.load_state_dict({**released.backbone, **state})
     with torch.no_grad():
@@ -106,17 +94,7 @@ def test_the_written_model_and_the_padded_one_give_our_logits(family: str, head:
     expected = task_logits(released, head, batch)
     assert expected.std() > 0.1
     write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
-    write_released(
-        tmp_path / "out",
-        family=family,
-        model=released.model,
-        backbone=released.backbone,
-        head=released.head,
-        purpose=head,
-        config=released.config,
-        tokenizer=tmp_path,
-        card="",
-    )
+    write_like(released, tmp_path / "out", head, released.head, tmp_path)
     padded = PaddedModel(read_released(tmp_path / "out"), head)
     assert ("token_type_ids" in padded.inputs) == (family in ("bert", "electra"))
     inputs = {name: pad(batch)[name] for name in padded.inputs}
@@ -168,36 +146,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run, its model not trained."""
     folder = tmp_path_factory.mktemp("runs")
     make_bert(folder / "bert")
-    files = write_reviews(folder)
-    config = FinetuneConfig.model_validate(
-        {
-            "name": "reviews",
-            "run_dir": str(folder / "reviews"),
-            "start_from": str(folder / "bert"),
-            "max_length": 32,
-            "classification": files,
-        }
-    )
-    task = make_task(config.task_settings)
-    examples, held_out = task.read_train(), task.read_held_out()
-    released = read_released(folder / "bert")
-    torch.manual_seed(1)
-    model = TaskModel(
-        released.model, released.vocabulary_size, task.head, task.objective, task.outputs, released.task_head(task.head)
-    )
-    predictions: list[dict[str, Any]] = [{"label": "negative"} for _ in held_out["dev"]]
-    save_model(
-        config,
-        task,
-        released,
-        model.state_dict(),
-        step=7,
-        chosen_on="dev",
-        training_examples=len(examples),
-        data="",
-        results={"dev": SetResult.of(task, held_out["dev"], predictions)},
-    )
-    return folder / "reviews"
+    return save_untrained(folder, "reviews", {"classification": write_reviews(folder)}, {"label": "negative"})
 
 
 def test_an_export_is_the_model_whole(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,31 +181,24 @@ def test_a_damaged_model_is_refused(run: Path, tmp_path: Path) -> None:
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(InputError, match=r"model\.safetensors: its SHA-256 differs"):
-        export.export(tmp_path / "model", tmp_path / "out")
+    refused(r"model\.safetensors: its SHA-256 differs", export.export, tmp_path / "model", tmp_path / "out")
     weights.unlink()
-    with pytest.raises(InputError, match=r"model\.safetensors: missing"):
-        export.export(tmp_path / "model", tmp_path / "out")
+    refused(r"model\.safetensors: missing", export.export, tmp_path / "model", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_else_is_overwritten(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is the model itself"):
-        export.export(run, run / "model")
+    refused("is the model itself", export.export, run, run / "model")
     shutil.copytree(run, tmp_path / "other")
-    with pytest.raises(InputError, match="is the model of a run"):
-        export.export(run, tmp_path / "other" / "model")
+    refused("is the model of a run", export.export, run, tmp_path / "other" / "model")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "precious.txt").write_text("mine")
-    with pytest.raises(InputError, match="exists and is not an export"):
-        export.export(run, tmp_path / "notes")
+    refused("exists and is not an export", export.export, run, tmp_path / "notes")
     # A corpus or a checkpoint has a manifest too.
     (tmp_path / "notes" / "manifest.json").write_text(json.dumps({"format": 1, "files": {"precious.txt": {}}}))
-    with pytest.raises(InputError, match="exists and is not an export"):
-        export.export(run, tmp_path / "notes")
+    refused("exists and is not an export", export.export, run, tmp_path / "notes")
     assert (tmp_path / "notes" / "precious.txt").read_text() == "mine"
-    with pytest.raises(InputError, match=r"finetune\.json: not found"):
-        export.export(tmp_path / "notes", tmp_path / "out")
+    refused(r"finetune\.json: not found", export.export, tmp_path / "notes", tmp_path / "out")
 
 
 def test_onnx_that_cannot_be_made_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,10 +207,7 @@ def test_onnx_that_cannot_be_made_leaves_nothing(run: Path, tmp_path: Path, monk
         with pytest.raises(MachineError, match=r"^--onnx: no_such_package not installed\. Run: .* install"):
             export.export(run, tmp_path / "out", onnx=True)
 
-    def differs(*_: Any) -> float:
-        raise MachineError("logits differ")
-
-    monkeypatch.setattr(export, "write_onnx", differs)
+    monkeypatch.setattr(export, "write_onnx", MagicMock(side_effect=MachineError("logits differ")))
     with pytest.raises(MachineError, match="logits differ"):
         export.export(run, tmp_path / "out", onnx=True)
     assert list(tmp_path.iterdir()) == []
@@ -346,10 +285,7 @@ def test_the_card_of_a_classifier(tmp_path: Path) -> None:
     predicted = [{"label": label} for label in ("a|b", "c", "d", "c", "d")]
     card = render({"classification": files}, predicted)
     sets, scores, confusion, types = tables(card)
-    assert sets[2:] == [
-        ["train", files["train"].replace("_", "\\_"), "5"],
-        ["dev", files["dev"].replace("_", "\\_"), "5"],
-    ]
+    assert sets[2:] == [[name, files[name].replace("_", "\\_"), "5"] for name in ("train", "dev")]
     assert scores[0] == ["", "dev"]
     assert ["accuracy", "0.6000"] in scores
     assert confusion[0] == ["", "a\\|b", "c", "d"]
@@ -415,10 +351,7 @@ def test_the_card_of_a_tagger(tmp_path: Path) -> None:
     rows = [{"tokens": ["Ann", "saw", "Rome"], "tags": ["B-PER", "O", "B-LOC"]}]
     files = {name: write_lines(tmp_path / f"{name}.jsonl", rows) for name in ("train", "dev")}
     card = render({"entities": files}, [{"tags": ["B-PER", "O", "O"]}])
-    assert tables(card)[2][2:] == [
-        ["LOC", "0.0000", "0.0000", "0.0000", "1"],
-        ["PER", "1.0000", "1.0000", "1.0000", "1"],
-    ]
+    assert tables(card)[2][2:] == [["LOC", *["0.0000"] * 3, "1"], ["PER", *["1.0000"] * 3, "1"]]
     assert "sentences: 1, words: 3, entities: 2 (dev)." in card
     assert 'pipeline("token-classification", ".", aggregation_strategy="first")' in card
     values = metadata(card)
@@ -435,10 +368,9 @@ def test_the_card_of_an_answerer(tmp_path: Path) -> None:
 
     rows = [row(1, "Ann"), row(2, "Ann who wrote"), row(3)]
     files = {name: write_lines(tmp_path / f"{name}.jsonl", rows) for name in ("train", "dev")}
-    predictions = [
-        {"id": str(n), "best_non_empty": "Ann", "no_answer_score": score, "windows": n}
-        for n, score in ((1, -5.0), (2, -4.0), (3, 2.0))
-    ]
+    said = {"best_non_empty": "Ann"}
+    scores = (1, -5.0), (2, -4.0), (3, 2.0)
+    predictions = [said | {"id": str(n), "no_answer_score": score, "windows": n} for n, score in scores]
     card = render({"questions": {**files, "threshold": 0.0}}, predictions)
     kinds = tables(card)[2]
     assert kinds[2:4] == [["HasAns", "0.5000", "0.7500", "2"], ["NoAns", "1.0000", "1.0000", "1"]]
@@ -472,10 +404,6 @@ def test_what_the_hub_knows_is_named(tmp_path: Path) -> None:
     card = render(glue, [{"label": "entailment"}, {"label": "entailment"}])
     values = metadata(card)
     assert values["datasets"] == ["nyu-mll/glue"]
-    assert values["model-index"][0]["results"][0]["dataset"] == {
-        "name": "GLUE RTE",
-        "type": "nyu-mll/glue",
-        "config": "rte",
-        "split": "validation",
-    }
+    expected = {"name": "GLUE RTE", "type": "nyu-mll/glue", "config": "rte", "split": "validation"}
+    assert values["model-index"][0]["results"][0]["dataset"] == expected
     assert 'model({"text": "A man sleeps.", "pair": "Somebody rests."})' in card

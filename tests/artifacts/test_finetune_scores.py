@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from labeled_batches import ROWS, make_batch
 from tiny_checkpoints import make_bert, write_reviews
 
 import finetune
 from finetune.artifacts.evaluation import evaluate
 from finetune.training import train
-from finetune.training.model.batches import LabeledBatch
 from finetune.training.model.task_model import TaskModel
 from pretrain.checkpoint.layouts import TaskHead
 from pretrain.config import ModelConfig
@@ -57,16 +57,10 @@ def sections(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def config(root: Path, name: str, precision: str, task: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": name,
-        "run_dir": str(root / name),
-        "start_from": str(root / "bert"),
-        "max_length": 32,
-        **task,
-        "training": {"examples_per_step": 16, "learning_rate": 3e-3, "steps": 4},
-        "engine": {"precision": precision, "compile": False, "micro_batch_tokens": 160},
-        "tracking": {"wandb": "off"},
-    }
+    values = {"name": name, "run_dir": str(root / name), "start_from": str(root / "bert"), "max_length": 32, **task}
+    values["training"] = {"examples_per_step": 16, "learning_rate": 3e-3, "steps": 4}
+    values["engine"] = {"precision": precision, "compile": False, "micro_batch_tokens": 160}
+    return {**values, "tracking": {"wandb": "off"}}
 
 
 def starts(given: list[Start]) -> list[str]:
@@ -109,27 +103,12 @@ def test_a_regression_in_bf16_gives_as_many_values_as_pairs(root: Path) -> None:
 
 
 def test_heads_compute_in_fp32() -> None:
-    shape = ModelConfig(size="custom", layers=1, hidden=16, heads=2, max_positions=16)
-    model = TaskModel(shape, 20, "tokens", "classes", 3, TaskHead()).eval().bfloat16()
-    rows = torch.arange(6)
-    batch = LabeledBatch(
-        input_ids=rows + 3,
-        token_types=torch.zeros(6, dtype=torch.int64),
-        positions=rows,
-        cu_seqlens=torch.tensor([0, 6], dtype=torch.int32),
-        token_keys=torch.zeros(6, dtype=torch.int32),
-        rows=rows,
-        sequence=torch.zeros(6, dtype=torch.int64),
-        owners=torch.zeros(1, dtype=torch.int64),
-        examples=1,
-        labels=torch.zeros(6, dtype=torch.int64),
-        weights=torch.ones(6),
-        lengths=(6,),
-        query_rows=rows.numpy(),
-    )
+    shape = ModelConfig(size="custom", layers=1, hidden=16, heads=2, max_positions=20)
+    model = TaskModel(shape, ROWS, "tokens", "classes", 3, TaskHead()).eval().bfloat16()
+    batch = make_batch(has_segments=False, head="tokens")
     with torch.no_grad():
         made = model(batch).logits
-        hidden = model.encode(batch, rows)
+        hidden = model.encode(batch, batch.rows)
     assert made.dtype == torch.float32
     head = dict(model.head.named_parameters())
     expected = hidden.double() @ head["out_weight"].double().T + head["out_bias"].double()

@@ -13,12 +13,11 @@ from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_rev
 
 from finetune.artifacts.export import export as export_run
 from finetune.artifacts.padded import PaddedModel
-from finetune.training.model.task_model import TaskModel
 from finetune.training.train import main
 from pretrain.checkpoint.layouts.pooled import MODELING_FILE
 from pretrain.checkpoint.released import read_released, read_shape
-from pretrain.checkpoint.released_writer import write_released
 from pretrain.checkpoint.sentence_transformers import longest_text, remarks, sentence_pooling
+from tests.artifacts.untrained import task_model, write_like
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts
 
@@ -43,18 +42,8 @@ def export(folder: Path, out: Path) -> Path:
     released = read_released(folder)
     torch.manual_seed(0)
     head = {"out_weight": torch.randn(3, released.model.hidden), "out_bias": torch.randn(3)}
-    write_released(
-        out,
-        family=released.family,
-        model=released.model,
-        backbone=released.backbone,
-        head=head,
-        purpose="sequence",
-        config={**released.config, "id2label": {str(n): f"label {n}" for n in range(3)}},
-        tokenizer=folder,
-        card="",
-    )
-    return out
+    names = {str(number): f"label {number}" for number in range(3)}
+    return write_like(released, out, "sequence", head, folder, id2label=names)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "max"])
@@ -64,7 +53,7 @@ def test_an_export_pools_in_transformers_as_in_training(folder: Path, tmp_path: 
     released = read_released(out)
     layers = released.task_head("sequence")
     assert (layers.pooling, layers.activation) == (pooling, "")
-    model = TaskModel(released.model, released.vocabulary_size, "sequence", "classes", 3, layers).eval()
+    model = task_model(released, "sequence", "classes", 3).eval()
     model.load_state_dict({**released.backbone, **{f"head.{name}": tensor for name, tensor in released.head.items()}})
     batch = make_batch(released.token_types > 1, "sequence")
     inputs = pad(batch)
@@ -99,17 +88,7 @@ def test_a_task_of_tokens_keeps_the_family(tmp_path: Path) -> None:
     released = read_released(folder)
     assert released.task_head("tokens").pooling == "cls"
     head = {"out_weight": torch.randn(3, released.model.hidden), "out_bias": torch.randn(3)}
-    write_released(
-        tmp_path / "out",
-        family="bert",
-        model=released.model,
-        backbone=released.backbone,
-        head=head,
-        purpose="tokens",
-        config=released.config,
-        tokenizer=folder,
-        card="",
-    )
+    write_like(released, tmp_path / "out", "tokens", head, folder)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "bert"
     transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out")
 
@@ -129,18 +108,9 @@ def test_what_a_folder_says_of_its_pooling(tmp_path: Path, flags: dict[str, Any]
 
 def test_its_own_pooling_wins_over_a_default_of_the_family(tmp_path: Path) -> None:
     """transformers writes classifier_pooling: cls into every config.json of ModernBERT."""
-    shape = transformers.ModernBertConfig(
-        vocab_size=60,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        pad_token_id=0,
-        cls_token_id=2,
-        sep_token_id=3,
-        bos_token_id=2,
-        eos_token_id=3,
-    )
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    special = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3}
+    shape = transformers.ModernBertConfig(**sizes, **special, num_attention_heads=2)
     transformers.ModernBertModel(shape).save_pretrained(tmp_path)
     assert read_released(tmp_path).task_head("sequence").pooling == "cls"
     say_pooling(tmp_path, pooling_mode_mean_tokens=True)
@@ -148,33 +118,26 @@ def test_its_own_pooling_wins_over_a_default_of_the_family(tmp_path: Path) -> No
 
 
 def test_what_is_not_read_is_told(tmp_path: Path) -> None:
-    assert remarks(tmp_path, 512) == []
+    assert (remarks(tmp_path, 512), longest_text(tmp_path)) == ([], None)
     say_pooling(tmp_path, pooling_mode_lasttoken=True)
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
     pooling, longest = remarks(tmp_path, 512)
     assert "pooling_mode_lasttoken) is not supported" in pooling
     assert "at most 256 tokens" in longest
-    assert len(remarks(tmp_path, 256)) == 1
-
-
-def test_the_longest_text_is_read(tmp_path: Path) -> None:
-    assert longest_text(tmp_path) is None
-    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256, "do_lower_case": false}')
     assert longest_text(tmp_path) == 256
+    assert len(remarks(tmp_path, 256)) == 1
 
 
 def test_a_fine_tuned_one_says_how_to_load_it(tmp_path: Path) -> None:
     folder = say_pooling(make_bert(tmp_path / "bert"), pooling_mode_mean_tokens=True)
-    config = {
+    config: dict[str, Any] = {
         "name": "pooled",
         "run_dir": str(tmp_path / "run"),
         "start_from": str(folder),
         "max_length": 32,
-        "classification": write_reviews(tmp_path, train=16, dev=8),
-        "training": {"steps": 2, "examples_per_step": 4},
-        "engine": {"precision": "fp32", "compile": False},
-        "tracking": {"wandb": "off"},
     }
+    config |= {"classification": write_reviews(tmp_path, train=16, dev=8), "tracking": {"wandb": "off"}}
+    config |= {"training": {"steps": 2, "examples_per_step": 4}, "engine": {"precision": "fp32", "compile": False}}
     assert run_workers(1, make_starts, main, [Start(config)]) == [[""]]
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert 'AutoModelForSequenceClassification.from_pretrained(".", trust_remote_code=True)' in card

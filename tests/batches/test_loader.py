@@ -32,18 +32,17 @@ def shards(folder) -> TokenShards:
     return open_shards(folder, "train")
 
 
-def run_config(*, length=64, sequences=24, steps=6, budget=512, evaluation=100, **sections) -> PretrainConfig:
+def run_config(*, length=64, sequences=24, steps=6, budget=512, evaluation=100, phases=None, **sections):
+    """One phase, or one for each of `phases`, which say what differs in it."""
     phase = {"sequence_length": length, "global_sequences": sequences, "steps": steps, "peak_learning_rate": 1e-4}
-    return PretrainConfig.model_validate(
-        {
-            "name": "test",
-            "corpus": {"dir": "nowhere"},
-            "phases": [phase],
-            "engine": {"micro_batch_tokens": budget},
-            "evaluation": {"sequences": evaluation},
-            **sections,
-        }
-    )
+    values = {
+        "name": "test",
+        "corpus": {"dir": "nowhere"},
+        "phases": [{**phase, **changes} for changes in phases or [{}]],
+        "engine": {"micro_batch_tokens": budget},
+        "evaluation": {"sequences": evaluation},
+    }
+    return PretrainConfig.model_validate(values | sections)
 
 
 def load(shards, config, *, world_size=1, start_step=0) -> list[list[StepBatch]]:
@@ -94,32 +93,37 @@ def test_micro_batches_keep_their_contract(shards):
     assert all(len(micro.nsp_labels) == 0 for batch in without for micro in batch.micro_batches)
 
 
-@pytest.mark.parametrize("scheme", ["tokens", "whole_words"])
-def test_the_global_batch_is_the_same_for_any_world_micro_batch_and_restart(shards, scheme):
-    masking = {"scheme": scheme}
-    reference = load(shards, run_config(masking=masking))
+FALLING = {"masking_probability": 0.3, "final_masking_probability": 0.15}
+WAYS = {
+    "tokens": {},
+    "whole words": {"masking": {"scheme": "whole_words"}},
+    "falling share": {"phases": [FALLING]},
+    "falling share of words": {"phases": [FALLING], "masking": {"scheme": "whole_words"}},
+    "sentence order": {"pairs": {"objective": "sop"}},
+    "full sentences": {
+        "pairs": {"objective": "none", "input_format": "full_sentences"},
+        "masking": {"probability": 0.99},
+    },
+    "weights": {"phases": [{"weights": {"source-0": 4, "source-1": 0.5}}]},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_global_batch_is_the_same_for_any_world_micro_batch_and_restart(shards, way):
+    reference = load(shards, run_config(**WAYS[way]))
     expected = global_batches(reference)
     assert [sum(step.values()) for step in expected] == [24] * 6
     for world_size, budget, start in ((2, 512, 0), (3, 256, 0), (1, 128, 2), (4, 64, 5), (24, 512, 3)):
-        ranks = load(shards, run_config(masking=masking, budget=budget), world_size=world_size, start_step=start)
+        ranks = load(shards, run_config(budget=budget, **WAYS[way]), world_size=world_size, start_step=start)
         assert global_batches(ranks) == expected[start:]
         for step, batches in enumerate(zip(*ranks, strict=True), start):
             assert len({len(batch.micro_batches) for batch in batches}) == 1
+            micros, alone = [micro for batch in batches for micro in batch.micro_batches], reference[0][step]
+            sums = (sum(len(micro.input_ids) for micro in micros), sum(len(micro.masked_rows) for micro in micros))
+            assert (sum(len(micro.lengths) for micro in micros), *sums) == (24, alone.tokens, alone.masked)
             for batch in batches:
-                alone = reference[0][step]
-                assert (batch.sequences, batch.tokens, batch.masked) == (24, alone.tokens, alone.masked)
+                assert (batch.sequences, batch.tokens, batch.masked) == (24, *sums)
                 assert (batch.epoch, batch.first_sample) == (alone.epoch, alone.first_sample)
-
-
-@pytest.mark.parametrize("scheme", ["tokens", "whole_words"])
-def test_global_counts_are_sums_over_all_ranks(shards, scheme):
-    ranks = load(shards, run_config(masking={"scheme": scheme}, budget=128), world_size=3)
-    for batches in zip(*ranks, strict=True):
-        micros = [micro for batch in batches for micro in batch.micro_batches]
-        for batch in batches:
-            assert batch.sequences == sum(len(micro.lengths) for micro in micros)
-            assert batch.tokens == sum(len(micro.input_ids) for micro in micros)
-            assert batch.masked == sum(len(micro.masked_rows) for micro in micros)
 
 
 def test_every_sample_of_an_epoch_exactly_once_at_any_number_of_workers(shards):
@@ -168,6 +172,61 @@ def test_validation_batches_are_fixed(folder, shards):
     everything = validation_batches(held_out, run_config(evaluation=10**6), 0, rank=0, world_size=1)
     assert sum(batch.sequences for batch in everything) == known
     assert validation_batches(replace(shards, shards=[]), run_config(), 0, rank=0, world_size=1) == []
+
+
+def masked_share(shards: TokenShards, config: PretrainConfig, phase: int, step: int) -> float:
+    """Of the batch of one step: masked tokens over all tokens."""
+    batch = BatchMaker(shards, config, phase, seed=0, rank=0, world_size=1).make(24 * step, 24)
+    return batch.masked / batch.tokens
+
+
+def test_the_share_falls_linearly_over_the_steps_of_a_phase(shards):
+    second = {"masking_probability": 0.2, "final_masking_probability": 0.15, "steps": 100}
+    falls = [{"final_masking_probability": 0.2, "steps": 200}, second]
+    config = run_config(phases=falls, masking={"probability": 0.3})
+    assert config.masking_shares(0) == pytest.approx((0.3, 0.2))
+    assert config.masking_shares(1) == pytest.approx((0.2, 0.15))
+    for phase, step, expected in ((0, 0, 0.3), (0, 100, 0.25), (0, 199, 0.2), (1, 0, 0.2), (1, 99, 0.15)):
+        assert masked_share(shards, config, phase, step) == pytest.approx(expected, abs=0.012)
+
+
+def test_each_sequence_has_the_share_of_its_number(shards):
+    config = run_config(steps=10, phases=[{"masking_probability": 0.5, "final_masking_probability": 0.1}])
+    made = BatchMaker(shards, config, 0, seed=0, rank=0, world_size=1)
+    for number in (0, 60, 120, 239):
+        batch = made.make(number, 1)
+        length = batch.micro_batches[0].lengths[0]
+        share = 0.5 - 0.4 * number / 240
+        assert batch.masked == max(1, round(share * length))
+
+
+def test_a_phase_keeps_a_share_of_its_own(shards):
+    config = run_config(steps=5, phases=[{}, {"masking_probability": 0.05}], masking={"probability": 0.3})
+    assert [config.masking_shares(phase) for phase in (0, 1)] == [(0.3, 0.3), (0.05, 0.05)]
+    for phase, expected in ((0, 0.3), (1, 0.05)):
+        for step in (0, 4):
+            assert masked_share(shards, config, phase, step) == pytest.approx(expected, abs=0.012)
+    falling = {"final_masking_probability": 0.1}
+    config = run_config(steps=5, phases=[{"masking_probability": 0.5}, falling], masking={"probability": 0.2})
+    assert [config.masking_shares(phase) for phase in (0, 1)] == [(0.5, 0.5), (0.2, 0.1)]
+    assert (config.held_out_masking_share, config.largest_masking_share) == (pytest.approx(0.1), 0.5)
+
+
+def test_held_out_sequences_are_masked_as_at_the_end_of_the_run(folder):
+    held_out = open_shards(folder, "validation")
+    falls = [{"final_masking_probability": 0.15}] * 2
+    constant = run_config(phases=[{}, {}], evaluation=30, masking={"probability": 0.15})
+    falling = run_config(phases=falls, evaluation=30, masking={"probability": 0.4})
+    for phase in (0, 1):
+        both = (validation_batches(held_out, config, phase, rank=0, world_size=1) for config in (constant, falling))
+        expected, found = (global_batches([batches]) for batches in both)
+        assert found == expected
+
+
+def test_data_past_the_end_of_a_phase_has_the_last_share(shards):
+    """A rollback skips data, so that numbers continue past the phase's own."""
+    config = run_config(phases=[{"masking_probability": 0.4, "final_masking_probability": 0.2}])
+    assert masked_share(shards, config, 0, 9) == pytest.approx(0.2, abs=0.012)
 
 
 def test_held_out_text_that_is_too_little_is_named(tmp_path):
@@ -250,15 +309,9 @@ def test_closing_stops_the_thread_and_waiting_is_counted(shards):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a GPU")
 def test_pinned_batches_are_the_same_ones(shards: TokenShards) -> None:
-    for plain, pinned in itertools.islice(
-        zip(
-            Loader(shards, run_config(), 0, rank=0, world_size=1),
-            Loader(shards, run_config(), 0, rank=0, world_size=1, pinned=True),
-            strict=True,
-        ),
-        2,
-    ):
-        for one, other in zip(plain.micro_batches, pinned.micro_batches, strict=True):
+    plain, pinned = (Loader(shards, run_config(), 0, rank=0, world_size=1, pinned=on) for on in (False, True))
+    for first, second in itertools.islice(zip(plain, pinned, strict=True), 2):
+        for one, other in zip(first.micro_batches, second.micro_batches, strict=True):
             assert other.input_ids.is_pinned()
             assert torch.equal(one.input_ids, other.to(torch.device("cuda")).input_ids.cpu())
 

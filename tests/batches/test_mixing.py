@@ -14,7 +14,7 @@ from pretrain.batches.batch import StepBatch
 from pretrain.batches.loader import BatchMaker, validation_batches
 from pretrain.batches.order import Mixture
 from pretrain.common.errors import InputError
-from pretrain.config import PretrainConfig, load_config
+from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.planning.text import phase_lines
 from pretrain.run.preflight import check_corpus
@@ -29,13 +29,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(folder, documents=40, vocabulary_size=300, sources=3, weights=OWN)
 
 
-def configured(corpus: Path, *weights: Mapping[str, float]) -> PretrainConfig:
-    """A phase for each of `weights`."""
-    values = pretraining(corpus, corpus / "run", [(32, 16, 4)] * len(weights))
-    for phase, own in zip(values["phases"], weights, strict=True):
-        phase["weights"] = dict(own)
+def planned(corpus: Path, *phases: dict[str, Any], steps: int = 4) -> PretrainConfig:
+    """Phases of 16 sequences a step."""
+    values = pretraining(corpus, corpus / "run", [(32, 16, steps)] * len(phases))
+    for phase, own in zip(values["phases"], phases, strict=True):
+        phase |= own
     values["corpus"]["vocabulary"]["size"] = 1000
     return PretrainConfig.model_validate(values)
+
+
+def configured(corpus: Path, *weights: Mapping[str, float]) -> PretrainConfig:
+    return planned(corpus, *({"weights": dict(own)} for own in weights))
 
 
 def maker(corpus: Path, config: PretrainConfig, phase: int, **more: Any) -> BatchMaker:
@@ -69,15 +73,6 @@ def test_the_corpus_own_weights_change_no_sample(corpus: Path) -> None:
     assert not same(plain.make(0, 16), other.make(0, 16))
 
 
-def test_a_sample_does_not_depend_on_the_workers(corpus: Path) -> None:
-    config = configured(corpus, {"source-0": 4, "source-1": 0})
-    whole = maker(corpus, config, 0).make(32, 16)
-    parts = [maker(corpus, config, 0, rank=rank, world_size=3).make(32, 16) for rank in range(3)]
-    lengths = [length for part in parts for batch in part.micro_batches for length in batch.lengths]
-    assert sorted(lengths) == sorted(length for batch in whole.micro_batches for length in batch.lengths)
-    assert {part.masked for part in parts} == {whole.masked}
-
-
 def test_evaluations_keep_the_weights_of_the_corpus(corpus: Path) -> None:
     held_out = open_shards(corpus, "validation")
     plain, mixed = (
@@ -100,28 +95,6 @@ def test_weights_that_cannot_be_are_refused(corpus: Path, weights: dict[str, flo
         with pytest.raises(InputError) as caught:
             check(config)
         assert str(caught.value).startswith(message)
-
-
-def test_weights_are_settings(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(
-        f"name: trial\ncorpus: {{dir: {corpus}}}\nmodel: {{size: mini}}\n"
-        "phases: [{sequence_length: 32, global_sequences: 8, steps: 3, peak_learning_rate: 1e-3, weights: {wiki: 2}}]\n"
-    )
-    assert load_config(tmp_path / "run.yaml", ["phases.0.weights.books=0.5"]).phases[0].weights == {
-        "wiki": 2,
-        "books": 0.5,
-    }
-    with pytest.raises(InputError, match=r"phases\.0\.weights\.wiki"):
-        load_config(tmp_path / "run.yaml", ["phases.0.weights.wiki=-1"])
-
-
-def planned(corpus: Path, *phases: dict[str, Any], steps: int = 4) -> PretrainConfig:
-    """Phases of 16 sequences a step."""
-    values = pretraining(corpus, corpus / "run", [(32, 16, steps)] * len(phases))
-    for phase, own in zip(values["phases"], phases, strict=True):
-        phase |= own
-    values["corpus"]["vocabulary"]["size"] = 1000
-    return PretrainConfig.model_validate(values)
 
 
 @pytest.fixture(scope="module")

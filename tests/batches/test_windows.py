@@ -14,6 +14,7 @@ from numbered import NEXT, SINGLE, epoch, numbered, random_documents, sampler, t
 from pretrain.batches.loader import BatchMaker
 from pretrain.batches.reading import count_reading
 from pretrain.batches.sampler import Sampler, phase_sampler
+from pretrain.batches.source import Machine
 from pretrain.config import PretrainConfig
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import TokenShards, open_shards
@@ -168,6 +169,23 @@ def test_machines_share_the_blocks_of_a_window_and_make_the_same_batch(machines,
         for other in range(one):
             overlap = len(read[one] & read[other]) / len(read[one])
             assert overlap < 0.3 or one % groups == other % groups
+
+
+@pytest.mark.parametrize("machines", [2, 3, 8])
+def test_machines_divide_the_text_of_each_of_several_sources(machines: int) -> None:
+    shards = numbered([[[10] * 20] * 500] * 3, sources=[0, 1, 2], weights=(1.0,) * 3)  # 100 blocks each
+    more = {"block_tokens": 1000, "window_blocks": 63}
+    made = sampler(shards, 64, more=more | {"machine": Machine(0, machines)}, **SINGLE)
+    plain = sampler(shards, 64, more=more, **SINGLE)
+    batch = made.samples_per_epoch // 5  # about one window of 21 blocks of each source
+    owners, plan = made.owners(np.arange(batch)), plain.plan(np.arange(batch))
+    assert np.abs(np.bincount(owners, minlength=machines) / batch * machines - 1).max() < 0.05
+    blocks = plan.shard_a * 1000 + plan.begin_a // 1000
+    for machine in range(machines):
+        of_source = [len(set(blocks[(owners == machine) & (plan.shard_a == one)].tolist())) for one in range(3)]
+        assert max(of_source) <= 2 * 21 / machines + 6  # of two windows at most; blocks move to document ends
+    for stretch in np.array_split(owners, 4):
+        assert np.abs(np.bincount(stretch, minlength=machines) / len(stretch) * machines - 1).max() < 0.15
 
 
 def test_text_that_is_here_is_divided_among_all_ranks_alike(tmp_path):

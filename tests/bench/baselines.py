@@ -1,6 +1,6 @@
 """The programs that the step benchmarks compare: this project's engine and its baselines, with one interface.
 
-The baselines are transformers' class of the family in several variants, and this project's model in a plain torch loop.
+The baselines are transformers' BERT in several variants, and this project's model in a plain torch loop.
 Each trainer runs in its own process, as its user would run it. So settings of one process do not affect another; for
 example, our engine keeps freed memory. Only one trainer works at a time.
 """
@@ -8,7 +8,6 @@ example, our engine keeps freed memory. Only one trainer works at a time.
 from __future__ import annotations
 
 import functools
-import inspect
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from pretrain.batches.batch import MicroBatch, StepBatch
-from pretrain.batches.loader import Loader, validation_batches
+from pretrain.batches.loader import Loader
 from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory
 from pretrain.common.setting_errors import first_problem
@@ -46,7 +45,6 @@ class TrainerSpec:
     Attributes:
         kind: `OURS`, `BARE` or one of `BASELINES`.
         config: the run that it trains.
-        held_out: the run on whose held-out batches it is scored; None for its own.
         device: torch device type.
         threads: CPU threads; 0 keeps torch's default.
         steps: batches to make before training starts; 0 makes each batch when it is needed.
@@ -54,21 +52,20 @@ class TrainerSpec:
 
     kind: str
     config: PretrainConfig
-    held_out: PretrainConfig | None = None
     device: str = "cpu"
     threads: int = 0
     steps: int = 0
 
 
 def bench_config(
-    corpus: str, size: str, length: int, sequences: int, *, rate: float = 1e-4, precision: str = "auto", **model: Any
+    corpus: str, size: str, length: int, sequences: int, *, precision: str = "auto", **model: Any
 ) -> PretrainConfig:
     """A run of `sequences` per step and one micro-batch per step, with no last step.
 
     `model` holds further settings of the section model. The precision is resolved for this machine; the baselines use
     the same one. Only BERT predicts the next sentence. Raises `InputError` if there is no such run.
     """
-    phase = {"sequence_length": length, "global_sequences": sequences, "steps": 10**9, "peak_learning_rate": rate}
+    phase = {"sequence_length": length, "global_sequences": sequences, "steps": 10**9, "peak_learning_rate": 1e-4}
     config = validated(
         {
             "name": "bench",
@@ -77,7 +74,6 @@ def bench_config(
             "pairs": {"next_sentence": model.get("family", "bert") == "bert"},
             "phases": [phase],
             "engine": {"zero_stage": 1, "micro_batch_tokens": sequences * length, "precision": precision},
-            "evaluation": {"sequences": 512},
         }
     )
     return resolve_here(config)[0]
@@ -112,10 +108,6 @@ class TrainerProcess:
     def train(self, learning_rate: float) -> StepReport:
         """Train the next step of the epoch."""
         return self._call("train", learning_rate)
-
-    def held_out_loss(self) -> float:
-        """Mean cross-entropy of the held-out masked tokens in nats, without dropout."""
-        return self._call("held_out_loss")
 
     def close(self) -> None:
         """End the process and wait for it."""
@@ -177,12 +169,6 @@ class _Worker:
         self._synchronize()
         return StepReport(time.perf_counter() - started, step.tokens, loss)
 
-    def held_out_loss(self) -> float:
-        config = self._spec.held_out or self._spec.config
-        shards = open_shards(config.corpus.folder, "validation")
-        steps = validation_batches(shards, config, 0, rank=0, world_size=1)
-        return self._trainer.held_out_loss([step.to(self._device) for step in steps])
-
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
@@ -222,10 +208,6 @@ class EngineTrainer:
             total += loss.item()
         self._engine.step(learning_rate)
         return total
-
-    def held_out_loss(self, steps: list[StepBatch]) -> float:
-        """Mean cross-entropy of the masked tokens in nats, without dropout."""
-        return _held_out_loss(self._engine.module, steps)
 
 
 class PlainLoopTrainer:
@@ -269,18 +251,6 @@ class PlainLoopTrainer:
                 weight.copy_(master)
         return total
 
-    def held_out_loss(self, steps: list[StepBatch]) -> float:
-        """Mean cross-entropy of the masked tokens in nats, without dropout."""
-        return _held_out_loss(self._model, steps)
-
-
-def _held_out_loss(model: nn.Module, steps: list[StepBatch]) -> float:
-    model.eval()
-    with torch.no_grad():
-        total = sum(model(batch).mlm_loss.item() for step in steps for batch in step.micro_batches)
-    model.train()
-    return total / sum(step.masked for step in steps)
-
 
 class TransformersTrainer:
     """transformers with autocast to the config's precision and fused AdamW, padded to the longest sequence of a batch.
@@ -307,7 +277,7 @@ class TransformersTrainer:
 
     def prepare(self, step: StepBatch) -> list[dict[str, Tensor]]:
         """The step's micro-batches with padding; not timed."""
-        return [self._inputs(batch) for batch in step.micro_batches]
+        return [pad(batch) for batch in step.micro_batches]
 
     def train(self, step: list[dict[str, Tensor]], learning_rate: float) -> float:
         """One optimizer step; returns its loss."""
@@ -324,34 +294,9 @@ class TransformersTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         return total
 
-    def held_out_loss(self, steps: list[StepBatch]) -> float:
-        """Mean cross-entropy of the masked tokens in nats, without dropout."""
-        self._model.eval()
-        total = 0.0
-        with torch.no_grad(), self._autocast():
-            for batch in (batch for step in steps for batch in step.micro_batches):
-                inputs = self._inputs(batch)
-                labels = inputs.pop("labels")
-                output = self._model(**inputs)
-                logits = output.logits if "logits" in output else output.prediction_logits
-                total += nn.functional.cross_entropy(
-                    logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
-                ).item()
-        self._model.train()
-        return total / sum(step.masked for step in steps)
-
-    def _inputs(self, batch: MicroBatch) -> dict[str, Tensor]:
-        """What the model's class takes of a padded batch."""
-        taken = inspect.signature(self._model.forward).parameters
-        return {name: tensor for name, tensor in pad(batch).items() if name in taken}
-
 
 def _their_model(config: PretrainConfig, vocabulary_size: int, attention: str) -> Any:
-    """transformers' class of the family with our shape and random weights, with NSP's head if it is trained.
-
-    Raises:
-        InputError: the family has no baseline.
-    """
+    """transformers' BERT with our shape and random weights, with the heads of both losses."""
     import transformers
 
     shape = config.model
@@ -364,22 +309,8 @@ def _their_model(config: PretrainConfig, vocabulary_size: int, attention: str) -
         "max_position_embeddings": shape.max_positions,
         "attn_implementation": attention,
     }
-    if shape.family == "bert":
-        values |= {"hidden_dropout_prob": shape.hidden_dropout, "attention_probs_dropout_prob": shape.attention_dropout}
-        kind = transformers.BertForPreTraining if config.pairs.has_classifier else transformers.BertForMaskedLM
-        return kind(transformers.BertConfig(**values))
-    if shape.family != "modernbert":
-        raise InputError(f"bench step: there is no baseline for the family {shape.family}. Use bert or modernbert.")
-    own = {
-        "embedding_dropout": shape.hidden_dropout,
-        "attention_dropout": shape.attention_dropout,
-        "local_attention": shape.local_attention,
-        "pad_token_id": 0,
-        "layer_types": [
-            "sliding_attention" if shape.window(number) else "full_attention" for number in range(shape.layers)
-        ],
-    }
-    return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**values, **own))
+    values |= {"hidden_dropout_prob": shape.hidden_dropout, "attention_probs_dropout_prob": shape.attention_dropout}
+    return transformers.BertForPreTraining(transformers.BertConfig(**values))
 
 
 def hf_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

@@ -176,9 +176,6 @@ def _call(arguments: list[str]) -> None:
         raise MachineError(f"bench finetune: `{' '.join(arguments)}` failed: {done.stderr.strip()[-400:]}")
 
 
-# ---- the baseline, in its own process
-
-
 def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
     import torch
     import transformers

@@ -3,8 +3,6 @@
 Our loader makes everything from the shards: sentence pairs, NSP labels, masks, unpadded micro-batches. The baseline
 starts from sequences that are tokenized, cut to full length and held in memory with their special-token masks (what
 run_mlm's group_texts returns), shuffled by torch's DataLoader in this process. It only stacks and masks, without pairs.
-
-Also measured: resuming at sample 150,000,000 of an epoch in a new process.
 """
 
 from __future__ import annotations
@@ -12,32 +10,24 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import ValidationError
 
-from pretrain.batches.loader import BatchMaker, Loader
-from pretrain.batches.synthetic import SPECIALS, of_shards, synthetic_corpus
-from pretrain.common.children import run_program
+from pretrain.batches.loader import BatchMaker
+from pretrain.batches.synthetic import SPECIALS, synthetic_corpus
 from pretrain.common.commands import local_path, positive_int, program
 from pretrain.common.errors import InputError
 from pretrain.common.setting_errors import first_problem
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig
-from pretrain.corpus.shards import Shard, TokenShards, open_shards
+from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.vocabulary import read_vocabulary
-from tests.bench import environment
-
-RESUME_SAMPLE = 150_000_000
-_RESUME_SHARDS, _RESUME_TOKENS = 141, 100_000_000  # over 150 million samples of 128
 
 
 def main(argv: list[str]) -> int:
@@ -48,26 +38,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--sequences", type=positive_int, default=256, help="sequences per batch")
     parser.add_argument("--repeats", type=positive_int, default=5, help="repetitions; the median is reported")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument("--resume-only", type=local_path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.resume_only:
-        print(json.dumps(_resume_here(options.resume_only)))
-        return 0
     for length in options.lengths:
         _config(length, options.sequences)  # refused before anything is measured
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         shards = open_shards(options.corpus, "train") if options.corpus else synthetic_corpus(Path(scratch))
         results = [compare(shards, length, options.sequences, options.repeats) for length in options.lengths]
-        resume = _resume(Path(scratch))
-    if options.json:
-        print(json.dumps({"loader": results, "resume": resume, "torch": torch.__version__}))
-        return 0
-    for row in results:
-        print(_row(row))
     print(
-        f"resume at sample {resume['sample']:,}: {resume['seconds']:.2f} s to the first batch, peak memory "
-        f"{resume['peak_mb']:.0f} MB, of which {resume['imports_mb']:.0f} MB before anything was opened"
+        json.dumps({"loader": results, "torch": torch.__version__}) if options.json else "\n".join(map(_row, results))
     )
     return 0
 
@@ -140,56 +119,6 @@ def _config(length: int, sequences: int) -> PretrainConfig:
         raise InputError(f"bench: {first_problem(error)}.") from None
 
 
-def _resume(scratch: Path) -> dict[str, float]:
-    """Write shards for 150 million samples of 128 tokens, then resume there in a new process.
-
-    All shards are mapped files that share one copy on disk; the tokens are a hole in a sparse file.
-    """
-    folder = scratch / "resume"
-    folder.mkdir()
-    ends = np.arange(0, _RESUME_TOKENS + 1, 1000, dtype=np.uint64)
-    np.save(folder / "sentences.npy", np.arange(0, _RESUME_TOKENS + 1, 20, dtype=np.uint64))
-    np.save(folder / "documents.npy", np.stack((ends // np.uint64(20), ends), axis=1))
-    np.lib.format.open_memmap(folder / "tokens.npy", "w+", np.uint16, (_RESUME_TOKENS,)).flush()
-    for path in folder.glob("*.npy"):  # drop them from the page cache, as if the corpus were old
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-    command = [sys.executable, "-m", "tests.bench.loader", "--resume-only", str(folder)]
-    done = run_program(command, environment())
-    done.check_returncode()
-    return json.loads(done.stdout)
-
-
-def _resume_here(folder: Path) -> dict[str, float]:
-    imported = _peak_mb()
-    start = time.perf_counter()
-    shards = []
-    for number in range(_RESUME_SHARDS):
-        arrays = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("tokens", "sentences", "documents"))
-        shards.append(Shard(f"train-{number:05d}", "train", 0, *arrays))
-    corpus = of_shards(folder, shards)
-    step = RESUME_SAMPLE // 250
-    loader = Loader(corpus, _config(128, 250), 0, rank=0, world_size=1, start_step=step)
-    batch = next(loader)
-    seconds = time.perf_counter() - start
-    loader.close()
-    return {
-        "sample": batch.first_sample,
-        "samples_per_epoch": loader.samples_per_epoch,
-        "seconds": seconds,
-        "peak_mb": _peak_mb(),
-        "imports_mb": imported,
-    }
-
-
-def _peak_mb() -> float:
-    # Not getrusage: its peak starts from that of the parent process.
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
-
-
 def _row(result: dict[str, Any]) -> str:
     rate, spread = result["sequences_per_second"], result["spread"]
     sides = ", ".join(
@@ -198,7 +127,3 @@ def _row(result: dict[str, Any]) -> str:
     low, high = result["ratio_spread"]
     ratio = f"{result['ratio']:.1f} ({low:.1f}-{high:.1f})"
     return f"length {result['length']}: sequences per core-second: {sides}; ratio {ratio}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

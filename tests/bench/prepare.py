@@ -9,10 +9,7 @@ Two comparisons over the same WikiExtractor file, with the same vocabulary for a
 - Tokenizing only, in MB/s of sentences that are already split and in memory. Ours starts each time with an empty
   table of words. The baseline is `tokenizers.Tokenizer.encode_batch_fast`; its ids are not even copied out.
 
-The upper bound is measured, too: reading the file from the page cache on all cores.
-
---check-ids compares every sentence's ids with transformers' BertTokenizer instead. --memory measures the peak memory
-of `prepare` instead, on texts of several sizes that are made of the file's sentences.
+--check-ids compares every sentence's ids with transformers' BertTokenizer instead.
 """
 
 from __future__ import annotations
@@ -22,78 +19,47 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
-import math
-import os
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.commands import local_path, program
+from pretrain.common.commands import local_path, positive_int, program
 from pretrain.common.errors import InputError, MachineError
-from tests.bench.prepare_checks import check_ids, measure_memory
-from tests.bench.prepare_data import Vocabulary, read_documents, source_file, train_vocabulary
-from tests.bench.prepare_programs import DatasetsMap, EncodeBatch, OwnTokenizers, Preparation, Program, cores
+from tests.bench import prepare_programs as programs
 
-_READ_BYTES = 1 << 20
+_SHOWN_MISMATCHES = 5
 
 
 def main(argv: list[str]) -> int:
     """Run the comparison, or the requested checks, and print a table, or JSON with `--json`."""
     options = _parser().parse_args(argv)
-    if not all(size > 0 and math.isfinite(size) for size in options.memory or ()):
-        raise InputError("--memory: each size must be a number of MB above 0.")
-    if options.filters and options.memory is None:
-        raise InputError("--filters: belongs to --memory. Give both.")
-    if not 0 <= options.limit_mb < math.inf:
-        raise InputError(f"--limit-mb: {options.limit_mb:g}; expected a number of MB from 0.")
-    if options.repeats < 1:
-        raise InputError(f"--repeats: is {options.repeats}, must be at least 1.")
-    if options.memory is None:
-        _need_transformers()
-    result: dict[str, Any] = {"cores": cores(), "versions": _versions()}
+    if importlib.util.find_spec("transformers") is None:
+        raise MachineError("bench prepare: transformers is not installed. Install the extra: pip install -e .[bench].")
+    result: dict[str, Any] = {"cores": programs.cores(), "versions": _versions()}
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as folder:
         scratch = Path(folder)
-        file = source_file(options, scratch)
-        result["file"] = {"path": str(options.file or "docstrings"), "megabytes": file.stat().st_size / 1e6}
-        given = Vocabulary.of(options.vocabulary) if options.vocabulary else None
-        if options.memory is not None:
-            result["memory"] = measure_memory(file, given, scratch, options.memory, filters=options.filters)
+        file = options.file
+        if not file.is_file():
+            raise InputError(f"--file: {file}: not found, or not a file.")
+        result["file"] = {"path": str(file), "megabytes": file.stat().st_size / 1e6}
+        vocabulary = programs.Vocabulary.trained(file, scratch)
+        if options.check_ids:
+            result["ids"] = check_ids(file, vocabulary)
         else:
-            vocabulary = given or Vocabulary.of(train_vocabulary(file, scratch))
-            if options.check_ids:
-                result["ids"] = check_ids(file, vocabulary)
-            else:
-                result |= compare(file, vocabulary, scratch, options.repeats)
+            result |= compare(file, vocabulary, scratch, options.repeats)
     print(json.dumps(result) if options.json else "\n".join(_lines(result)))
     return 1 if options.check_ids and result["ids"]["mismatches"] else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"{program()} bench prepare", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--file", type=local_path, help="WikiExtractor file (default: the installed docstrings)")
-    parser.add_argument("--limit-mb", type=float, default=0, help="only the first MB of it; 0 uses all")
-    parser.add_argument(
-        "--vocabulary", type=local_path, help="folder with a tokenizer.json (default: one trained on the file)"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="repetitions; the median is reported")
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--check-ids", action="store_true", help="compare every sentence's ids instead")
-    instead.add_argument(
-        "--memory",
-        type=float,
-        nargs="*",
-        metavar="MB",
-        help="measure the peak memory of our preparation instead, on so many MB of text made of the file's sentences "
-        "(default: once, twice and four times its size)",
-    )
-    parser.add_argument(
-        "--filters", action="store_true", help="with --memory: repair mojibake, drop by quality, drop near-duplicates"
-    )
+    parser.add_argument("--file", type=local_path, required=True, help="WikiExtractor file")
+    parser.add_argument("--repeats", type=positive_int, default=5, help="repetitions; the median is reported")
+    parser.add_argument("--check-ids", action="store_true", help="compare every sentence's ids instead")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser
 
@@ -103,35 +69,42 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}
 
 
-def _need_transformers() -> None:
-    if importlib.util.find_spec("transformers") is None:
-        raise MachineError(
-            "bench prepare: the baseline, transformers, is not installed. Install the extra: pip install -e .[bench]."
-        )
+def check_ids(file: Path, vocabulary: programs.Vocabulary) -> dict[str, Any]:
+    """Our ids of every sentence against transformers' BertTokenizer: counts, and the first mismatches."""
+    theirs = vocabulary.transformers_tokenizer()
+    texts = ("\n".join(lines) for lines in programs.read_documents(file) if lines)
+    checked, mismatches, examples = 0, 0, []
+    for batch, tokens, offsets in programs.token_batches(texts, vocabulary.tokenizer()):
+        sentences = "\n".join(batch).split("\n")
+        encoded = theirs(sentences, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
+        bounds = itertools.pairwise(offsets.tolist())
+        for sentence, wanted, (begin, end) in zip(sentences, encoded["input_ids"], bounds, strict=True):
+            ours = tokens[begin:end].tolist()
+            if ours != wanted:
+                mismatches += 1
+                if len(examples) < _SHOWN_MISMATCHES:
+                    examples.append({"sentence": sentence, "ours": ours, "transformers": wanted})
+        checked += len(sentences)
+    return {"sentences": checked, "mismatches": mismatches, "examples": examples}
 
 
-# ---------------------------------------------------------------- speed
-
-
-def compare(file: Path, vocabulary: Vocabulary, scratch: Path, repeats: int) -> dict[str, Any]:
-    """All four, alternating: MB/s with ranges, the ratios of each pair, and the stages of our preparation."""
-    documents = list(read_documents(file))
+def compare(file: Path, vocabulary: programs.Vocabulary, scratch: Path, repeats: int) -> dict[str, Any]:
+    """All four, alternating: MB/s with ranges, and the ratios of each pair."""
+    documents = list(programs.read_documents(file))
     sentences = list(itertools.chain.from_iterable(documents))
-    if not sentences:
-        raise InputError(f"--file: {file}: no sentence. Is it a WikiExtractor file?")
     raw, text = file.stat().st_size / 1e6, sum(len(sentence.encode()) for sentence in sentences) / 1e6
     with (
-        Preparation(file, vocabulary) as preparation,
-        OwnTokenizers(documents, vocabulary) as own_tokenizers,
-        DatasetsMap(documents, vocabulary, scratch / "documents") as datasets_map,
+        programs.Preparation(file, vocabulary) as preparation,
+        programs.OwnTokenizers(documents, vocabulary) as own_tokenizers,
+        programs.DatasetsMap(documents, vocabulary, scratch / "documents") as datasets_map,
     ):
-        programs: dict[str, Program] = {
+        compared: dict[str, programs.Program] = {
             "prepare": preparation,
             "datasets": datasets_map,
             "tokenize": own_tokenizers,
-            "tokenizers": EncodeBatch(sentences, vocabulary),
+            "tokenizers": programs.EncodeBatch(sentences, vocabulary),
         }
-        seconds, tokens = _alternate(programs, scratch / "output", repeats)
+        seconds, tokens = _alternate(compared, scratch / "output", repeats)
     megabytes = {"prepare": raw, "datasets": raw, "tokenize": text, "tokenizers": text}
     return {
         "sentences": len(sentences),
@@ -150,39 +123,17 @@ def compare(file: Path, vocabulary: Vocabulary, scratch: Path, repeats: int) -> 
             f"{ours} / {baseline}": _ratio(seconds[ours], seconds[baseline])
             for ours, baseline in (("prepare", "datasets"), ("prepare", "tokenizers"), ("tokenize", "tokenizers"))
         },
-        "stage_seconds": preparation.stage_seconds(),
-        "read_mb_per_second": raw / _reading_seconds(file, repeats),
     }
 
 
-def _reading_seconds(file: Path, repeats: int) -> float:
-    """Seconds for all cores together to read the file, which must be in the page cache; the median."""
-    size = file.stat().st_size
-    stripe = -(-size // cores())
-
-    def read(first: int) -> None:
-        piece, end = bytearray(_READ_BYTES), min(first + stripe, size)
-        for offset in range(first, end, _READ_BYTES):
-            os.preadv(descriptor, [memoryview(piece)[: end - offset]], offset)
-
-    seconds = []
-    with file.open("rb") as opened, ThreadPoolExecutor(cores()) as threads:
-        descriptor = opened.fileno()
-        for _ in range(repeats + 1):
-            start_time = time.perf_counter()
-            list(threads.map(read, range(0, size, stripe)))
-            seconds.append(time.perf_counter() - start_time)
-    return statistics.median(seconds[1:])  # the first one starts the threads
-
-
 def _alternate(
-    programs: dict[str, Program], output: Path, repeats: int
+    compared: dict[str, programs.Program], output: Path, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of every repetition and tokens of each program. The first round warms up and does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    seconds: dict[str, list[float]] = {name: [] for name in compared}
     tokens: dict[str, int] = {}
     for number in range(repeats + 1):
-        for name, run in programs.items():
+        for name, run in compared.items():
             output.mkdir()
             start_time = time.perf_counter()
             tokens[name] = run(output)
@@ -198,9 +149,6 @@ def _ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
     return {"median": statistics.median(ratios), "spread": [min(ratios), max(ratios)]}
 
 
-# ---------------------------------------------------------------- printing
-
-
 def _lines(result: dict[str, Any]) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     file = result["file"]
@@ -209,11 +157,6 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
         yield from _speed_lines(result)
     if "ids" in result:
         yield from _id_lines(result["ids"])
-    for row in result.get("memory", ()):
-        yield (
-            f"{row['megabytes']:,.0f} MB, {row['documents']:,} documents, {row['duplicates']:,} duplicates: peak memory"
-            f" {row['resident_mb']:.0f} MB, {row['private_mb']:.0f} MB without pages of files; {row['seconds']:.0f} s"
-        )
 
 
 def _speed_lines(result: dict[str, Any]) -> Iterator[str]:
@@ -233,9 +176,6 @@ def _speed_lines(result: dict[str, Any]) -> Iterator[str]:
     for pair, ratio in result["ratios"].items():
         low, high = ratio["spread"]
         yield f"{pair}: {ratio['median']:.1f} times ({low:.1f}-{high:.1f})"
-    stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in result["stage_seconds"].items())
-    yield f"stages of prepare: {stages}"
-    yield f"reading the file from the page cache: {result['read_mb_per_second']:,.0f} MB/s"
 
 
 def _id_lines(ids: dict[str, Any]) -> Iterator[str]:

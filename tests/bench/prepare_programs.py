@@ -1,15 +1,13 @@
-"""The programs that `bench prepare` compares: ours, `tokenizers` and `datasets`, on all cores each."""
+"""What `bench prepare` compares: ours, `tokenizers` and `datasets` on all cores each; text and vocabulary for them."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import multiprocessing
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +15,71 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pretrain.common.files import read_manifest
-from pretrain.config import PretrainConfig
-from pretrain.corpus import prepare
+from pretrain.config import PretrainConfig, SourceConfig
+from pretrain.corpus import prepare, sources
+from pretrain.corpus.inputs import Problems
+from pretrain.corpus.sentences import split_sentences
 from pretrain.corpus.shards import token_dtype
-from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stages import batches_of
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, WordPieces, WordTable, columns
-from tests.bench.prepare_data import SEQUENCE_LENGTH, Vocabulary, settings_for
+from pretrain.corpus.vocabulary import load_vocabulary
 
+SEQUENCE_LENGTH = 512  # what group_texts cuts to
+_LANGUAGE = "en"
+_UNLIMITED = 10**9  # tokens, so that transformers does not warn of long documents
 _BATCH_SENTENCES = 10_000  # for encode_batch_fast
 
 Program = Callable[[Path], int]  # works into an empty folder, returns the number of tokens
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """That of a prepared corpus, uncased."""
+
+    folder: Path
+
+    @classmethod
+    def trained(cls, file: Path, scratch: Path) -> Vocabulary:
+        """One that preparing `file` trains, in a folder below `scratch`."""
+        prepare.prepare(PretrainConfig.model_validate(settings_for(file, scratch / "trained")), quiet=True)
+        return cls(scratch / "trained")
+
+    def tokenizer(self) -> Tokenizer:
+        """As our preparation has it."""
+        return load_vocabulary(self.folder, lowercase=True)
+
+    def transformers_tokenizer(self) -> Any:
+        """As transformers has it. Special tokens written out in a text are ordinary characters, as for us."""
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        return transformers.BertTokenizer.from_pretrained(
+            self.folder, split_special_tokens=True, model_max_length=_UNLIMITED
+        )
+
+
+def settings_for(file: Path, folder: Path, vocabulary: Vocabulary | None = None) -> dict[str, Any]:
+    """A run's settings that prepare `file` in `folder`; a vocabulary is trained unless given."""
+    given = {"path": str(vocabulary.folder)} if vocabulary else {}
+    source = {"kind": "wikiextractor", "path": str(file)}
+    corpus = {"dir": str(folder), "sources": [source], "vocabulary": given, "language": _LANGUAGE}
+    phase = {"sequence_length": SEQUENCE_LENGTH, "global_sequences": 1, "steps": 1, "peak_learning_rate": 1e-4}
+    return {"name": "bench", "corpus": corpus, "phases": [phase]}
+
+
+def read_documents(file: Path) -> Iterator[list[str]]:
+    """The sentences of each document of a WikiExtractor file, as our preparation splits them."""
+    source, problems = SourceConfig(kind="wikiextractor", path=str(file)), Problems()
+    for number, item in enumerate(sources.find_inputs(source, "--file")):
+        for chunk in sources.cut(source, 0, number, item):
+            for text in sources.documents(chunk, problems):
+                lines = "\n".join(split_sentences(text, _LANGUAGE)).split("\n")
+                yield [line for line in lines if line.strip(" \t\r")]
+
+
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-class _StageClock(StageBar):
-    """No progress bar but the seconds of every stage."""
-
-    def __init__(self) -> None:
-        super().__init__(quiet=True)
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def stage(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
-        began = time.perf_counter()
-        with super().stage(name, total) as advance:
-            yield advance
-        self.seconds[name] = time.perf_counter() - began
 
 
 class _Processes:
@@ -83,17 +115,12 @@ class Preparation(_Processes):
     def __init__(self, file: Path, vocabulary: Vocabulary) -> None:
         super().__init__()
         self._file, self._vocabulary = file, vocabulary
-        self._runs: list[dict[str, float]] = []
         self.start(int)
 
     def __call__(self, folder: Path) -> int:
         settings = settings_for(self._file, folder, self._vocabulary)
-        self._runs.append(self._executors[0].submit(_prepare, settings).result())
+        self._executors[0].submit(_prepare, settings).result()
         return sum(shard["tokens"] for shard in read_manifest(folder)["shards"])
-
-    def stage_seconds(self) -> dict[str, float]:
-        """Medians over the runs but the first."""
-        return {name: statistics.median(run[name] for run in self._runs[1:]) for name in self._runs[0]}
 
 
 class OwnTokenizers(_Processes):
@@ -141,36 +168,27 @@ class DatasetsMap(_Processes):
         return self.run(_map_dataset, folder)
 
 
-# ---------------------------------------------------------------- what the programs' processes do
-
 _held: Any = None  # what this process was made ready with
 
 
-def _prepare(settings: dict[str, Any]) -> dict[str, float]:
-    """Prepare a corpus; returns the seconds of every stage."""
-    clock = _StageClock()
-    began = time.perf_counter()
-    prepare.prepare(PretrainConfig.model_validate(settings), bar=clock)
-    whole = time.perf_counter() - began
-    return clock.seconds | {"everything else": whole - sum(clock.seconds.values())}
+def _prepare(settings: dict[str, Any]) -> None:
+    prepare.prepare(PretrainConfig.model_validate(settings), quiet=True)
 
 
 def _hold(documents: list[list[str]], vocabulary: Vocabulary) -> None:
     global _held
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _held = documents, vocabulary.tokenizer(), vocabulary.lowercase
+    _held = documents, vocabulary.tokenizer()
 
 
 def _tokenize() -> int:
     """Tokenize the held documents, starting without any known word; returns the number of tokens."""
-    documents, tokenizer, lowercase = _held
+    documents, tokenizer = _held
     texts = ("\n".join(lines) for lines in documents)
-    return sum(len(tokens) for _, tokens, _ in token_batches(texts, tokenizer, lowercase=lowercase))
+    return sum(len(tokens) for _, tokens, _ in token_batches(texts, tokenizer))
 
 
-def token_batches(
-    texts: Iterator[str], tokenizer: Tokenizer, *, lowercase: bool
-) -> Iterator[tuple[list[str], np.ndarray, np.ndarray]]:
+def token_batches(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[list[str], np.ndarray, np.ndarray]]:
     """(texts, tokens, token offset of each sentence) of our preparation's batches; one line is one sentence."""
     table = WordTable()
     pieces = WordPieces(tokenizer, table)
@@ -179,7 +197,7 @@ def token_batches(
         if table.size > MAX_TABLE_WORDS:
             table = WordTable()
             pieces = WordPieces(tokenizer, table)
-        cut = columns(batch, table, lowercase=lowercase)
+        cut = columns(batch, table, lowercase=True)
         tokens, offsets = pieces.tokens(cut.words, cut.sentences, dtype)
         yield batch, tokens, offsets
 

@@ -1,4 +1,4 @@
-"""`bench step`: training throughput of ours and of transformers' class of the same family on the same batches.
+"""`bench step`: training throughput of ours and of transformers' BERT on the same batches.
 
 Baselines (`--peers`): transformers with eager or scaled-dot-product attention, with or without torch.compile,
 autocast to the same precision, torch's fused AdamW, batches padded to their longest sequence. Ours: this project's
@@ -43,8 +43,8 @@ def main(argv: list[str]) -> int:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     results = []
-    for family, size, length in itertools.product(options.families, options.sizes, options.lengths):
-        results.append(compare(size, length, options, device, family=family))
+    for size, length in itertools.product(options.sizes, options.lengths):
+        results.append(compare(size, length, options, device))
         if not options.json:
             print(_row(results[-1]), flush=True)
     if options.json:
@@ -52,9 +52,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def compare(
-    size: str, length: int, options: argparse.Namespace, device: torch.device, *, family: str = "bert"
-) -> dict[str, Any]:
+def compare(size: str, length: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """One model size at one sequence length: medians over the timed steps, as JSON values.
 
     `mfu` is the model FLOPs utilization of our engine (`pretrain.run.metrics`). `mfu_full_last_layer` also counts
@@ -62,8 +60,9 @@ def compare(
     """
     shards = open_shards(Path(options.corpus), "train")
     sequences = max(1, options.tokens // length)
-    model = {"family": family, "hidden_dropout": options.dropout}
-    config = bench_config(options.corpus, size, length, sequences, precision=options.precision, **model)
+    config = bench_config(
+        options.corpus, size, length, sequences, precision=options.precision, hidden_dropout=options.dropout
+    )
     precision = config.engine.resolved_precision
     count = options.repeats + WARM_UP
     kinds = (OURS, *options.peers)
@@ -80,7 +79,6 @@ def compare(
     counted = objective_of(config, shards.vocabulary_size)
     flops_per_token = _sum(counted.model_flops, steps) / tokens
     return {
-        "family": family,
         "size": size,
         "length": length,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -148,7 +146,7 @@ def _sum(count: Callable[[Sequence[float], float], float], steps: list[StepBatch
 def _row(result: dict[str, Any]) -> str:
     low, high = result["mfu_spread"]
     lines = [
-        f"{result['family']} {result['size']} @ {result['length']}, mean {result['mean_tokens']:.0f} tokens: "
+        f"{result['size']} @ {result['length']}, mean {result['mean_tokens']:.0f} tokens: "
         f"ours {_rate(result, OURS)}, MFU {result['mfu']:.0%} ({low:.0%}-{high:.0%}) of "
         f"{result['matmul_peak_gflops']:.0f} GFLOP/s in {result['precision']}"
     ]
@@ -166,7 +164,6 @@ def _rate(result: dict[str, Any], kind: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"{program()} bench step", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", required=True, help="prepared corpus folder, which gives the sequence lengths")
-    parser.add_argument("--families", nargs="+", default=["bert"], help="model families: bert, modernbert")
     parser.add_argument("--sizes", nargs="+", default=["mini"], help="model sizes (default: mini)")
     parser.add_argument("--lengths", nargs="+", type=positive_int, default=[512, 128], help="sequence lengths")
     parser.add_argument(

@@ -106,9 +106,7 @@ def bertrain(folder: Path, *words: str, **variables: str) -> subprocess.Complete
         ("masking.scheme=mine.needs", "{0}/mine/needs.py:1: mine.needs raises ModuleNotFoundError when it is"),
     ],
 )
-def test_a_module_that_does_not_do_is_one_line(
-    place: Path, capsys: pytest.CaptureFixture[str], setting: str, message: str
-) -> None:
+def test_a_module_that_does_not_do_is_one_line(place, capsys, setting, message) -> None:
     assert main(["pretrain", "configs/own.yaml", "--dry-run", "--set", setting]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: --set {setting}: {setting.partition('=')[0]}: ")
@@ -136,9 +134,7 @@ def test_modules_beside_the_config_are_found_after_installed_ones(place: Path, t
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_a_recorded_config_imports_what_is_asked_for(
-    place: Path, capsys: pytest.CaptureFixture[str], allowed: bool
-) -> None:
+def test_a_recorded_config_imports_what_is_asked_for(place, capsys, allowed) -> None:
     """As an export that a stranger made, with a module in the current folder."""
     (place / "mine/places.py").write_text((ROOT / "tests/toy_objective.py").read_text())
     config = pretraining(place / "corpus", Path("runs/own"), [(32, 8, 3)], objective="mine.places")
@@ -163,9 +159,7 @@ def test_a_recorded_config_imports_what_is_asked_for(
         ("task.metric=macrof1", "task: metric: 'macrof1' is not one of accuracy, macro_f1"),
     ],
 )
-def test_a_task_of_ones_own_is_checked_by_its_settings(
-    place: Path, capsys: pytest.CaptureFixture[str], setting: str, message: str
-) -> None:
+def test_a_task_of_ones_own_is_checked_by_its_settings(place, capsys, setting, message) -> None:
     (place / "mine/lengths.py").write_text(LENGTHS)
     wordless = "from finetune.tasks.base import Task\nclass TASK(Task):\n    head, settings_type = 'tokens', int\n"
     wordless += "".join(f"    def {name}(self): ...\n" for name in Task.__abstractmethods__)

@@ -36,9 +36,6 @@ from pretrain.reporting.pages import write_page
 ROOT = Path(__file__).parents[2]
 
 
-# ---- locks
-
-
 def test_a_full_disk_is_recognized_without_a_number(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="disk full"), disk_errors(tmp_path):
         np.zeros(100_000).tofile("/dev/full")
@@ -76,9 +73,7 @@ def test_a_lock_is_held_against_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_without_locks_the_work_continues_with_a_warning(
-    tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_locks_the_work_continues_with_a_warning(tmp_path, error, monkeypatch, caplog) -> None:
     def flock(*arguments: object) -> None:
         raise OSError(error, os.strerror(error))
 
@@ -90,9 +85,6 @@ def test_without_locks_the_work_continues_with_a_warning(
         f"{tmp_path}/.lock: this file system does not support locks ({os.strerror(error)}). "
         f"Make sure that no other process uses {tmp_path}."
     )
-
-
-# ---- what is in the place of an output
 
 
 def test_a_link_stays_and_its_file_is_written(tmp_path: Path) -> None:
@@ -142,9 +134,6 @@ def test_a_page_replaces_pages_only(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"metrics\.jsonl: exists and is not a page"):
         write_page(records, "report.html.j2")
     assert records.read_text() == '{"step": 1}'
-
-
-# ---- names that lead elsewhere
 
 
 @pytest.fixture
@@ -215,9 +204,6 @@ def test_a_workers_log_follows_no_link(tmp_path: Path, precious: Path) -> None:
     assert precious.read_text() == "not yours"
 
 
-# ---- shards
-
-
 @pytest.fixture
 def many_shards(tmp_path: Path) -> Path:
     """A corpus of 40 shards, which are 120 files."""
@@ -281,9 +267,6 @@ def test_mapped_arrays_are_read_only_and_let_go_of_their_pages(many_shards: Path
     for array in (shard.tokens, shard.sentences, shard.documents):
         assert not array.flags.writeable
         assert isinstance(array.base, shards_of.mmap.mmap)
-
-
-# ---- manifests
 
 
 @pytest.mark.parametrize("name", ["../outside", "a/../../outside", "/etc/passwd"])

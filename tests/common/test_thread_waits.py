@@ -114,9 +114,7 @@ def test_limits_of_threads_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_the_limits_of_every_control_group_around_a_job_count(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group: str, folder: str, files: tuple[str, str, str]
-) -> None:
+def test_the_limits_of_every_control_group_around_a_job_count(monkeypatch, tmp_path, group, folder, files) -> None:
     monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(memory, "_GROUPS", tmp_path / "groups")
     (tmp_path / "own").write_text(group + "\n")

@@ -11,19 +11,22 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from piece_tokenizers import CODE, LANGUAGES, PieceKind, make_pieces, save_pieces
+from released_tokenizers import make_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from finetune.cli import main
 from pretrain.batches.masking import Masker
 from pretrain.common.errors import InputError
-from pretrain.config import MaskingConfig, PretrainConfig, VocabularyConfig
+from pretrain.config import MaskingConfig, PretrainConfig, SourceConfig, VocabularyConfig
 from pretrain.corpus.byte_words import spelled, speller, word_edges
+from pretrain.corpus.extension import check_extension, extend_vocabulary, old_pieces, sampled_words
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.sentences import sentence_starts
 from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.corpus.sources import find_inputs
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.tokenize import WordTable
-from pretrain.corpus.vocabulary import entries_of, load_vocabulary, save_tokenizer
+from pretrain.corpus.vocabulary import entries_of, load_vocabulary, save_tokenizer, vocabulary_size
 from pretrain.corpus.whole_documents import DocumentEncoder, measured
 from tests.corpus.test_released_tokenizers import assert_logits, odd_texts
 from tests.run.test_start import write_config
@@ -114,6 +117,48 @@ def test_any_word_piece_is_taken_as_it_is() -> None:
     tokenizer.add_special_tokens(words[:5])
     assert encoded(tokenizer, ["The dogs <s> cat"]) == [[5, 6, 7, 3, 3]]
     assert special_ids(tokenizer) == {"pad": 1, "unk": 3, "cls": 0, "sep": 2, "mask": 4}
+
+
+# ---------------------------------------------------------------- added words
+
+
+@pytest.mark.parametrize("kind", ["xlm_roberta", "deberta_v3", "roberta", "modernbert"])
+def test_added_words_are_tokens_and_change_no_other_word(kind: Any, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    old = make_pieces(kind) if kind in KINDS else make_tokenizer(kind)
+    counts = {"quokkaburra": 9, "sentiments": 5, "dignity": 2, "all": 2, "1948": 8}
+    extension = extend_vocabulary(old, counts, 2)
+    new, size = extension.tokenizer, vocabulary_size(old)
+    assert [word.lstrip("\u2581\u0120") for word in extension.words] == ["quokkaburra", "sentiments"]
+    assert vocabulary_size(new) == size + 2
+    assert old.get_vocab(with_added_tokens=True).items() <= new.get_vocab(with_added_tokens=True).items()
+    text = "The quokkaburra met sentiments, and quokkaburras."
+    ids = new.encode(text, add_special_tokens=False).ids
+    assert [number for number in ids if number >= size] == [size, size + 1, *([size] if kind in KINDS else [])]
+    assert new.decode(ids).strip() == text
+    plain = [*LANGUAGES.values(), CODE]
+    assert [new.encode(one).ids for one in plain] == [old.encode(one).ids for one in plain]
+    assert encoded(new, [text, *plain]) == [new.encode(one, add_special_tokens=False).ids for one in (text, *plain)]
+    assert len(old_pieces(old, extension.words)[0]) > 1
+    save_tokenizer(tmp_path, new, {})
+    assert AutoTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False)["input_ids"] == ids
+    before = sum(n * len(old.encode(f" {word}", add_special_tokens=False).ids) for word, n in counts.items())
+    assert extension.tokens_before == before
+
+
+def test_a_tokenizer_without_words_takes_none() -> None:
+    with pytest.raises(InputError, match="is a BPE that does not cut texts into words"):
+        check_extension(make_pieces("mmbert"), 2)
+
+
+def test_words_of_all_files_are_counted_and_held_out_ones_are_not(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text(f"The {name}-word, {name}word.\n\nAnother the.")
+    given = [{"kind": "books", "path": f"{tmp_path}/{name}.txt", "held_out": name == "c"} for name in ("a", "b", "c")]
+    read = [SourceConfig.model_validate(one) for one in given]
+    counts = sampled_words((one, find_inputs(one, "x")) for one in read)
+    assert counts == {"The": 2, "a": 1, "b": 1, "word": 2, "aword": 1, "bword": 1, "Another": 2, "the": 2}
 
 
 # ---------------------------------------------------------------- files

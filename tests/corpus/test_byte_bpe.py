@@ -9,20 +9,20 @@ import string
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pretrain.batches.masking import Masker
 from pretrain.batches.sampler import Sampler
 from pretrain.common.errors import InputError
-from pretrain.config import MaskingConfig, PairsConfig, PretrainConfig, VocabularyConfig
+from pretrain.config import MaskingConfig, PairsConfig, PretrainConfig, SourceConfig
 from pretrain.corpus.byte_columns import byte_columns
-from pretrain.corpus.byte_words import entry_bytes, is_byte_vocabulary, spelled, word_edges
+from pretrain.corpus.byte_words import entry_bytes, is_byte_vocabulary, spelled
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.tokenize import BytePairs, WordTable, columns
@@ -36,6 +36,7 @@ from pretrain.corpus.vocabulary import (
     train_vocabulary,
 )
 from pretrain.reporting.fill_mask import MaskedSentence, filling, maskable_spelled_words
+from tests.corpus.preparing import masked_words, preparation
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog, and the dog doesn't care. In 1999 the fox's naïve friends said: "
@@ -101,9 +102,6 @@ def test_columns_know_sentences_documents_words_and_hashes_as_those_of_wordpiece
     assert cut.document_words.tolist() == words.document_words.tolist() == [4, 0, 2, 2]
     assert cut.document_bytes.tolist() == words.document_bytes.tolist()
     assert (cut.hashes == words.hashes).all()
-
-
-# ---------------------------------------------------------------- vocabulary
 
 
 def test_training_gives_the_same_ids_in_every_process() -> None:
@@ -185,19 +183,6 @@ def test_taking_over_gives_the_same_tokenizer(tmp_path: Path) -> None:
         load_vocabulary(tmp_path, lowercase=False)
 
 
-def test_a_config_has_the_defaults_of_its_kind() -> None:
-    assert VocabularyConfig.model_validate({"kind": "byte_bpe"}).model_dump(include={"size", "lowercase"}) == {
-        "size": 32768,
-        "lowercase": False,
-    }
-    assert VocabularyConfig().size == 30522
-    with pytest.raises(ValidationError, match="lowercase must be false"):
-        VocabularyConfig.model_validate({"kind": "byte_bpe", "lowercase": True})
-
-
-# ---------------------------------------------------------------- corpus and masks
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
@@ -210,19 +195,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(folder: Path, target: Path, **vocabulary) -> PretrainConfig:
-    return PretrainConfig.model_validate(
-        {
-            "name": "bytes",
-            "corpus": {
-                "dir": str(target),
-                "sources": [{"kind": "jsonl", "path": str(folder / "a.jsonl")}],
-                "vocabulary": {"kind": "byte_bpe", "size": 400, **vocabulary},
-                "processes": 1,
-            },
-            "phases": [{"sequence_length": 32, "global_sequences": 8, "steps": 1, "peak_learning_rate": 1e-3}],
-        }
-    )
+def config(folder: Path, target: Path, **vocabulary: Any) -> PretrainConfig:
+    sources = [SourceConfig(kind="jsonl", path=str(folder / "a.jsonl"))]
+    return preparation(target, sources, vocabulary={"kind": "byte_bpe", "size": 400, **vocabulary})
 
 
 def test_a_corpus_holds_the_text(corpus: Path) -> None:
@@ -245,32 +220,10 @@ def test_a_given_vocabulary_makes_the_same_corpus(corpus: Path, tmp_path: Path) 
         prepare(config(corpus, corpus / "corpus", kind="wordpiece"), quiet=True)
 
 
-def edges_of(text: str) -> list[str]:
-    """The words that the masking schemes see in `text`."""
-    tokenizer = trained()
-    encoding = tokenizer.encode(text, add_special_tokens=False)
-    vocabulary = tokenizer.get_vocab()
-    edges = word_edges(sorted(vocabulary, key=vocabulary.__getitem__))
-    words: list[bytes] = []
-    for number, token in enumerate(encoding.ids):
-        before = edges.last[encoding.ids[number - 1]] if number else 0
-        here = edges.first[token]
-        new = not number or not edges.continues[token] or (here != before and here > 0 and before > 0)
-        words[-1:] = (
-            [b"".join([*([] if new else words[-1:]), entry_bytes(encoding.tokens[number])])]
-            if not new
-            else [
-                *words[-1:],
-                entry_bytes(encoding.tokens[number]),
-            ]
-        )
-    return [word.decode() for word in words]
-
-
 def test_words_begin_at_blanks_and_between_letters_numbers_and_marks() -> None:
     text = "unthinkable (foxes) don't re-enter42 Ελληνικά, naïve;x 字漢"
     expected = [" unthinkable", " (", "foxes", ")", " don", "'t", " re", "-", "enter", "42", " Ελληνικά", ",", " naïve"]
-    assert edges_of(text) == [*expected, ";", "x", " 字", "漢"]
+    assert masked_words(trained(), text) == [*expected, ";", "x", " 字", "漢"]
 
 
 def test_whole_words_are_masked_together(corpus: Path) -> None:
@@ -296,9 +249,6 @@ def test_whole_words_are_masked_together(corpus: Path) -> None:
 def is_inside_word(before: str, here: str) -> bool:
     """Whether letters follow letters; the character for a blank is not ASCII."""
     return (before[-1] + here[0]).isascii() and (before[-1] + here[0]).isalpha()
-
-
-# ---------------------------------------------------------------- text
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))

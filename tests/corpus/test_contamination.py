@@ -16,8 +16,8 @@ from pretrain.corpus.filters.evaluation_sets import write_table
 from pretrain.corpus.filters.text_columns import text_columns
 from pretrain.corpus.filters.verdicts import Verdicts
 from pretrain.corpus.prepare import prepare
+from tests.corpus.preparing import card
 from tests.corpus.test_filters import filtered, prose, write_lines
-from tests.corpus.test_prepare import card
 
 QUESTION = "In which year did the last glacier of the northern valley melt away and form the lake?"
 SHORT = "Green stones of the winter garden sing at night."  # 9 words
@@ -76,7 +76,7 @@ def test_a_long_cell_of_a_csv_file_is_read_and_an_open_quote_refused(tmp_path: P
         _texts_in(tmp_path / "open.csv")
 
 
-def test_linked_folders_belong_to_an_evaluation_set(tmp_path: Path) -> None:
+def test_a_folder_is_an_evaluation_set_and_linked_ones_belong_to_it(tmp_path: Path) -> None:
     for name in ("set", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text(f"{QUESTION}\n")
@@ -117,9 +117,6 @@ def test_the_first_set_and_the_first_place_are_named(tmp_path: Path) -> None:
     assert verdicts.broken.tolist() == [0, 1]
     assert verdicts.found == [SHORT[:-1], " ".join(QUESTION.split()[:13])]
     assert list(verdicts.rules) == ["a", "b"]
-
-
-# ---------------------------------------------------------------- prepare
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,12 @@ import pytest
 
 from cluster.workers.launch import end_session
 from pretrain.common.errors import InputError, MachineError
-from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SchedulingConfig, SourceConfig
+from pretrain.config import PretrainConfig, SourceConfig
 from pretrain.corpus import stages
 from pretrain.corpus.description import WORK, describe
 from pretrain.corpus.prepare import prepare
 from pretrain.planning import estimate
+from tests.corpus.preparing import preparation
 from tests.corpus.test_prepare import text, write_wiki
 from tests.distributed import free_port
 
@@ -89,23 +90,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _config(corpus_dir: str, address: str = "", **changes: Any) -> PretrainConfig:
-    settings: dict[str, Any] = {
-        "dir": corpus_dir,
-        "sources": (
-            SourceConfig(kind="wikiextractor", path="wiki*.txt"),
-            SourceConfig(kind="jsonl", path="lines.jsonl.gz"),
-            SourceConfig(kind="csv", path="table.csv"),
-        ),
-        "vocabulary": {"size": 200, "min_frequency": 1},
-        "min_document_words": 10,
-        "validation_fraction": 0.1,
-        "shard_tokens": 4000,
-        "processes": 0 if address else 1,
-        **changes,
-    }
-    phase = PhaseConfig(sequence_length=32, global_sequences=2, steps=1, peak_learning_rate=1e-3)
-    corpus, scheduling = CorpusConfig(**settings), SchedulingConfig(address=address)
-    return PretrainConfig(name="trial", corpus=corpus, phases=(phase,), scheduling=scheduling)
+    sources = (
+        SourceConfig(kind="wikiextractor", path="wiki*.txt"),
+        SourceConfig(kind="jsonl", path="lines.jsonl.gz"),
+        SourceConfig(kind="csv", path="table.csv"),
+    )
+    given = {"sources": sources, "processes": 0 if address else 1, **changes}
+    return preparation(corpus_dir, address=address, **given)
 
 
 def _content(folder: str) -> dict[str, bytes]:
@@ -156,9 +147,7 @@ def test_killed_processes_cost_nothing_but_time(folder: Path, address: str, monk
 
 
 @pytest.mark.slow
-def test_a_job_that_always_dies_and_a_bug_end_the_preparation(
-    folder: Path, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_always_dies_and_a_bug_end_the_preparation(folder, address, monkeypatch) -> None:
     monkeypatch.setattr(stages, "count_words", cluster_preparation.always_die)
     one_chunk = (SourceConfig(kind="csv", path="table.csv"),)
     with pytest.raises(MachineError, match=r"^A job's process on the cluster .* died 4 times[^\n]*again;[^\n]*$"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrain.common.errors import InputError
-from pretrain.config import FiltersConfig, QualityConfig, SourceConfig, load_config
+from pretrain.common.errors import InputError, MachineError
+from pretrain.config import FiltersConfig, QualityConfig, SourceConfig
 from pretrain.config.filters import RULE_SETS
-from pretrain.corpus.filters import Filters, filter_settings
+from pretrain.corpus.filters import Filters, check_filters, filter_settings
 from pretrain.corpus.filters.quality import MEASURES, broken_rules
 from pretrain.corpus.filters.report import Report
 from pretrain.corpus.filters.text_columns import text_columns
 from pretrain.corpus.prepare import prepare
-from tests.corpus.test_prepare import card, config, content
+from tests.corpus.preparing import card, content, preparation
 
 WORDS = ["the", "of", "and", "river", "bridge", "house", "light", "people"]
 WORDS += ["water", "stone", "green", "winter", "paper", "music", "letter", "garden"]
@@ -44,8 +45,6 @@ def _word(draw: random.Random) -> str:
 def write_lines(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
-
-# ---------------------------------------------------------------- quality: one document that breaks each rule
 
 BREAKS = {
     "min_words": "The river of light.",
@@ -79,9 +78,6 @@ def test_a_rule_drops_what_it_is_for_and_nothing_else(rule: str) -> None:
 def test_all_rules_together_keep_prose() -> None:
     rules = QualityConfig(rules=("gopher_quality", "gopher_repetition", "fineweb", "c4", "characters"))
     assert (broken_rules(text_columns([prose(seed) for seed in range(30)]), rules)[0] == -1).all()
-
-
-# ---------------------------------------------------------------- against plain code
 
 
 def _terms(text: str) -> list[str]:
@@ -152,8 +148,6 @@ def test_figures_do_not_depend_on_the_documents_beside_it() -> None:
     assert together[1].tolist() == [figure[0] for _, figure in alone]
 
 
-# ---------------------------------------------------------------- the corpus
-
 ALL: dict[str, Any] = {"quality": {"enabled": True}, "near_duplicates": {"enabled": True}}
 
 
@@ -173,7 +167,7 @@ def filtered(folder: Path, out: Path, filters: dict[str, Any], **changes: Any) -
         SourceConfig(kind="jsonl", name="ab", path=str(folder / "[ab].jsonl")),
         SourceConfig(kind="jsonl", name="c", path=str(folder / "c.jsonl")),
     )
-    return config(folder, out, **{"sources": both, "filters": filters, **changes})
+    return preparation(out, **{"sources": both, "filters": filters, **changes})
 
 
 def test_the_card_counts_each_rule_and_shows_examples(sources: Path, tmp_path: Path) -> None:
@@ -224,35 +218,14 @@ def test_thresholds_of_rules_that_do_not_apply_decide_nothing() -> None:
     assert filter_settings(some.corpus.filters) == {"quality.rules": ["min_words"], "quality.min_words": 50}
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("quality.rules=[gofer_quality]", r"'gofer_quality' is not one of .*; did you mean gopher_quality\?"),
-        ("quality.thresholds.max_top_2_gram=1.5", r"max_top_2_gram: 1.5 is above 1"),
-        ("quality.thresholds.min_wrods=1", r"'min_wrods' is not one of .*; did you mean min_words\?"),
-        ("quality={enabled: true, min_words: 9, max_words: 3}", r"min_words \(9\) is above max_words \(3\)"),
-        ("quality={enabled: true, rules: []}", r"rules: none is left"),
-    ],
-)
-def test_mistakes_are_one_line(setting: str, message: str, tmp_path: Path) -> None:
-    phase = "{sequence_length: 32, global_sequences: 2, steps: 1, peak_learning_rate: 0.001}"
-    run = f"name: x\ncorpus: {{dir: out}}\nphases: [{phase}]\n"
-    (tmp_path / "run.yaml").write_text(run)
-    with pytest.raises(InputError, match=message) as error:
-        load_config(tmp_path / "run.yaml", [f"corpus.filters.{setting}"])
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("near_duplicates", [True, False])
 def test_nothing_left_names_the_filters(near_duplicates: bool, tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [prose(1), prose(2)])
     source = (SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl")),)
     strict = {"quality": {"enabled": True, "min_words": 5000}, "near_duplicates": {"enabled": near_duplicates}}
     with pytest.raises(InputError, match=r"Relax corpus\.filters, which drop 2"):
-        prepare(config(tmp_path, tmp_path / "out", sources=source, filters=strict), quiet=True)
+        prepare(preparation(tmp_path / "out", source, filters=strict), quiet=True)
 
-
-# ---------------------------------------------------------------- mojibake
 
 BROKEN = "Le cafÃ© de la gare Ã©tait fermÃ©."
 REPAIRED = "Le café de la gare était fermé."
@@ -313,3 +286,93 @@ def test_repaired_documents_count_but_stay(tmp_path: Path) -> None:
     assert "était" in Path(tmp_path / "out" / "card.md").read_text()
     with pytest.raises(InputError, match=r"corpus\.filters\.repair_mojibake: was True, is None"):
         prepare(filtered(tmp_path, tmp_path / "out", {}), quiet=True)
+
+
+TEXTS = {
+    "en": "The river rises in the mountains and flows through a narrow valley before it reaches the lake. "
+    "In winter the bridge near the old mill is closed, and people take the road along the shore.",
+    "de": "Der Fluss entspringt in den Bergen und fließt durch ein enges Tal, bevor er den See erreicht. "
+    "Im Winter ist die Brücke bei der alten Mühle gesperrt, und man nimmt die Straße am Ufer.",
+    "fr": "La rivière prend sa source dans les montagnes et traverse une vallée étroite avant de rejoindre le lac. "
+    "En hiver, le pont près du vieux moulin est fermé, et les gens prennent la route de la rive.",
+    "ru": "Река берёт начало в горах и течёт по узкой долине, прежде чем впадает в озеро. "
+    "Зимой мост у старой мельницы закрыт, и люди едут по дороге вдоль берега, где растут старые сосны.",
+    "nl": "De rivier ontspringt in de bergen en stroomt door een smal dal voordat zij het meer bereikt. "
+    "In de winter is de brug bij de oude molen gesloten, en de mensen nemen de weg langs de oever.",
+}
+
+
+def _kept(texts: list[str], *keep: str, **settings: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    pytest.importorskip("lingua", reason="needs the extra `language`")
+    config = FiltersConfig.model_validate({"language": {"keep": keep, **settings}})
+    report = Report()
+    return Filters(config, Path()).keep(texts, report)[0], report.entries()
+
+
+@pytest.mark.parametrize("keep", [("en",), ("de",), ("ru", "fr"), ("nl",)])
+def test_documents_of_the_languages_to_keep_stay(keep: tuple[str, ...]) -> None:
+    kept, entries = _kept(list(TEXTS.values()), *keep)
+    assert kept == [text for code, text in TEXTS.items() if code in keep]
+    dropped = [code for code in TEXTS if code not in keep]
+    assert [example["found"] for example in entries[0]["examples"]] == dropped[:3]
+    assert (entries[0]["filter"], entries[0]["documents"]) == ("language", len(dropped))
+
+
+def test_short_documents_and_tables_of_numbers() -> None:
+    """A document of a few words stays, whatever its language; one of many words in no language does not."""
+    few = "Der Fluss fließt durch das Tal."
+    kept, _ = _kept([few, "12 34 56 78 " * 20], "en")
+    assert kept == [few]
+
+
+def test_a_foreign_quotation_does_not_decide() -> None:
+    long = "\n".join([TEXTS["en"]] * 4)
+    quoting = f"{TEXTS['fr']}\n{long}\n{TEXTS['de']}"
+    assert _kept([quoting, "\n".join([TEXTS["fr"]] * 4)], "en")[0] == [quoting]
+
+
+def test_plain_english_is_recognized_by_its_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Detector:
+        def detect_language_of(self, text: str) -> None:
+            asked.append(text)
+
+    monkeypatch.setattr("pretrain.corpus.filters.language.detectors", lambda keep: (Detector(), Detector()))
+    half = f"{TEXTS['de']} {TEXTS['fr']} {TEXTS['en']}"
+    kept, entries = _kept([TEXTS["en"], half, TEXTS["nl"]], "en", "de")
+    assert kept == [TEXTS["en"]]
+    assert [example["found"] for example in entries[0]["examples"]] == ["unknown"] * 2
+    assert not any(text in TEXTS["en"] for text in asked)
+    _kept([TEXTS["en"]], "de")
+    assert asked[-1] == TEXTS["en"], "English is not to be kept"
+
+
+def test_the_corpus_is_that_of_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("lingua", reason="needs the extra `language`")
+    english = [f"{TEXTS['en']} Number {n} of the same kind." for n in range(30)]
+    write_lines(tmp_path / "a.jsonl", [*english[:15], TEXTS["de"], TEXTS["fr"]])
+    write_lines(tmp_path / "c.jsonl", [*english[15:], TEXTS["ru"]])
+    for name, processes in (("one", 1), ("two", 2)):
+        prepare(filtered(tmp_path, tmp_path / name, {"language": {"keep": ["en"]}}, processes=processes), quiet=True)
+    assert card(tmp_path / "one")["filters"][0]["by_source"] == [2, 1]
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+
+
+def test_an_unknown_language_is_one_line() -> None:
+    pytest.importorskip("lingua", reason="needs the extra `language`")
+    with pytest.raises(InputError, match=r"^corpus\.filters\.language\.keep: lingua does not know 'xx'\. Give .*"):
+        check_filters(FiltersConfig.model_validate({"language": {"keep": ["xx"]}}))
+
+
+def test_a_missing_package_is_one_line_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lingua", None)
+    write_lines(tmp_path / "a.jsonl", [TEXTS["en"]])
+    write_lines(tmp_path / "c.jsonl", [TEXTS["en"]])
+    with pytest.raises(
+        MachineError, match=r"lingua, the extra `language`, is not installed\. Run: .* install"
+    ) as error:
+        prepare(filtered(tmp_path, tmp_path / "out", {"language": {"keep": ["en"]}}), quiet=True)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+    check_filters(FiltersConfig())  # nothing is asked of those who keep it off

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -16,20 +15,19 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pretrain.batches.loader import BatchMaker
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
-from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceConfig
+from pretrain.config import PretrainConfig, SourceConfig
 from pretrain.corpus import finish
 from pretrain.corpus.description import describe
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards, verify_shards
-from pretrain.corpus.stored import fetch_corpus, open_corpus
+from pretrain.corpus.stored import fetch_corpus
 from pretrain.planning import estimate
-from pretrain.planning.text import counts_readings
 from pretrain.storage.objects import ObjectStore
-from tests.corpus.test_prepare import content, text
-from tests.object_store import BUCKET, FaultyProxy, point_to
+from tests.corpus.preparing import content, document_tokens, preparation
+from tests.corpus.test_prepare import text
+from tests.object_store import BUCKET, point_to
 
 ROOT = Path(__file__).parents[2]
 OLD, NEW = range(60), range(200, 240)
@@ -45,18 +43,7 @@ def source(path: Path, **more: Any) -> SourceConfig:
 
 
 def config(corpus_dir: Path | str, *sources: SourceConfig, **changes: Any) -> PretrainConfig:
-    settings: dict[str, Any] = {
-        "dir": str(corpus_dir),
-        "sources": sources,
-        "vocabulary": {"size": 200, "min_frequency": 1},
-        "min_document_words": 10,
-        "validation_fraction": 0.1,
-        "shard_tokens": 4000,
-        "processes": 1,
-        **changes,
-    }
-    phase = PhaseConfig(sequence_length=32, global_sequences=2, steps=1, peak_learning_rate=1e-3)
-    return PretrainConfig(name="trial", corpus=CorpusConfig(**settings), phases=(phase,))
+    return preparation(corpus_dir, sources, **changes)
 
 
 @pytest.fixture
@@ -69,17 +56,20 @@ def second(tmp_path: Path) -> SourceConfig:
     return source(write_lines(tmp_path / "second.jsonl", [text(seed) for seed in NEW]))
 
 
+@pytest.fixture
+def folder(tmp_path: Path, first: SourceConfig) -> Path:
+    """A corpus of `first`."""
+    prepare(config(tmp_path / "corpus", first), quiet=True)
+    return tmp_path / "corpus"
+
+
 def manifest(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "manifest.json").read_text())
 
 
 def documents(folder: Path, split: str, number: int) -> set[tuple[int, ...]]:
     """The tokens of each document of a source."""
-    found: list[tuple[int, ...]] = []
-    for shard in open_shards(folder, split).shards:
-        if shard.source == number:
-            ends = shard.documents[:, 1].astype(int)
-            found += [tuple(shard.tokens[a:b].tolist()) for a, b in itertools.pairwise(ends)]
+    found = document_tokens(open_shards(folder, split), number)
     assert len(set(found)) == len(found)
     return set(found)
 
@@ -95,11 +85,7 @@ def states(folder: Path) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths}
 
 
-def test_a_further_source_leaves_the_others_as_they_are(
-    tmp_path: Path, first: SourceConfig, second: SourceConfig
-) -> None:
-    folder = tmp_path / "corpus"
-    prepare(config(folder, first), quiet=True)
+def test_a_further_source_leaves_the_others_as_they_are(tmp_path, first, second, folder) -> None:
     before, alone = states(folder), open_shards(folder, "train")
     grown = config(folder, first, second)
     described = describe(grown)
@@ -123,9 +109,7 @@ def test_a_further_source_leaves_the_others_as_they_are(
     assert describe(grown)["state"] == "finished"
 
 
-def test_the_bytes_do_not_depend_on_processes_or_on_other_new_sources(
-    tmp_path: Path, first: SourceConfig, second: SourceConfig
-) -> None:
+def test_the_bytes_do_not_depend_on_processes_or_on_other_new_sources(tmp_path, first, second) -> None:
     third = source(write_lines(tmp_path / "third.jsonl", [text(seed) for seed in range(300, 330)]))
     one, two = tmp_path / "one", tmp_path / "two"
     for folder, processes, additions in ((one, 1, ([second], [second, third])), (two, 2, ([second, third],))):
@@ -136,9 +120,7 @@ def test_the_bytes_do_not_depend_on_processes_or_on_other_new_sources(
     assert [ours.source_fingerprint(n) for n in range(3)] == [theirs.source_fingerprint(n) for n in range(3)]
 
 
-def test_text_that_the_corpus_has_is_not_taken_again(tmp_path: Path, first: SourceConfig) -> None:
-    folder = tmp_path / "corpus"
-    prepare(config(folder, first), quiet=True)
+def test_text_that_the_corpus_has_is_not_taken_again(tmp_path: Path, first: SourceConfig, folder: Path) -> None:
     held_out = documents(folder, "validation", 0)
     (seed,) = [seed for seed in OLD if tokens(folder, text(seed)) == min(held_out)]
     (other,) = [seed for seed in OLD if tokens(folder, text(seed)) == min(documents(folder, "train", 0))]
@@ -152,9 +134,7 @@ def test_text_that_the_corpus_has_is_not_taken_again(tmp_path: Path, first: Sour
     assert [one["duplicates"] for one in manifest(folder)["sources"]] == [0, 3, 1]
 
 
-def test_nothing_new_is_an_error_and_the_corpus_stays(tmp_path: Path, first: SourceConfig) -> None:
-    folder = tmp_path / "corpus"
-    prepare(config(folder, first), quiet=True)
+def test_nothing_new_is_an_error_and_the_corpus_stays(tmp_path: Path, first: SourceConfig, folder: Path) -> None:
     before = content(folder)
     copy = source(write_lines(tmp_path / "copy.jsonl", [text(seed) for seed in reversed(OLD)]))
     with pytest.raises(InputError, match="none of 60 documents is new, all are in the corpus already"):
@@ -189,11 +169,7 @@ def test_near_duplicates_of_old_text_are_found(tmp_path: Path, first: SourceConf
     assert card["sources"][2]["duplicates"] == 1, "the text of one that was left out"
 
 
-def test_sources_are_known_by_name_and_content_not_by_place(
-    tmp_path: Path, first: SourceConfig, second: SourceConfig
-) -> None:
-    folder = tmp_path / "corpus"
-    prepare(config(folder, first), quiet=True)
+def test_sources_are_known_by_name_and_content_not_by_place(tmp_path, first, second, folder) -> None:
     prepare(config(folder, second, first), quiet=True)
     assert [one["name"] for one in manifest(folder)["sources"]] == ["first", "second"]
     before = states(folder)
@@ -208,9 +184,9 @@ def test_sources_are_known_by_name_and_content_not_by_place(
     assert states(folder) == before
 
 
-def test_what_cannot_be_added_is_refused(tmp_path: Path, first: SourceConfig, second: SourceConfig) -> None:
-    folder = tmp_path / "corpus"
-    prepare(config(folder, first), quiet=True)
+def test_what_cannot_be_added_is_refused(
+    tmp_path: Path, first: SourceConfig, second: SourceConfig, folder: Path
+) -> None:
     before = content(folder)
     write_lines(tmp_path / "first.jsonl", [text(seed) for seed in NEW])
     changed = r"corpus\.sources\.1\.path: its files have changed\. .*give a source that changed a name of its own"
@@ -227,9 +203,7 @@ def test_what_cannot_be_added_is_refused(tmp_path: Path, first: SourceConfig, se
     assert content(folder) == before
 
 
-def test_a_grown_corpus_that_is_damaged_is_not_prepared_again(
-    tmp_path: Path, first: SourceConfig, second: SourceConfig
-) -> None:
+def test_a_grown_corpus_that_is_damaged_is_not_prepared_again(tmp_path, first, second) -> None:
     folder = tmp_path / "corpus"
     for some in ((first,), (first, second)):
         prepare(config(folder, *some), quiet=True)
@@ -239,13 +213,9 @@ def test_a_grown_corpus_that_is_damaged_is_not_prepared_again(
     assert manifest(folder)["grown"] == 1
 
 
-def test_what_a_corpus_without_signatures_cannot_compare_is_said(
-    tmp_path: Path, first: SourceConfig, second: SourceConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_corpus_without_signatures_cannot_compare_is_said(tmp_path, first, capsys, folder) -> None:
     from pretrain.common.files import put_manifest, read_manifest
 
-    folder = tmp_path / "corpus"
-    prepare(config(folder, first), quiet=True)
     old = read_manifest(folder)
     (folder / "source-00000.hashes").unlink()
     old["files"] = {name: entry for name, entry in old["files"].items() if not name.endswith(".hashes")}
@@ -262,9 +232,7 @@ def test_what_a_corpus_without_signatures_cannot_compare_is_said(
 
 
 @pytest.mark.parametrize("place", ["write_card", "with_card", "put_manifest"])
-def test_an_error_at_the_end_leaves_the_old_corpus(
-    place: str, tmp_path: Path, first: SourceConfig, second: SourceConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_at_the_end_leaves_the_old_corpus(place, tmp_path, first, second, monkeypatch) -> None:
     folder, whole = tmp_path / "corpus", tmp_path / "whole"
     for one in (folder, whole):
         prepare(config(one, first), quiet=True)
@@ -330,9 +298,7 @@ def test_a_phase_that_weighs_a_source_that_the_corpus_will_not_have_is_refused_f
     prepare(weighing(second, first=0.0, second=1.0), quiet=True)  # the corpus has it, the config has not
 
 
-def test_at_an_address_only_what_is_new_is_moved(
-    tmp_path: Path, first: SourceConfig, second: SourceConfig, s3: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_an_address_only_what_is_new_is_moved(tmp_path, first, second, s3, monkeypatch) -> None:
     address = f"s3://{BUCKET}/corpora/grown"
     point_to(s3, tmp_path / "here", monkeypatch)
     s3.reset()
@@ -360,28 +326,3 @@ def test_at_an_address_only_what_is_new_is_moved(
     fetch_corpus(config(address).corpus)
     verify_shards(local(address))
     assert documents(local(address), "train", 1)
-
-
-def test_a_corpus_that_has_grown_elsewhere_is_streamed(
-    tmp_path: Path, first: SourceConfig, second: SourceConfig, s3: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the counts of samples of the new source, which a machine that streams cannot make."""
-    address = f"s3://{BUCKET}/corpora/streamed"
-    point_to(s3, tmp_path / "one", monkeypatch)
-    s3.reset()
-    for machine, some in (("one", (first,)), ("two", (first, second))):
-        point_to(s3, tmp_path / machine, monkeypatch)
-        made = config(address, *some)
-        prepare(made, quiet=True, count_readings=counts_readings(made))
-    point_to(s3, tmp_path / "three", monkeypatch)
-    streamed = config(address, cache="1MB")
-    fetch_corpus(streamed.corpus)
-    assert not list(local(address).glob("source-*"))
-    shards, whole = open_corpus(streamed.corpus, "train"), config(tmp_path / "whole", first)
-    prepare(whole, quiet=True)
-    prepare(config(tmp_path / "whole", first, second), quiet=True)
-    ours, theirs = (
-        BatchMaker(one, streamed, 0, seed=0, rank=0, world_size=1).make(0, 64)
-        for one in (shards, open_shards(tmp_path / "whole", "train"))
-    )
-    assert ours.micro_batches[0].input_ids.equal(theirs.micro_batches[0].input_ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from pretrain.corpus.filters import near_duplicates as near
 from pretrain.corpus.filters.report import Report
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
+from tests.corpus.preparing import card, content, document_tokens
 from tests.corpus.test_filters import filtered, prose, write_lines
-from tests.corpus.test_prepare import card, content
 
 ON = {"near_duplicates": {"enabled": True}}
 
@@ -102,9 +101,6 @@ def test_short_and_empty_documents_have_sketches(tmp_path: Path) -> None:
     assert not {2, 3} & found.keys()
 
 
-# ---------------------------------------------------------------- prepare
-
-
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """30 documents in a and b, 2 of them copies; c has 20 others, then 10 of a with 4 % of the words changed."""
@@ -119,12 +115,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _documents(folder: Path) -> set[str]:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = set()
-    for split in ("train", "validation"):
-        for shard in open_shards(folder, split).shards:
-            ends = shard.documents[:, 1].astype(int).tolist()
-            texts |= {tokenizer.decode(shard.tokens[a:b].tolist()) for a, b in itertools.pairwise(ends)}
-    return texts
+    shards = (open_shards(folder, split) for split in ("train", "validation"))
+    return {tokenizer.decode(ids) for one in shards for ids in document_tokens(one)}
 
 
 def test_the_first_document_stays_across_sources(sources: Path, tmp_path: Path) -> None:
@@ -154,9 +146,7 @@ def test_the_bytes_do_not_depend_on_the_processes(vocabulary: str, sources: Path
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
 
-def test_the_bytes_do_not_depend_on_how_many_are_compared_at_once(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bytes_do_not_depend_on_how_many_are_compared_at_once(sources, tmp_path, monkeypatch) -> None:
     prepare(filtered(sources, tmp_path / "together", ON), quiet=True)
     for name in ("filters.near_duplicates.MOST_DOCUMENTS", "near_search.MOST_DOCUMENTS", "documents.MOST_DOCUMENTS"):
         monkeypatch.setattr(f"pretrain.corpus.{name}", 7)

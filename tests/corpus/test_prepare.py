@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import locked
-from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceConfig
+from pretrain.config import PretrainConfig, SourceConfig
 from pretrain.corpus import parallel, shards
 from pretrain.corpus import prepare as preparing
 from pretrain.corpus.description import describe
@@ -34,26 +34,11 @@ from pretrain.corpus.shards import open_shards, verify_shards
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stages import PreparationSettings
 from pretrain.planning import estimate
+from tests.corpus.preparing import card, content, document_tokens, preparation
 
 ROOT = Path(__file__).parents[2]
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "river",
-    "mountain",
-    "1900",
-    "café",
-    "state",
-    "built",
-    "naïve",
-    "house",
-    "people",
-    "water,",
-    "light.",
-    "long",
-    "small",
-]
+WORDS = ["the", "of", "and", "river", "mountain", "1900", "café", "state"]
+WORDS += ["built", "naïve", "house", "people", "water,", "light.", "long", "small"]
 
 
 def text(seed: int, sentences: int = 12) -> str:
@@ -72,21 +57,11 @@ def write_wiki(path: Path, texts: list[str]) -> None:
 
 
 def config(folder: Path, corpus_dir: Path, **changes: Any) -> PretrainConfig:
-    settings: dict[str, Any] = {
-        "dir": str(corpus_dir),
-        "sources": (
-            SourceConfig(kind="wikiextractor", name="wiki", path=str(folder / "wiki*.txt"), weight=2, license="free"),
-            SourceConfig(kind="jsonl", name="lines", path=str(folder / "lines.jsonl")),
-        ),
-        "vocabulary": {"size": 200, "min_frequency": 1},
-        "min_document_words": 10,
-        "validation_fraction": 0.1,
-        "shard_tokens": 4000,
-        "processes": 1,
-        **changes,
-    }
-    phase = PhaseConfig(sequence_length=32, global_sequences=2, steps=1, peak_learning_rate=1e-3)
-    return PretrainConfig(name="trial", corpus=CorpusConfig(**settings), phases=(phase,))
+    sources = (
+        SourceConfig(kind="wikiextractor", name="wiki", path=str(folder / "wiki*.txt"), weight=2, license="free"),
+        SourceConfig(kind="jsonl", name="lines", path=str(folder / "lines.jsonl")),
+    )
+    return preparation(corpus_dir, **{"sources": sources, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -107,28 +82,13 @@ def prepared(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    """All files; of the manifest only what describes the text (its settings contain the folder's paths)."""
-    found = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name[0] != "."}
-    found["manifest.json"] = json.loads(found["manifest.json"])["fingerprint"].encode()
-    return found
-
-
-def card(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "card.json").read_text())
-
-
 def test_every_sentence_is_there_once_as_the_tokenizer_reads_it(sources: Path, prepared: Path) -> None:
     tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
     expected = {
         tuple(tokenizer.encode(text(seed).replace("\n", " "), add_special_tokens=False).ids)
         for seed in [*range(57), *range(100, 130)]
     }
-    found = []
-    for split in ("train", "validation"):
-        for shard in open_shards(prepared, split).shards:
-            ends = shard.documents[:, 1].astype(int)
-            found += [tuple(shard.tokens[a:b].tolist()) for a, b in itertools.pairwise(ends)]
+    found = [one for split in ("train", "validation") for one in document_tokens(open_shards(prepared, split))]
     assert len(found) == len(expected)
     assert set(found) == expected
     assert max(len(shard.tokens) for shard in open_shards(prepared, "train").shards) <= 4000
@@ -136,12 +96,7 @@ def test_every_sentence_is_there_once_as_the_tokenizer_reads_it(sources: Path, p
 
 def test_the_card_counts_what_stayed_and_what_did_not(prepared: Path) -> None:
     wiki, lines = card(prepared)["sources"]
-    assert (wiki["documents_read"], wiki["too_short"], wiki["duplicates"], wiki["documents"]) == (
-        64,
-        3,
-        4,
-        57,
-    )
+    assert (wiki["documents_read"], wiki["too_short"], wiki["duplicates"], wiki["documents"]) == (64, 3, 4, 57)
     assert (lines["documents_read"], lines["documents"], lines["license"]) == (30, 30, "unknown")
     assert wiki["sentences"] > 57 * 2
     assert card(prepared)["totals"]["documents"] == 87
@@ -150,9 +105,7 @@ def test_the_card_counts_what_stayed_and_what_did_not(prepared: Path) -> None:
         assert expected in markdown
 
 
-def test_the_card_for_people_has_no_path_of_this_machine(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_card_for_people_has_no_path_of_this_machine(sources, tmp_path, monkeypatch) -> None:
     import ast
 
     from pretrain.corpus.card import shown_path
@@ -175,11 +128,7 @@ def test_the_split_follows_the_documents_text(sources: Path, prepared: Path, tmp
 
     def held_out(folder: Path) -> set[str]:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        out = set()
-        for shard in open_shards(folder, "validation").shards:
-            ends = shard.documents[:, 1].astype(int)
-            out |= {tokenizer.decode(shard.tokens[a:b].tolist()) for a, b in itertools.pairwise(ends)}
-        return out
+        return {tokenizer.decode(ids) for ids in document_tokens(open_shards(folder, "validation"))}
 
     for path in sources.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -191,9 +140,7 @@ def test_the_split_follows_the_documents_text(sources: Path, prepared: Path, tmp
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_forked_and_spawned_processes_write_the_same_bytes(
-    method: str, sources: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forked_and_spawned_processes_write_the_same_bytes(method, sources, prepared, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(parallel, "start_method", lambda: method)
     prepare(config(sources, tmp_path / "two", processes=2), quiet=True)
     assert content(tmp_path / "two") == content(prepared)
@@ -212,16 +159,23 @@ def test_no_fork_beside_other_threads() -> None:
         thread.join()
 
 
-def test_a_killed_coordinator_leaves_neither_processes_nor_a_lock(tmp_path: Path) -> None:
-    for number in range(8):
-        write_wiki(tmp_path / f"wiki{number}.txt", [text(1000 * number + seed, 40) for seed in range(400)])
-    source = f"[{{kind: wikiextractor, path: '{tmp_path}/wiki*.txt'}}]"
-    phase = "[{sequence_length: 32, global_sequences: 2, steps: 1, peak_learning_rate: 1e-3}]"
-    (tmp_path / "run.yaml").write_text(
-        f"name: trial\nphases: {phase}\ncorpus:\n  dir: {tmp_path / 'out'}\n  sources: {source}\n  processes: 2\n"
+def start_preparation(folder: Path, target: str) -> subprocess.Popen[bytes]:
+    """The command, in two processes of its own group, with 8 files of 400 documents."""
+    if not (folder / "wiki0.txt").exists():
+        for number in range(8):
+            write_wiki(folder / f"wiki{number}.txt", [text(1000 * number + seed, 40) for seed in range(400)])
+    (folder / "run.yaml").write_text(
+        "name: trial\nphases: [{sequence_length: 32, global_sequences: 2, steps: 1, peak_learning_rate: 1e-3}]\n"
+        f"corpus:\n  dir: {folder / target}\n  sources: [{{kind: wikiextractor, path: '{folder}/wiki*.txt'}}]\n"
+        "  vocabulary: {size: 200}\n  processes: 2\n"
     )
-    command = [sys.executable, "-m", "finetune.cli", "prepare", str(tmp_path / "run.yaml")]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as coordinator:
+    command = [sys.executable, "-m", "finetune.cli", "prepare", str(folder / "run.yaml")]
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(command, cwd=ROOT, stdout=quiet, stderr=quiet, start_new_session=True)
+
+
+def test_a_killed_coordinator_leaves_neither_processes_nor_a_lock(tmp_path: Path) -> None:
+    with start_preparation(tmp_path, "out") as coordinator:
         while coordinator.poll() is None and not list((tmp_path / "out" / ".work").glob("*.words")):
             time.sleep(0.005)
         children = psutil.Process(coordinator.pid).children(recursive=True)
@@ -239,9 +193,7 @@ def _sleep(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_an_error_or_ctrl_c_does_not_wait_for_the_calls_that_run(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_or_ctrl_c_does_not_wait_for_the_calls_that_run(method, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(parallel, "start_method", lambda: method)
     settings = PreparationSettings(
         str(tmp_path), lowercase=True, language="en", min_document_words=1, vocabulary_given=False
@@ -345,9 +297,7 @@ def test_a_corpus_that_another_process_finished_meanwhile_is_not_prepared_again(
     assert content(folder) == content(prepared)
 
 
-def test_the_progress_shows_neither_an_unknown_total_nor_a_rate_of_an_instant(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_progress_shows_neither_an_unknown_total_nor_a_rate_of_an_instant(capfd, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     bar = StageBar(quiet=False)
     clock = itertools.chain([0.0, 0.0], itertools.repeat(2.0))
@@ -366,49 +316,10 @@ def test_the_progress_shows_neither_an_unknown_total_nor_a_rate_of_an_instant(
     assert "4.0 MB/s" in lines["writing shards"]
 
 
-def test_faults_of_the_input_are_counted_not_skipped(sources: Path, tmp_path: Path) -> None:
-    for path in sources.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "wiki-bad.txt").write_bytes(
-        (sources / "wiki-a.txt").read_bytes()[:3000].replace(b"river", b"ri\xffver")
-    )
-    (tmp_path / "lines.jsonl").write_text('{"text": "broken\n{"other": 1}\n', encoding="utf-8")
-    prepare(config(tmp_path, tmp_path / "out"), quiet=True)
-    problems = {(Path(p["path"]).name, p["fault"]): p["count"] for p in card(tmp_path / "out")["problems"]}
-    assert any(name == "wiki-bad.txt" and "UTF-8" in fault for name, fault in problems)
-    assert any(name == "lines.jsonl" and "no document in this source" in fault for name, fault in problems)
-    assert any(name == "lines.jsonl" and "no document" not in fault for name, fault in problems)
-
-
-def test_nothing_left_is_an_error(sources: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none of 94 documents remains"):
-        prepare(config(sources, tmp_path / "none", min_document_words=10_000), quiet=True)
-    assert not (tmp_path / "none" / "manifest.json").exists()
-
-
 def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    for number in range(8):
-        write_wiki(tmp_path / f"wiki{number}.txt", [text(1000 * number + seed, 40) for seed in range(400)])
-    source = f"[{{kind: wikiextractor, path: '{tmp_path}/wiki*.txt'}}]"
-    phase = "[{sequence_length: 32, global_sequences: 2, steps: 1, peak_learning_rate: 1e-3}]"
-    command = [sys.executable, "-m", "finetune.cli", "prepare", str(tmp_path / "run.yaml")]
-
-    def start(folder: str) -> subprocess.Popen[bytes]:
-        (tmp_path / "run.yaml").write_text(
-            f"name: trial\nphases: {phase}\ncorpus:\n  dir: {tmp_path / folder}\n  sources: {source}\n"
-            "  vocabulary: {size: 200}\n  processes: 2\n"
-        )
-        return subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
-
     work, kills = tmp_path / "killed" / ".work", 0
-    for pattern in (
-        "*.json",
-        "vocab.txt",
-        "*.tokens*",
-    ):  # in the middle of reading, of tokenizing, and past it
-        process = start("killed")
+    for pattern in ("*.json", "vocab.txt", "*.tokens*"):  # in the middle of reading, of tokenizing, and past it
+        process = start_preparation(tmp_path, "killed")
         before = set(work.glob(pattern)) if work.exists() else set()
         while process.poll() is None and not (work.exists() and set(work.glob(pattern)) - before):
             time.sleep(0.005)
@@ -418,18 +329,16 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path: Path) -> None:
             kills += 1
             assert not (tmp_path / "killed" / "manifest.json").exists()
     assert kills, "it ended before it could be killed"
-    assert start("killed").wait(120) == 0
-    assert start("whole").wait(120) == 0
-    killed, whole = content(tmp_path / "killed"), content(tmp_path / "whole")
-    assert killed == whole
+    for folder in ("killed", "whole"):
+        assert start_preparation(tmp_path, folder).wait(120) == 0
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
 
 
-def test_a_preparation_begun_with_other_chunks_is_refused(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preparation_begun_with_other_chunks_is_refused(sources, tmp_path, monkeypatch) -> None:
     """Its part files are known by the numbers of their chunks: documents would be lost, or be there twice."""
     with pytest.raises(InputError, match="none of 94 documents remains"):
         prepare(config(sources, tmp_path / "corpus", min_document_words=10_000), quiet=True)
+    assert not (tmp_path / "corpus" / "manifest.json").exists()
     monkeypatch.setattr("pretrain.corpus.prepare.CHUNK_BYTES", 1 << 20)
     with pytest.raises(InputError, match=r"prepared with other settings\. piece_bytes: was 8388608, is 1048576"):
         prepare(config(sources, tmp_path / "corpus", min_document_words=10_000), quiet=True)
@@ -542,9 +451,7 @@ def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("at_once", [2, 3, 1000])
-def test_repeated_documents_are_found_across_partitions(
-    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_documents_are_found_across_partitions(at_once, tmp_path, monkeypatch) -> None:
     _in_small_partitions(monkeypatch, at_once)
     high = 1 << 62
     hashes = [(5, 1), (high, 1), (5, 1), (5, 2), (high, 1), (5, 1), (3, 1), (5, 2), (high, 2), (5, 1)]
@@ -600,10 +507,7 @@ def test_documents_are_shuffled_once_whatever_they_were_cut_into(tmp_path: Path,
     changes = {"sources": (source,), "shard_tokens": shard_tokens, "min_document_words": 0, "validation_fraction": 0.0}
     prepare(config(tmp_path, tmp_path / "c", **changes), quiet=True)
     entries = (tmp_path / "c" / "vocab.txt").read_text().split("\n")
-    late = []
-    for shard in open_shards(tmp_path / "c", "train").shards:
-        begins = shard.documents[:-1, 1].astype(int)
-        late += [entries[shard.tokens[begin]].startswith("la") for begin in begins]
+    late = [entries[ids[0]].startswith("la") for ids in document_tokens(open_shards(tmp_path / "c", "train"))]
     assert len(late) == 600
     for begin in range(0, 600, 100):
         assert 25 < sum(late[begin : begin + 100]) < 75

@@ -14,15 +14,19 @@ from released_tokenizers import Kind, make_released, make_tokenizer, save_releas
 
 from finetune.cli import main
 from pretrain.batches.masking import Masker
+from pretrain.checkpoint import store
 from pretrain.common.errors import InputError
-from pretrain.config import MaskingConfig, load_config
+from pretrain.config import MaskingConfig, SourceConfig
 from pretrain.corpus.byte_words import is_byte_vocabulary
+from pretrain.corpus.prepare import prepare
 from pretrain.corpus.sentences import sentence_starts
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.special_tokens import check_special_tokens, special_ids
 from pretrain.corpus.tokenize import WordTable
-from pretrain.corpus.vocabulary import entries_of, load_vocabulary, save_tokenizer
+from pretrain.corpus.vocabulary import entries_of, load_vocabulary, save_tokenizer, vocabulary_size
 from pretrain.corpus.whole_documents import DocumentEncoder, measured
+from pretrain.run.preflight import check_corpus
+from tests.corpus.preparing import document_tokens, encoded, preparation
 from tests.run.test_start import write_config
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -48,15 +52,8 @@ def test_a_document_has_the_ids_that_the_library_gives(kind: Kind) -> None:
     library = make_tokenizer(kind)
     library.encode_special_tokens = True  # special tokens in a text are ordinary characters
     texts = odd_texts(600, seed=3)
-    starts = [sentence_starts(text, "en") for text in texts]
-    part = DocumentEncoder(tokenizer, WordTable()).encode(texts, starts, measured(texts), np.dtype(np.uint16))
-    ends = np.cumsum(part.documents["items"])
-    for text, tokens in zip(texts, np.split(part.items, ends[:-1]), strict=True):
-        assert tokens.tolist() == library.encode(text, add_special_tokens=False).ids, repr(text)
-    # Sentences divide documents, and none is empty.
-    assert part.sentence_items.min() > 0
-    sentence_ends = np.append(0, np.cumsum(part.sentence_items))[np.cumsum(part.documents["sentences"])]
-    assert sentence_ends.tolist() == ends.tolist()
+    for text, tokens in zip(texts, encoded(tokenizer, texts), strict=True):
+        assert tokens == library.encode(text, add_special_tokens=False).ids, repr(text)
 
 
 def test_pieces_stand_for_most_documents_and_never_for_added_tokens() -> None:
@@ -135,9 +132,6 @@ def test_tokenizers_of_other_kinds_are_refused_by_name(tmp_path: Path) -> None:
     refused("of the 256 bytes", model={**parts["model"], "vocab": few, "merges": []})
 
 
-# ---- prepare, pretrain, export
-
-
 def write_documents(path: Path, count: int = 60) -> Path:
     """A JSONL file of documents of odd sentences."""
     draw = random.Random(1)
@@ -186,11 +180,7 @@ def assert_ids_of_files(text: Path, tokenizer: Any, shards: Any) -> None:
     """Every training document is a text of the file through the library."""
     texts = (json.loads(line)["text"] for line in text.read_text().splitlines())
     known = {tuple(tokenizer.encode(one, add_special_tokens=False).ids) for one in texts}
-    found = [
-        tuple(shard.tokens[int(begin) : int(end)].tolist())
-        for shard in shards.shards
-        for (_, begin), (_, end) in zip(shard.documents[:-1], shard.documents[1:], strict=True)
-    ]
+    found = document_tokens(shards)
     assert len(found) > 30
     assert known.issuperset(found)
 
@@ -217,10 +207,7 @@ def assert_logits(folder: Path, theirs: Any, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "left_out"),
     [
-        (
-            "eurobert",
-            {"<|begin_of_text|>", "<|end_of_text|>", "<|mask|>", "<|pad|>", "<|reserved_special_token_0|>"},
-        ),
+        ("eurobert", {"<|begin_of_text|>", "<|end_of_text|>", "<|mask|>", "<|pad|>", "<|reserved_special_token_0|>"}),
         (
             "modernbert",
             {"<|padding|>", "<|endoftext|>", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"}
@@ -228,26 +215,12 @@ def assert_logits(folder: Path, theirs: Any, tokenizer: Any) -> None:
         ),
     ],
 )
-def test_masking_takes_words_and_draws_no_special_or_reserved_token(
-    kind: Kind, left_out: set[str], tmp_path: Path
-) -> None:
+def test_masking_takes_words_and_draws_no_special_or_reserved_token(kind, left_out, tmp_path) -> None:
     text = write_documents(tmp_path / "text.jsonl", 20)
     save_released(tmp_path / "start", kind)
-    (tmp_path / "trial.yaml").write_text(
-        json.dumps(
-            {
-                "name": "trial",
-                "corpus": {
-                    "dir": str(tmp_path / "corpus"),
-                    "sources": jsonl(text),
-                    "vocabulary": {"kind": "byte_bpe", "path": str(tmp_path / "start/tokenizer.json")},
-                    "processes": 1,
-                },
-                "phases": [{"sequence_length": 32, "global_sequences": 8, "steps": 4, "peak_learning_rate": 1e-3}],
-            }
-        )
-    )
-    assert main(["prepare", str(tmp_path / "trial.yaml")]) == 0
+    vocabulary = {"kind": "byte_bpe", "path": str(tmp_path / "start/tokenizer.json")}
+    config = preparation(tmp_path / "corpus", [SourceConfig(kind="jsonl", path=str(text))], vocabulary=vocabulary)
+    prepare(config, quiet=True)
     shards = open_shards(tmp_path / "corpus", "train")
     assert shards.special_ids == special_ids(make_tokenizer(kind))
     masker = Masker(shards, MaskingConfig(scheme="whole_words"), sequence_length=32, max_predictions=0)
@@ -255,17 +228,22 @@ def test_masking_takes_words_and_draws_no_special_or_reserved_token(
     assert {entry for number, entry in enumerate(entries) if number not in masker.ordinary} == left_out
     vocabulary = masker._scheme.vocabulary
     assert not vocabulary.continues[entries.index("\u0120the")]
-    assert load_config(tmp_path / "trial.yaml").corpus.vocabulary.kind == "byte_bpe"
-    from pretrain.run.preflight import check_corpus
-
-    check_corpus(load_config(tmp_path / "trial.yaml"))
+    check_corpus(config)
 
 
-def test_added_words_need_wordpiece(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = write_documents(tmp_path / "text.jsonl", 3)
-    make_released(tmp_path / "start", "roberta")
-    path = write_config(
-        tmp_path / "trial.yaml", tmp_path / "corpus", text, tmp_path / "start", corpus__sources=jsonl(text)
-    )
-    assert main(["prepare", str(path), "--set", "corpus.vocabulary.added_words=2"]) == 2
-    assert "only WordPiece vocabularies can be extended" in capsys.readouterr().err
+@pytest.mark.parametrize("kind", ["roberta", "modernbert"])
+def test_a_run_continues_with_words_added_to_a_byte_level_vocabulary(kind: Kind, tmp_path: Path) -> None:
+    text = write_documents(tmp_path / "text.jsonl", 20)
+    old = make_released(tmp_path / "start", kind)
+    added = {"corpus__sources": jsonl(text), "corpus__vocabulary__added_words": 4}
+    path = write_config(tmp_path / "trial.yaml", tmp_path / "corpus", text, tmp_path / "start", **added)
+    assert main(["prepare", str(path)]) == 0
+    shards, size = open_shards(tmp_path / "corpus", "train"), vocabulary_size(old)
+    assert shards.vocabulary_size == size + 4
+    assert max(int(tokens.max()) for tokens in shards.some_tokens()) >= size
+    card = json.loads((tmp_path / "corpus/card.json").read_text())["vocabulary"]
+    assert card["added"] == 4
+    assert card["saved_share"] > 0
+    assert main(["pretrain", str(path), "--no-ray"]) == 0
+    rows = store.read_weights(sorted((tmp_path / "trial/checkpoints").glob("step-*"))[0])["embeddings.word"]
+    assert len(rows) == size + 4

@@ -264,10 +264,13 @@ def test_what_prepare_stores_is_streamed_also_after_it_has_grown(proxy, tmp_path
     phase = {"sequence_length": LENGTH, "global_sequences": 8, "steps": 5, "peak_learning_rate": 1e-3}
     config = {"name": "x", "pairs": SINGLE, "phases": [phase], "run_dir": str(tmp_path / "run")}
     corpus = {"dir": ADDRESS, "cache": "1MB", "vocabulary": {"size": 200}, "min_document_words": 0}
-    for known in (1, 2):
-        pretrain.prepare({**config, "corpus": {**corpus, "sources": sources[:known]}})
+    here = {**{name: value for name, value in corpus.items() if name != "cache"}, "dir": "here"}
+    for known in (1, 2):  # each on another machine, as far as the cache goes
+        for one in (corpus, here):
+            pretrain.prepare({**config, "corpus": {**one, "sources": sources[:known]}})
         shutil.rmtree(tmp_path / "cache")
         shards = streamed(CorpusConfig.model_validate(corpus))
+        assert same_samples(sampler(open_shards(Path("here"), "train")), sampler(shards))
         assert [source["name"] for source in shards.sources] == ["a", "b"][:known]
         made = sampler(shards)
         plan = made.plan(np.arange(made.samples_per_epoch))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
-import lzma
 import random
 import re
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 
 from finetune.workflows.adaptation.texts import sources_of
 from pretrain.common.errors import InputError
-from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceConfig
+from pretrain.config import SourceConfig
 from pretrain.corpus import inputs, records
 from pretrain.corpus.byte_columns import byte_columns
 from pretrain.corpus.formats import kind_of
@@ -27,37 +26,28 @@ from pretrain.corpus.inputs import Problems
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.sentences import line_starts
 from pretrain.corpus.shards import open_shards
-from pretrain.corpus.sources import books, cut, documents, find_inputs
+from pretrain.corpus.sources import books, find_inputs
 from pretrain.corpus.tokenize import WordTable, columns
 from pretrain.corpus.whole_documents import measured
 from pretrain.corpus.word_counts import count_words
+from tests.corpus.preparing import card, preparation
+from tests.corpus.test_sources import COMPRESS
+from tests.corpus.test_sources import faults as fault_counts
+from tests.corpus.test_sources import read as read_source
 
 
 def read(kind: str, path: Path) -> tuple[list[str], dict[str, int]]:
     """All documents of a source, and the count of each fault."""
-    source, texts, problems = SourceConfig(kind=kind, path=str(path)), [], Problems()
-    for number, item in enumerate(find_inputs(source, "corpus.sources.0")):
-        for chunk in cut(source, 0, number, item):
-            texts += documents(chunk, problems)
-    return texts, {problem["fault"]: problem["count"] for problem in problems.entries()}
+    texts, problems = read_source(SourceConfig(kind=kind, path=str(path)))
+    return texts, fault_counts(problems)
 
 
 def prepared(source: SourceConfig, folder: Path, **changes: Any) -> tuple[str, dict[str, Any]]:
     """The summary line and the card of a corpus."""
-    values = {
-        "dir": str(folder),
-        "sources": (source,),
-        "vocabulary": {"size": 300, "min_frequency": 1},
-        "validation_fraction": 0,
-        "processes": 1,
-        **changes,
-    }
-    phase = PhaseConfig(sequence_length=32, global_sequences=2, steps=1, peak_learning_rate=1e-3)
-    config = PretrainConfig(name="trial", corpus=CorpusConfig.model_validate(values), phases=(phase,))
-    return prepare(config, quiet=True), json.loads((folder / "card.json").read_text())
+    given = {"vocabulary": {"size": 300, "min_frequency": 1}, "validation_fraction": 0, "min_document_words": 20}
+    line = prepare(preparation(folder, (source,), **{**given, "shard_tokens": 100_000_000, **changes}), quiet=True)
+    return line, card(folder)
 
-
-# ---------------------------------------------------------------- headings
 
 SENTENCES = {
     "zh": "今天天气很好我们去公园散步。",
@@ -106,14 +96,12 @@ def test_lines_of_a_chat_without_stops_are_text(tmp_path: Path, language: str) -
     assert "\n".join(json.loads(piece)["text"] for piece in pieces).split("\n") == lines
 
 
-def test_what_is_left_out_as_headings_is_on_the_card_and_much_of_it_in_the_summary(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_left_out_as_headings_is_on_the_card_and_much_of_it_in_the_summary(tmp_path, capsys) -> None:
     text = "\n\n".join(f"This is paragraph number {number} of a text that is kept." for number in range(30))
     (tmp_path / "few.txt").write_text("CHAPTER I\n\n" + text)
     source = SourceConfig(kind="books", path=str(tmp_path / "few.txt"))
-    line, card = prepared(source, tmp_path / "few")
-    assert card["sources"][0]["left_out"] == {"paragraphs": 1, "characters": 9, "read_characters": 11 + len(text)}
+    line, made = prepared(source, tmp_path / "few")
+    assert made["sources"][0]["left_out"] == {"paragraphs": 1, "characters": 9, "read_characters": 11 + len(text)}
     assert "| books-few | 1 | 9 | 0.5" in (tmp_path / "few" / "card.md").read_text()
     assert "headings" not in line
     (tmp_path / "many.txt").write_text(text + "\n\nSOME WORDS IN CAPITALS" * 10)
@@ -121,9 +109,6 @@ def test_what_is_left_out_as_headings_is_on_the_card_and_much_of_it_in_the_summa
     assert re.search(r"books-many: 1\d\.\d% of its text was left out as headings \(10 paragraphs\)\. If they", line)
     sources_of([tmp_path / "many.txt"], tmp_path / "pieces.jsonl")
     assert "of the text was left out as headings (10 paragraphs)" in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------- words
 
 
 @pytest.mark.parametrize(
@@ -149,32 +134,25 @@ def test_words_are_counted_in_scripts_without_blanks(text: str, words: int) -> N
     assert count_words(text) == words
 
 
-def test_a_short_document_is_short_in_every_script(tmp_path: Path) -> None:
-    texts = ["今天天气很好我们去公园散步吧你觉得怎么样呢好不好啊我也觉得很好那我们走吧再见了朋友明天见吧", "你好"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    _, card = prepared(SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl")), tmp_path / "corpus")
-    assert (card["totals"]["documents"], card["totals"]["too_short"]) == (1, 1)
-
-
-# ---------------------------------------------------------------- faults
-
 ROWS = [{"text": f"Row {number} says {random.Random(number).random()} and so on."} for number in range(900)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 TABLE = "id,text\n" + "".join(f"{number},{row['text']}\n" for number, row in enumerate(ROWS))
+ARTICLES = "".join(f'<doc id="{n}" title="T">\nT\n{row["text"]}\n</doc>\n' for n, row in enumerate(ROWS))
 BOOK = "\n\n".join(row["text"] for row in ROWS)
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 
-@pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize(("kind", "name", "text"), [("jsonl", "a.jsonl", LINES), ("csv", "a.csv", TABLE)])
-def test_rows_before_the_cut_of_a_truncated_file_are_kept(
-    tmp_path: Path, suffix: str, kind: str, name: str, text: str
-) -> None:
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
+@pytest.mark.parametrize(
+    ("kind", "name", "text"),
+    [("jsonl", "a.jsonl", LINES), ("csv", "a.csv", TABLE), ("wikiextractor", "wiki", ARTICLES)],
+)
+def test_rows_before_the_cut_of_a_truncated_file_are_kept(tmp_path, suffix, kind, name, text) -> None:
     half = len(text) // 2
     data = b"".join(COMPRESS[suffix](part.encode()) for part in (text[:half], text[half:]))
     path = tmp_path / f"{name}{suffix}"
     path.write_bytes(data[: -len(data) // 10])
-    texts, faults = read(kind, path)
+    found, faults = read(kind, path)
+    texts = [text.strip() for text in found]
     assert len(texts) > 400
     expected = [row["text"] for row in ROWS]
     assert texts[:-1] == expected[: len(texts) - 1]
@@ -201,9 +179,7 @@ def test_a_truncated_book_is_read_up_to_the_cut(tmp_path: Path) -> None:
         ("jsonl", "a.jsonl", b'{"text": ["a"]}\n' * 5, r"'text' that is not text \(line 1 of block 0\), 5 times"),
     ],
 )
-def test_the_faults_that_make_a_corpus_empty_are_shown(
-    tmp_path: Path, kind: str, name: str, data: bytes, shown: str
-) -> None:
+def test_the_faults_that_make_a_corpus_empty_are_shown(tmp_path, kind, name, data, shown) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(InputError, match=shown) as error:
         prepared(SourceConfig(kind=kind, path=str(tmp_path / name)), tmp_path / "corpus")
@@ -251,8 +227,6 @@ def test_a_table_in_utf16_without_a_byte_order_mark_is_refused_with_its_cause(tm
         find_inputs(SourceConfig(kind="csv", path=str(tmp_path)), "corpus.sources.0")
 
 
-# ---------------------------------------------------------------- JSON
-
 OBJECTS = [{"text": f'Text "{number}", [é], {{漢}}\n\\', "more": [{"a": number}, []]} for number in range(60)]
 FORMS: dict[str, Callable[[], str]] = {
     "array": lambda: json.dumps(OBJECTS, ensure_ascii=False),
@@ -266,9 +240,7 @@ FORMS: dict[str, Callable[[], str]] = {
 @pytest.mark.parametrize("chunk_bytes", [1, 900, 1 << 20])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_json_in_an_array_or_indented_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, suffix: str, chunk_bytes: int
-) -> None:
+def test_json_in_an_array_or_indented_is_read(tmp_path, monkeypatch, form, suffix, chunk_bytes) -> None:
     monkeypatch.setattr(inputs, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr("pretrain.corpus.json_values.READ_BYTES", 50)
     data = FORMS[form]().encode()
@@ -293,12 +265,6 @@ def test_a_broken_array_is_read_up_to_there(tmp_path: Path, change: Callable[[st
     assert next(iter(faults)).startswith(fault)
 
 
-def test_the_column_of_an_array_is_found_before_the_work(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(FORMS["indented"]().replace('"text"', '"body"'))
-    with pytest.raises(InputError, match=r"text_column: .* no column 'text'; it has body, more"):
-        find_inputs(SourceConfig(kind="jsonl", path=str(tmp_path)), "corpus.sources.0")
-
-
 def test_files_of_json_without_a_suffix_are_found_in_a_folder(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / "AA").mkdir(exist_ok=True)
@@ -311,18 +277,13 @@ def test_files_of_json_without_a_suffix_are_found_in_a_folder(tmp_path: Path) ->
     assert kind_of(tmp_path / "README") == "books"
 
 
-# ---------------------------------------------------------------- a sentence a line
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     drawn=st.lists(st.lists(st.sampled_from(["One. Two", "a", "漢字。字"]), min_size=1, max_size=3), max_size=5),
     blank=st.sampled_from(["\n", " \n", "\t\n\n", "\r\n"]),
     size=st.integers(1, 40),
 )
-def test_documents_of_sentences_are_those_between_blank_lines(
-    tmp_path_factory: pytest.TempPathFactory, drawn: list[list[str]], blank: str, size: int
-) -> None:
+def test_documents_of_sentences_are_those_between_blank_lines(tmp_path_factory, drawn, blank, size) -> None:
     path = tmp_path_factory.mktemp("lines") / "a"
     path.write_bytes(blank.join("".join(f"{line}\n" for line in lines) for lines in drawn).encode())
     with pytest.MonkeyPatch.context() as patch:
@@ -352,15 +313,12 @@ def test_lines_start_where_they_start() -> None:
     assert line_starts(" \n") == []
 
 
-# ---------------------------------------------------------------- vocabularies
-
-
 def test_many_unknown_tokens_have_a_hint(tmp_path: Path) -> None:
     words = [f"{SENTENCES['th'] * 4}{number} สวัสดี ครับ" for number in range(60)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
     source = SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl"))
-    line, card = prepared(source, tmp_path / "corpus")
-    assert card["totals"]["unknown_rate"] > 0.01
+    line, made = prepared(source, tmp_path / "corpus")
+    assert made["totals"]["unknown_rate"] > 0.01
     assert "That many unknown tokens are lost for training: set corpus.vocabulary.kind: byte_bpe" in line
     line, _ = prepared(source, tmp_path / "bytes", vocabulary={"kind": "byte_bpe", "size": 400})
     assert "unknown tokens" not in line
@@ -372,10 +330,10 @@ def test_a_lowercase_vocabulary_may_keep_accents(tmp_path: Path) -> None:
     source = SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl"))
     vocabulary = {"size": 300, "min_frequency": 1, "strip_accents": False}
     changes = {"min_document_words": 5, "language": "hi"}
-    _, card = prepared(source, tmp_path / "corpus", vocabulary=vocabulary, **changes)
+    _, made = prepared(source, tmp_path / "corpus", vocabulary=vocabulary, **changes)
     entries = (tmp_path / "corpus/vocab.txt").read_text().split("\n")
     assert {"मौसम", "café", "élan", "naïve"} <= set(entries)
-    assert card["vocabulary"]["strip_accents"] is False
+    assert made["vocabulary"]["strip_accents"] is False
     assert "uncased, with accents" in (tmp_path / "corpus/card.md").read_text()
     written = json.loads((tmp_path / "corpus/tokenizer_config.json").read_text())
     assert (written["do_lower_case"], written["strip_accents"]) == (True, False)
@@ -399,5 +357,3 @@ def test_accents_that_follow_the_case_are_no_other_setting(tmp_path: Path) -> No
     same = {**vocabulary, "strip_accents": True}
     line, _ = prepared(source, tmp_path / "corpus", vocabulary=same, min_document_words=0)
     assert "already prepared" in line
-    with pytest.raises(ValueError, match="strip_accents has no effect with kind: byte_bpe"):
-        CorpusConfig.model_validate({"dir": "x", "vocabulary": {"kind": "byte_bpe", "strip_accents": False}})

@@ -23,34 +23,9 @@ from pretrain.corpus.vocabulary import (
     train_vocabulary,
 )
 
-COUNTS = {
-    word.encode(): 1 + (7 * number) % 23
-    for number, word in enumerate(
-        [
-            "low",
-            "lower",
-            "lowest",
-            "new",
-            "newer",
-            "newest",
-            "wide",
-            "wider",
-            "widest",
-            "slow",
-            "slower",
-            "slowest",
-            "window",
-            "newly",
-            "widely",
-            ",",
-            ".",
-            "!",
-            "é",
-            "naïve",
-            "漢字",
-        ]
-    )
-}
+WORDS = ["low", "lower", "lowest", "new", "newer", "newest", "wide", "wider", "widest", "slow", "slower", "slowest"]
+WORDS += ["window", "newly", "widely", ",", ".", "!", "é", "naïve", "漢字"]
+COUNTS = {word.encode(): 1 + (7 * number) % 23 for number, word in enumerate(WORDS)}
 TRAIN = (
     "from tests.corpus.test_vocabulary import COUNTS; from pretrain.corpus.vocabulary import train_vocabulary; "
     "print(train_vocabulary(COUNTS, 90, lowercase=True, min_frequency=1).to_str())"
@@ -82,21 +57,7 @@ def test_training_merges_the_most_frequent_first() -> None:
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_words_are_normalized_as_by_bert_one_by_one(lowercase: bool) -> None:
     normalizer, cut = BertNormalizer(lowercase=lowercase), BertPreTokenizer()
-    words = [
-        "low",
-        "Low",
-        "1999",
-        "r2d2",
-        ",",
-        "é",
-        "ÉTÉ",
-        "naïve",
-        "漢字",
-        "x\u0301",
-        "\x7f",
-        "\xa0a",
-        "b\u2019s",
-    ]
+    words = ["low", "Low", "1999", "r2d2", ",", "é", "ÉTÉ", "naïve", "漢字", "x\u0301", "\x7f", "\xa0a", "b\u2019s"]
     words += ["a" * 100, "a" * 101]
     expected: Counter[str] = Counter()
     for word in words:
@@ -149,30 +110,25 @@ def test_only_a_newline_ends_a_token(tmp_path: Path) -> None:
     assert load_vocabulary(_write(tmp_path / "vocab.txt", tokens), lowercase=True).get_vocab()["b"] == 8
 
 
-def test_vocabularies_other_than_berts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"nowhere\.txt: not found"):
-        load_vocabulary(tmp_path / "nowhere.txt", lowercase=True)
-    with pytest.raises(InputError, match=r"\[CLS\], \[MASK\] missing"):
-        load_vocabulary(_write(tmp_path / "v.txt", ["[PAD]", "[UNK]", "[SEP]", "a"]), lowercase=True)
-    with pytest.raises(InputError, match="'a' occurs twice"):
-        load_vocabulary(_write(tmp_path / "v.txt", [*SPECIAL_TOKENS, "a", "a"]), lowercase=True)
-    (tmp_path / "v.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match="cannot be read"):
-        load_vocabulary(tmp_path / "v.txt", lowercase=True)
-    (tmp_path / "t.json").write_text("{}")
-    with pytest.raises(InputError, match=r"not a tokenizer\.json"):
-        load_vocabulary(tmp_path / "t.json", lowercase=True)
-
-
-def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:
-    description = json.loads(trained().to_str())
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(description | {"pre_tokenizer": {"type": "Whitespace"}}))
-    with pytest.raises(InputError, match="is a vocabulary of kind released"):
-        load_vocabulary(path, lowercase=True)
-    path.write_text(json.dumps(description))
-    with pytest.raises(InputError, match=r"lowercase: false, but .* has true"):
-        load_vocabulary(path, lowercase=False)
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("v.txt", None, r"v\.txt: not found"),
+        ("v.txt", b"[PAD]\n[UNK]\n[SEP]\na\n", r"\[CLS\], \[MASK\] missing"),
+        ("v.txt", "\n".join([*SPECIAL_TOKENS, "a", "a\n"]).encode(), "'a' occurs twice"),
+        ("v.txt", b"\xff\xfe\x00", "cannot be read"),
+        ("t.json", b"{}", r"not a tokenizer\.json"),
+        ("t.json", {"pre_tokenizer": {"type": "Whitespace"}}, "is a vocabulary of kind released"),
+        ("cased.json", {}, r"lowercase: false, but .* has true"),
+    ],
+)
+def test_vocabularies_other_than_berts_are_refused(tmp_path: Path, name: str, content, message: str) -> None:
+    if isinstance(content, dict):  # changes of our own
+        content = json.dumps(json.loads(trained().to_str()) | content).encode()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        load_vocabulary(tmp_path / name, lowercase=name != "cased.json")
 
 
 def test_a_tokenizer_json_that_names_no_type_of_model_is_read(tmp_path):

@@ -20,7 +20,7 @@ from pretrain.checkpoint import hf
 from pretrain.config import ModelConfig
 from pretrain.model.heads import PretrainingModel
 from pretrain.run import api
-from tests.artifacts.test_predict import save_untrained
+from tests.artifacts.untrained import save_untrained
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("bert", "roberta", "modernbert", "eurobert", "nomic_bert", "gte", "deberta")

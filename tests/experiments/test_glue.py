@@ -11,11 +11,16 @@ import pytest
 from finetune.tasks.classification import Classification, ClassificationSettings
 from finetune.tasks.datasets import glue
 from pretrain.common.errors import InputError
+from tests.tasks.refusals import refused
 
 # One small file of each official form: (name, header, rows). Quotes are characters, and texts may begin with one.
 _NLI = "index\tsentence1\tsentence2"
 _MNLI = "index\tpromptID\tpairID\tgenre\tp1\tp2\tp3\tp4\tsentence1\tsentence2"
-_PAIRS = "index\t#1 ID\t#2 ID\t#1 String\t#2 String"
+_STSB = "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2"
+_QQP = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
+_MRPC = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"
+_FIVE = "\tlabel1\tlabel2\tlabel3\tlabel4\tlabel5\tgold_label"
+_TREES = "fiction\t(\t(\t(\t("
 FILES: dict[str, dict[str, str]] = {
     "CoLA": {
         "train.tsv": 'gj04\t1\t\t"One" is fine.\ngj04\t0\t*\tOne fine "is.\n',
@@ -28,53 +33,32 @@ FILES: dict[str, dict[str, str]] = {
         "test.tsv": "index\tsentence\n0\tuneasy mishmash .\n",
     },
     "MRPC": {
-        "train.tsv": "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n"
-        '1\t1\t2\tHe "said .\tHe said .\r\n0\t3\t4\tA\tB\r\n',
-        "dev.tsv": "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t5\t6\tC\tC\n",
-        "test.tsv": f"{_PAIRS}\n0\t7\t8\tD\tE\n",
+        "train.tsv": f'{_MRPC}\r\n1\t1\t2\tHe "said .\tHe said .\r\n0\t3\t4\tA\tB\r\n',
+        "dev.tsv": f"{_MRPC}\n1\t5\t6\tC\tC\n",
+        "test.tsv": "index\t#1 ID\t#2 ID\t#1 String\t#2 String\n0\t7\t8\tD\tE\n",
     },
     "STS-B": {
-        "train.tsv": (
-            "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
-            '0\tg\tf\t2012\t1\tn\tn\tA "plane.\tAn air plane.\t5.000\n1\tg\tf\t2012\t2\tn\tn\tA\tB\t3.800\n'
-        ),
-        "dev.tsv": (
-            "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
-            "0\tg\tf\t2012\t0\tn\tn\tA man.\tA hat.\t4.750\n"
-            "1\tg\tf\t2012\t1\tn\tn\tA cat.\tA dog.\t1.250\n"
-        ),
-        "test.tsv": (
-            "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\n"
-            "0\tg\tf\t2012\t0\tn\tn\tA girl.\tA boy.\n"
-        ),
+        "train.tsv": f'{_STSB}\tscore\n0\tg\tf\t2012\t1\tn\tn\tA "plane.\tAn air plane.\t5.000\n'
+        "1\tg\tf\t2012\t2\tn\tn\tA\tB\t3.800\n",
+        "dev.tsv": f"{_STSB}\tscore\n0\tg\tf\t2012\t0\tn\tn\tA man.\tA hat.\t4.750\n"
+        "1\tg\tf\t2012\t1\tn\tn\tA cat.\tA dog.\t1.250\n",
+        "test.tsv": f"{_STSB}\n0\tg\tf\t2012\t0\tn\tn\tA girl.\tA boy.\n",
     },
     "QQP": {
-        "train.tsv": (
-            "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
-            '0\t1\t2\tHow "so?\tWhy?\t1\n1\t3\t4\ttorn\n2\t5\t6\tWho?\tWhat?\t0\n'
-        ),
-        "dev.tsv": "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\tHow?\tWhy?\t0\n",
+        "train.tsv": f'{_QQP}\n0\t1\t2\tHow "so?\tWhy?\t1\n1\t3\t4\ttorn\n2\t5\t6\tWho?\tWhat?\t0\n',
+        "dev.tsv": f"{_QQP}\n0\t1\t2\tHow?\tWhy?\t0\n",
         "test.tsv": "id\tquestion1\tquestion2\n0\tWhere?\tWhen?\n",
     },
     "MNLI": {
-        "train.tsv": (
-            f"{_MNLI}\tlabel1\tgold_label\n"
-            "0\t1\t2\tfiction\t(\t(\t(\t(\tOne.\tTwo.\tneutral\tneutral\n"
-            '1\t1\t2\tfiction\t(\t(\t(\t(\t"One.\tTwo.\tneutral\tcontradiction\n'
-        ),
-        "dev_matched.tsv": (
-            f"{_MNLI}\tlabel1\tlabel2\tlabel3\tlabel4\tlabel5\tgold_label\n"
-            "0\t1\t2\tfiction\t(\t(\t(\t(\tOne.\tTwo.\tneutral\tneutral\tneutral\tneutral\tneutral\tentailment\n"
-        ),
-        "dev_mismatched.tsv": (
-            f"{_MNLI}\tlabel1\tlabel2\tlabel3\tlabel4\tlabel5\tgold_label\n"
-            "0\t1\t2\tverbatim\t(\t(\t(\t(\tOne.\tTwo.\tneutral\tneutral\tneutral\tneutral\tneutral\tneutral\n"
-        ),
-        "test_matched.tsv": f"{_MNLI}\n0\t1\t2\tfiction\t(\t(\t(\t(\tFive.\tSix.\n",
-        "test_mismatched.tsv": f"{_MNLI}\n0\t1\t2\tverbatim\t(\t(\t(\t(\tSeven.\tEight.\n",
+        "train.tsv": f"{_MNLI}\tlabel1\tgold_label\n0\t1\t2\t{_TREES}\tOne.\tTwo.\tneutral\tneutral\n"
+        f'1\t1\t2\t{_TREES}\t"One.\tTwo.\tneutral\tcontradiction\n',
+        "dev_matched.tsv": f"{_MNLI}{_FIVE}\n0\t1\t2\t{_TREES}\tOne.\tTwo." + "\tneutral" * 5 + "\tentailment\n",
+        "dev_mismatched.tsv": f"{_MNLI}{_FIVE}\n0\t1\t2\t{_TREES}\tOne.\tTwo." + "\tneutral" * 6 + "\n",
+        "test_matched.tsv": f"{_MNLI}\n0\t1\t2\t{_TREES}\tFive.\tSix.\n",
+        "test_mismatched.tsv": f"{_MNLI}\n0\t1\t2\t{_TREES}\tSeven.\tEight.\n",
     },
     "QNLI": {
-        "train.tsv": ('index\tquestion\tsentence\tlabel\n0\tWho?\t"He.\tentailment\n1\tWho?\tIt.\tnot_entailment\n'),
+        "train.tsv": 'index\tquestion\tsentence\tlabel\n0\tWho?\t"He.\tentailment\n1\tWho?\tIt.\tnot_entailment\n',
         "dev.tsv": "index\tquestion\tsentence\tlabel\n0\tWho?\tHe.\tentailment\n",
         "test.tsv": "index\tquestion\tsentence\n0\tWho?\tHe.\n",
     },
@@ -90,27 +74,17 @@ FILES: dict[str, dict[str, str]] = {
     },
 }
 
-TRAIN = {
-    "cola": [('"One" is fine.', None, "acceptable"), ('One fine "is.', None, "unacceptable")],
-    "sst2": [('"one fine film . ', None, "positive"), ("no wit , only gags ", None, "negative")],
-    "mrpc": [('He "said .', "He said .", "equivalent"), ("A", "B", "not_equivalent")],
-    "stsb": [('A "plane.', "An air plane.", 5.0), ("A", "B", 3.8)],
-    "qqp": [('How "so?', "Why?", "duplicate"), ("Who?", "What?", "not_duplicate")],
-    "mnli": [("One.", "Two.", "neutral"), ('"One.', "Two.", "contradiction")],
-    "qnli": [("Who?", '"He.', "entailment"), ("Who?", "It.", "not_entailment")],
-    "rte": [("A", "B", "not_entailment"), ("A", "A", "entailment")],
-    "wnli": [("A", "B", "entailment"), ("A", "A", "not_entailment")],
-}
-DEV = {
-    "cola": "unacceptable",
-    "sst2": "negative",
-    "mrpc": "equivalent",
-    "stsb": 4.75,
-    "qqp": "not_duplicate",
-    "mnli": "entailment",
-    "qnli": "entailment",
-    "rte": "not_entailment",
-    "wnli": "entailment",
+# Of the training set (text, pair, label), and the first label of the dev set.
+TRAIN: dict[str, list[Any]] = {
+    "cola": [('"One" is fine.', None, "acceptable"), ('One fine "is.', None, "unacceptable"), "unacceptable"],
+    "sst2": [('"one fine film . ', None, "positive"), ("no wit , only gags ", None, "negative"), "negative"],
+    "mrpc": [('He "said .', "He said .", "equivalent"), ("A", "B", "not_equivalent"), "equivalent"],
+    "stsb": [('A "plane.', "An air plane.", 5.0), ("A", "B", 3.8), 4.75],
+    "qqp": [('How "so?', "Why?", "duplicate"), ("Who?", "What?", "not_duplicate"), "not_duplicate"],
+    "mnli": [("One.", "Two.", "neutral"), ('"One.', "Two.", "contradiction"), "entailment"],
+    "qnli": [("Who?", '"He.', "entailment"), ("Who?", "It.", "not_entailment"), "entailment"],
+    "rte": [("A", "B", "not_entailment"), ("A", "A", "entailment"), "not_entailment"],
+    "wnli": [("A", "B", "entailment"), ("A", "A", "not_entailment"), "entailment"],
 }
 
 
@@ -131,10 +105,11 @@ def task(name: str, folder: Path, **more: Any) -> Classification:
 def test_the_official_files_are_read(downloads: Path, name: str) -> None:
     one = task(name, downloads)
     found = [(example.text, example.pair, example.label) for example in one.read_train()]
-    assert found == TRAIN[name]
+    *expected, first = TRAIN[name]
+    assert found == expected
     held_out, tests = one.read_held_out(), one.read_test()
     assert list(held_out) == (["dev_matched", "dev_mismatched"] if name == "mnli" else ["dev"])
-    assert next(iter(held_out.values()))[0].label == DEV[name]
+    assert next(iter(held_out.values()))[0].label == first
     assert list(tests) == (["test_matched", "test_mismatched"] if name == "mnli" else ["test"])
     for examples in tests.values():
         assert [example.label for example in examples] == [None]
@@ -159,8 +134,7 @@ def test_broken_rows_are_skipped_with_a_warning_only_in_qqp(downloads: Path, cap
     assert "train.tsv:3" in caplog.text
     with (downloads / "RTE" / "train.tsv").open("a") as file:
         file.write("2\ttorn\n")
-    with pytest.raises(InputError, match=r"RTE/train\.tsv:4: 2 columns, but the header has 4"):
-        task("rte", downloads).read_train()
+    refused(r"RTE/train\.tsv:4: 2 columns, but the header has 4", task("rte", downloads).read_train)
     with (downloads / "QQP" / "test.tsv").open("a") as file:
         file.write("1\ttorn\n")
     with pytest.raises(InputError, match=r"QQP/test\.tsv:3: 2 columns"):  # its rows are numbered
@@ -177,19 +151,16 @@ def test_folders_and_files_in_any_letter_case(downloads: Path, folder: str) -> N
 
 
 def test_missing_folders_and_files_are_named(downloads: Path) -> None:
-    with pytest.raises(InputError, match=r"glue_dir: .*nowhere: no such folder"):
-        task("rte", downloads / "nowhere").read_train()
+    refused(r"glue_dir: .*nowhere: no such folder", task("rte", downloads / "nowhere").read_train)
     (downloads / "RTE" / "train.tsv").unlink()
-    with pytest.raises(InputError, match=r"no train\.tsv of RTE in .*RTE\. Download it\."):
-        task("rte", downloads).read_train()
+    refused(r"no train\.tsv of RTE in .*RTE\. Download it\.", task("rte", downloads).read_train)
     (downloads / "MNLI" / "dev_mismatched.tsv").unlink()
-    with pytest.raises(InputError, match=r"no dev_mismatched\.tsv of MNLI"):
-        task("mnli", downloads).read_held_out()
+    refused(r"no dev_mismatched\.tsv of MNLI", task("mnli", downloads).read_held_out)
     (downloads / "QNLI").rename(downloads / "other")
-    with pytest.raises(InputError, match=r"no folder QNLI. Its folders: CoLA, MNLI, MRPC, QQP, RTE"):
-        task("qnli", downloads).read_train()
-    with pytest.raises(InputError, match=r"dev_share: CoLA has an official dev set"):
-        task("cola", downloads, dev_share=0.1).read_train()
+    message = r"no folder QNLI. Its folders: CoLA, MNLI, MRPC, QQP, RTE"
+    refused(message, task("qnli", downloads).read_train)
+    message = r"dev_share: CoLA has an official dev set"
+    refused(message, lambda: task("cola", downloads, dev_share=0.1).read_train())
 
 
 def test_an_unknown_label_is_named_by_the_official_ones(downloads: Path) -> None:
@@ -249,8 +220,7 @@ def test_submissions_have_the_official_form(tmp_path: Path, caplog: Any) -> None
     caplog.clear()
     written("wnli", labels("entailment") * 146)
     assert not caplog.records
-    with pytest.raises(InputError, match="GLUE has no test set 'dev'; it has test_matched"):
-        glue.write_submission("mnli", {"dev": []}, tmp_path)
+    refused("GLUE has no test set 'dev'; it has test_matched", glue.write_submission, "mnli", {"dev": []}, tmp_path)
 
 
 def test_predictions_of_every_test_set_can_be_submitted(downloads: Path) -> None:
@@ -264,19 +234,8 @@ def test_predictions_of_every_test_set_can_be_submitted(downloads: Path) -> None
             for part, examples in one.read_test().items()
         }
         names |= {path.name for path in glue.write_submission(name, made, downloads / "out")}
-    assert names == {
-        "CoLA.tsv",
-        "SST-2.tsv",
-        "MRPC.tsv",
-        "STS-B.tsv",
-        "QQP.tsv",
-        "MNLI-m.tsv",
-        "MNLI-mm.tsv",
-        "QNLI.tsv",
-        "RTE.tsv",
-        "WNLI.tsv",
-        "AX.tsv",
-    }
+    expected = ["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI-m", "MNLI-mm", "QNLI", "RTE", "WNLI", "AX"]
+    assert names == {f"{name}.tsv" for name in expected}
     assert task("mnli", downloads).read_test()["diagnostic"][0].text == "X"
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from rich.console import Console
 
@@ -30,31 +29,17 @@ from finetune.tasks.datasets import glue
 from finetune.training import runs
 from finetune.training.config import GRIDS, FinetuneConfig
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
+from tests.tasks.refusals import refused
+from tests.tiny_checkpoints import make_bert
 
 ROOT = Path(__file__).parents[2]
-WORDS = ("good", "fine", "nice", "bad", "poor", "dull", "the", "film", "was", "and", "plot", "a")
+WORDS = ("good", "fine", "great", "bad", "poor", "awful")
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A released checkpoint of a BERT of two layers, with random weights."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    folder = tmp_path_factory.mktemp("released")
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-    config = BertConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=32,
-    )
-    torch.manual_seed(0)
-    BertForMaskedLM(config).save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
-    (folder / "tokenizer_config.json").write_text('{"do_lower_case": true, "tokenizer_class": "BertTokenizer"}')
-    return folder
+    return make_bert(tmp_path_factory.mktemp("released"), positions=32)
 
 
 def write_set(path: Path, rows: int, labels: Sequence[str] = ("neg", "pos")) -> None:
@@ -89,14 +74,8 @@ def write_config(folder: Path, start: Path, **changes: Any) -> None:
 
 
 def finetune(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "finetune.cli", *arguments],
-        cwd=work,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    command = [sys.executable, "-m", "finetune.cli", *arguments]
+    return subprocess.run(command, cwd=work, env=environment(), capture_output=True, text=True, timeout=900)
 
 
 def environment() -> dict[str, str]:
@@ -110,9 +89,7 @@ def scores(folder: Path) -> dict[str, float]:
 # ---------------------------------------------------------------- whole commands
 
 
-def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(
-    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(work: Path, monkeypatch: Any, capsys: Any) -> None:
     """Seeds 0 and 1 finish; seed 2 finds a damaged file in its folder, a mistake of the user's."""
     (work / "runs/tiny/seed-2").mkdir(parents=True)
     (work / "runs/tiny/seed-2/metrics.jsonl").write_text("damaged\n{}\n")
@@ -127,21 +104,10 @@ def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(
     assert made[0] != made[1], "the seeds did not differ"
     for name in ("accuracy", "f1"):
         values = [one[name] for one in found]
-        assert summary["scores"]["dev"][name] == pytest.approx(
-            {
-                "runs": 2,
-                "mean": statistics.mean(values),
-                "deviation": statistics.stdev(values),
-                "least": min(values),
-                "most": max(values),
-            }
-        )
-    assert {name: summary[name] for name in ("runs", "done", "failed", "to_run")} == {
-        "runs": 3,
-        "done": 2,
-        "failed": 1,
-        "to_run": 0,
-    }
+        mean, deviation = statistics.mean(values), statistics.stdev(values)
+        expected = {"runs": 2, "mean": mean, "deviation": deviation, "least": min(values), "most": max(values)}
+        assert summary["scores"]["dev"][name] == pytest.approx(expected)
+    assert [summary[name] for name in ("runs", "done", "failed", "to_run")] == [3, 2, 1, 0]
     assert [one["error"] is None for one in summary["each"]] == [True, True, False]
     configs = [yaml.safe_load((work / f"runs/tiny/seed-{k}/config.yaml").read_text()) for k in (0, 1)]
     assert [one["seed"] for one in configs] == [0, 1]
@@ -170,8 +136,7 @@ def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(
     assert isinstance(config.task_settings, ClassificationSettings)
     dev = Path(config.task_settings.dev)
     dev.write_text("\n".join(dev.read_text().splitlines()[:-1]) + "\n")
-    with pytest.raises(InputError, match=r"seed-0: was trained or scored on other data than the files"):
-        sweep.run_seeds(config, 2)
+    refused(r"seed-0: was trained or scored on other data than the files", sweep.run_seeds, config, 2)
 
 
 def times(folder: Path) -> dict[str, int]:
@@ -180,14 +145,8 @@ def times(folder: Path) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_sweep_keeps_the_best_and_reports_divergence(work: Path) -> None:
-    grid = (
-        "--grid-set",
-        "training.learning_rate=1e-3,1e30",
-        "--grid-set",
-        "training.examples_per_step=8,16",
-        "--set",
-        "training.warmup_share=0",
-    )
+    grid = ["--grid-set", "training.learning_rate=1e-3,1e30", "--grid-set", "training.examples_per_step=8,16"]
+    grid += ["--set", "training.warmup_share=0"]
     first = finetune(work, "sweep", "tiny.yaml", *grid)
     assert first.returncode == DivergedError.exit_code, first.stderr + first.stdout
     assert "2 of 4 runs failed" in first.stderr
@@ -211,24 +170,11 @@ def test_sweep_keeps_the_best_and_reports_divergence(work: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_continues(work: Path) -> None:
-    command = [
-        "finetune",
-        "tiny.yaml",
-        "--seeds",
-        "2",
-        "--set",
-        "training.epochs=60",
-        "--set",
-        "evaluation.every_epochs=100",
-    ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "finetune.cli", *command],
-        cwd=work,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = ["finetune", "tiny.yaml", "--seeds", "2", "--set", "training.epochs=60"]
+    command += ["--set", "evaluation.every_epochs=100"]
+    whole = [sys.executable, "-m", "finetune.cli", *command]
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(whole, cwd=work, env=environment(), **streams)
     metrics = work / "runs/tiny/seed-0/metrics.jsonl"
     deadline = time.monotonic() + 240
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 3):
@@ -252,55 +198,31 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_continues(work: Pat
 def write_glue(folder: Path) -> Path:
     """RTE and SST-2 whole, MNLI without its mismatched set."""
     for split, rows in (("train", 16), ("dev", 6), ("test", 4)):
-        rte, sst = folder / "RTE" / f"{split}.tsv", folder / "SST-2" / f"{split}.tsv"
-        for path in (rte, sst):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        labels = ("entailment", "not_entailment")
-        test = split == "test"
-        rte.write_text(
-            "index\tsentence1\tsentence2"
-            + ("" if test else "\tlabel")
-            + "\n"
-            + "".join(
-                f"{row}\tthe film was {WORDS[row % 6]}\tthe plot was {WORDS[row % 5]}"
-                + ("" if test else f"\t{labels[row % 2]}")
-                + "\n"
-                for row in range(rows)
-            )
-        )
-        sst.write_text(
-            ("index\tsentence" if test else "sentence\tlabel")
-            + "\n"
-            + "".join(
-                (f"{row}\tthe film was {WORDS[row % 6]}" if test else f"the film was {WORDS[row % 6]}\t{row % 2}")
-                + "\n"
-                for row in range(rows)
-            )
-        )
-    mnli = folder / "MNLI"
-    mnli.mkdir()
+        tables = {"RTE": ["index\tsentence1\tsentence2\tlabel"], "SST-2": ["sentence\tlabel"]}
+        for row in range(rows):
+            label = ("entailment", "not_entailment")[row % 2]
+            tables["RTE"].append(f"{row}\tthe film was {WORDS[row % 6]}\tthe plot was {WORDS[row % 5]}\t{label}")
+            tables["SST-2"].append(f"the film was {WORDS[row % 6]}\t{row % 2}")
+        if split == "test":
+            tables["RTE"] = [line.rpartition("\t")[0] for line in tables["RTE"]]
+            tables["SST-2"] = ["index\tsentence", *(f"{n}\t{line[:-2]}" for n, line in enumerate(tables["SST-2"][1:]))]
+        for name, lines in tables.items():
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            (folder / name / f"{split}.tsv").write_text("\n".join(lines) + "\n")
+    (folder / "MNLI").mkdir()
     for name in ("train", "dev_matched"):
-        (mnli / f"{name}.tsv").write_text("sentence1\tsentence2\tgold_label\na\tb\tneutral\n")
+        (folder / "MNLI" / f"{name}.tsv").write_text("sentence1\tsentence2\tgold_label\na\tb\tneutral\n")
     return folder
 
 
 @pytest.mark.slow
 def test_glue_runs_what_is_there_and_writes_table_and_submission(work: Path, start: Path) -> None:
     write_glue(work / "data")
-    (work / "glue.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "name": "mini",
-                "max_length": 16,
-                "training": {"examples_per_step": 8, "epochs": 1},
-                "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 512},
-                "tracking": {"wandb": "off"},
-            }
-        )
-    )
-    made = finetune(
-        work, "glue", "glue.yaml", "--from", str(start), "--glue-dir", "data", "--submission", "out", "--seeds", "2"
-    )
+    config = yaml.safe_load((work / "tiny.yaml").read_text()) | {"name": "mini"}
+    del config["start_from"], config["classification"]
+    (work / "glue.yaml").write_text(yaml.safe_dump(config))
+    options = ["--from", str(start), "--glue-dir", "data", "--submission", "out", "--seeds", "2"]
+    made = finetune(work, "glue", "glue.yaml", *options)
     assert made.returncode == 0, made.stderr + made.stdout
     assert "MNLI: left out" in made.stdout
     assert "no dev_mismatched.tsv" in made.stdout
@@ -325,12 +247,8 @@ def test_glue_runs_what_is_there_and_writes_table_and_submission(work: Path, sta
 
 def test_a_grid_is_every_combination_the_last_setting_changing_fastest() -> None:
     points = expand({"training.learning_rate": ["1e-5", "3e-5"], "max_length": ["64", "128"]})
-    assert [tuple(point.settings.values()) for point in points] == [
-        ("1e-5", "64"),
-        ("1e-5", "128"),
-        ("3e-5", "64"),
-        ("3e-5", "128"),
-    ]
+    expected = [("1e-5", "64"), ("1e-5", "128"), ("3e-5", "64"), ("3e-5", "128")]
+    assert [tuple(point.settings.values()) for point in points] == expected
     assert points[1].overrides == ["training.learning_rate=1e-5", "max_length=128"]
     assert points[1].label == "learning_rate 1e-5, max_length 128"
     assert points[1].folder == "learning-rate-1e-5-max-length-128"
@@ -356,32 +274,37 @@ def test_published_grids_have_their_points_and_fold_into_folders_of_their_own(
     assert {key: float(value) for key, value in made[0][0].settings.items()} == pytest.approx(first)
 
 
-def test_axes_are_laid_over_a_grid_and_wrong_ones_refused() -> None:
+def test_axes_are_laid_over_a_grid() -> None:
     grid = parse_grid("devlin", ["training.epochs=3", "max_length=64, 128,64", "optimizer.name=[a,b],c"])
     assert grid["training.epochs"] == ["3"]
     assert grid["max_length"] == ["64", "128"]
     assert grid["optimizer.name"] == ["[a,b]", "c"]
     assert parse_grid("", ["random_weights=true"]) == {"random_weights": ["true"]}
-    for name in ("seed", "name", "run_dir", "scheduling.workers", "tracking.group"):
-        with pytest.raises(InputError, match=f"{name}=1,2: is not a setting to compare by"):
-            parse_grid("", [f"{name}=1,2"])
     assert parse_grid("", ["classification.class_weights=none,balanced"])
-    for name in ("classification.metric", "entities.dev", "classification.dev_share", "questions", "entities.labels.0"):
-        with pytest.raises(InputError, match=f"{name}=a,b: decides what the scores mean"):
-            parse_grid("", [f"{name}=a,b"])
-    for wrong in ("training.epochs", "=1,2", "training.epochs=", "training.epochs=1,,2"):
-        with pytest.raises(InputError, match="--grid-set"):
-            parse_grid("", [wrong])
+
+
+OF_THE_RUN, OF_THE_SCORES = "is not a setting to compare by", "decides what the scores mean"
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        *((f"{name}=1,2", OF_THE_RUN) for name in ("seed", "name", "run_dir", "scheduling.workers", "tracking.group")),
+        *((f"classification.{name}=a,b", OF_THE_SCORES) for name in ("metric", "dev_share")),
+        *((f"{name}=a,b", OF_THE_SCORES) for name in ("entities.dev", "questions", "entities.labels.0")),
+        *((wrong, "--grid-set") for wrong in ("training.epochs", "=1,2", "training.epochs=", "training.epochs=1,,2")),
+    ],
+)
+def test_wrong_axes_are_refused(axis: str, message: str) -> None:
+    refused(message if message == "--grid-set" else f"{axis}: {message}", parse_grid, "", [axis])
 
 
 def test_a_grid_of_epochs_is_refused_where_steps_go_before_them(work: Path) -> None:
-    config = sweep.load_config(work / "tiny.yaml", ["training.steps=5"])
-    with pytest.raises(InputError, match=r"training\.steps"):
-        sweep.sweep_trials(config, work / "tiny.yaml", ["training.steps=5"], expand({"training.epochs": ["1"]}), 1)
-    config = sweep.load_config(work / "tiny.yaml")
-    both = expand({"training.epochs": ["1", "2"], "training.steps": ["5"]})
-    with pytest.raises(InputError, match=r"training\.steps"):
-        sweep.sweep_trials(config, work / "tiny.yaml", [], both, 1)
+    path, set_steps = work / "tiny.yaml", ["training.steps=5"]
+    for overrides, grid in ((set_steps, {}), ([], {"training.steps": ["5"]})):
+        points = expand({"training.epochs": ["1", "2"], **grid})
+        config = sweep.load_config(path, overrides)
+        refused(r"training\.steps", sweep.sweep_trials, config, path, overrides, points, 1)
 
 
 def test_each_trial_has_the_steps_of_its_own_data(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +326,7 @@ def test_each_trial_has_the_steps_of_its_own_data(work: Path, monkeypatch: pytes
     assert len(made) == 3  # one for each set of examples
 
 
-def test_runs_of_one_command_have_wandb_ids_of_their_own(work: Path) -> None:
+def test_runs_of_one_command_have_names_and_wandb_ids_of_their_own_of_64_characters_at_most(work: Path) -> None:
     def ids(run_id: str) -> list[str]:
         config = sweep.load_config(work / "tiny.yaml", [f"tracking.run_id={run_id}"])
         made = [trials.trial_config(config, f"seed-{seed}", folder=work, seed=seed) for seed in (0, 1)]
@@ -412,9 +335,6 @@ def test_runs_of_one_command_have_wandb_ids_of_their_own(work: Path) -> None:
     assert ids("abc") == ["abc-seed-0", "abc-seed-1"]
     assert ids("n" * 64) == [f"{'n' * 57}-seed-0", f"{'n' * 57}-seed-1"]
     assert ids('""') == ["", ""]  # each start generates one
-
-
-def test_names_stay_within_63_characters(work: Path) -> None:
     config = sweep.load_config(work / "tiny.yaml", [f"name={'n' * 63}"])
     label = "16-5e-05-" + "4" * 80
     for given in ("seed-0", label[:62], label):
@@ -452,12 +372,8 @@ def test_settings_rank_by_their_mean_and_ties_keep_their_order() -> None:
     one, two, three, four = expand({"x": ["1", "2", "3", "4"]})
     points = [one, one, two, two, three, three, four, four]
     outcomes = [done(0.5), done(0.5), done(0.6), done(0.6), done(0.7), done(0.5), FAILED, None]
-    assert [(one.point, one.spread and one.spread.mean) for one in rank(candidates(points, outcomes))] == [
-        (two, 0.6),
-        (three, 0.6),
-        (one, 0.5),
-        (four, None),
-    ]
+    found = [(each.point, each.spread and each.spread.mean) for each in rank(candidates(points, outcomes))]
+    assert found == [(two, 0.6), (three, 0.6), (one, 0.5), (four, None)]
 
 
 def test_settings_that_diverge_rank_behind_those_that_do_not() -> None:
@@ -524,11 +440,9 @@ def test_a_run_folder_shows_whether_the_run_has_finished(work: Path, monkeypatch
     faster = config.training.model_copy(update={"learning_rate": 0.5})
     for changes in ({"seed": 7}, {"start_from": "elsewhere"}, {"training": faster}):
         other = Trial("seed 0", config.model_copy(update=changes), 4)
-        with pytest.raises(InputError, match=f"other settings: {next(iter(changes))}"):
-            trials.read_outcome(other)
+        refused(f"other settings: {next(iter(changes))}", trials.read_outcome, other)
     (folder / "scores.json").write_text("{")
-    with pytest.raises(InputError, match="damaged"):
-        trials.read_outcome(trial)
+    refused("damaged", trials.read_outcome, trial)
     (folder / "failed.json").write_text(json.dumps({"message": "step 3: loss is NaN."}))
     diverged = trials.read_outcome(trial)
     assert diverged is not None
@@ -552,16 +466,12 @@ def test_a_run_that_scored_no_test_set_is_held_against_its_dev_set(work: Path, m
 
     check(test_sets=False)
     check(test_sets=True, chosen_on="dev")
-    with pytest.raises(InputError, match="other data"):
-        check(test_sets=False, chosen_on="dev")
-    with pytest.raises(InputError, match="other data"):
-        check(test_sets=True)
+    refused("other data", check, test_sets=False, chosen_on="dev")
+    refused("other data", check, test_sets=True)
 
 
 def test_several_workers_a_run_are_refused(work: Path) -> None:
-    config = sweep.load_config(work / "tiny.yaml", ["scheduling.workers=2"])
-    with pytest.raises(InputError, match="--parallel"):
-        trials.check_alone(config)
+    refused("--parallel", trials.check_alone, sweep.load_config(work / "tiny.yaml", ["scheduling.workers=2"]))
 
 
 # ---------------------------------------------------------------- how it is scheduled and shown
@@ -579,20 +489,13 @@ def test_trials_take_a_gpu_each_or_a_machine_each() -> None:
             trials_that_fit(nodes, 5, parallel, cpus, "here")
 
 
-def test_runs_are_followed_on_the_terminal(
-    work: Path, start: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_followed_on_the_terminal(work: Path, start: Path, monkeypatch: Any, capsys: Any) -> None:
     """All of `run_all` but Ray: what is handed to it, and what its events become."""
     monkeypatch.chdir(work)
     config = sweep.load_config("tiny.yaml")
-    members = [
-        Trial(
-            f"seed {seed}",
-            trials.trial_config(config, f"seed-{seed}", folder=Path(f"runs/tiny/seed-{seed}"), seed=seed),
-            4,
-        )
-        for seed in range(4)
-    ]
+    folders = [Path(f"runs/tiny/seed-{seed}") for seed in range(4)]
+    configs = [trials.trial_config(config, one.name, folder=one, seed=seed) for seed, one in enumerate(folders)]
+    members = [Trial(f"seed {seed}", one, 4) for seed, one in enumerate(configs)]
     write_outcome(members[1].config.folder, 0.9)
     handed: list[Any] = []
 
@@ -635,18 +538,21 @@ def test_runs_are_followed_on_the_terminal(
     assert isinstance(failure(ran.outcomes), DivergedError)
 
 
-def test_time_left_goes_by_the_examples_since_the_first_were_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(trials_view.time, "monotonic", lambda: now[0])
+    return now
+
+
+def seen(folder: Path, step: int) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": step, "loss": 0.5}) + "\n")
+
+
+def test_time_left_goes_by_the_examples_since_the_first_were_seen(tmp_path: Path, clock: list[float]) -> None:
     """Two runs of 100 and 300 examples; the first was at 20 in an earlier call."""
     folders = [tmp_path / "a", tmp_path / "b"]
-    clock = [0.0]
-    monkeypatch.setattr(trials_view.time, "monotonic", lambda: clock[0])
-
-    def seen(folder: Path, step: int) -> None:
-        folder.mkdir(exist_ok=True)
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": step, "loss": 0.5}) + "\n")
-
     seen(folders[0], 2)
     lines = [trials_view.TrialLine("a", folders[0], 100, 10), trials_view.TrialLine("b", folders[1], 300, 10)]
     view = trials_view.TrialsView(lines, [0, 1], tmp_path / "stop")
@@ -669,27 +575,21 @@ def test_time_left_goes_by_the_examples_since_the_first_were_seen(
     assert view.seconds_left() == 0
 
 
-def test_what_a_failed_run_saw_counts_for_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
-    monkeypatch.setattr(trials_view.time, "monotonic", lambda: clock[0])
+def test_what_a_failed_run_saw_counts_for_the_time_left(tmp_path: Path, clock: list[float]) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
-
-    def seen(*steps: int) -> None:
-        for folder, step in zip(folders, steps, strict=False):
-            folder.mkdir(exist_ok=True)
-            (folder / "metrics.jsonl").write_text(json.dumps({"step": step, "loss": 0.5}) + "\n")
-
     lines = [trials_view.TrialLine(folder.name, folder, 100, 100) for folder in folders]
     view = trials_view.TrialsView(lines, [0, 1], tmp_path / "stop")
     clock[0] = 10.0
-    seen(10, 10)
+    seen(folders[0], 10)
+    seen(folders[1], 10)
     assert view.seconds_left() is None
     clock[0] = 80.0
-    seen(20, 80)
+    seen(folders[0], 20)
+    seen(folders[1], 80)
     view.ended(1, Outcome(error=DivergedError("loss is NaN")))
     assert view.seconds_left() == pytest.approx(80 * 70 / 80)
     clock[0] = 150.0
-    seen(30)
+    seen(folders[0], 30)
     assert view.seconds_left() == pytest.approx(70 * 140 / 90)
 
 
@@ -719,14 +619,11 @@ def text_of(table: Any) -> str:
 
 
 def test_our_row_is_the_mean_over_the_runs_that_are_done() -> None:
-    tasks = ["rte", "rte", "mrpc", "sst2", "mnli"]
     mnli = Outcome("accuracy", {"dev_matched": {"accuracy": 0.8}, "dev_mismatched": {"accuracy": 0.82}})
     outcomes = [done(0.6), done(0.7), done(0.85, metric="accuracy_and_f1", f1=0.9), FAILED, mnli]
-    means = glue_runs.glue_results(tasks, outcomes)
+    means = glue_runs.glue_results(["rte", "rte", "mrpc", "sst2", "mnli"], outcomes)
     assert set(means) == {"rte", "mrpc", "mnli"}
     assert glue.paper_row(means) == pytest.approx([80, 82, None, None, None, None, None, 90, 65], nan_ok=True)
-    table = glue.format_table(means, name="tiny")
-    assert "4 of 9 columns; missing: QQP, QNLI, SST-2, CoLA, STS-B" in table
 
 
 def test_tasks_are_those_whose_files_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -741,18 +638,13 @@ def test_tasks_are_those_whose_files_are_there(tmp_path: Path, capsys: pytest.Ca
     (data / "MRPC" / "dev.tsv").touch()
     assert glue.tasks_in(data)["mrpc"] == ""
     for asked, message in (("mnli", "dev_mismatched"), ("cola", "no folder CoLA"), ("snli", "not a GLUE task")):
-        with pytest.raises(InputError, match=message):
-            glue_runs.find_tasks(str(data), [asked])
-    with pytest.raises(InputError, match="no such folder"):
-        glue_runs.find_tasks(str(tmp_path / "none"), [])
+        refused(message, glue_runs.find_tasks, str(data), [asked])
+    refused("no such folder", glue_runs.find_tasks, str(tmp_path / "none"), [])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"has no task with train\.tsv"):
-        glue_runs.find_tasks(str(tmp_path / "empty"), [])
+    refused(r"has no task with train\.tsv", glue_runs.find_tasks, str(tmp_path / "empty"), [])
 
 
 def test_glue_without_its_folder_is_refused(work: Path) -> None:
     for arguments in ((None, []), (glue_runs.TEMPLATE, [])):
-        with pytest.raises(InputError, match="--glue-dir: name the folder"):
-            glue_runs.run_glue(*arguments)
-    with pytest.raises(InputError, match="learning_rat"):
-        glue_runs.run_glue(glue_runs.TEMPLATE, ["training.learning_rat=1"])
+        refused("--glue-dir: name the folder", glue_runs.run_glue, *arguments)
+    refused("learning_rat", glue_runs.run_glue, glue_runs.TEMPLATE, ["training.learning_rat=1"])

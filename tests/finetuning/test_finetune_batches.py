@@ -70,11 +70,8 @@ def test_rows_labels_and_owners_are_in_their_places(lengths: list[list[int]], as
         rows = batch.rows.tolist()
         assert rows == sorted(rows)
         # An id is its token's place in the set plus 1000, a label three times that place.
-        assert (
-            (batch.input_ids[batch.rows] - 1000).tolist()
-            == (batch.labels // 3).tolist()
-            == windows.queries[batch.query_rows].tolist()
-        )
+        places = windows.queries[batch.query_rows].tolist()
+        assert (batch.input_ids[batch.rows] - 1000).tolist() == (batch.labels // 3).tolist() == places
         assert batch.weights.tolist() == windows.weights[batch.query_rows].tolist()
         for row, sequence in zip(rows, batch.sequence.tolist(), strict=True):
             assert starts[sequence] <= row < starts[sequence + 1]

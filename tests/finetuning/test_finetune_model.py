@@ -21,6 +21,7 @@ from pretrain.checkpoint.released import read_released
 from pretrain.config import ModelConfig
 from pretrain.model.heads import PretrainingModel
 from pretrain.training.engine.gradient_sums import add_rows, use_sparse_embedding_gradients
+from tests.artifacts.untrained import task_model
 
 LENGTHS = [5, 9, 12, 7]
 OUTPUTS = {"sequence": 3, "tokens": 5, "spans": 2}
@@ -33,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ours(checkpoint: Path, head: Head, objective: Objective, outputs: int) -> TaskModel:
     released = read_released(checkpoint)
-    model = TaskModel(released.model, released.vocabulary_size, head, objective, outputs, released.task_head(head))
+    model = task_model(released, head, objective, outputs)
     weights = {name: torch.randn_like(p) * 0.1 for name, p in model.state_dict().items() if name.startswith("head.")}
     model.load_state_dict({**released.backbone, **weights})
     return model.eval()
@@ -114,9 +115,8 @@ def test_tags_are_those_of_transformers(checkpoint: Path) -> None:
     labels[batch.sequence, batch.positions[batch.rows]] = batch.labels
     with torch.no_grad():
         output, expected = model(batch), baseline(**padded(batch), labels=labels)
-    torch.testing.assert_close(
-        output.logits, expected.logits[batch.sequence, batch.positions[batch.rows]], rtol=1e-5, atol=1e-6
-    )
+    found = expected.logits[batch.sequence, batch.positions[batch.rows]]
+    torch.testing.assert_close(output.logits, found, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(output.loss / len(asked), expected.loss, rtol=1e-5, atol=1e-6)
 
 
@@ -140,25 +140,12 @@ def test_spans_are_those_of_transformers(checkpoint: Path) -> None:
     torch.testing.assert_close(output.loss / 4, sum(losses) / 2, rtol=1e-5, atol=1e-6)
 
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 24,
-}
+SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES |= {"intermediate_size": 32, "max_position_embeddings": 24}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 HALF = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.0}
-DISTILBERT = {
-    "vocab_size": 40,
-    "dim": 32,
-    "n_layers": 1,
-    "n_heads": 2,
-    "hidden_dim": 32,
-    "max_position_embeddings": 24,
-    "attention_dropout": 0.0,
-}
+DISTILBERT = {"vocab_size": 40, "dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
+DISTILBERT |= {"max_position_embeddings": 24, "attention_dropout": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -197,14 +184,7 @@ def test_heads_drop_where_and_as_much_as_transformers(
             # DistilBERT's encoder drops no output of its attention, ours does: not what is asked here.
             parameter.add_(torch.randn_like(parameter) * 0.1).mul_("out_lin" not in name)
     released = assemble(dict(baseline.state_dict()), read_config(config.to_dict()), config.to_dict())
-    model = TaskModel(
-        released.model,
-        released.vocabulary_size,
-        head,
-        "span" if head == "spans" else "classes",
-        2,
-        released.task_head(head),
-    ).train()
+    model = task_model(released, head, "span" if head == "spans" else "classes", 2).train()
     model.load_state_dict(released.backbone | {f"head.{name}": tensor for name, tensor in released.head.items()})
     asked = FIRST if head == "sequence" else ALL
     batch = make_batch(np.zeros((len(asked), 2) if head == "spans" else len(asked), np.int64), asked)

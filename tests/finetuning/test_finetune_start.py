@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,16 +25,11 @@ from pretrain.common.earlier import as_trained
 from pretrain.common.errors import InputError
 from pretrain.model.heads import PretrainingModel
 from tests.starts import with_changes
+from tests.tasks.refusals import refused
 
 LABELS = ("bad", "good")
-CONFIG = {
-    "model_type": "bert",
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "max_position_embeddings": 16,
-}
+CONFIG: dict[str, Any] = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+CONFIG |= {"intermediate_size": 16, "max_position_embeddings": 16}
 PRETRAINED = (
     "bert.embeddings.*          5 tensors -> embeddings.*",
     "bert.encoder.layer.0-2.*  48 tensors -> layers.*",
@@ -71,6 +67,9 @@ def make_task(head: str = "sequence", objective: str = "classes", labels: tuple[
     return task
 
 
+VALUE, SPANS = make_task(labels=(), objective="value"), make_task("spans", "span", ("start", "end"))
+
+
 def named(*labels: str) -> dict[str, Any]:
     return {"id2label": {str(number): label for number, label in enumerate(labels)}}
 
@@ -96,21 +95,13 @@ def test_a_head_without_a_pooler_and_random_weights_are_reported() -> None:
         (make_task(), make_released(2, **named(*LABELS)), True),
         (make_task(), make_released(2, **named("good", "bad")), False),
         (make_task(), make_released(3, **named(*LABELS, "neutral")), False),
-        (
-            make_task(labels=(), objective="value"),
-            make_released(1, problem_type="regression", **named("LABEL_0")),
-            True,
-        ),
-        (make_task(labels=(), objective="value"), make_released(1, **named("similarity")), True),
-        (
-            make_task(labels=(), objective="value"),
-            make_released(2, problem_type="regression", **named("a", "b")),
-            False,
-        ),
-        (make_task(labels=(), objective="value"), make_released(1, problem_type="single_label_classification"), False),
-        (make_task(labels=(), objective="value"), make_released(1, "TokenClassification"), False),
-        (make_task("spans", "span", ("start", "end")), make_released(2, "QuestionAnswering"), True),
-        (make_task("spans", "span", ("start", "end")), make_released(2, "TokenClassification"), False),
+        (VALUE, make_released(1, problem_type="regression", **named("LABEL_0")), True),
+        (VALUE, make_released(1, **named("similarity")), True),
+        (VALUE, make_released(2, problem_type="regression", **named("a", "b")), False),
+        (VALUE, make_released(1, problem_type="single_label_classification"), False),
+        (VALUE, make_released(1, "TokenClassification"), False),
+        (SPANS, make_released(2, "QuestionAnswering"), True),
+        (SPANS, make_released(2, "TokenClassification"), False),
     ],
 )
 def test_an_output_layer_is_kept_if_it_has_the_same_meaning(task: Task[Any], released: Released, kept: bool) -> None:
@@ -140,17 +131,9 @@ def test_a_pretraining_run_is_reported_like_an_export(tmp_path: Path) -> None:
     from pretrain.checkpoint.mapping import MappedTensor
 
     released = make_released()
-    own = Released(
-        family="bert",
-        model=released.model,
-        backbone=released.backbone,
-        head=released.head,
-        config={},
-        mapping=(
-            MappedTensor("heads.pooler_weight", (16, 16), "head.dense_weight"),
-            MappedTensor("heads.mlm_bias", (20,), "heads.mlm_bias"),
-        ),
-    )
+    pooler = MappedTensor("heads.pooler_weight", (16, 16), "head.dense_weight")
+    mapping = (pooler, MappedTensor("heads.mlm_bias", (20,), "heads.mlm_bias"))
+    own = dataclasses.replace(released, config={}, mapping=mapping)
     assert start_table(make_config(), make_task(), own).split("\n") == [
         "heads.pooler_weight  1 tensor -> head.dense.*",
         "heads.mlm_bias: 1 tensor left out: pretraining heads",
@@ -168,36 +151,18 @@ def test_a_pretraining_run_is_reported_like_an_export(tmp_path: Path) -> None:
 )
 def test_a_dry_run_refuses_what_the_run_refuses(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     sets = write_reviews(tmp_path, train=8, dev=4)
-    (tmp_path / "long.jsonl").write_text(
-        Path(sets["train"]).read_text() + json.dumps({"text": "the film " * 28, "label": "positive"}) + "\n"
-    )
-    values = {
-        "name": "x",
-        "start_from": str(make_bert(tmp_path / "bert")),
-        "max_length": 32,
-        "classification": {**sets, "train": str(tmp_path / "long.jsonl")},
-        "training": {"examples_per_step": 4},
-    }
+    long = json.dumps({"text": "the film " * 28, "label": "positive"})
+    (tmp_path / "long.jsonl").write_text(Path(sets["train"]).read_text() + long + "\n")
+    values = {"name": "x", "start_from": str(make_bert(tmp_path / "bert")), "max_length": 32}
+    values |= {"classification": {**sets, "train": str(tmp_path / "long.jsonl")}, "training": {"examples_per_step": 4}}
     config = FinetuneConfig.model_validate(with_changes(values, changes))
-    if not message:
-        assert plan(config, alone=True).units == 9
-        return
-    with pytest.raises(InputError, match=message):
-        plan(config, alone=True)
-
-
-def test_a_dry_run_shows_the_table_of_its_own_settings(tmp_path: Path) -> None:
-    sets = write_reviews(tmp_path, train=8, dev=4)
-    values = {
-        "name": "x",
-        "start_from": str(make_bert(tmp_path / "bert")),
-        "max_length": 32,
-        "classification": sets,
-        "training": {"examples_per_step": 4},
-    }
-    mapping = plan(FinetuneConfig.model_validate(values), alone=True).key_mapping
-    assert "32 tensors -> layers.*" in mapping
-    assert "head.out.*" in mapping.splitlines()[-1]
+    if message:
+        refused(message, plan, config, alone=True)
+    else:
+        found = plan(config, alone=True)
+        assert found.units == 9
+        assert "32 tensors -> layers.*" in found.key_mapping
+        assert "head.out.*" in found.key_mapping.splitlines()[-1]
 
 
 def test_a_model_that_was_trained_with_settings_that_left_is_read() -> None:

@@ -28,9 +28,6 @@ STEPS = 4
 CONFIGS = Path(__file__).resolve().parents[2] / "configs/pretrain"
 
 
-# ---- losses
-
-
 @pytest.mark.parametrize("piece", [1 << 26, 150])
 def test_the_losses_are_those_of_the_plain_formulas(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """As transformers' research project distillation, distiller.py, computes them: values and gradients."""
@@ -86,9 +83,6 @@ def test_layers_are_spread_as_distilbert_spreads_them() -> None:
     assert evenly_spread(4, 4) == (0, 1, 2, 3)
 
 
-# ---- configs
-
-
 def test_every_shipped_student_fits_its_shipped_teacher() -> None:
     """A teacher runs/NAME is a run of configs/pretrain/NAME.yaml."""
     configs = [load_config(path) for path in sorted(CONFIGS.glob("*.yaml"))]
@@ -115,9 +109,6 @@ def as_teacher(config: PretrainConfig, folder: str) -> FrozenModel:
     with torch.device("meta"):
         state = PretrainingModel(model, config.corpus.vocabulary.size, pairs).state_dict()
     return FrozenModel(folder, model, pairs, state, fingerprint="")
-
-
-# ---- runs
 
 
 class Place:
@@ -241,9 +232,6 @@ def test_a_run_keeps_to_its_teacher(runs, place: Place) -> None:
     assert same == ""
 
 
-# ---- what is refused
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -269,18 +257,3 @@ def test_a_student_of_random_weights_may_have_another_shape(place: Place) -> Non
     objective_of(place.config(**changes)).check(read_frozen)
     assert run_workers(1, starts, [Start(place.settings("narrow", **changes))]) == [[""]]
     assert "cosine_loss" not in records(place.root / "narrow")[0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"distillation__teacher": "", "distillation__initialize": False}, "needs distillation.teacher"),
-        ({"start_from": "x"}, "both give the first weights"),
-        ({"distillation__layers": [0]}, "has 1 numbers for the 2 layers"),
-        ({"distillation__layers": [3, 0]}, "in ascending order"),
-        ({"distillation__layers": [0, 1], "distillation__initialize": False}, "has no effect with initialize"),
-    ],
-)
-def test_settings_that_contradict(place: Place, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        place.config(**changes)

@@ -47,9 +47,6 @@ def make_model(embeddings: str = "shared", shape: ModelConfig = SHAPE, **setting
     return model
 
 
-# ---- samples
-
-
 def test_samples_follow_the_softmax_and_depend_on_their_key_alone() -> None:
     torch.manual_seed(0)
     word, bias, hidden = torch.randn(7, 5), torch.randn(7), torch.randn(1, 5)
@@ -68,9 +65,6 @@ def test_a_step_of_many_scores_is_sampled_in_pieces(monkeypatch: pytest.MonkeyPa
     whole = sample_tokens(*arguments)
     monkeypatch.setattr(replaced_tokens, "SCORES_AT_ONCE", 7 * 3)
     assert torch.equal(sample_tokens(*arguments), whole)
-
-
-# ---- losses and exports
 
 
 def padded(values: Tensor, batch: MicroBatch) -> Tensor:
@@ -182,9 +176,6 @@ def test_the_generator_has_the_shape_of_google_s() -> None:
     assert (generator.layers, generator.hidden, generator.embedding) == (6, 768, 0)
 
 
-# ---- runs
-
-
 def settings(corpus: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     """A run; section__key changes it."""
     small = {
@@ -262,23 +253,3 @@ def test_a_run_is_exported_as_two_models_and_read_as_the_discriminator(runs, cor
         assert run.family == exported.family == "electra"
         assert run.backbone.keys() == exported.backbone.keys()
         assert all(torch.equal(run.backbone[name], exported.backbone[name]) for name in run.backbone)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"electra__generator_width": 0, "electra__rtd_weight": 10}, "needs electra.generator_width"),
-        ({"pairs__objective": "sop"}, "does not fit the objective sop. Set pairs.objective: none"),
-        ({"start_from": "x"}, r"electra and start_from \(x\) do not fit"),
-    ],
-)
-def test_settings_that_contradict(corpus: Path, changes: dict[str, Any], message: str) -> None:
-    values = settings(corpus, Path("run"))
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        if name:
-            values.setdefault(section, {})[name] = value
-        else:
-            values[section] = value
-    with pytest.raises(ValueError, match=message):
-        PretrainConfig.model_validate(values)

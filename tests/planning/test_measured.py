@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,9 +45,7 @@ def test_a_machine_that_records_no_waits_is_measured_each_time(waits: dict[int, 
 
 
 @pytest.mark.parametrize("changed", ["torch", "cores"])
-def test_another_machine_or_version_is_measured(
-    waits: dict[int, float], monkeypatch: pytest.MonkeyPatch, changed: str
-) -> None:
+def test_another_machine_or_version_is_measured(waits: dict[int, float], monkeypatch: Any, changed: str) -> None:
     assert remembered("bf16", lambda: 1e11) == 1e11
     if changed == "torch":
         monkeypatch.setattr(measured.importlib.metadata, "version", lambda _: "another")

@@ -9,25 +9,19 @@ from typing import Any
 import pytest
 from corpora import make_corpus
 
-from pretrain.common.errors import InputError, MachineError
+from pretrain.common.errors import MachineError
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.planning import pace
 from pretrain.run import preflight
+from tests.tasks.refusals import refused
 
 
 def make_config(folder: Path, *phases: dict[str, Any], **values: Any) -> PretrainConfig:
     phase = {"sequence_length": 32, "global_sequences": 8, "steps": 100, "peak_learning_rate": 1e-3}
-    return PretrainConfig.model_validate(
-        {
-            "name": "paced",
-            "run_dir": str(folder / "run"),
-            "corpus": {"dir": str(folder / "corpus")},
-            "model": {"size": "custom", "layers": 1, "hidden": 32, "heads": 2, "max_positions": 32},
-            "phases": [{**phase, **one} for one in phases or ({},)],
-            "engine": {"precision": "fp32"},
-            **values,
-        }
-    )
+    model = {"size": "custom", "layers": 1, "hidden": 32, "heads": 2, "max_positions": 32}
+    usual = {"name": "paced", "run_dir": str(folder / "run"), "corpus": {"dir": str(folder / "corpus")}, "model": model}
+    usual |= {"phases": [{**phase, **one} for one in phases or ({},)], "engine": {"precision": "fp32"}}
+    return PretrainConfig.model_validate({**usual, **values})
 
 
 def test_all_parts_of_a_schedule_are_scaled(tmp_path: Path) -> None:
@@ -51,11 +45,9 @@ def test_all_parts_of_a_schedule_are_scaled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("factor", [1e-6, 0.013, 0.1, 0.37, 1.0, 7.77])
 def test_any_factor_gives_a_valid_schedule(tmp_path: Path, factor: float) -> None:
-    config = make_config(
-        tmp_path, {"warmup_steps": 33, "decay_steps": 67}, {"steps": 11, "ramp_from": 2, "ramp_steps": 3}
-    )
-    scaled = pace.scale(config, factor)
-    assert all(phase.steps >= 1 for phase in scaled.phases)
+    phases = {"warmup_steps": 33, "decay_steps": 67}, {"steps": 11, "ramp_from": 2, "ramp_steps": 3}
+    config = make_config(tmp_path, *phases)
+    assert all(phase.steps >= 1 for phase in pace.scale(config, factor).phases)
     assert pace.scale(config, 1.0) == config
 
 
@@ -82,9 +74,7 @@ def fake_timing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(pace, "time_steps", lambda config, steps: seconds)
 
 
-def test_the_steps_fill_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_steps_fill_the_time(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     fake_timing(monkeypatch, 2.0)
     fitted = pace.fit(make_config(tmp_path, {"steps": 100}), 30)
     line = capsys.readouterr().out
@@ -119,9 +109,7 @@ def test_a_teacher_takes_its_part_of_the_time(tmp_path: Path, monkeypatch: pytes
     assert pace.work_of_phases(config, None)[0].executed > 1.5 * alone
 
 
-def test_a_time_for_less_than_a_step_is_not_promised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_time_for_less_than_a_step_is_not_promised(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     fake_timing(monkeypatch, 60.0)
     fitted = pace.fit(make_config(tmp_path, {}, {}), 0.5)
     assert fitted.total_steps == 2
@@ -135,15 +123,15 @@ def test_a_ramp_is_timed_at_full_batches(tmp_path: Path, monkeypatch: pytest.Mon
     assert fitted.total_steps == pytest.approx(0.95 * 600 / 0.75, abs=2)
 
 
-@pytest.mark.parametrize("minutes", [0.0, -3.0, float("nan"), float("inf")])
-def test_a_time_must_be_positive(tmp_path: Path, minutes: float) -> None:
-    with pytest.raises(InputError, match="expected a number above 0"):
-        pace.fit(make_config(tmp_path), minutes)
-
-
-def test_a_cluster_cannot_be_timed_here(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="this machine alone"):
-        pace.fit(make_config(tmp_path, scheduling={"address": "ray://head:10001"}), 5)
+@pytest.mark.parametrize(
+    ("minutes", "values", "message"),
+    [
+        *((minutes, {}, "expected a number above 0") for minutes in (0.0, -3.0, float("nan"), float("inf"))),
+        (5, {"scheduling": {"address": "ray://head:10001"}}, "this machine alone"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(tmp_path: Path, minutes: float, values: dict[str, Any], message: str) -> None:
+    refused(message, pace.fit, make_config(tmp_path, **values), minutes)
 
 
 def test_steps_are_timed_in_a_run_that_leaves_nothing(tmp_path: Path) -> None:

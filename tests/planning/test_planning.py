@@ -29,6 +29,7 @@ from pretrain.planning.text import PhaseText, RunText, read_text
 from pretrain.planning.work import optimizer_flops
 from pretrain.run.continuation import Corpora
 from tests.bench.law.fitting import EXPONENT, FEWEST, Points, as_points, best_size, fit, objective
+from tests.tasks.refusals import refused
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "pretrain"
 ONE_SEQUENCE = {"micro_batch_tokens": 128}  # in a micro-batch
@@ -60,13 +61,10 @@ def test_little_text_saturates_as_measured(tokens: float, unique: float, worth: 
     """By the losses of 4x256 in docs/benchmarks/scaling-law.md; with 15.4 repetitions the last is worth 3.2 million."""
     assert float(effective_tokens(tokens, unique)) == pytest.approx(worth, rel=0.06)
     assert float(effective_tokens(2 * tokens, unique)) > float(effective_tokens(tokens, unique))
-
-
-def test_more_text_saturates_later() -> None:
-    unique = np.geomspace(1e5, 1e9, 50)
-    worth = effective_tokens(20 * unique, unique) / unique
-    assert (np.diff(worth) > -1e-9).all()
-    assert worth[0] < 3 < 11 < worth[-1]
+    texts = np.geomspace(1e5, 1e9, 50)
+    worths = effective_tokens(20 * texts, texts) / texts
+    assert (np.diff(worths) > -1e-9).all(), "more text saturates later"
+    assert worths[0] < 3 < 11 < worths[-1]
 
 
 def test_excess_parameters_saturate_where_text_repeats() -> None:
@@ -163,10 +161,8 @@ def test_a_law_is_written_and_read(tmp_path: Path) -> None:
     assert published.read(tmp_path / "law.json") == law
     assert law.error(law.fitted) < 0.04
     (tmp_path / "law.json").write_text('{"format": 1}')
-    with pytest.raises(InputError, match=r"law.json: not a law of `bench law` \(coefficients: "):
-        published.read(tmp_path / "law.json")
-    with pytest.raises(InputError, match=r"cannot be read .*bench law"):
-        published.read(tmp_path / "none.json")
+    refused(r"law.json: not a law of `bench law` \(coefficients: ", published.read, tmp_path / "law.json")
+    refused(r"cannot be read .*bench law", published.read, tmp_path / "none.json")
 
 
 def test_a_recipe_names_what_differs() -> None:
@@ -207,8 +203,7 @@ def test_budgets(text: str, seconds: float, flops: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "0s", "120", "2 hours", "-1h", "nan", "inf", "1e40", "h", "30m2h", "9999d"])
 def test_budgets_that_say_nothing(text: str) -> None:
-    with pytest.raises(InputError, match=r"expected a time such as 2h, 30m"):
-        parse_budget(text)
+    refused(r"expected a time such as 2h, 30m", parse_budget, text)
 
 
 # ---- candidates
@@ -261,8 +256,8 @@ def test_longer_runs_have_lower_rates() -> None:
     """By the power -0.32 of the tokens, from those of the config's own steps."""
     own = sum(one.tokens for one in works(mini(), ENDLESS))
     for factor in (0.25, 1.0, 30.0):
-        budget = Budget("", flops=factor * sum(one.executed for one in works(mini(), ENDLESS)))
-        found = plan(mini(), budget, ENDLESS, None)
+        flops = factor * sum(one.executed for one in works(mini(), ENDLESS))
+        found = plan(mini(), Budget("", flops=flops), ENDLESS, None)
         expected = mini().phases[0].peak_learning_rate * (found.tokens / own) ** -0.32
         assert found.config.phases[0].peak_learning_rate == pytest.approx(expected, rel=0.02)
 
@@ -295,8 +290,7 @@ def test_rates_follow_the_batch_that_workers_need() -> None:
 
 def test_a_size_that_the_config_cannot_have_is_named() -> None:
     config = mini(distillation={"teacher": "runs/x", "layers": (0, 1, 2, 3)})
-    with pytest.raises(InputError, match=r"^--budget: this config has no size 2x128: distillation.layers .* 4 numbers"):
-        with_shape(config, 2, 128)
+    refused(r"^--budget: this config has no size 2x128: distillation.layers .* 4 numbers", with_shape, config, 2, 128)
 
 
 def test_phases_keep_their_proportions() -> None:
@@ -603,9 +597,7 @@ def test_the_memory_is_that_of_the_planned_batch(law_file: Path, monkeypatch: py
     assert min(asked) >= 16
 
 
-def test_this_machine_times_the_best_candidate(
-    tmp_path: Path, law_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_this_machine_times_the_best_candidate(tmp_path: Path, law_file: Path, monkeypatch: Any, capsys: Any) -> None:
     timed: list[PretrainConfig] = []
     monkeypatch.setattr(speed, "product_times", lambda shapes, *_: [6 * a * b / 2e11 for a, b in shapes])
     monkeypatch.setattr(estimate, "measure_peak", lambda *_: ("cpu", 2e11))
@@ -631,9 +623,7 @@ def test_this_machine_times_the_best_candidate(
         (["--dry-run", "--budget", "1h", "--on", "8xZ80"], "--on 8xZ80: not a known cluster"),
     ],
 )
-def test_what_says_nothing_is_refused(
-    words: list[str], message: str, law_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_says_nothing_is_refused(words: list[str], message: str, law_file: Path, capsys: Any) -> None:
     law = [] if "--law" in words or "--budget" not in words else ["--law", str(law_file)]
     assert main(["pretrain", str(CONFIGS / "mini.yaml"), *words, *law]) == 2
     assert message in capsys.readouterr().err

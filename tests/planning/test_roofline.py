@@ -15,6 +15,7 @@ from pretrain.planning.roofline import GPUS, StepTimes, step_times
 from pretrain.planning.work import phase_work
 from tests.published_speeds import RECORDS, Record, compare
 
+MODERNBERT = {"family": "modernbert", "size": "base", "max_positions": 128}
 CONFIGS = Path(__file__).parents[2] / "configs" / "pretrain"
 
 
@@ -34,14 +35,7 @@ def times(config: PretrainConfig, gpu: str = "H100", workers: int = 8) -> StepTi
     "model",
     [
         {"size": "base"},
-        {
-            "family": "modernbert",
-            "size": "base",
-            "max_positions": 128,
-            "local_attention": 0,
-            "local_rotary_base": 0,
-            "global_every": 1,
-        },
+        MODERNBERT | {"local_attention": 0, "local_rotary_base": 0, "global_every": 1},
         {"size": "custom", "layers": 3, "hidden": 64, "heads": 4, "intermediate": 96, "embedding": 32, "recursions": 2},
         {"size": "custom", "layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "tied_decoder": False},
     ],
@@ -128,6 +122,5 @@ def test_the_dry_run_of_nvidias_recipe_is_near_its_published_time():
 
 
 def test_windows_bound_attention():
-    shape = {"family": "modernbert", "size": "base", "max_positions": 128}
-    near, far = (times(make_config({**shape, "local_attention": width})) for width in (32, 128))
+    near, far = (times(make_config({**MODERNBERT, "local_attention": width})) for width in (32, 128))
     assert near.attention < 0.85 * far.attention

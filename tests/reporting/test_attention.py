@@ -15,13 +15,13 @@ from html_page import Page
 from tiny_checkpoints import make_bert, make_distilbert, make_roberta
 
 from finetune.cli import main
-from pretrain.common.errors import InputError
 from pretrain.model.padded import PaddedEncoder
 from pretrain.reporting.attention.page import strongest_heads, write_attention_page
 from pretrain.reporting.attention.strips import strip_chart
 from pretrain.reporting.attention.weights import AttentionModel, ShownTokens
 from pretrain.run.attention.kinds import KINDS, HeadStatistics, MarkedTokens
 from tests import parity
+from tests.tasks.refusals import refused
 
 TEXT = "The film was good, the book was not: a zebra is a Film."
 PAIR = "It was great!"
@@ -31,11 +31,8 @@ PAIR = "It was great!"
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     bert = make_bert(root / "bert")
-    made = {
-        "bert": bert,
-        "roberta": make_roberta(root / "roberta", bert),
-        "distilbert": make_distilbert(root / "distilbert", bert),
-    }
+    made = {"bert": bert, "roberta": make_roberta(root / "roberta", bert)}
+    made["distilbert"] = make_distilbert(root / "distilbert", bert)
     for folder in made.values():
         _sharpen(folder)
     return made
@@ -255,32 +252,30 @@ def test_averages_over_a_file_are_of_all_its_texts(
     shares = {kind["name"]: kind["shares"] for kind in data["kinds"]}
     assert np.allclose(shares["punctuation"], statistics.shares["punctuation"], atol=1e-4)
     assert np.allclose(data["entropy"], statistics.entropy, atol=1e-4)
-    assert (
-        f"{statistics.tokens:,} tokens of {statistics.texts} texts" in Page((tmp_path / "page.html").read_text()).text
-    )
+    text = Page((tmp_path / "page.html").read_text()).text
+    assert f"{statistics.tokens:,} tokens of {statistics.texts} texts" in text
 
 
-def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    out, empty, bytes_ = tmp_path / "page.html", tmp_path / "empty.txt", tmp_path / "bytes.txt"
-    empty.write_text("\n \n")
-    bytes_.write_bytes(b"caf\xe9")
-    cases: list[tuple[dict[str, Any], str]] = [
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
         ({}, "no text is given. Add --text TEXT, or --texts FILE."),
         ({"text": "  "}, "the text has no token"),
         ({"text": "good " * 63}, "the text has 65 tokens, and the page holds at most 64 for this model"),
-        ({"texts": tmp_path / "no.txt"}, "no.txt: no such file"),
-        ({"texts": empty}, "empty.txt: has no text"),
-        ({"texts": bytes_}, "bytes.txt: not a UTF-8 text file"),
-    ]
-    for given, expected in cases:
-        with pytest.raises(InputError, match=expected):
-            write_attention_page(folders["bert"], out, **given)
-    assert not out.exists()
+        ({"texts": Path("no.txt")}, "no.txt: no such file"),
+        ({"texts": Path("empty.txt")}, "empty.txt: has no text"),
+        ({"texts": Path("bytes.txt")}, "bytes.txt: not a UTF-8 text file"),
+    ],
+)
+def test_what_is_refused(folders: dict[str, Path], tmp_path: Path, given: Any, expected: str, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text("\n \n")
+    Path("bytes.txt").write_bytes(b"caf\xe9")
+    refused(expected, write_attention_page, folders["bert"], Path("page.html"), **given)
+    assert not Path("page.html").exists()
 
 
-def test_the_command_writes_the_page(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_writes_the_page(folders: dict[str, Path], tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["attention", str(folders["roberta"]), "--text", TEXT]) == 0
     assert capsys.readouterr().out.endswith(f"\n\n{(tmp_path / 'attention.html').as_uri()}\n")

@@ -25,6 +25,7 @@ from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
 from pretrain.reporting import charts, fill_mask, report
 from pretrain.reporting.fill_mask import MaskedSentence, fill, held_out_sentences, readable
+from tests.tasks.refusals import refused
 
 WORDS = [f"{a}{b}{c}" for a in "bdfglm" for b in "aeiou" for c in "nrst"]
 VOCABULARY = [*SPECIALS, ".", ",", "<b>", "##ing", "##s", *WORDS, "[unused0]", "[unused1]"]
@@ -65,15 +66,10 @@ def run(corpus: Path, exported: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     phase = {"sequence_length": 32, "global_sequences": 8, "steps": 80, "peak_learning_rate": 1e-3}
-    config = PretrainConfig.model_validate(
-        {
-            "name": "small",
-            "corpus": {"dir": str(corpus), "sources": [{"kind": "books", "path": "a<b>.txt"}]},
-            "model": SHAPE.model_dump(),
-            "phases": [phase, {**phase, "sequence_length": 64, "steps": 20}],
-            "scheduling": {"workers": 2},
-        }
-    )
+    text = {"dir": str(corpus), "sources": [{"kind": "books", "path": "a<b>.txt"}]}
+    values = {"name": "small", "corpus": text, "model": SHAPE.model_dump(), "scheduling": {"workers": 2}}
+    phases = [phase, {**phase, "sequence_length": 64, "steps": 20}]
+    config = PretrainConfig.model_validate({**values, "phases": phases})
     (folder / "config.yaml").write_text(dump(config))
     (folder / "environment.json").write_text(json.dumps({"packages": {"torch": "2.13.0"}, "gpus": []}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records()))
@@ -82,54 +78,35 @@ def run(corpus: Path, exported: Path, tmp_path: Path) -> Path:
 
 
 def records() -> list[dict[str, Any]]:
+    fixed = {"nsp_loss": 0.7, "lr": 1e-3, "grad_norm": None, "mfu": 0.4, "data_stall_fraction": 0.01}
     found: list[dict[str, Any]] = []
     for step in range(10, 101, 10):
-        found.append(
-            {
-                "step": step,
-                "tokens": 1000 * step,
-                "loss": 5 - step / 50,
-                "mlm_loss": 4 - step / 50,
-                "nsp_loss": 0.7,
-                "mlm_accuracy": step / 200,
-                "nsp_accuracy": 0.5 + step / 400,
-                "lr": 1e-3,
-                "grad_norm": None,
-                "tokens_per_second": 2000.0 + step,
-                "mfu": 0.4,
-                "data_stall_fraction": 0.01,
-                "seconds": float(step),
-                "memory_bytes": 2_000_000_000,
-            }
-        )
+        losses = {"loss": 5 - step / 50, "mlm_loss": 4 - step / 50}
+        accuracies = {"mlm_accuracy": step / 200, "nsp_accuracy": 0.5 + step / 400}
+        speed = {"tokens_per_second": 2000.0 + step, "seconds": float(step), "memory_bytes": 2_000_000_000}
+        found.append({"step": step, "tokens": 1000 * step, **losses, **accuracies, **fixed, **speed})
     validation = {"split": "validation", "loss": 4.0, "mlm_loss": 3.25, "mlm_accuracy": 0.405, "nsp_accuracy": 0.75}
     return [*found[:5], {**validation, "step": 50, "mlm_loss": 3.5}, *found[5:], {**validation, "step": 100}]
 
 
 class TestPage:
-    def test_is_self_contained_and_well_formed(self, run: Path, tmp_path: Path) -> None:
-        Page(report.write_report(run, tmp_path / "report.html").read_text()).assert_stands_alone()
+    @pytest.fixture
+    def page(self, run: Path, tmp_path: Path) -> Page:
+        return Page(report.write_report(run, tmp_path / "report.html").read_text())
 
-    def test_shows_the_figures_of_the_last_evaluation_and_the_medians(self, run: Path, tmp_path: Path) -> None:
-        text = Page(report.write_report(run, tmp_path / "report.html").read_text()).text
-        for expected in (
-            "3.250",
-            "40.5%",
-            "75.0%",
-            "held-out, step 100",
-            "2,055",
-            "40% MFU",
-            "100k",
-            "1:40",
-            "2 workers",
-            "2 layers x 16",
-            "packages torch",
-            "2.13.0",
-        ):
-            assert expected in text, expected
+    def test_is_self_contained_and_escapes_the_text_of_the_corpus(self, page: Page) -> None:
+        page.assert_stands_alone()
+        assert "a&lt;b&gt;.txt" in page.html
+        assert "a<b>.txt" not in page.html
+        written = r"Written 20\d\d-\d\d-\d\d \d\d:\d\d UTC by bertrain"
+        assert re.search(written, " ".join(page.text.split())), "dates are in ISO order"
 
-    def test_draws_every_curve_there_is(self, run: Path, tmp_path: Path) -> None:
-        page = Page(report.write_report(run, tmp_path / "report.html").read_text())
+    def test_shows_the_figures_of_the_last_evaluation_and_the_medians(self, page: Page) -> None:
+        figures = ("3.250", "40.5%", "75.0%", "held-out, step 100", "2,055", "40% MFU", "100k", "1:40")
+        for expected in (*figures, "2 workers", "2 layers x 16", "packages torch", "2.13.0"):
+            assert expected in page.text, expected
+
+    def test_draws_every_curve_there_is(self, page: Page) -> None:
         # The gradient norm was never finite: there is no curve of it, and no error.
         assert len(page.charts) == 8
         training, held_out = page.charts[0]
@@ -137,39 +114,23 @@ class TestPage:
         assert training["points"][0][2:] == ["step 10", "3.8"]
         assert training["points"][-1][2:] == ["step 100", "2"]
 
-    def test_fills_ten_sentences_with_five_words_each(self, run: Path, tmp_path: Path) -> None:
-        html = report.write_report(run, tmp_path / "report.html").read_text()
-        assert html.count('<p class="sentence">') == 10
+    def test_fills_ten_sentences_with_five_words_each(self, page: Page) -> None:
+        html = page.html
+        assert html.count('<p class="sentence">') == html.count('class="blank"') == 10
         assert re.search(r"is the first guess in \d+ and among the guesses in \d+ of 100 sentences like these", html)
-        assert html.count('class="blank"') == 10
-        truths = html.count('class="truth"') + html.count('class="truth elsewhere"')
-        assert truths == 10
+        assert html.count('class="truth"') + html.count('class="truth elsewhere"') == 10
         assert html.count('<li style="--share') == 50
-
-    def test_text_of_the_corpus_is_escaped(self, run: Path, tmp_path: Path) -> None:
-        html = report.write_report(run, tmp_path / "report.html").read_text()
-        assert "a&lt;b&gt;.txt" in html
-        assert "a<b>.txt" not in html
 
     def test_shows_the_corpus_card(self, run: Path, tmp_path: Path) -> None:
         corpus = tmp_path / "elsewhere"
         corpus.mkdir()
-        first = {
-            "name": "novels",
-            "kind": "books",
-            "content": "ab12",
-            "words": 20_000,
-            "sentence_lengths": {"8-15": 6, "2-3": 1},
-        }
+        first: dict[str, Any] = {"name": "novels", "kind": "books", "content": "ab12", "words": 20_000}
+        first["sentence_lengths"] = {"8-15": 6, "2-3": 1}
         second = {"name": "wiki", "kind": "mediawiki", "license": "CC-BY-SA-4.0", "sentence_lengths": {"8-15": 4}}
         problems = [{"path": f"bad-{n}.txt", "fault": "not UTF-8", "count": 3, "first": "byte 7"} for n in range(60)]
-        card = {
-            "totals": {"documents": 21, "words": 1_234_567, "unknown_rate": 0.00125},
-            "sources": [first, second],
-            "problems": problems,
-            "language": "en",
-            "vocabulary": {"size": 8000},
-        }
+        totals = {"documents": 21, "words": 1_234_567, "unknown_rate": 0.00125}
+        card: dict[str, Any] = {"totals": totals, "sources": [first, second], "problems": problems, "language": "en"}
+        card["vocabulary"] = {"size": 8000}
         (corpus / "card.json").write_text(json.dumps(card))
         config = run / "config.yaml"
         text = config.read_text()
@@ -177,23 +138,12 @@ class TestPage:
         (run / "export").unlink()
 
         page = Page(report.write_report(run, tmp_path / "report.html").read_text())
-        for expected in (
-            "novels",
-            "20,000",
-            "CC-BY-SA-4.0",
-            "1,234,567",
-            "0.125%",
-            "sha256 ab12",
-            "8,000",
-            "bad-49.txt",
-            "and 10 more",
-        ):
+        figures = ("20,000", "1,234,567", "0.125%", "8,000", "and 10 more")
+        for expected in (*figures, "novels", "CC-BY-SA-4.0", "sha256 ab12", "bad-49.txt"):
             assert expected in page.text, expected
         assert "bad-50.txt" not in page.text
-        assert report.bars([first["sentence_lengths"], second["sentence_lengths"]]) == [
-            ("2-3", 1, 0.1),
-            ("8-15", 10, 1),
-        ]
+        lengths: list[Any] = [first["sentence_lengths"], second["sentence_lengths"]]
+        assert report.bars(lengths) == [("2-3", 1, 0.1), ("8-15", 10, 1)]
         assert "21 documents   1.23M words" in report.summary(run)
 
     def test_without_an_export_it_says_so(self, run: Path, tmp_path: Path) -> None:
@@ -203,29 +153,22 @@ class TestPage:
         assert "Not shown: the run has no export folder" in text
 
     def test_refusals(self, run: Path, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match="not a run folder"):
-            report.write_report(tmp_path, tmp_path / "report.html")
+        refused("not a run folder", report.write_report, tmp_path, tmp_path / "report.html")
         (tmp_path / "config.yaml").write_text("name: x\ntraining: {epochs: 1}\n")
         with pytest.raises(InputError, match=r"a fine-tuning, .*`dashboard` draws its curves"):
             report.write_report(tmp_path, tmp_path / "report.html")
         (run / "metrics.jsonl").write_text("")
-        with pytest.raises(InputError, match=r"metrics\.jsonl: no training record yet"):
-            report.summary(run)
+        refused(r"metrics\.jsonl: no training record yet", report.summary, run)
         assert not (tmp_path / "report.html").exists()
 
     def test_an_unfinished_demo_shows_the_scores_that_exist(self, run: Path, tmp_path: Path) -> None:
-        title, sizes = "Which words?", {"train": 3, "dev": 1}
-        known = {"pretrained": 0.75, "random": 0.5}
-        (run / report.FINETUNED).write_text(
-            json.dumps(
-                [
-                    {"title": "Which?", "metric": "f1", **sizes, "scores": known, "examples": []},
-                    {"title": "Where?", "metric": "f1", **sizes, "scores": dict.fromkeys(known, 0.5), "examples": []},
-                    {"title": title, "metric": "f1", **sizes, "scores": {"pretrained": 0.25}, "examples": []},
-                    {"title": "Who?", "metric": "", **sizes, "scores": {}, "examples": []},
-                ]
-            )
-        )
+        scores = {"Which?": {"pretrained": 0.75, "random": 0.5}, "Where?": {"pretrained": 0.5, "random": 0.5}}
+        scores |= {"Which words?": {"pretrained": 0.25}, "Who?": {}}
+        tasks = [
+            {"title": title, "metric": "f1" if each else "", "train": 3, "dev": 1, "scores": each, "examples": []}
+            for title, each in scores.items()
+        ]
+        (run / report.FINETUNED).write_text(json.dumps(tasks))
         assert [" ".join(line.split()) for line in report.summary(run).splitlines()[-4:]] == [
             "Which? f1 0.750 from pretrained weights, 0.500 from random weights",
             "Where? f1 0.500 from pretrained weights, 0.500 from random weights",
@@ -244,10 +187,6 @@ class TestPage:
             "Who? Not finished: the model from pretrained weights, and the one from random weights.",
         ):
             assert expected in text, expected
-
-    def test_pages_have_the_date_in_iso_order(self, run: Path, tmp_path: Path) -> None:
-        text = Page(report.write_report(run, tmp_path / "report.html").read_text()).text
-        assert re.search(r"Written 20\d\d-\d\d-\d\d \d\d:\d\d UTC by bertrain", " ".join(text.split()))
 
     def test_the_summary_has_the_figures(self, run: Path) -> None:
         lines = report.summary(run).splitlines()
@@ -310,8 +249,7 @@ class TestFillings:
         tensors = {k: v for k, v in load_file(exported / "model.safetensors").items() if k.startswith("bert.")}
         save_file(tensors, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text((exported / "config.json").read_text())
-        with pytest.raises(InputError, match="no masked-language-modeling head"):
-            fill(tmp_path, [MaskedSentence((11, 12, 13), 1)])
+        refused("no masked-language-modeling head", fill, tmp_path, [MaskedSentence((11, 12, 13), 1)])
 
     def test_a_filling_puts_the_sentence_around_the_blank(self) -> None:
         tokens = tuple(VOCABULARY.index(token) for token in ["ban", ",", "bar", "##s", "bat", "."])
@@ -374,13 +312,10 @@ class TestCharts:
             ("{:.0f}".format, '<text x="390.0" y="214" text-anchor="middle">100<'),
             ("{:,.1f} FLOP".format, '<text x="400" y="214" text-anchor="end">100.0 FLOP<'),
         ):
-            assert drawn in charts.line_chart("t", [charts.Series("a", points)], form=str, form_x=form_x)
-
-    def test_up_is_up(self) -> None:
-        series = [charts.Series("a", [(0.0, 1.0), (10.0, 3.0)])]
-        (curve,) = Page(charts.line_chart("t", series, form=str, form_x=str)).charts[0]
-        assert curve["points"][0][:2] == [48.0, 194.0]
-        assert curve["points"][1][:2] == [390.0, 12.0]
+            chart = charts.line_chart("t", [charts.Series("a", points)], form=str, form_x=form_x)
+            assert drawn in chart
+            ends = [point[:2] for point in Page(chart).charts[0][0]["points"]]
+            assert ends == [[48.0, 194.0], [390.0, 12.0]], "up is up"
 
     def test_a_noisy_curve_is_smoothed_only_where_there_is_enough_of_it(self) -> None:
         def plot(count: int) -> tuple[set[str], str]:

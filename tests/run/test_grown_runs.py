@@ -6,10 +6,13 @@ from typing import Any
 import pytest
 from corpora import make_corpus
 
+import pretrain
 from pretrain.batches.loader import BatchMaker
 from pretrain.batches.sampler import held_out_sampler
 from pretrain.checkpoint import store
 from pretrain.common.errors import InputError
+from pretrain.common.files import checkpoint_names
+from pretrain.common.run_files import read_fork
 from pretrain.config import PretrainConfig, SourceConfig
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import TokenShards, open_shards
@@ -79,6 +82,10 @@ def test_a_run_goes_on_with_a_grown_corpus(tmp_path: Path, corpus: Path, sources
     assert begin_fork(PretrainConfig.model_validate(values))
     error = train(values, resume=True)
     assert "has read one and two in phases.1, which now has no weight there" in error
+    with pytest.raises(InputError, match=r"has read one and two in phases\.1"):
+        pretrain.train(values, no_ray=True)
+    assert not checkpoint_names(other)
+    assert not read_fork(other)
     state = store.read_state(whole / "checkpoints" / store.name_of(5))
     with pytest.raises(InputError, match=r"has read one and two in phases\.0, which the corpus lacks or has"):
         _check_read(state, whole, PretrainConfig.model_validate(values), shards_of_others(sources), [[], []])

@@ -276,7 +276,7 @@ def test_added_words_save_tokens_and_leave_other_logits(place: Place, runs: dict
 
 def test_an_extension_depends_on_counts_alone_and_breaks_no_word(place: Place) -> None:
     tokenizer = load_vocabulary(place.start, lowercase=True)
-    counts = {b"zebra": 9, b"zebras": 2, b"quagga": 5, b"once": 1, b"film": 99, b"1234": 50, b"\xc3\xa6on": 7}
+    counts = {"zebra": 9, "zebras": 2, "quagga": 5, "once": 1, "film": 99, "1234": 50, "\u00e6on": 7}
     extension = extend_vocabulary(tokenizer, counts, 10)
     assert extension.words == ["zebra", "quagga"]
     assert extension.tokens_before - extension.tokens_after == 9 * 4 + 2 * 4 + 5 * 5

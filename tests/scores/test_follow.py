@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from corpora import make_corpus
@@ -18,13 +19,14 @@ from finetune.cli import main
 from finetune.scores.follow import flat, follow
 from finetune.scores.record import Record
 from pretrain.checkpoint import hf
-from pretrain.common.errors import InputError, MachineError, RunError
+from pretrain.common.errors import MachineError, RunError
 from pretrain.common.files import locked
 from pretrain.common.records import read_records
 from pretrain.common.run_files import CONFIG_FILE, PROBES
 from pretrain.config import PretrainConfig, load_config
 from pretrain.run.preflight import record_config
 from tests.distributed import run_workers
+from tests.tasks.refusals import refused
 
 WORDS = ["--text-scores", "held_out", "positions", "--length", "64"]
 
@@ -115,10 +117,8 @@ def test_an_error_of_the_scores_is_told_though_the_checkpoint_is_gone(parent: Pa
         raise ValueError("a bug")
 
     follow(run, Scores(step_00000002=pruned))
-    assert [(one["step"], one.get("error")) for one in read_records(run, PROBES)] == [
-        (2, "ValueError: a bug"),
-        (8, None),
-    ]
+    found = [(one["step"], one.get("error")) for one in read_records(run, PROBES)]
+    assert found == [(2, "ValueError: a bug"), (8, None)]
 
 
 def test_a_run_that_is_longer_than_its_checkpoint_says_is_followed_on(
@@ -143,26 +143,18 @@ def test_a_run_that_is_longer_than_its_checkpoint_says_is_followed_on(
 
 def test_a_step_that_was_done_again_is_scored_again(parent: Path, run: Path) -> None:
     saved(parent, run, 8)
-    former = Record(
-        run / "probes" / "models" / "step-00000008.json", {"name": "step-00000008", "fingerprint": "former"}
-    )
-    former.write("held_out", {}, {"nats_per_token": 9.0})
+    path, model = run / "probes" / "models" / "step-00000008.json", {"name": "step-00000008", "fingerprint": "former"}
+    Record(path, model).write("held_out", {}, {"nats_per_token": 9.0})
     (run / PROBES).write_text('{"step": 2, "split": "probe", "held_out": 1.0}\n{"step": 4, "spl')  # killed in mid-line
     follow(run, Scores())
     assert [(one["step"], one["held_out"]) for one in read_records(run, PROBES)] == [(2, 1.0), (8, 4.0)]
 
 
 def test_what_was_interrupted_is_done_by_the_next_call(parent: Path, run: Path) -> None:
-    def killed() -> None:
-        raise KeyboardInterrupt
-
-    with (
-        locked(run / "probes" / ".lock"),
-        pytest.raises(InputError, match="another process scores the checkpoints of this run"),
-    ):
-        follow(run, Scores())
+    with locked(run / "probes" / ".lock"):
+        refused("another process scores the checkpoints of this run", follow, run, Scores())
     with pytest.raises(KeyboardInterrupt):
-        follow(run, Scores(step_00000002=killed))
+        follow(run, Scores(step_00000002=MagicMock(side_effect=KeyboardInterrupt)))
     assert read_records(run, PROBES) == []
     scores = Scores(step_00000002=lambda: saved(parent, run, 8))
     follow(run, scores)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -32,16 +33,14 @@ from pretrain.model import compile as compiler
 from pretrain.model.compile import MARKS_UNKNOWN_SIZES
 from pretrain.run.preflight import only_run
 from tests.fake_trials import hand_out
+from tests.tasks.refusals import refused
 from tests.tiny_checkpoints import SPECIALS, WORDS, make_bert, write_reviews
 
-SENTENCES = [
-    "the film was good.",
-    "a book is very very bad, and the plot was not great.",
-    "it is fine",
-    "the end",
-    "a film or a book",
-    "The FILM was good.",
-]
+SENTENCES = ["the film was good.", "a book is very very bad, and the plot was not great.", "it is fine"]
+SENTENCES += ["the end", "a film or a book", "The FILM was good."]
+Trained = list[
+    tuple[str, bool, int]
+]  # of each run, the checkpoint, whether it begins from random weights, and the seed
 
 
 def make_masked_lm(folder: Path, kind: str = "bert", positions: int = 64) -> Path:
@@ -51,15 +50,9 @@ def make_masked_lm(folder: Path, kind: str = "bert", positions: int = 64) -> Pat
     make_bert(folder, positions=positions)
     vocabulary = len((folder / "vocab.txt").read_text().splitlines())
     torch.manual_seed(1)
-    shape: dict[str, Any] = {
-        "vocab_size": vocabulary,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "max_position_embeddings": positions,
-        "initializer_range": 0.5,
-    }
+    shape: dict[str, Any] = {"vocab_size": vocabulary, "hidden_size": 32, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": positions}
+    shape |= {"initializer_range": 0.5}
     if kind == "bert":
         model: Any = BertForMaskedLM(BertConfig(**shape))
     else:
@@ -71,11 +64,6 @@ def make_masked_lm(folder: Path, kind: str = "bert", positions: int = 64) -> Pat
             torch.nn.init.normal_(parameter)
     model.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_masked_lm(tmp_path_factory.mktemp("bert"))
 
 
 def with_config(model: Path, folder: Path, **changes: Any) -> Path:
@@ -207,10 +195,15 @@ def test_an_interrupted_blimp_continues(tmp_path: Path, bert: Path, monkeypatch:
     monkeypatch.setattr(blimp, "right_pairs", fails_after(2))
     with pytest.raises(KeyboardInterrupt):
         blimp_score(bert, data, record=Record(path, model))
+    ((title, (shown,)),) = score_rows([Record(path, model).content])
+    assert (title, shown[-9:]) == ("BLiMP, all paradigms", " (2 of 3)"), "no score of phenomena"
     scored.clear()
     monkeypatch.setattr(blimp, "right_pairs", fails_after(1))
     assert blimp_score(bert, data, record=Record(path, model)) == whole
     assert len(scored) == 1
+    rows = dict(score_rows([Record(path, model).content]))
+    assert "of" not in rows["BLiMP, all paradigms"][0]
+    assert len(rows) == 3
     # Measured in another way, nothing of it counts, and it replaces what is finished once it is finished itself.
     finished = Record(path, model).content["blimp"]
     scored.clear()
@@ -223,8 +216,7 @@ def test_an_interrupted_blimp_continues(tmp_path: Path, bert: Path, monkeypatch:
     assert len(scored) == 3
     assert Record(path, model).content["blimp"]["how"]["limit"] == 1
     assert list(Record(path, model).content) == ["model", "blimp"], "nothing is left of what is finished"
-    with pytest.raises(InputError, match="another model"):
-        Record(path, {**model, "fingerprint": "g"})
+    refused("another model", Record, path, {**model, "fingerprint": "g"})
 
 
 def test_records_of_eager_layers_are_those_of_compiled_ones_in_fp32_only(
@@ -275,9 +267,7 @@ def test_records_of_eager_layers_are_those_of_compiled_ones_in_fp32_only(
     assert "BLiMP [1]: compile True" in score_notes([second, first])
 
 
-def test_a_machine_that_cannot_compile_is_named(
-    tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_that_cannot_compile_is_named(tmp_path: Path, bert: Path, monkeypatch: Any, capsys: Any) -> None:
     def failing(error: Exception) -> Callable[..., Any]:
         def fail(*arguments: Any) -> Any:
             raise error
@@ -312,18 +302,6 @@ def test_a_model_that_changes_meanwhile_is_refused(tmp_path: Path, bert: Path) -
     assert not record.path.exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("", "has no pair"), ('{"sentence_good": "a"}\n', "line 1 is not a pair"), ("[1\n", "line 1 is not a pair")],
-)
-def test_files_that_are_not_blimp_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(InputError, match=r"no \.jsonl file"):
-        read_blimp(tmp_path)
-    (tmp_path / "a.jsonl").write_text(text)
-    with pytest.raises(InputError, match=message):
-        read_blimp(tmp_path)
-
-
 def test_a_sentence_that_is_too_long_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has 9 tokens, but the model has 8 positions"):
         pseudo_log_likelihoods(MaskedModel(make_masked_lm(tmp_path, positions=8)), ["a film or a book or it"])
@@ -352,18 +330,13 @@ def test_bits_per_character_compare_vocabularies(tmp_path: Path, bert: Path, mon
     """A model that spreads its belief evenly over characters has the same bits whatever its tokens are."""
     text = tmp_path / "text.txt"
     text.write_text("the film was good and the book was very bad. " * 40)
-    monkeypatch.setattr(
-        MaskedModel,
-        "predict",
-        lambda self, sequences, advance: masked_model.Predictions(
-            np.concatenate(
-                [[-0.5 * SIZES[self.tokenizer.id_to_token(int(n))] for n in one.labels] for one in sequences]
-            ),
-            np.ones(sum(len(one.labels) for one in sequences), bool),
-        ),
-    )
-    SIZES = {word: len(word) + (word not in "." and word != "the") for word in [*WORDS, "."]}
-    SIZES["the"] = 4
+    sizes = {word: len(word) + 1 for word in WORDS} | {".": 1}
+
+    def predict(self: MaskedModel, sequences: Sequence[Any], advance: Any) -> masked_model.Predictions:
+        tokens = [str(self.tokenizer.id_to_token(int(label))) for one in sequences for label in one.labels]
+        return masked_model.Predictions(np.array([-0.5 * sizes[token] for token in tokens]), np.ones(len(tokens), bool))
+
+    monkeypatch.setattr(MaskedModel, "predict", predict)
     score = held_out_score(bert, [text], how=HeldOutSettings(length=64))
     # "the" at the beginning has no blank before it: at most one character of all.
     assert score.bits_per_character == pytest.approx(0.5 / math.log(2), rel=0.01)
@@ -446,15 +419,12 @@ def test_masks_depend_on_document_and_seed_alone(bert: Path) -> None:
 
 def test_texts_that_cannot_be_measured_are_refused(tmp_path: Path, bert: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n")
-    with pytest.raises(InputError, match="has no text"):
-        read_documents([tmp_path / "empty.txt"])
-    with pytest.raises(InputError, match="no such file"):
-        read_documents([tmp_path / "none.txt"])
+    refused("has no text", read_documents, [tmp_path / "empty.txt"])
+    refused("no such file", read_documents, [tmp_path / "none.txt"])
     (tmp_path / "some.txt").write_text("the film was good.")
     with pytest.raises(InputError, match=r"--length: 65, but .* has 64 positions"):
         held_out_score(bert, [tmp_path / "some.txt"], how=HeldOutSettings(length=65))
-    with pytest.raises(InputError, match="--length: 2 leaves no room"):
-        held_out_score(bert, [tmp_path / "some.txt"], how=HeldOutSettings(length=2))
+    refused("--length: 2 leaves no room", held_out_score, bert, [tmp_path / "some.txt"], how=HeldOutSettings(length=2))
 
 
 # ---- fine-tuning
@@ -472,25 +442,22 @@ def work(tmp_path: Path, bert: Path) -> Path:
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, int]]:
-    """The trials that were run, as (checkpoint, random weights, seed); they score 0.6, 0.7, ... or 0.5 from random."""
-    handed: list[tuple[str, bool, int]] = []
-
-    def fake(target: str, tasks: Sequence[Any], *, poll: Any, **options: Any) -> None:
-        hand_out(tasks, poll, result)
+def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
+    """The trials that were run; they score 0.6, 0.7, ... or 0.5 from random."""
+    handed: Trained = []
 
     def result(task: Any) -> float:
         config = task.training.config
         handed.append((Path(config["start_from"]).name, config["random_weights"], config["seed"]))
         return 0.5 + 0.01 * config["seed"] if config["random_weights"] else 0.6 + 0.1 * config["seed"]
 
-    monkeypatch.setattr("cluster.workers.trials.launch.run_trials", fake)
+    monkeypatch.setattr(
+        "cluster.workers.trials.launch.run_trials", lambda target, tasks, *, poll, **_: hand_out(tasks, poll, result)
+    )
     return handed
 
 
-def test_random_weights_are_trained_once_for_a_shape(
-    work: Path, bert: Path, trained: list[tuple[str, bool, int]]
-) -> None:
+def test_random_weights_are_trained_once_for_a_shape(work: Path, bert: Path, trained: Trained) -> None:
     settings = FinetuningSettings((work / "reviews.yaml",), seeds=2, data=work / "data")
     record = Record(work / "record.json", {"fingerprint": "f", "name": "n", "folder": "d"})
     first = finetuning_scores(bert, work / "out", "first", settings, record=record)["reviews"]
@@ -521,7 +488,7 @@ def test_random_weights_are_trained_once_for_a_shape(
 
 
 def test_finished_runs_are_found_wherever_their_data_lies(
-    work: Path, bert: Path, trained: list[tuple[str, bool, int]], monkeypatch: pytest.MonkeyPatch
+    work: Path, bert: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = FinetuningSettings((work / "reviews.yaml",), seeds=1, data=work / "data")
     first = finetuning_scores(bert, work / "out", "n", settings)
@@ -565,9 +532,7 @@ def test_a_fingerprint_knows_how_a_checkpoint_computes(tmp_path: Path, bert: Pat
     assert masked_model.fingerprint(pooled) != masked_model.fingerprint(modern)
 
 
-def test_scores_of_one_row_that_were_measured_differently_have_marks(
-    work: Path, bert: Path, trained: list[tuple[str, bool, int]]
-) -> None:
+def test_scores_of_one_row_that_were_measured_differently_have_marks(work: Path, bert: Path, trained: Trained) -> None:
     settings = FinetuningSettings((work / "reviews.yaml",), seeds=1, random=False, data=work / "data")
 
     def measured(name: str, folder: Path = bert, **changes: Any) -> dict[str, Any]:
@@ -620,12 +585,11 @@ def test_two_configs_of_one_name_are_refused(work: Path, bert: Path) -> None:
     (work / "again").mkdir()
     (work / "again" / "reviews.yaml").write_text((work / "reviews.yaml").read_text())
     settings = FinetuningSettings((work / "reviews.yaml", work / "again" / "reviews.yaml"), data=work / "data")
-    with pytest.raises(InputError, match="another config is called reviews"):
-        finetuning_scores(bert, work / "out", "n", settings)
+    refused("another config is called reviews", finetuning_scores, bert, work / "out", "n", settings)
 
 
 def test_a_config_without_a_dev_set_is_refused_before_all_else(
-    work: Path, bert: Path, trained: list[tuple[str, bool, int]], capsys: pytest.CaptureFixture[str]
+    work: Path, bert: Path, trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (work / "reviews.yaml").write_text((work / "reviews.yaml").read_text().replace("  dev: dev.jsonl\n", ""))
     words = ["--blimp", str(write_blimp(work / "blimp")), "--finetune", str(work / "reviews.yaml")]
@@ -635,7 +599,7 @@ def test_a_config_without_a_dev_set_is_refused_before_all_else(
     assert (trained, (work / "out").exists()) == ([], False)
 
 
-def test_a_run_that_is_training_is_not_fine_tuned(work: Path, trained: list[tuple[str, bool, int]]) -> None:
+def test_a_run_that_is_training_is_not_fine_tuned(work: Path, trained: Trained) -> None:
     """Each fine-tuning would begin from another checkpoint."""
     run = work / "run"
     (run / "checkpoints").mkdir(parents=True)
@@ -650,9 +614,7 @@ def test_a_run_that_is_training_is_not_fine_tuned(work: Path, trained: list[tupl
 # ---- the command
 
 
-def test_the_command_puts_models_side_by_side(
-    work: Path, bert: Path, trained: list[tuple[str, bool, int]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_puts_models_side_by_side(work: Path, bert: Path, trained: Trained, capsys: Any) -> None:
     (work / "text.txt").write_text(" ".join(SENTENCES))
     data, out = write_blimp(work / "blimp"), work / "out"
     common = ["evaluate-pretrained", str(bert), "--out", str(out)]
@@ -681,9 +643,7 @@ def test_the_command_puts_models_side_by_side(
     assert "http" not in page.replace("http://www.w3.org", "")
 
 
-def test_a_model_without_a_masked_head_is_only_fine_tuned(
-    work: Path, trained: list[tuple[str, bool, int]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_a_masked_head_is_only_fine_tuned(work: Path, trained: Trained, capsys: Any) -> None:
     folder, data = make_bert(work / "sentence-encoder"), write_blimp(work / "blimp")
     command = ["evaluate-pretrained", str(folder), "--out", str(work / "out"), "--blimp", str(data)]
     assert main(command) == 2
@@ -702,32 +662,27 @@ def test_a_model_without_a_masked_head_is_only_fine_tuned(
         ([], "nothing to measure"),
         (["--text", "a", "--data", "d"], "--data: has no effect without --finetune"),
         (["--text", "a", "--seeds", "5"], "--seeds: has no effect without --finetune"),
+        (["--text", "a", "--grid-set", "training.epochs=1,2"], "--grid-set: has no effect without --finetune"),
         (["--text", "a", "--blimp-limit", "3"], "--blimp-limit: has no effect without --blimp"),
         (["--finetune", "a", "--precision", "bf16"], "--precision: has no effect without --text or --blimp"),
         (["--finetune", "a", "--compile"], "--compile: has no effect without --text or --blimp"),
         (["--text", ".", "--name", "a/b"], "--name: 'a/b' cannot name"),
+        (["--text", ".", "--out", "run"], "--out: run is the folder of a run"),
     ],
 )
 def test_options_without_effect_are_refused(
-    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path: Path, words: list[str], message: str, capsys: Any, monkeypatch: Any
+):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run", "config.yaml").touch()
     assert main(["evaluate-pretrained", str(tmp_path), "--out", str(tmp_path), *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_scores_of_a_run_are_not_replaced(tmp_path: Path, bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.yaml").touch()
-    assert main(["evaluate-pretrained", str(bert), "--out", str(tmp_path), "--text", str(tmp_path)]) == 2
-    assert f"--out: {tmp_path} is the folder of a run" in capsys.readouterr().err
-
-
-def test_a_failed_run_leaves_all_other_scores(
-    work: Path, bert: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*arguments: Any, **options: Any) -> Any:
-        raise MachineError("2 of 4 runs failed")
-
-    monkeypatch.setattr("finetune.scores.command.finetuning_scores", fail)
+def test_a_failed_run_leaves_all_other_scores(work: Path, bert: Path, monkeypatch: Any, capsys: Any) -> None:
+    failing = MagicMock(side_effect=MachineError("2 of 4 runs failed"))
+    monkeypatch.setattr("finetune.scores.command.finetuning_scores", failing)
     words = ["--blimp", str(write_blimp(work / "blimp")), "--finetune", str(work / "reviews.yaml")]
     words += ["--data", str(work / "data")]
     assert main(["evaluate-pretrained", str(bert), "--out", str(work / "out"), "--name", "one", *words]) == 3

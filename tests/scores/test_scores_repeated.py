@@ -12,27 +12,23 @@ from typing import Any
 import pytest
 
 from finetune.cli import main
-from finetune.scores import blimp, finetuning, finetuning_runs
-from finetune.scores.blimp import blimp_score, read_blimp
+from finetune.scores import finetuning, finetuning_runs
+from finetune.scores.blimp import read_blimp
 from finetune.scores.finetuning import finetuning_scores
 from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.held_out import HeldOutSettings, masked_sequences
-from finetune.scores.masked_model import MaskedModel, fingerprint
+from finetune.scores.masked_model import MaskedModel
 from finetune.scores.record import Record
 from finetune.scores.view import finetuning_charts, score_notes, score_rows, score_table
 from pretrain.common.errors import DivergedError, InputError, RunError, StoppedError
 from pretrain.run.preflight import only_run
 from tests.fake_trials import hand_out
-from tests.scores.test_scores import make_masked_lm, write_blimp
+from tests.scores.test_scores import make_masked_lm
+from tests.tasks.refusals import refused
 from tests.tiny_checkpoints import SPECIALS, write_reviews
 
 MODEL = {"fingerprint": "f", "name": "n", "folder": "d"}
 CLS, SEP, MASK = (SPECIALS.index(name) for name in ("[CLS]", "[SEP]", "[MASK]"))
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_masked_lm(tmp_path_factory.mktemp("bert"))
 
 
 def with_tokenizer(bert: Path, folder: Path, replaced: Sequence[tuple[str, str]] = (), **changes: Any) -> Path:
@@ -71,8 +67,7 @@ def test_a_tokenizer_without_a_template_is_framed_as_in_pretraining(tmp_path: Pa
 
 def test_the_mask_is_found_by_its_role(tmp_path: Path, bert: Path) -> None:
     renamed = with_tokenizer(bert, tmp_path / "renamed", [("[MASK]", "[BLANK]")])
-    with pytest.raises(InputError, match="its tokenizer has no mask token"):
-        MaskedModel(renamed)
+    refused("its tokenizer has no mask token", MaskedModel, renamed)
     (renamed / "tokenizer_config.json").write_text('{"mask_token": "[BLANK]"}')
     assert MaskedModel(renamed).mask_id == MASK
 
@@ -93,6 +88,10 @@ def pair(**changes: Any) -> bytes:
         ([pair() + pair(UID="two")], r"line 2 is of another paradigm\. Give a file for each UID"),
         ([pair() + pair(linguistics_term="u")], "line 2 is of another paradigm"),
         ([pair(), pair()], r"1\.jsonl: its UID .one. is that of another file"),
+        ([], r"no \.jsonl file"),
+        ([b""], "has no pair"),
+        ([b'{"sentence_good": "a"}\n'], "line 1 is not a pair"),
+        ([b"[1\n"], "line 1 is not a pair"),
     ],
 )
 def test_damaged_blimp_is_refused(tmp_path: Path, files: list[bytes], message: str) -> None:
@@ -100,30 +99,6 @@ def test_damaged_blimp_is_refused(tmp_path: Path, files: list[bytes], message: s
         (tmp_path / f"{number}.jsonl").write_bytes(content)
     with pytest.raises(InputError, match=message):
         read_blimp(tmp_path, 1)  # whatever the limit is
-
-
-def test_an_unfinished_blimp_is_no_overall_score(tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = write_blimp(tmp_path / "blimp")
-    record = Record(tmp_path / "record.json", {**MODEL, "fingerprint": fingerprint(bert)})
-    original, scored = blimp.right_pairs, []
-
-    def stops(*arguments: Any) -> int:
-        if len(scored) == 2:
-            raise KeyboardInterrupt
-        scored.append(1)
-        return original(*arguments)
-
-    monkeypatch.setattr(blimp, "right_pairs", stops)
-    with pytest.raises(KeyboardInterrupt):
-        blimp_score(bert, data, record=record)
-    monkeypatch.setattr(blimp, "right_pairs", original)
-    rows = dict(score_rows([record.content]))
-    assert list(rows) == ["BLiMP, all paradigms"]
-    assert rows["BLiMP, all paradigms"][0].endswith(" (2 of 3)")
-    blimp_score(bert, data, record=record)
-    rows = dict(score_rows([record.content]))
-    assert "of" not in rows["BLiMP, all paradigms"][0]
-    assert len(rows) == 3
 
 
 # ---- records and tables
@@ -152,13 +127,9 @@ def test_scores_of_earlier_versions_count(tmp_path: Path) -> None:
 
 def measured(name: str, length: int, shifted: bool = False, overrides: Sequence[str] = ()) -> dict[str, Any]:
     text = {"bits_per_character": 1.5, "nats_per_token": 3.0, "accuracy": 0.5}
-    how = {"texts": "abc", "length": length, "shifted": shifted}
+    held_out = {"how": {"texts": "abc", "length": length, "shifted": shifted}, "scores": text}
     tuned = {"metric": "f1", "part": "dev", "pretrained": [0.5], "random": [], "overrides": list(overrides)}
-    return {
-        "model": {"name": name},
-        "held_out": {"how": how, "scores": text},
-        "finetuning": {"how": {}, "scores": {"ner": tuned}},
-    }
+    return {"model": {"name": name}, "held_out": held_out, "finetuning": {"how": {}, "scores": {"ner": tuned}}}
 
 
 def test_measurements_of_a_row_that_differ_are_marked() -> None:
@@ -256,8 +227,7 @@ def test_checkpoints_are_fine_tuned_at_once_if_they_share_no_runs(work: Path, be
         other = make_masked_lm(work / "other")
         assert finetuning_scores(other, work / "out", "second", settings)["reviews"].pretrained == (0.5,)
         shutil.rmtree(ran.folders[0])
-        with pytest.raises(InputError, match="another process"):
-            finetuning_scores(bert, work / "out", "first", settings)
+        refused("another process", finetuning_scores, bert, work / "out", "first", settings)
 
 
 def test_a_divergence_that_another_checkpoint_left_is_told(work: Path, bert: Path, ran: Runs) -> None:
@@ -297,10 +267,7 @@ def test_files_of_any_name_are_fine_tuned(work: Path, bert: Path, ran: Runs) -> 
 def test_wrong_paths_are_found_before_anything_is_measured(
     work: Path, bert: Path, wrong: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def late(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("measured")
-
-    monkeypatch.setattr("finetune.scores.command.held_out_score", late)
+    monkeypatch.setattr("finetune.scores.command.held_out_score", lambda *_, **options: pytest.fail("measured"))
     (work / "text.txt").write_text("the film was good.")
     words = [wrong[0], str(work / wrong[1])]
     command = ["evaluate-pretrained", str(bert), "--out", str(work / "out"), "--text", str(work / "text.txt")]

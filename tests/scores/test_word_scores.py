@@ -266,9 +266,7 @@ def test_what_cannot_be_scored_says_why(tmp_path: Path) -> None:
     assert dict(score_rows([record.content]))["common words, bits"] == ["–"]
 
 
-def test_the_command_writes_both_scores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_both_scores(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """In JSON, the table and the page; a second call measures nothing again, another list everything."""
     folder, text = make_masked_lm(tmp_path / "bert", positions=256), tmp_path / "text.txt"
     text.write_text("the film was good and very fine or a book was great " * 40)

@@ -46,9 +46,6 @@ def make_folder(folder: Path, **files: str) -> Path:
     return folder
 
 
-# ---- folders
-
-
 def test_a_fetch_that_was_cut_goes_on_and_keeps_what_is_here(proxy: FaultyProxy, tmp_path: Path) -> None:
     corpus, address = make_corpus(tmp_path / "corpus", documents=40, vocabulary_size=300), f"s3://{BUCKET}/corpora/one"
     folders.store(corpus, address)
@@ -106,12 +103,7 @@ def test_a_folder_that_is_stored_again_loses_its_former_files(proxy: FaultyProxy
     assert sorted(ObjectStore().listing(address)) == ["b", "c", "manifest.json"]
 
 
-# ---- single objects
-
-
-def test_a_file_that_was_deleted_since_an_interrupted_store_is_stored_again(
-    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_deleted_since_an_interrupted_store_is_stored_again(proxy, tmp_path, monkeypatch) -> None:
     address, folder = f"s3://{BUCKET}/{tmp_path.name}/deleted", make_folder(tmp_path / "a", one="1", two="22")
     write = ObjectStore.write
 
@@ -143,9 +135,7 @@ def test_only_what_is_missing_needs_space(proxy: FaultyProxy, tmp_path: Path, mo
     assert len(folders.fetch_files(address)) == 2
 
 
-def test_a_large_file_goes_up_in_parts_and_a_part_that_fails_alone_is_sent_again(
-    proxy: FaultyProxy, tmp_path: Path
-) -> None:
+def test_a_large_file_goes_up_in_parts_and_a_part_that_fails_alone_is_sent_again(proxy, tmp_path) -> None:
     path, address = tmp_path / "large", f"s3://{BUCKET}/large"
     path.write_bytes(np.random.default_rng(0).bytes(33 << 20))
     proxy.plan = [Fault("503", "PUT .*partNumber=2")]
@@ -177,9 +167,7 @@ def test_a_download_goes_on_where_another_process_stopped(proxy: FaultyProxy, tm
 
 
 @pytest.mark.parametrize("call", ["read", "write", "listing"])
-def test_wrong_credentials_and_missing_buckets_are_refused_at_once(
-    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_wrong_credentials_and_missing_buckets_are_refused_at_once(proxy, monkeypatch, call) -> None:
     arguments = (b"x",) if call == "write" else ()
     with pytest.raises(InputError, match=r"s3://nowhere/a/b: .*bucket does not exist\. Create the bucket, or correct"):
         getattr(ObjectStore(), call)("s3://nowhere/a/b", *arguments)
@@ -278,9 +266,6 @@ def test_patterns_match_as_those_of_local_files(proxy: FaultyProxy) -> None:
     assert found("/nothing") == []
 
 
-# ---- stores other than S3
-
-
 class Container(MemoryFileSystem):
     """Stands in for Azure's file system: the account is in the address, and nothing is known of S3's options."""
 
@@ -307,9 +292,7 @@ class Container(MemoryFileSystem):
         return f"/{bucket.split('@')[0]}/{rest}".rstrip("/")
 
 
-def test_other_stores_get_the_account_of_the_address_and_no_option_of_s3(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_stores_get_the_account_of_the_address_and_no_option_of_s3(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("BERTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(_registry, "abfs", Container)
     forget_clients()
@@ -335,9 +318,6 @@ WHEN = datetime.datetime(2026, 3, 1, tzinfo=datetime.timezone.utc)
 )
 def test_facts_of_each_library_are_understood(facts: dict[str, Any], expected: ListedObject) -> None:
     assert _listed(facts) == expected
-
-
-# ---- checkpoints
 
 
 class Ranks:
@@ -371,10 +351,27 @@ def make_saver(run: StoredRun, folder: Path, rank: Rank | None = None) -> Saver:
     return Saver(folder / "checkpoints", group, keep_last=1, retry_seconds=0.0, stored=run)
 
 
+def save_on_two_ranks() -> list[Saver]:
+    """The savers of the ranks of `RUN`, after its first checkpoint."""
+    ranks = Ranks(2)
+
+    def train(rank: int) -> Saver:
+        saver = make_saver(StoredRun(RUN, local(RUN)), local(RUN), Rank(rank, ranks))
+        save(saver, 1)
+        return saver
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(train, range(2)))
+
+
 def save(saver: Saver, step: int, value: float | None = None, **state: Any) -> None:
     fragment = Fragment("a", 0, {"weight": torch.full((4,), float(step if value is None else value))}, shared=False)
     saver.save(step, [fragment], {"step": step, "shapes": {"a": [4]}, "validation_set": "0", **state})
     saver.wait()
+
+
+def kept(folder: Path) -> list[str]:
+    return [path.name for path in store.list_checkpoints(folder / "checkpoints")]
 
 
 def test_a_store_that_fails_does_not_end_the_run_and_the_next_checkpoint_is_stored(proxy: FaultyProxy) -> None:
@@ -405,7 +402,7 @@ def test_a_checkpoint_without_its_manifest_does_not_exist(proxy: FaultyProxy) ->
     assert "step-00000002 is not stored" in saver.trouble
     shutil.rmtree(folder)
     StoredRun(RUN, folder).download()
-    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000001"]
+    assert kept(folder) == ["step-00000001"]
     assert store.read_weights(folder / "checkpoints" / "step-00000001")["a"].tolist() == [1.0] * 4
 
 
@@ -422,12 +419,10 @@ def test_a_damaged_stored_checkpoint_is_skipped(proxy: FaultyProxy, file: str) -
     ObjectStore().write(damaged, content[:-1] + b"?")
     shutil.rmtree(folder)
     StoredRun(RUN, folder).download()
-    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000001"]
+    assert kept(folder) == ["step-00000001"]
 
 
-def test_a_checkpoint_that_was_damaged_here_is_fetched_again(
-    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_was_damaged_here_is_fetched_again(proxy, monkeypatch) -> None:
     folder = local(RUN)
     save(make_saver(StoredRun(RUN, folder), folder), 1)
     shard = folder / "checkpoints/step-00000001/rank-00000-of-00001.safetensors"
@@ -444,9 +439,7 @@ def test_a_checkpoint_that_was_damaged_here_is_fetched_again(
     verify_manifest(shard.parent)
 
 
-def test_a_follower_asks_for_nothing_while_others_wait_for_it(
-    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_follower_asks_for_nothing_while_others_wait_for_it(proxy, monkeypatch) -> None:
     folder, asked = local(RUN), []
     saver = make_saver(StoredRun(RUN, folder), folder)
     save(saver, 1, validation_loss=1.0)
@@ -479,7 +472,7 @@ def test_a_checkpoint_that_may_not_be_read_is_not_skipped_as_damaged(proxy: Faul
     with pytest.raises(InputError, match=r"step-00000002/rank.*Check the credentials"):
         StoredRun(RUN, folder).download()
     StoredRun(RUN, folder).download()
-    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000002"]
+    assert kept(folder) == ["step-00000002"]
 
 
 def test_a_checkpoint_that_is_written_again_is_withdrawn_first(proxy: FaultyProxy) -> None:
@@ -493,16 +486,9 @@ def test_a_checkpoint_that_is_written_again_is_withdrawn_first(proxy: FaultyProx
 
 
 def test_every_rank_stores_its_part_and_one_process_of_a_machine_fetches_them(proxy: FaultyProxy) -> None:
-    folder, ranks = local(RUN), Ranks(2)
+    folder = local(RUN)
     proxy.plan = [Fault("503", "PUT .*rank-00001"), Fault("lost", "PUT .*rank-00000")]
-
-    def train(rank: int) -> Saver:
-        saver = make_saver(StoredRun(RUN, folder), folder, Rank(rank, ranks))
-        save(saver, 1)
-        return saver
-
-    with ThreadPoolExecutor(2) as pool:
-        assert not any(saver.trouble for saver in pool.map(train, range(2)))
+    assert not any(saver.trouble for saver in save_on_two_ranks())
     weights = store.read_weights(folder / "checkpoints/step-00000001")["a"]
     shutil.rmtree(folder)
     proxy.requests.clear()
@@ -514,9 +500,7 @@ def test_every_rank_stores_its_part_and_one_process_of_a_machine_fetches_them(pr
     assert torch.equal(store.read_weights(folder / "checkpoints/step-00000001")["a"], weights)
 
 
-def test_a_run_that_saves_while_it_is_read_is_read_from_its_newest_checkpoint(
-    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_saves_while_it_is_read_is_read_from_its_newest_checkpoint(proxy, tmp_path, monkeypatch) -> None:
     saver = make_saver(StoredRun(RUN, tmp_path / "run"), tmp_path / "run")
     save(saver, 1, validation_loss=1.0)  # the best, which is kept
     save(saver, 2)
@@ -535,9 +519,7 @@ def test_a_run_that_saves_while_it_is_read_is_read_from_its_newest_checkpoint(
     assert store.newest(folder / "checkpoints") is not None
 
 
-def test_machines_that_share_the_run_folder_fetch_a_checkpoint_once(
-    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_that_share_the_run_folder_fetch_a_checkpoint_once(proxy, tmp_path, monkeypatch) -> None:
     save(make_saver(StoredRun(RUN, tmp_path / "first"), tmp_path / "first"), 1)
     monkeypatch.setattr(folders, "cache", lambda: tmp_path / threading.current_thread().name)  # each has its own
     proxy.requests.clear()
@@ -548,18 +530,10 @@ def test_machines_that_share_the_run_folder_fetch_a_checkpoint_once(
 
 
 def test_a_rank_that_cannot_store_leaves_no_manifest(proxy: FaultyProxy) -> None:
-    folder, ranks = local(RUN), Ranks(2)
     proxy.plan = [Fault("403", "PUT .*rank-00001")]
-
-    def train(rank: int) -> Saver:
-        saver = make_saver(StoredRun(RUN, folder), folder, Rank(rank, ranks))
-        save(saver, 1)
-        return saver
-
-    with ThreadPoolExecutor(2) as pool:
-        troubles = [saver.trouble for saver in pool.map(train, range(2))]
+    troubles = [saver.trouble for saver in save_on_two_ranks()]
     assert ["/rank-00001-of-00002.safetensors." in trouble for trouble in troubles] == [True, True]
-    assert StoredRun(RUN, folder).names() == []
+    assert StoredRun(RUN, local(RUN)).names() == []
 
 
 def test_what_interrupted_saves_left_is_deleted_with_the_next_checkpoint(proxy: FaultyProxy) -> None:
@@ -604,9 +578,7 @@ def test_the_last_start_of_a_run_is_the_one_that_stores(proxy: FaultyProxy, tmp_
     assert StoredRun(RUN, tmp_path / "fresh").names()[-1] == "step-00000003"
 
 
-def test_a_late_upload_of_a_replaced_start_overwrites_nothing(
-    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_upload_of_a_replaced_start_overwrites_nothing(proxy, tmp_path, monkeypatch) -> None:
     here, there = (StoredRun(RUN, tmp_path / name) for name in ("here", "there"))
     here.claim()
     put = StoredRun.put
@@ -675,9 +647,7 @@ def start_of(folder: Path) -> Any:
     return SimpleNamespace(address=RUN, folder=folder)
 
 
-def test_a_start_whose_largest_batch_does_not_fit_leaves_the_run_to_the_one_that_trains(
-    proxy: FaultyProxy, tmp_path: Path
-) -> None:
+def test_a_start_whose_largest_batch_does_not_fit_leaves_the_run_to_the_one_that_trains(proxy, tmp_path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     run = StoredRun(RUN, here)
     run.claim()  # and trains, with nothing stored yet
@@ -736,9 +706,7 @@ def contents(address: str) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize("earlier", [True, False])
-def test_a_claim_that_fails_is_undone(
-    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool
-) -> None:
+def test_a_claim_that_fails_is_undone(proxy, tmp_path, monkeypatch, earlier) -> None:
     if earlier:
         StoredRun(RUN, tmp_path / "here").claim()
     before = ObjectStore().read(f"{RUN}/writer.json")
@@ -779,21 +747,7 @@ def test_a_start_elsewhere_while_tensors_are_stored_is_noticed(proxy: FaultyProx
     assert StoredRun(RUN, tmp_path / "fresh").names() == []
 
 
-def test_a_run_that_is_here_is_not_fetched_over(proxy: FaultyProxy) -> None:
-    folder = local(RUN)
-    save(make_saver(StoredRun(RUN, folder), folder), 1)
-    ObjectStore().write(f"{RUN}/metrics.jsonl", b"old\n")
-    (folder / "metrics.jsonl").write_text("new\n")
-    StoredRun(RUN, folder).download()
-    assert (folder / "metrics.jsonl").read_text() == "new\n"
-    shutil.rmtree(folder)
-    StoredRun(RUN, folder).download()
-    assert (folder / "metrics.jsonl").read_text() == "old\n"
-
-
-def test_a_fetch_that_ends_between_the_checkpoint_and_the_small_files_goes_on(
-    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fetch_that_ends_between_the_checkpoint_and_the_small_files_goes_on(proxy, monkeypatch) -> None:
     """Otherwise the run would begin new records, and store them over the old ones."""
     folder = local(RUN)
     save(make_saver(StoredRun(RUN, folder), folder), 1)
@@ -899,12 +853,12 @@ def test_a_resume_elsewhere_has_the_best_checkpoint_as_the_same_machine_has(prox
     saver = make_saver(StoredRun(RUN, folder), folder)
     for step, loss in ((2, 0.5), (4, 0.7), (6, 0.8)):
         save(saver, step, validation_loss=loss)
-    here = [path.name for path in store.list_checkpoints(folder / "checkpoints")]
+    here = kept(folder)
     shutil.rmtree(folder)
     StoredRun(RUN, folder).download()  # to be read
-    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000006"]
+    assert kept(folder) == ["step-00000006"]
     launch.download(RUN)
-    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == here
+    assert kept(folder) == here
     assert store.best(folder / "checkpoints") == folder / "checkpoints" / "step-00000002"
 
 

@@ -26,10 +26,11 @@ from tiny_checkpoints import make_bert, write_reviews
 from finetune.cli import main
 from pretrain.checkpoint.tokenizer import corpus_of
 from pretrain.common.addresses import local
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import read_manifest, verify_manifest
 from pretrain.common.worker import Worker
 from pretrain.config import CorpusConfig, PretrainConfig
+from pretrain.corpus.finish import Prepared
 from pretrain.corpus.vocabulary import tokenizer_digest
 from pretrain.run.session import check_shared
 from pretrain.storage import folders
@@ -236,12 +237,7 @@ def sharing(folder: str, apart: bool) -> str:
     return ""
 
 
-# ---- corpora and sources
-
-
-def test_a_corpus_that_was_prepared_again_since_it_was_fetched_is_fetched_again(
-    proxy: FaultyProxy, tmp_path: Path
-) -> None:
+def test_a_corpus_that_was_prepared_again_since_it_was_fetched_is_fetched_again(proxy, tmp_path) -> None:
     address, run = f"s3://{BUCKET}/corpora/one", tmp_path / "run"
     folders.store(make_corpus(tmp_path / "corpus", documents=20, vocabulary_size=200), address)
     folders.fetch(address)
@@ -326,14 +322,49 @@ def test_a_corpus_on_s3_is_that_on_disk_and_a_cut_upload_goes_on(proxy: FaultyPr
     assert list(card["sources"][1]["file_hashes"]) == [f"s3://{BUCKET}/texts/lines-{n}.jsonl.gz" for n in (0, 1)]
     shutil.rmtree(tmp_path / "cache")  # on another machine
     capsys.readouterr()
-    assert main(["pretrain", stored, "--dry-run"]) == 0
+    longer = ["--dry-run", "--set", "phases.0.steps=100"]
+    assert main(["pretrain", stored, *longer, "--set", "corpus.cache=1MB"]) == 0
     said = capsys.readouterr().out
-    assert main(["pretrain", str(tmp_path / "local.yaml"), "--dry-run"]) == 0
-    (counts,) = [line for line in capsys.readouterr().out.splitlines() if " documents, " in line and "train:" in line]
+    assert main(["pretrain", str(tmp_path / "local.yaml"), *longer]) == 0
+    local_said = capsys.readouterr().out
+    (counts,) = [line for line in local_said.splitlines() if " documents, " in line and "train:" in line]
     assert counts in said
-    assert not local(address).exists(), "a dry run fetches no tokens"
+    shares = [[float(one) for one in re.findall(r"([\d.]+)% of the tokens, ", text)] for text in (said, local_said)]
+    assert shares[0] == pytest.approx(shares[1], abs=3)
+    assert len(shares[0]) == 3
+    assert not list(local(address).glob("*.npy")), "a dry run fetches no tokens"
     assert main(["prepare", stored]) == 0
     assert "already prepared" in capsys.readouterr().out
+
+
+def test_shards_are_stored_as_they_are_written_and_what_is_lost_there_is_stored_again(
+    proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    address, objects = f"s3://{BUCKET}/corpora/{tmp_path.name}", ObjectStore()
+    config = preparation(tmp_path / "run.yaml", address, str(write_sources(tmp_path / "texts")))
+
+    def stopped(*_: Any) -> None:
+        raise StoppedError("stopped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Prepared, "write", stopped)
+        assert main(["prepare", config, "--set", "corpus.processes=2"]) != 0
+    early = [name for name in objects.listing(address) if name.endswith(".npy")]
+    assert len(early) >= 6
+    assert objects.read(f"{address}/manifest.json") is None
+    proxy.requests.clear()
+    assert main(["prepare", config]) == 0
+    assert not [one for one in proxy.requests if one.startswith("PUT") and any(name in one for name in early)]
+    assert read_manifest(local(address))["files"].keys() >= set(early)
+    lost = next(name for name in early if "tokens" in name)
+    objects.delete(f"{address}/{lost}")
+    assert main(["prepare", config]) == 0
+    assert objects.read(f"{address}/{lost}") == (local(address) / lost).read_bytes()
+    objects.write(f"{address}/{lost}", b"cut")
+    (local(address) / lost).unlink()
+    capsys.readouterr()
+    assert main(["prepare", config]) == 3
+    assert f"{lost}: is missing or has another size there" in capsys.readouterr().err
 
 
 def test_without_an_address_no_client_is_imported() -> None:
@@ -347,37 +378,20 @@ def test_without_an_address_no_client_is_imported() -> None:
     assert said.stdout.strip() == "[]"
 
 
-# ---- mistakes
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            ["corpus.dir=s3://bucket/nothing"],
-            r"s3://bucket/nothing/manifest\.json: not found.* Run `prepare`",
-        ),
+        (["corpus.dir=s3://bucket/nothing"], r"s3://bucket/nothing/manifest\.json: not found.* Run `prepare`"),
         (["corpus.dir=s3://nowhere/a"], r"s3://nowhere/a.*: .*bucket does not exist\. Create the bucket"),
         (["run_dir=s3://nowhere/a"], r"s3://nowhere/a.*: .*bucket does not exist\. Create the bucket"),
         (["run_dir=hf://me/run"], "run_dir: 'hf://me/run' can be read, but not written to. Give a local path"),
-        (
-            ["run_dir=s3://bucket"],
-            "run_dir: 's3://bucket' is not an address of something in a bucket. Give",
-        ),
-        (
-            ["run_dir=ftp://host/run"],
-            "run_dir: 'ftp://host/run' is an address of an unknown kind. Give",
-        ),
+        (["run_dir=s3://bucket"], "run_dir: 's3://bucket' is not an address of something in a bucket. Give"),
+        (["run_dir=ftp://host/run"], "run_dir: 'ftp://host/run' is an address of an unknown kind. Give"),
         (["start_from=s3://bucket/nothing"], "s3://bucket/nothing: nothing is stored there. Check the address."),
-        (
-            ["corpus.vocabulary.path=s3://bucket/v.txt"],
-            "vocabulary.path: 's3://bucket/v.txt' is a remote",
-        ),
+        (["corpus.vocabulary.path=s3://bucket/v.txt"], "vocabulary.path: 's3://bucket/v.txt' is a remote"),
     ],
 )
-def test_mistakes_are_reported_in_one_line(
-    proxy: FaultyProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: list[str], message: str
-) -> None:
+def test_mistakes_are_reported_in_one_line(proxy, tmp_path, capsys, changes, message) -> None:
     corpus = make_corpus(tmp_path / "corpus", documents=60, vocabulary_size=300)
     config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
     assert main(["pretrain", config, "--no-ray", *(part for one in changes for part in ("--set", one))]) == 2
@@ -385,9 +399,7 @@ def test_mistakes_are_reported_in_one_line(
     assert re.search(message, line)
 
 
-def test_a_source_without_files_is_named(
-    proxy: FaultyProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_source_without_files_is_named(proxy, tmp_path, capsys) -> None:
     config = preparation(tmp_path / "run.yaml", str(tmp_path / "corpus"), f"s3://{BUCKET}/texts")
     for arguments in (["--dry-run"], []):
         assert main(["prepare", config, *arguments]) == 2

@@ -81,12 +81,6 @@ def test_strict_modes_are_seqevals(case):
         assert_equal_to_seqeval(counts, seqeval_report(gold, predicted, mode="strict", scheme=scheme))
 
 
-def test_the_modes_differ_as_in_seqevals_readme():
-    gold, predicted = [["B-NP", "I-NP", "O"]], [["I-NP", "I-NP", "O"]]
-    assert compare(gold, predicted).overall["f1"] == 1.0
-    assert compare(gold, predicted, "iob2").overall["f1"] == 0.0
-
-
 # ---------------------------------------------------------------- conlleval
 
 
@@ -143,23 +137,6 @@ def test_counts_are_those_of_conlleval(pairs):
     assert ours == conlleval(gold, predicted)
 
 
-def test_counts_by_hand():
-    gold = [["B-PER", "I-PER", "O", "B-LOC"], ["B-LOC", "B-LOC", "I-PER"]]
-    predicted = [["B-PER", "I-PER", "I-PER", "B-LOC"], ["I-LOC", "B-LOC", "B-PER"]]
-    counts = compare(gold, predicted)
-    # PER: the first is a word too long. LOC: all three. PER at the end: begins by its type in gold.
-    assert counts.names == ("PER", "LOC")
-    assert (counts.gold.tolist(), counts.predicted.tolist()) == ([2, 3], [2, 3])
-    assert counts.correct.tolist() == [1, 3]
-    assert counts.overall == {"precision": 0.8, "recall": 0.8, "f1": pytest.approx(0.8)}
-    assert counts.by_type["PER"] == {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2}
-
-
-def test_an_entity_does_not_go_on_into_the_next_sentence():
-    spans = find(tagged([["B-PER"], [], ["I-PER", "I-PER"]]))
-    assert (spans.first.tolist(), spans.end.tolist()) == ([0, 1], [1, 3])
-
-
 @pytest.mark.parametrize("rule", ["conlleval", "iob2", "bioes"])
 def test_nothing_to_find_scores_zero(rule):
     for gold in ([["O", "O"]], [[]], []):
@@ -168,15 +145,12 @@ def test_nothing_to_find_scores_zero(rule):
     assert metrics.accuracy(tagged([]), tagged([])) == 0.0
 
 
-def test_what_cannot_be_scored_is_refused():
+@pytest.mark.parametrize("tag", ["X-PER", "", "Org"])
+def test_what_cannot_be_scored_is_refused(tag):
     with pytest.raises(ValueError, match="have different sentences"):
         compare([["O", "O"]], [["O"], ["O"]])
-    with pytest.raises(ValueError, match="'X-PER' is not a tag"):
-        tagged([["X-PER"]])
-    with pytest.raises(ValueError, match="'' is not a tag"):
-        tagged([[""]])
-    with pytest.raises(ValueError, match="'Org' is not a tag"):
-        tagged([["Org"]])
+    with pytest.raises(ValueError, match=f"'{tag}' is not a tag"):
+        tagged([[tag]])
     with pytest.raises(ValueError, match="which iob2 does not have"):
         find(tagged([["S-PER"]]), "iob2")
 
@@ -211,13 +185,10 @@ def test_every_scheme_gives_back_what_was_written(case, scheme):
     for first, behind, kind in zip(spans.first, spans.end, spans.types, strict=True):
         types[first:behind] = kind
     tags = metrics.TaggedSentences(prefixes, types, starts, ("PER", "LOC"))
-    for rule in (
-        ("conlleval", "iob2") if scheme == "iob2" else ("conlleval", "bioes") if scheme == "bioes" else ("conlleval",)
-    ):
+    for rule in {"conlleval", "conlleval" if scheme == "iob1" else scheme}:
         found = find(tags, rule)
-        assert found.first.tolist() == spans.first.tolist()
-        assert found.end.tolist() == spans.end.tolist()
-        assert found.types.tolist() == spans.types.tolist()
+        for ours, expected in ((found.first, spans.first), (found.end, spans.end), (found.types, spans.types)):
+            assert ours.tolist() == expected.tolist()
     assert len(scheme_violations(tags, scheme)) == 0
 
 
@@ -237,10 +208,14 @@ def test_the_scheme_is_seen(tags, scheme):
     assert detect(tagged([tags.split()])) == scheme
 
 
-def test_slips_are_found_where_they_are():
-    assert scheme_violations(tagged([["B-PER", "O", "I-PER"], ["I-PER"]]), "iob2").tolist() == [2, 3]
-    assert scheme_violations(tagged([["B-PER", "B-PER"]]), "iob1").tolist() == [0]
-    assert (
-        scheme_violations(tagged([["I-PER"], ["I-PER", "B-PER"]]), "iob1").tolist() == []
-    )  # sentences part them already
-    assert scheme_violations(tagged([["B-PER", "I-PER", "O", "S-PER"]]), "bioes").tolist() == [1]
+@pytest.mark.parametrize(
+    ("sentences", "scheme", "slips"),
+    [
+        ([["B-PER", "O", "I-PER"], ["I-PER"]], "iob2", [2, 3]),
+        ([["B-PER", "B-PER"]], "iob1", [0]),
+        ([["I-PER"], ["I-PER", "B-PER"]], "iob1", []),  # sentences part them already
+        ([["B-PER", "I-PER", "O", "S-PER"]], "bioes", [1]),
+    ],
+)
+def test_slips_are_found_where_they_are(sentences, scheme, slips):
+    assert scheme_violations(tagged(sentences), scheme).tolist() == slips

@@ -15,24 +15,8 @@ from hypothesis import strategies as st
 from finetune.tasks.questions.metrics import best_threshold, normalize_answer, score_v1, score_v2, squad_v1, squad_v2
 
 ASCII_PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
-WORDS = [
-    "a",
-    "The",
-    "an",
-    "cat",
-    "cats",
-    "CAT",
-    "U.S.",
-    "the-end",
-    "aß",
-    "Ünï",
-    "«quoted»",
-    "é",
-    "1,990",
-    "_a_",
-    "—",
-    "...",
-]
+WORDS = ["a", "The", "an", "cat", "cats", "CAT", "U.S.", "the-end", "aß", "Ünï", "«quoted»"]
+WORDS += ["é", "1,990", "_a_", "—", "..."]
 
 texts = st.lists(st.sampled_from(WORDS) | st.text(st.characters(codec="utf-8"), max_size=4), max_size=5).map(" ".join)
 questions = st.lists(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from finetune.tasks.datasets.text import TextEncoder
-from pretrain.common.errors import InputError
+from tests.tasks.refusals import refused
 
 # All kinds of spaces, combining marks, ideographs, and letters whose lower case has two characters.
 ODD = (
@@ -60,8 +60,7 @@ def test_words_give_what_the_whole_text_gives(lowercase: bool, texts: list[str])
 def test_special_tokens_are_found_around_texts_of_several_tokens() -> None:
     tokenizer = Tokenizer(models.BPE({"[CLS]": 0, "[SEP]": 1, "\u2581": 2, "a": 3}, [], byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    with pytest.raises(InputError, match="adds no special tokens"):
-        TextEncoder(tokenizer, 32)
+    refused("adds no special tokens", TextEncoder, tokenizer, 32)
     tokenizer.post_processor = processors.RobertaProcessing(("[SEP]", 1), ("[CLS]", 0))
     assert tokenizer.encode("a", add_special_tokens=False).ids == [2, 3]
     encoder = TextEncoder(tokenizer, 32)

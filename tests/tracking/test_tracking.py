@@ -38,37 +38,32 @@ from pretrain.tracking.live import follow
 from pretrain.tracking.mirror import wandb_names
 from pretrain.tracking.rows import LAST_SENT
 from pretrain.tracking.tracker import Tracker, send_probes
+from tests.tasks.refusals import refused
 from tests.wandb_files import history
 
 RESTART = {"event": "restart", "time": 1.0, "message": "worker 1 died"}
 RESUME = {"event": "resume", "time": 1.0, "message": "resumed from step-00000010"}
 
 
-def make_config(**tracking_settings: Any) -> PretrainConfig:
+def make_config(**tracking: Any) -> PretrainConfig:
     phase = {"sequence_length": 128, "global_sequences": 8, "steps": 80, "peak_learning_rate": 1e-3}
-    later = {**phase, "sequence_length": 512, "steps": 20}
-    return PretrainConfig.model_validate(
-        {
-            "name": "tiny",
-            "corpus": {"dir": "data"},
-            "phases": [phase, later],
-            "tracking": {"wandb": "off", **tracking_settings},
-        }
-    )
+    phases = [phase, {**phase, "sequence_length": 512, "steps": 20}]
+    values = {"name": "tiny", "corpus": {"dir": "data"}, "phases": phases, "tracking": {"wandb": "off", **tracking}}
+    return PretrainConfig.model_validate(values)
 
 
-def start(
-    folder: Path, run_id: str | None = None, step: int | None = None, enabled: bool = True, **settings: Any
-) -> Tracker:
-    return Tracker(
-        make_config(**settings),
-        folder,
-        run_id=run_id,
-        step=step,
-        card={"corpus_card": {"words": 7}},
-        job_type="pretrain",
-        enabled=enabled,
-    )
+def start(folder: Path, run_id: str | None = None, step: int | None = None, **settings: Any) -> Tracker:
+    given = {"card": {"corpus_card": {"words": 7}}, "job_type": "pretrain", "enabled": settings.pop("enabled", True)}
+    return Tracker(make_config(**settings), folder, run_id=run_id, step=step, **given)
+
+
+def write_run(folder: Path, *records: dict[str, Any], **given: Any) -> str:
+    """A start that logs these records and closes; its run id."""
+    tracker = start(folder, **given)
+    for record in records:
+        tracker.log(record)
+    tracker.close()
+    return tracker.run_id
 
 
 Sent = list[tuple[int, dict[str, Any]]]
@@ -117,23 +112,11 @@ class TestMetricsFile:
         assert (event["event"], event["step"], event["message"]) == ("stop", 20, "as asked")
 
     def test_one_json_object_a_line_with_null_for_what_json_cannot_say(self, tmp_path: Path) -> None:
-        tracker = start(tmp_path)
-        tracker.log({"step": 1, "loss": 2.5, "grad_norm": math.inf, "lr": math.nan})
-        tracker.log({"step": 1, "split": "validation", "loss": 2.25})
-        tracker.close()
+        evaluation = {"step": 1, "split": "validation", "loss": 2.25}
+        write_run(tmp_path, {"step": 1, "loss": 2.5, "grad_norm": math.inf, "lr": math.nan}, evaluation)
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line) for line in lines] == [
-            {"step": 1, "loss": 2.5, "grad_norm": None, "lr": None},
-            {"step": 1, "split": "validation", "loss": 2.25},
-        ]
-        assert "NaN" not in "".join(lines)
-        assert "Infinity" not in "".join(lines)
-
-    def test_a_record_is_on_disk_when_log_returns(self, tmp_path: Path) -> None:
-        tracker = start(tmp_path)
-        tracker.log({"step": 10})
-        assert steps(tmp_path) == [10]
-        tracker.close()
+        assert lines[0] == '{"step": 1, "loss": 2.5, "grad_norm": null, "lr": null}'
+        assert json.loads(lines[1]) == evaluation
 
     def test_other_ranks_write_nothing(self, tmp_path: Path) -> None:
         tracker = start(tmp_path / "run", run_id="tiny-1", step=5, enabled=False)
@@ -144,34 +127,23 @@ class TestMetricsFile:
         assert not (tmp_path / "run").exists()
 
     def test_resume_drops_what_an_abandoned_continuation_wrote(self, tmp_path: Path) -> None:
-        first = start(tmp_path)
-        for record in (
-            {"step": 10, "loss": 0.1 + 0.2},
-            {"step": 20},
-            {"step": 20, "split": "validation"},
-            {"step": 30},
-            {"step": 30, "split": "validation"},
-        ):
-            first.log(record)
-        first.close()
+        records = [{"step": 10, "loss": 0.1 + 0.2}, {"step": 20}, {"step": 20, "split": "validation"}]
+        run_id = write_run(tmp_path, *records, {"step": 30}, {"step": 30, "split": "validation"})
         kept = (tmp_path / "metrics.jsonl").read_bytes().split(b'{"step": 30')[0]
-        second = start(tmp_path, run_id=first.run_id, step=20)
+        second = start(tmp_path, run_id=run_id, step=20)
         assert (tmp_path / "metrics.jsonl").read_bytes() == kept
         second.log({"step": 30, "loss": 1.0})
+        assert steps(tmp_path) == [10, 20, 20, 30], "a record is on disk when log returns"
         second.close()
-        assert second.run_id == first.run_id
-        assert steps(tmp_path) == [10, 20, 20, 30]
+        assert second.run_id == run_id
         assert not list(tmp_path.glob(".*tmp"))
 
     def test_a_new_run_in_an_old_folder_begins_with_an_empty_file(self, tmp_path: Path) -> None:
-        first = start(tmp_path)
-        first.log({"step": 0})
-        first.close()
-        second = start(tmp_path)
+        first = write_run(tmp_path, {"step": 0})
+        second = write_run(tmp_path)
         assert steps(tmp_path) == []
-        assert second.run_id != first.run_id
-        assert second.run_id.startswith("tiny-")
-        second.close()
+        assert second != first
+        assert second.startswith("tiny-")
 
     @pytest.mark.parametrize("torn", [b'{"step": 20, "lo', b"\0\0\0\0", b'{"step": 20}\xff'])
     def test_a_torn_last_line_is_ignored_and_repaired(self, tmp_path: Path, torn: bytes) -> None:
@@ -185,21 +157,16 @@ class TestMetricsFile:
 
     def test_damage_before_the_last_line_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 10}\n{"st\n{"step": 20}\n')
-        with pytest.raises(InputError, match=r"metrics\.jsonl:2: not a JSON object"):
-            read_records(tmp_path)
-        with pytest.raises(InputError, match=r"metrics\.jsonl:2"):
-            start(tmp_path, run_id="tiny-1", step=10)
+        refused(r"metrics\.jsonl:2: not a JSON object", read_records, tmp_path)
+        refused(r"metrics\.jsonl:2", start, tmp_path, run_id="tiny-1", step=10)
         assert b'{"st\n' in (tmp_path / "metrics.jsonl").read_bytes()
 
     @pytest.mark.parametrize(
         ("line", "reason"),
         [
-            (
-                '{"event": "restart", "step": 1, "time": "yesterday"}',
-                "time is 'yesterday'; expected seconds since 1970",
-            ),
-            ('{"event": "restart", "step": 1, "time": 1e20}', "time is 1e+20; expected seconds since 1970"),
-            ('{"event": "restart", "step": 1, "time": NaN}', "time is nan; expected seconds since 1970"),
+            ('{"event": "a", "step": 1, "time": "yesterday"}', "time is 'yesterday'; expected seconds since 1970"),
+            ('{"event": "a", "step": 1, "time": 1e20}', "time is 1e+20; expected seconds since 1970"),
+            ('{"event": "a", "step": 1, "time": NaN}', "time is nan; expected seconds since 1970"),
             ('{"event": 1, "step": 1}', "event is 1; expected text"),
             ('{"step": "one"}', "step is 'one'; expected a step"),
             ('{"step": 1, "loss": "low"}', "loss is 'low'; expected a number"),
@@ -249,14 +216,9 @@ class TestMetricsFile:
         assert steps(tmp_path) == list(range(1, 16))
 
     def test_a_resumed_run_keeps_the_events_past_its_checkpoint(self, tmp_path: Path) -> None:
-        tracker = start(tmp_path)
-        for record in ({"step": 10}, {"step": 20}, {"event": "restart", "step": 20}):
-            tracker.log(record)
-        tracker.close()
+        write_run(tmp_path, {"step": 10}, {"step": 20}, {"event": "restart", "step": 20})
         start(tmp_path, run_id="tiny-1", step=10).close()
         assert read_records(tmp_path) == [{"step": 10}, {"event": "restart", "step": 20}]
-        start(tmp_path).close()
-        assert read_records(tmp_path) == []
 
     def test_a_full_disk_is_reported_in_one_line(self, tmp_path: Path) -> None:
         tracker = start(tmp_path)
@@ -269,61 +231,37 @@ class TestMetricsFile:
 
 
 class TestWandb:
-    def test_names_that_users_of_the_trainer_and_composer_know(self) -> None:
-        record = {
-            "step": 10,
-            "epoch": 0,
-            "samples": 80,
-            "tokens": 900,
-            "loss": 3.0,
-            "mlm_loss": 2.5,
-            "lr": 1e-3,
-            "grad_norm": 1.5,
-            "tokens_per_second": 5.0,
-            "mfu": 0.4,
-            "seconds": 7.0,
-        }
-        assert wandb_names(record) == {
-            "train/global_step": 10,
-            "train/epoch": 0,
-            "time/sample": 80,
-            "train/num_input_tokens_seen": 900,
-            "train/loss": 3.0,
-            "train/mlm_loss": 2.5,
-            "train/learning_rate": 1e-3,
-            "train/grad_norm": 1.5,
-            "throughput/tokens_per_sec": 5.0,
-            "throughput/device/mfu": 0.4,
-            "time/train": 7.0,
-        }
-        evaluation = {"step": 10, "split": "validation", "loss": 3.0, "mlm_accuracy": 0.5, "seconds": 2.0}
-        assert wandb_names(evaluation) == {
-            "train/global_step": 10,
-            "eval/loss": 3.0,
-            "eval/mlm_accuracy": 0.5,
-            "eval/runtime": 2.0,
-        }
+    @pytest.mark.parametrize(
+        ("record", "name"),
+        [
+            ({"epoch": 0}, "train/epoch"),
+            ({"samples": 80}, "time/sample"),
+            ({"tokens": 900}, "train/num_input_tokens_seen"),
+            ({"loss": 3.0}, "train/loss"),
+            ({"mlm_loss": 2.5}, "train/mlm_loss"),
+            ({"lr": 1e-3}, "train/learning_rate"),
+            ({"grad_norm": 1.5}, "train/grad_norm"),
+            ({"tokens_per_second": 5.0}, "throughput/tokens_per_sec"),
+            ({"mfu": 0.4}, "throughput/device/mfu"),
+            ({"seconds": 7.0}, "time/train"),
+            ({"loss": 3.0, "split": "validation"}, "eval/loss"),
+            ({"mlm_accuracy": 0.5, "split": "validation"}, "eval/mlm_accuracy"),
+            ({"seconds": 2.0, "split": "validation"}, "eval/runtime"),
+        ],
+    )
+    def test_names_that_users_of_the_trainer_and_composer_know(self, record: dict[str, Any], name: str) -> None:
+        assert wandb_names({"step": 10, **record}) == {"train/global_step": 10, name: next(iter(record.values()))}
 
     def test_a_list_is_a_name_for_each_worker_and_an_event_a_mark(self) -> None:
-        assert wandb_names({"step": 10, "rank_forward_seconds": [0.5, 0.75]}) == {
-            "train/global_step": 10,
-            "train/rank_forward_seconds/0": 0.5,
-            "train/rank_forward_seconds/1": 0.75,
-        }
-        many = [1.0] * 256
-        many[7], many[8], many[9] = 0.5, 3.0, 2.0
-        assert wandb_names({"step": 10, "rank_forward_seconds": many}) == {
-            "train/global_step": 10,
-            "train/rank_forward_seconds/min": 0.5,
-            "train/rank_forward_seconds/median": 1.0,
-            "train/rank_forward_seconds/max": 3.0,
-            "train/rank_forward_seconds/max_rank": 8,
-        }
-        assert wandb_names({"event": "restart", "step": 10, "time": 1.0, "message": "worker 1 died"}) == {
-            "train/global_step": 10,
-            "events/restart": 1,
-            "events/message": "worker 1 died",
-        }
+        few = {f"train/rank_forward_seconds/{rank}": seconds for rank, seconds in enumerate((0.5, 0.75))}
+        assert wandb_names({"step": 10, "rank_forward_seconds": [0.5, 0.75]}) == {"train/global_step": 10, **few}
+        seconds = [1.0] * 256
+        seconds[7], seconds[8], seconds[9] = 0.5, 3.0, 2.0
+        many = {"min": 0.5, "median": 1.0, "max": 3.0, "max_rank": 8}
+        many = {f"train/rank_forward_seconds/{name}": value for name, value in many.items()}
+        assert wandb_names({"step": 10, "rank_forward_seconds": seconds}) == {"train/global_step": 10, **many}
+        marks = {"events/restart": 1, "events/message": "worker 1 died"}
+        assert wandb_names({"step": 10, **RESTART}) == {"train/global_step": 10, **marks}
 
     @pytest.mark.usefixtures("patient")
     def test_an_offline_run_holds_everything(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,31 +278,15 @@ class TestWandb:
 
         (log,) = (tmp_path / "run" / "wandb").glob(f"offline-run-*-{tracker.run_id}/run-{tracker.run_id}.wandb")
         content = log.read_bytes()
-        for expected in (
-            "train/global_step",
-            "eval/loss",
-            "sweep",
-            "tag-one",
-            "tag-two",
-            "corpus_card",
-            f"model-{tracker.run_id}",
-        ):
+        for expected in ("train/global_step", "eval/loss", "sweep", "tag-one", "tag-two", "corpus_card", "model-tiny-"):
             assert expected.encode() in content, expected
         assert content.count(b"train/loss") >= 5
 
     def test_training_does_not_wait_for_wandb(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """W&B starts only after everything was logged; a tracker that waits for it would hang here."""
         may_start, logged = threading.Event(), []
-
-        class Run:
-            def log(self, values: dict[str, Any], step: int, commit: bool) -> None:
-                logged.append((step, values))
-
-        def start_wandb(mode: str, arguments: dict[str, Any]) -> Run:
-            assert may_start.wait(60)
-            return Run()
-
-        monkeypatch.setattr(mirror, "start_wandb", start_wandb)
+        run = SimpleNamespace(log=lambda values, step, commit: logged.append((step, values)))
+        monkeypatch.setattr(mirror, "start_wandb", lambda *_: run if may_start.wait(60) else None)
         monkeypatch.setattr(mirror, "finish_wandb", lambda run: logged.append("finished"))
         tracker = start(tmp_path, wandb="offline")
         tracker.log({"step": 1})
@@ -467,14 +389,10 @@ class TestWandb:
         assert probed == [(30, 10, 0.1), (40, 20, 0.2), (50, 30, 0.3), (51, 40, 0.4)]
         assert [step for step, _ in sent] == [20, 30, 40, 50, 51]
 
-    def test_without_a_note_nothing_is_sent_that_an_earlier_start_may_have_sent(
-        self, tmp_path: Path, sent: Sent
-    ) -> None:
+    def test_without_a_note_nothing_is_sent_that_an_earlier_start_may_have_sent(self, tmp_path: Path, sent: Sent):
         (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"step": 30}\n')
         (tmp_path / LAST_SENT).write_text('{"id": "another", "step": 0}')
-        resumed = start(tmp_path, run_id="tiny-1", step=20, wandb="offline")
-        resumed.log({"step": 30})
-        resumed.close()
+        write_run(tmp_path, {"step": 30}, run_id="tiny-1", step=20, wandb="offline")
         assert [step for step, _ in sent] == [30]
 
     def test_the_end_of_a_run_reaches_wandb_only(self, tmp_path: Path, sent: Sent) -> None:
@@ -485,9 +403,7 @@ class TestWandb:
         assert read_records(tmp_path) == []
         start(tmp_path, run_id="tiny-1", enabled=False).mirror_end("stop", 7, "as asked")
 
-    def test_a_failing_wandb_costs_the_mirror_only(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_failing_wandb_costs_the_mirror_only(self, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
         monkeypatch.setattr(mirror, "start_wandb", lambda *_: 1 / 0)
         tracker = start(tmp_path, wandb="offline")
         assert tracker.mirror is not None
@@ -502,16 +418,9 @@ class TestWandb:
         assert event["message"].endswith("without it (ZeroDivisionError: division by zero)")
         assert "W&B failed; metrics.jsonl continues" in caplog.text
 
-    def test_a_wandb_that_fails_after_the_last_record_is_an_event_too(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_wandb_that_fails_after_the_last_record_is_an_event_too(self, tmp_path: Path, monkeypatch: Any) -> None:
         go = threading.Event()
-
-        def fails_late(*_: object) -> None:
-            go.wait()
-            raise OSError("no route")
-
-        monkeypatch.setattr(mirror, "start_wandb", fails_late)
+        monkeypatch.setattr(mirror, "start_wandb", lambda *_: 1 / 0 if go.wait() else None)
         tracker = start(tmp_path, wandb="offline")
         tracker.log({"step": 3})
         go.set()
@@ -529,9 +438,7 @@ class TestWandb:
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never says a word
             monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-            tracker = start(tmp_path, wandb="online")
-            tracker.log({"step": 1, "loss": 0.5})
-            tracker.close()
+            write_run(tmp_path, {"step": 1, "loss": 0.5}, wandb="online")
         (log,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
         assert b"train/loss" in log.read_bytes()
 
@@ -562,9 +469,7 @@ class TestWandb:
             monkeypatch.setenv(name, value)
         assert mirror.wandb_mode(setting) == mode
 
-    def test_without_logins_it_is_offline_before_wandb_is_imported(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_logins_it_is_offline_before_wandb_is_imported(self, tmp_path: Path, monkeypatch: Any) -> None:
         for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("HOME", str(tmp_path))
@@ -574,8 +479,7 @@ class TestWandb:
     def test_online_without_a_key_is_the_users_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("WANDB_API_KEY", raising=False)
         monkeypatch.setenv("NETRC", str(tmp_path / "nowhere"))
-        with pytest.raises(InputError, match="no W&B key is set"):
-            start(tmp_path, wandb="online")
+        refused("no W&B key is set", start, tmp_path, wandb="online")
 
 
 def test_quiet_logging_keeps_the_terminal_clean(tmp_path: Path) -> None:
@@ -670,8 +574,7 @@ class TestFollow:
         assert "best" not in text  # step 40 was better
 
     def test_a_restart_withdraws_the_steps_it_dropped(self, run: Path) -> None:
-        screen = Console(file=io.StringIO(), width=200)
-        progress = live.LiveProgress(run, 100, screen)
+        progress, screen = polled(run)
         append(run, {"step": 10}, {"step": 20}, {"step": 30})
         progress.poll()
         assert progress.step == 30
@@ -679,31 +582,26 @@ class TestFollow:
         restarted.log_events([RESTART, RESUME], 10)
         restarted.close()
         progress.poll()
-        assert progress.step == 10
-        assert not progress.started_training
+        assert (progress.step, progress.started_training) == (10, False)
         append(run, {"step": 20})
         progress.poll()
         assert progress.step == 20
-        shown = ["  step 10: worker 1 died", "  step 10: resumed from step-00000010"]
-        assert screen.file.getvalue().splitlines() == shown  # type: ignore[attr-defined]
+        assert shown(screen) == ["  step 10: worker 1 died", "  step 10: resumed from step-00000010"]
 
     def test_a_restart_that_drops_no_step_shows_its_start(self, run: Path) -> None:
-        screen = Console(file=io.StringIO(), width=200)
         append(run, {"step": 10, **RESTART})  # of an earlier start
-        progress = live.LiveProgress(run, 100, screen)
+        progress, screen = polled(run)
         append(run, {"step": 20})
         progress.poll()
         assert not progress.started_training
         append(run, {"step": 30}, {"step": 30, **RESTART, "time": 2.0}, {"step": 30, **RESUME})
         progress.poll()
         assert not progress.started_training
-        shown = ["  step 30: worker 1 died", "  step 30: resumed from step-00000010"]
-        assert screen.file.getvalue().splitlines() == shown  # type: ignore[attr-defined]
+        assert shown(screen) == ["  step 30: worker 1 died", "  step 30: resumed from step-00000010"]
 
     @pytest.mark.parametrize("between", [False, True])
     def test_a_rollback_is_shown_and_the_line_goes_on(self, run: Path, between: bool) -> None:
-        screen = Console(file=io.StringIO(), width=200)
-        progress = live.LiveProgress(run, 100, screen)
+        progress, screen = polled(run)
         tracker = start(run)
         for step in (10, 20, 30):
             tracker.log({"step": step})
@@ -716,15 +614,12 @@ class TestFollow:
         assert (progress.step, progress.started_training) == (20, True)
         tracker.log({"step": 30})
         progress.poll()
-        shown = ["  step 20: a loss spike: back to step-00000020"]
-        assert screen.file.getvalue().splitlines() == shown  # type: ignore[attr-defined]
+        assert shown(screen) == ["  step 20: a loss spike: back to step-00000020"]
         tracker.close()
 
     @pytest.mark.parametrize("error", [FileNotFoundError(), OSError(errno.ESTALE, "Stale file handle")])
-    def test_a_read_that_fails_once_costs_nothing(
-        self, run: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
-    ) -> None:
-        progress = live.LiveProgress(run, 100, Console(file=io.StringIO()))
+    def test_a_read_that_fails_once_costs_nothing(self, run: Path, monkeypatch: Any, error: OSError) -> None:
+        progress, _ = polled(run)
         append(run, {"step": 10})
         progress.poll()
         append(run, {"step": 20})
@@ -736,7 +631,7 @@ class TestFollow:
         assert progress.step == 20
 
     def test_half_a_line_waits_for_its_other_half(self, run: Path) -> None:
-        progress = live.LiveProgress(run, 100, Console(file=io.StringIO()))
+        progress, _ = polled(run)
         path = run / "metrics.jsonl"
         path.write_text('{"step": 10}\n{"st')
         progress.poll()
@@ -749,7 +644,7 @@ class TestFollow:
     def test_time_left_weighs_phases_by_their_tokens(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         now = 1000.0
         monkeypatch.setattr(live.time, "monotonic", lambda: now)
-        progress = live.LiveProgress(run, 100, Console(file=io.StringIO()))
+        progress, _ = polled(run)
         append(run, {"step": 10})
         progress.poll()
         assert progress.seconds_left() is None
@@ -764,15 +659,8 @@ class TestFollow:
     @given(width=st.integers(40, 250), step=st.integers(1, 100), loss=st.none() | st.floats(0, 1e4))
     def test_the_live_line_fits_the_terminal(self, width: int, step: int, loss: float | None) -> None:
         progress = live.LiveProgress(Path("/nonexistent"), 100, Console(file=io.StringIO()), MaskedTokens.metrics)
-        progress.last = {
-            "step": step,
-            "loss": loss,
-            "mlm_accuracy": 0.5,
-            "nsp_accuracy": 0.9,
-            "tokens_per_second": 1e6,
-            "mfu": 0.4,
-            "data_stall_fraction": 0.01,
-        }
+        progress.last = {"step": step, "loss": loss, "mlm_accuracy": 0.5, "nsp_accuracy": 0.9}
+        progress.last |= {"tokens_per_second": 1e6, "mfu": 0.4, "data_stall_fraction": 0.01}
         progress.has_news = True
         line = live.live_line(progress, width).plain
         assert len(line.rstrip()) < width
@@ -802,3 +690,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def append(run: Path, *records: dict[str, Any]) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def polled(run: Path) -> tuple[live.LiveProgress, Console]:
+    screen = Console(file=io.StringIO(), width=200)
+    return live.LiveProgress(run, 100, screen), screen
+
+
+def shown(screen: Console) -> list[str]:
+    return screen.file.getvalue().splitlines()  # type: ignore[attr-defined]

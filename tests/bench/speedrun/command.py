@@ -1,4 +1,4 @@
-"""The command `bench speedrun`: text, corpus, one run for each budget, scores, table, page and log."""
+"""The command `bench speedrun`: text, corpus, one run for each budget, scores, table and log."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import pretrain
-from finetune.scores.blimp import read_blimp
-from finetune.scores.finetuning_runs import FinetuningSettings, read_configs
-from pretrain.common.commands import overrides
+from pretrain.common.commands import add_set, add_workers, local_path, overrides, program
 from pretrain.common.errors import DivergedError, InputError, RunError, StoppedError
 from pretrain.common.files import locked
 from pretrain.common.records import is_training, read_records
@@ -24,27 +20,35 @@ from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.run.preflight import with_resolved_precision
 from tests.bench.speedrun import results, trial
 from tests.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_budget
-from tests.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, drawn_novels, novels_of, text_files
-from tests.bench.speedrun.options import DEFAULT_BUDGETS, NOVELS, make_parser
+from tests.bench.speedrun.ground import HELD_OUT, NOVELS, TRAIN, draw_text, drawn_novels, novels_of, text_files
 from tests.bench.speedrun.results import Trial
-from tests.bench.speedrun.scores import ScoreSettings, measure, score_records
+from tests.bench.speedrun.scores import measure
 
-PAGE = "speedrun.html"
+DEFAULT_BUDGETS = (0.5e15, 2e15, 4e15)
+_DESCRIPTION = """Trains a config on a fixed text with fixed budgets of FLOPs, and says what it learned.
+
+The text is drawn from --data: at most 10 million words, and others that are held out. A budget counts every FLOP of
+matrix products that training executes; the phases of the config keep their proportions. Each budget is an ordinary
+pretraining in --out/runs. Bits of common words decide: they compare vocabularies. The same command again continues
+what was stopped and skips what is finished."""
+_EPILOG = """examples:
+  ./launch.sh bench speedrun configs/pretrain/bert-mini.yaml --data text/ --budget 0.5e15
+  ./launch.sh bench speedrun configs/pretrain/modernbert-mini.yaml --data text/ --workers 2
+  ./launch.sh bench speedrun my.yaml --data text/ --set name=fast --set phases.0.peak_learning_rate=2e-3
+
+Exit codes: 0 success, 2 invalid input, or no budget can be spent, 4 all runs diverged, 75 stopped; the same command
+continues."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the trial of a config with each budget.
 
-    Returns the exit code of a run that stopped or failed, or else that of a failed fine-tuning, that of a divergence if
-    all runs diverged, or 0.
-
-    Args:
-        argv: those of `options.make_parser`.
+    Returns the exit code of a run that stopped or failed, or else that of a divergence if all runs diverged, or 0.
 
     Raises:
         InputError: a path or setting is wrong, or none of the budgets can be spent.
     """
-    arguments = make_parser().parse_args(argv)
+    arguments = _parser().parse_args(argv)
     budgets = sorted(set(arguments.budget or DEFAULT_BUDGETS))
     _check(arguments, budgets)
     out: Path = arguments.out
@@ -55,6 +59,48 @@ def main(argv: Sequence[str]) -> int:
     return _Trials(config, card, arguments).run(budgets)
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{program()} bench speedrun",
+        description=_DESCRIPTION,
+        epilog=_EPILOG.replace("./launch.sh", program()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "config", type=local_path, metavar="CONFIG", help="YAML file of a pretraining; its text is not used"
+    )
+    parser.add_argument(
+        "--data",
+        type=local_path,
+        required=True,
+        metavar="DIR",
+        help="folder with WikiExtractor's files and novels (*.txt), and nothing else",
+    )
+    parser.add_argument(
+        "--novels",
+        type=float,
+        default=NOVELS,
+        metavar="SHARE",
+        help=f"share of the words that is drawn from novels (default: {NOVELS}, as in BERT's text); what is held out "
+        "is the same for every share",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        action="append",
+        metavar="FLOP",
+        help="FLOPs to train with; may be repeated (default: 0.5e15, 2e15 and 4e15)",
+    )
+    parser.add_argument(
+        "--out", type=local_path, default="runs/speedrun", metavar="DIR", help="all results (default: runs/speedrun)"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the run (default: that of the config)")
+    add_set(parser)
+    add_workers(parser)
+    return parser
+
+
 def _check(arguments: argparse.Namespace, budgets: Sequence[float]) -> None:
     wrong = [budget for budget in budgets if not 0 < budget < 1e30]
     if wrong:
@@ -63,27 +109,6 @@ def _check(arguments: argparse.Namespace, budgets: Sequence[float]) -> None:
         raise InputError(f"--novels: {arguments.novels:g}; expected a share above 0 and below 1, such as {NOVELS}.")
     if arguments.seed is not None and arguments.seed < 0:
         raise InputError(f"--seed: {arguments.seed}; expected a whole number from 0.")
-    if arguments.blimp_limit and arguments.blimp is None:
-        raise InputError("--blimp-limit: has no effect without --blimp. Give that, or leave --blimp-limit out.")
-    if arguments.finetune_data is not None and not arguments.finetune:
-        raise InputError("--finetune-data: has no effect without --finetune. Give that, or leave --finetune-data out.")
-    if arguments.no_random and not arguments.finetune:
-        raise InputError("--no-random: has no effect without --finetune. Give that, or leave --no-random out.")
-    if arguments.blimp is not None:
-        read_blimp(arguments.blimp, arguments.blimp_limit)
-    if arguments.finetune:
-        read_configs(arguments.out, finetunings(arguments))
-    if arguments.log is not None:
-        results.check_log(arguments.log)
-
-
-def finetunings(arguments: argparse.Namespace) -> FinetuningSettings:
-    return FinetuningSettings(
-        configs=tuple(arguments.finetune),
-        seeds=arguments.finetune_seeds,
-        random=not arguments.no_random,
-        data=arguments.finetune_data,
-    )
 
 
 def _text_line(card: dict[str, Any], folder: Path) -> str:
@@ -104,7 +129,6 @@ class _Trials:
         self._results = results.read(self._out / results.RESULTS, card["sha256"])
         self._texts = list(text_files(card, self._out / "corpus", HELD_OUT).values())
         self._teacher = _teacher(config)
-        self._failed = 0  # exit code of fine-tunings that failed
 
     def run(self, budgets: Sequence[float]) -> int:
         """Plan all runs, then train and score them one after another."""
@@ -126,7 +150,7 @@ class _Trials:
         code = next((code for code in codes.values() if code not in (0, DivergedError.exit_code)), 0)
         if code == StoppedError.exit_code:
             print(f"The trial stopped. Run the same command again to continue it in {self._out}.")
-        return code or self._failed or min(codes.values())
+        return code or min(codes.values())
 
     def _plans(self, budgets: Sequence[float]) -> dict[float, Plan]:
         """Budget -> its run; those that cannot be spent become rows that say why."""
@@ -179,10 +203,7 @@ class _Trials:
         if rollbacks:
             remarks.append(f"{sum(rollbacks):,} steps were rolled back and are not counted")
         with sleeping_when_crowded():
-            scores, failure = measure(config, self._out, self._texts, self._wanted())
-        if failure is not None:
-            self._failed = self._failed or failure.exit_code
-            remarks.append(f"fine-tunings: {failure}")
+            scores = measure(config, self._out, self._texts)
         return self._trial(
             budget,
             flops=flops,
@@ -190,22 +211,16 @@ class _Trials:
             tokens=last["tokens"],
             epochs=plan.epochs * last["samples"] / plan.sequences,
             minutes=last["seconds"] / 60,
-            curve=learning_curve(records, plan),
             scores=scores,
             config=with_resolved_precision(config).model_dump(mode="json"),
             machine=json.loads((config.folder / ENVIRONMENT_FILE).read_text(encoding="utf-8")),
-            remarks="; ".join([*remarks, *scores.remarks]),
+            remarks="; ".join([*remarks, *filter(None, [scores.unscored])]),
         )
 
     def _trial(self, budget: float, **values: Any) -> Trial:
         name = trial.run_name(self._config, budget)
         common = {"trial": self._config.name, "run": name, "seed": self._config.seed, "budget": budget}
         return Trial(**common, words=self._card["words"], ground=self._card["sha256"], **values)
-
-    def _wanted(self) -> ScoreSettings:
-        arguments = self._arguments
-        tuning = finetunings(arguments) if arguments.finetune else None
-        return ScoreSettings(arguments.blimp, arguments.blimp_limit, tuning)
 
     def _keep(self, one: Trial) -> None:
         """Add a row to speedrun.json, to which trials of other processes may add theirs."""
@@ -215,16 +230,10 @@ class _Trials:
             results.write(self._results, path)
 
     def _report(self, names: Sequence[str]) -> None:
-        """The table, the page, the log, and the one number: bits of common words at the largest budget."""
-        from tests.bench.speedrun.page import write
-
-        records = score_records(self._out, [one.run for one in self._results.trials if one.flops])
-        page = write(self._results, records, self._card, self._out / PAGE)
-        print(f"\n{results.table(self._results)}\n\n{self._out / results.RESULTS}\n{page.resolve().as_uri()}")
+        """The table, the rows of the log, and the one number: bits of common words at the largest budget."""
+        print(f"\n{results.table(self._results)}\n\n{self._out / results.RESULTS}")
         own = [one for one in self._results.trials if one.run in names]
-        if self._arguments.log is not None:
-            count = results.append_to_log(self._arguments.log, own)
-            print(f"{self._arguments.log}: {count} rows added")
+        print("\n".join(["Rows of the log:", *(results.log_row(one) for one in own if one.flops)]))
         largest = max((one for one in own if one.flops), key=lambda one: one.budget, default=None)
         if largest is not None:
             print(f"{largest.run}: {largest.scores.headline}")
@@ -236,18 +245,3 @@ def _teacher(config: PretrainConfig) -> ModelConfig | None:
     from pretrain.checkpoint.released import read_shape
 
     return read_shape(config.distillation.teacher)
-
-
-def learning_curve(records: Sequence[dict[str, Any]], plan: Plan) -> tuple[tuple[float, float], ...]:
-    """(FLOPs, held-out masked-language-modeling loss) of the run's own evaluations.
-
-    Their steps need not be those of training records, so tokens are interpolated.
-    """
-    tokens = dict([(0, 0), *((record["step"], record["tokens"]) for record in records if is_training(record))])
-    steps = sorted(tokens)
-    counts = [tokens[step] for step in steps]
-    return tuple(
-        (plan.flops_of(float(np.interp(record["step"], steps, counts))), record["mlm_loss"])
-        for record in records
-        if record.get("split") == "validation" and "mlm_loss" in record
-    )

@@ -1,24 +1,21 @@
-"""The trials of a folder: speedrun.json, the table for the terminal and the rows of a log."""
+"""The trials of a folder: speedrun.json, the table for the terminal and the rows of the log."""
 
 from __future__ import annotations
 
 import re
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import atomic_open, disk_errors, existing_parent, locked, write_json
+from pretrain.common.files import write_json
 from pretrain.common.wording import aligned, counted
 from tests.bench.speedrun.scores import Scores
 from tests.bench.speedrun.trial import budget_text
 
 RESULTS = "speedrun.json"
-NEWER = ("common words, bits", "whole words, bits/character")  # columns that older rows of a log do not have
-_WITHIN = "bits/character, one vocabulary"  # within which alone it compares
+NEWER = ("common words, bits", "whole words, bits/character")
 HEADINGS = (
     "trial",
     "budget",
@@ -27,16 +24,15 @@ HEADINGS = (
     "epochs",
     "minutes",
     *NEWER,
-    _WITHIN,
+    "bits/character, one vocabulary",
     "nats/token",
     "accuracy",
-    "BLiMP",
-    "transfer",
 )
 RIGHT_ALIGNED = frozenset(range(1, len(HEADINGS)))
-_OLDER = tuple(heading for heading in HEADINGS if heading not in NEWER)
-_OLD_LOG_HEADINGS = ("date", *_OLDER, "machine", "commit", "remarks")
-_LOG_HEADINGS = (*_OLD_LOG_HEADINGS, *NEWER)  # at the end: shorter rows of a Markdown table stay as they are
+# As in the log of the documentation, whose earlier rows lack the last two.
+_ELSEWHERE = ("BLiMP", "transfer")  # what `evaluate-pretrained` measures of the same run
+_OTHERS = (one for one in HEADINGS if one not in NEWER)
+LOG_HEADINGS = ("date", *_OTHERS, *_ELSEWHERE, "machine", "commit", "remarks", *NEWER)
 _NONE = "-"
 
 
@@ -58,7 +54,6 @@ class Trial(_Frozen):
         flops: executed, counted from the tokens that were trained on; 0 if it did not run.
         minutes: of training, over all starts, without evaluations and checkpoints.
         words: of the drawn text.
-        curve: (FLOPs, held-out loss of the run's own evaluation); its masks are those of the config.
         scores: as `scores.Scores`.
         config: of the run, whole.
         machine: environment.json of the run.
@@ -76,7 +71,6 @@ class Trial(_Frozen):
     minutes: float = 0.0
     words: int
     ground: str
-    curve: tuple[tuple[float, float], ...] = ()
     scores: Scores = Scores()
     config: dict[str, Any] = {}
     machine: dict[str, Any] = {}
@@ -145,8 +139,6 @@ def cells(trial: Trial) -> tuple[str, ...]:
         _number(scores.bits_per_character, 4),
         _number(scores.nats, 4),
         _number(scores.accuracy, 4),
-        _number(scores.blimp, 4),
-        _number(scores.transfer, 4),
     )
 
 
@@ -157,59 +149,14 @@ def table(results: Results) -> str:
     return "\n".join(lines)
 
 
-def append_to_log(path: Path, trials: Sequence[Trial]) -> int:
-    """Append runs with scores to the Markdown table at the end of `path`; returns how many were new.
-
-    A file that is empty or does not exist is begun with the head of the table; the head of an earlier version gets the
-    newer columns, and so does the row of a run that was scored then. Other processes may append theirs.
-
-    Raises `InputError` if the file ends otherwise, or cannot be written.
-    """
-    with locked(path.with_name(f".{path.name}.lock")):
-        head, old = _log_head(_LOG_HEADINGS), _log_head(_OLD_LOG_HEADINGS).replace(_WITHIN, "bits/character")
-        lines = (_read_log(path) or head).replace(old, head).splitlines()
-        newer = {_log_row(one, _OLD_LOG_HEADINGS): _log_row(one, _LOG_HEADINGS) for one in trials if one.flops}
-        lines = [newer.get(line, line) for line in lines]
-        rows = [row for row in newer.values() if row not in lines]
-        with atomic_open(path, "w") as file:
-            file.write("\n".join([*lines, *rows]) + "\n")
-    return len(rows)
-
-
-def check_log(path: Path) -> None:
-    """Raise `InputError` if `append_to_log` would do so. Writes nothing."""
-    _read_log(path)
-    with disk_errors(path):
-        tempfile.TemporaryFile(dir=existing_parent(path.parent)).close()
-
-
-def _read_log(path: Path) -> str:
-    """What the log has; "" if it is empty or does not exist. Raises `InputError` if it cannot be appended to."""
-    try:
-        with disk_errors(path):
-            text = path.read_text(encoding="utf-8").rstrip() if path.exists() else ""
-    except UnicodeDecodeError:
-        raise InputError(f"--log: {path}: is not UTF-8. Give a file that this command began.") from None
-    if text and not text.rpartition("\n")[2].startswith("|"):
-        raise InputError(f"--log: {path}: does not end with a table. Give a file that this command began.")
-    return text
-
-
-def _log_head(headings: Sequence[str]) -> str:
-    return f"{_markdown(headings)}\n{_markdown(['---'] * len(headings))}"
-
-
-def _log_row(trial: Trial, headings: Sequence[str]) -> str:
+def log_row(trial: Trial) -> str:
+    """The trial as a row of the Markdown table that ends docs/benchmarks/speedrun.md."""
     machine = f"{counted(trial.machine.get('cpu_cores', 0), 'core')} of {trial.machine.get('cpu')}"
     gpus = ", ".join(filter(None, trial.machine.get("gpus", [])))
     commit = short_commit(trial.machine.get("git_commit"))
     values = {"date": trial.date, **dict(zip(HEADINGS, cells(trial), strict=True))}
     values |= {"machine": gpus or machine, "commit": commit, "remarks": trial.remarks}
-    return _markdown([values[heading] for heading in headings])
-
-
-def _markdown(values: Sequence[str]) -> str:
-    return "| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"
+    return "| " + " | ".join(values.get(heading, _NONE).replace("|", "\\|") for heading in LOG_HEADINGS) + " |"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -1,42 +1,18 @@
-"""What a trained model is worth: the three parts of `evaluate-pretrained`, on the yardstick's own held-out text."""
+"""What a trained model is worth: scores of `evaluate-pretrained` on the yardstick's own held-out text."""
 
 from __future__ import annotations
 
-import contextlib
-import statistics
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.scores import blimp, common_words, finetuning, whole_words
-from finetune.scores.blimp import blimp_score
-from finetune.scores.finetuning import FinetuningScore, finetuning_scores
-from finetune.scores.finetuning_runs import FinetuningSettings
+from finetune.scores import common_words, whole_words
 from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import fingerprint
-from finetune.scores.record import MODEL, Record, read_record
+from finetune.scores.record import Record
 from finetune.scores.text_scores import WHY_NOT, WORD_PARTS, text_scores
-from pretrain.common.errors import InputError, RunError, StoppedError
-from pretrain.common.files import locked
-from pretrain.common.wording import counted
 from pretrain.config import PretrainConfig
-
-
-@dataclass(frozen=True)
-class ScoreSettings:
-    """What is measured besides the held-out loss.
-
-    Attributes:
-        blimp: folder of BLiMP's files; None leaves it out.
-        blimp_limit: pairs of each paradigm; 0 takes all.
-        finetuning: None without fine-tunings.
-    """
-
-    blimp: Path | None = None
-    blimp_limit: int = 0
-    finetuning: FinetuningSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -51,23 +27,11 @@ class Scores:
         common_word_error: standard error of it, over the words.
         whole_word_bits: (lower, upper) bound of the bits per character of whole words in the held-out text.
         unscored: why there is no score of words.
-        blimp: mean accuracy of the paradigms.
-        transfer: mean score of the fine-tunings.
-        finetuning: config's name -> mean score.
-        random: the same from random weights, where they were asked for.
-        blimp_limit: pairs of each paradigm that `blimp` is of; 0 for all.
-        seeds: config's name -> runs that its mean is of.
     """
 
     nats: float | None = None
     accuracy: float | None = None
     bits_per_character: float | None = None
-    blimp: float | None = None
-    transfer: float | None = None
-    finetuning: dict[str, float] = field(default_factory=dict)
-    random: dict[str, float] = field(default_factory=dict)
-    blimp_limit: int = 0
-    seeds: dict[str, int] = field(default_factory=dict)
     common_word_bits: float | None = None
     common_word_error: float | None = None
     whole_word_bits: tuple[float, float] | None = None
@@ -82,84 +46,23 @@ class Scores:
             return f"{self.bits_per_character:.4f} bits per character, which compare runs of one vocabulary only"
         return "no score of held-out text"
 
-    @property
-    def remarks(self) -> list[str]:
-        """What the scores are of, where that is a choice of the command: rows differ in it."""
-        of = ", ".join(f"{name} ({counted(count, 'seed')})" for name, count in self.seeds.items())
-        return [
-            *([self.unscored] if self.unscored else []),
-            *([f"BLiMP: first {counted(self.blimp_limit, 'pair')} of each paradigm"] if self.blimp_limit else []),
-            *([f"transfer: {of}"] if self.transfer is not None and of else []),
-        ]
 
+def measure(config: PretrainConfig, out: Path, texts: Sequence[Path]) -> Scores:
+    """The scores of a finished run; what was measured before is read from `out`/scores.
 
-def measure(
-    config: PretrainConfig, out: Path, texts: Sequence[Path], wanted: ScoreSettings
-) -> tuple[Scores, RunError | None]:
-    """The scores of a finished run, with those that an earlier call measured, and why fine-tunings failed, if they did.
-
-    What was measured before is read from `out`/scores. ELECTRA's discriminator predicts no tokens, so it has only
-    fine-tunings. Raises as the parts of `evaluate-pretrained`, except for fine-tunings that failed.
+    ELECTRA's discriminator predicts no tokens, so it has none. Raises as the parts of `evaluate-pretrained`.
     """
-    run, name = config.folder, config.folder.name
-    record = _record(run, _record_path(out, name))
-    found: dict[str, Any] = {}
-    if not config.electra.is_on:
-        length = min(HeldOutSettings().length, config.model.max_positions)
-        held_out = held_out_score(run, texts, how=HeldOutSettings(length), record=record)
-        found = {
-            "nats": held_out.nats_per_token,
-            "accuracy": held_out.accuracy,
-            "bits_per_character": held_out.bits_per_character,
-            **_words(text_scores(run, texts, parts=WORD_PARTS, record=record)),
-        }
-        if wanted.blimp is not None:
-            blimp_score(run, wanted.blimp, limit=wanted.blimp_limit, record=record)
-        found |= _blimp(record)
-    failure = None
-    if wanted.finetuning is not None:
-        try:
-            with _turn(out / "finetuned", wanted.finetuning):
-                finetuning_scores(run, out / "finetuned", name[:48], wanted.finetuning, record=record)
-        except StoppedError:
-            raise
-        except RunError as error:
-            failure = error
-    return Scores(**found, **_transfer(record, wanted.finetuning)), failure
-
-
-def score_records(out: Path, runs: Sequence[str]) -> list[dict[str, Any]]:
-    """What `measure` has recorded of the runs of these names in `out`; those without scores are left out."""
-    paths = [_record_path(out, run) for run in runs]
-    return [read_record(path) for path in paths if path.is_file()]
-
-
-def _record_path(out: Path, run: str) -> Path:
-    return out / "scores" / f"{run}.json"
-
-
-@contextlib.contextmanager
-def _turn(folder: Path, wanted: FinetuningSettings) -> Iterator[None]:
-    """Wait for other trials that fine-tune in `folder`: runs from random weights are shared."""
-    with contextlib.ExitStack() as turn:
-        if wanted.random:
-            lock = folder / ".turn.lock"
-            try:
-                turn.enter_context(locked(lock, "another trial"))
-            except InputError:
-                print(f"{folder}: another trial is fine-tuning; this one waits for it", flush=True)
-                turn.enter_context(locked(lock))
-        yield
-
-
-def _record(run: Path, path: Path) -> Record:
-    """The scores of the run; those of a run of that name which was removed, or of an earlier version, are set aside."""
-    now = fingerprint(run)
-    if path.is_file() and (before := read_record(path)[MODEL].get("fingerprint")) != now:
-        aside = path.with_name(f"{path.stem}-{str(before)[:12]}.json.aside")
-        path.replace(aside)
-        print(f"{path}: has the scores of another run, or of an earlier version; kept as {aside.name}", file=sys.stderr)
-    return Record(path, {"name": run.name, "fingerprint": now})
+    if config.electra.is_on:
+        return Scores()
+    run, length = config.folder, min(HeldOutSettings().length, config.model.max_positions)
+    record = Record(out / "scores" / f"{run.name}.json", {"name": run.name, "fingerprint": fingerprint(run)})
+    held_out = held_out_score(run, texts, how=HeldOutSettings(length), record=record)
+    return Scores(
+        nats=held_out.nats_per_token,
+        accuracy=held_out.accuracy,
+        bits_per_character=held_out.bits_per_character,
+        **_words(text_scores(run, texts, parts=WORD_PARTS, record=record)),
+    )
 
 
 def _words(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -172,32 +75,3 @@ def _words(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "whole_word_bits": None if WHY_NOT in whole else (whole["lower"], whole["upper"]),
         "unscored": "; ".join(why_not),
     }
-
-
-def _blimp(record: Record) -> dict[str, Any]:
-    """The mean of all paradigms and its limit; {} if some are missing."""
-    part = record.content.get(blimp.PART, {})
-    scores = part.get("scores", {})
-    if not scores or blimp.missing_paradigms(scores):
-        return {}
-    return {"blimp": scores["overall"], "blimp_limit": part["how"].get("limit", 0)}
-
-
-def _transfer(record: Record, wanted: FinetuningSettings | None) -> dict[str, Any]:
-    """The means of the fine-tunings that were asked for now, or else earlier, and the mean of all of them."""
-    scores = record.read(finetuning.PART, {})
-    names = list(scores) if wanted is None else [path.stem for path in wanted.configs]
-    tuned = {name: FinetuningScore.from_data(scores[name]) for name in names if name in scores}
-    means = _means(tuned, "pretrained")
-    whole = bool(means) and len(means) == len(names)
-    seeds = {name: len(tuned[name].pretrained) for name in means}
-    return {
-        "finetuning": means,
-        "random": _means(tuned, "random"),
-        "seeds": seeds,
-        "transfer": statistics.fmean(means.values()) if whole else None,
-    }
-
-
-def _means(tuned: Mapping[str, FinetuningScore], start: str) -> dict[str, float]:
-    return {name: statistics.fmean(values) for name, one in tuned.items() if (values := getattr(one, start))}
