@@ -24,7 +24,7 @@ def make_bert(folder: Path, *, hidden: int = 32, layers: int = 2, positions: int
     entries = [*SPECIALS, *WORDS, *letters, *(f"##{letter}" for letter in letters), *".,?!0123456789"]
     vocabulary = list(dict.fromkeys(entries))
     torch.manual_seed(seed)
-    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 2 * hidden}
+    sizes: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 2 * hidden}
     shape = BertConfig(vocab_size=len(vocabulary), num_attention_heads=2, max_position_embeddings=positions, **sizes)
     BertModel(shape).save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
