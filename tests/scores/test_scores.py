@@ -571,6 +571,9 @@ def test_a_score_below_0_has_no_bar() -> None:
     assert 'width="0.0"' in chart
     assert 'width="-' not in chart
     assert score_rows([model])[2] == ("  difference", ["+0.3250 (+5.8 SE)"])
+    alone = FinetuningScore("matthews", "dev", (0.2, 0.3), ()).as_data()
+    other = {"model": {"name": "two"}, "finetuning": {"how": {}, "scores": {"cola": alone}}}
+    assert score_rows([model, other])[1] == ("  from random weights", ["-0.0750 ± 0.0250", "–"])
 
 
 def test_two_configs_of_one_name_are_refused(work: Path, bert: Path) -> None:
@@ -686,3 +689,5 @@ def test_transfer_configs_are_valid(tmp_path: Path) -> None:
     sections = [config.task_settings for config in configs.values()]
     places = [getattr(one, name, "") for one in sections for name in ("glue_dir", "train", "dev")]
     assert all(place.startswith(str(tmp_path)) for place in places if place)
+    as_written = finetuning_runs.read_configs(tmp_path, FinetuningSettings((folder / "sst2.yaml",)))["sst2"]
+    assert not any(str(tmp_path) in getattr(as_written.task_settings, name, "") for name in ("train", "dev"))
