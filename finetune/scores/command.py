@@ -96,20 +96,20 @@ def _predictions(arguments: argparse.Namespace, record: Record) -> list[str]:
 
     Without such a head both parts are skipped if there are fine-tunings to do; else that is the command's error.
     """
-    if not (arguments.text or arguments.blimp):
+    if not (arguments.texts or arguments.blimp):
         return []
     _, missing = read_released(arguments.model).prediction_state()
     if missing and arguments.finetune:
-        parts = [name for name, given in (("--text", arguments.text), ("--blimp", arguments.blimp)) if given]
+        parts = [name for name, given in (("--texts", arguments.texts), ("--blimp", arguments.blimp)) if given]
         return [f"{' and '.join(parts)}: {arguments.model} has no head for masked language modeling ({missing})."]
     settings = ModelSettings(arguments.precision, arguments.compile)
     skipped: list[str] = []
-    if arguments.text:
+    if arguments.texts:
         how, given = HeldOutSettings(arguments.length), arguments.text_scores
         if held_out.PART in given:
-            held_out_score(arguments.model, arguments.text, how=how, settings=settings, record=record)
+            held_out_score(arguments.model, arguments.texts, how=how, settings=settings, record=record)
         parts = [part for part in PARTS if part in given]
-        found = text_scores(arguments.model, arguments.text, parts=parts, settings=settings, record=record)
+        found = text_scores(arguments.model, arguments.texts, parts=parts, settings=settings, record=record)
         skipped = [f"{part.replace('_', ' ')}: {one[WHY_NOT]}." for part, one in found.items() if WHY_NOT in one]
     if arguments.blimp:
         blimp_score(arguments.model, arguments.blimp, limit=arguments.blimp_limit, settings=settings, record=record)

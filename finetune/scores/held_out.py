@@ -154,7 +154,7 @@ def read_documents(texts: Sequence[Path]) -> list[str]:
             )
         if len(documents) == before:
             raise InputError(
-                f"--text: {path}: has no text. Give plain text, JSONL with `text`, or WikiExtractor files."
+                f"--texts: {path}: has no text. Give plain text, JSONL with `text`, or WikiExtractor files."
             )
     return documents
 
@@ -221,7 +221,7 @@ def document_key(document: str, seed: int) -> np.uint64:
 def _score(model: MaskedModel, sequences: Sequence[TextSequence], documents: int) -> HeldOutScore:
     predictions = sum(len(one.masked.labels) for one in sequences)
     if not predictions:
-        raise InputError("--text: has no token. Give a text with words.")
+        raise InputError("--texts: has no token. Give a text with words.")
     with progress_bar("held-out text, masked tokens", predictions) as advance:
         said = model.predict([one.masked for one in sequences], advance)
     nats, characters = -float(said.log_probabilities.sum()), sum(one.characters for one in sequences)

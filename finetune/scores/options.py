@@ -12,12 +12,12 @@ from pretrain.run.arguments import add_run
 _OUT = "runs/scores"
 _TEXT_SCORES = ("held_out", "common_words", "whole_words", "positions")
 _EXAMPLES = """
-  ./launch.sh evaluate-pretrained runs/bert-mini --text held-out.txt --blimp blimp/data
+  ./launch.sh evaluate-pretrained runs/bert-mini --texts held-out.txt --blimp blimp/data
   ./launch.sh evaluate-pretrained bert-base-uncased/ --blimp blimp/data --blimp-limit 100 --json
   ./launch.sh evaluate-pretrained runs/bert-mini --finetune configs/finetune/transfer/*.yaml --data data/ --seeds 5
   ./launch.sh evaluate-pretrained runs/bert-mini --finetune configs/finetune/transfer/cola.yaml --data data/ \\
       --grid-set training.learning_rate=1e-4,3e-4,1e-3
-  ./launch.sh evaluate-pretrained exported/other --text held-out.txt --out scores/"""
+  ./launch.sh evaluate-pretrained exported/other --texts held-out.txt --out scores/"""
 
 
 def add_to(commands: Any) -> None:
@@ -44,18 +44,18 @@ def add_to(commands: Any) -> None:
 
 def check(arguments: argparse.Namespace) -> None:
     """Refuse options without effect, and paths that do not exist."""
-    predicts = bool(arguments.text or arguments.blimp)
+    predicts = bool(arguments.texts or arguments.blimp)
     if not (predicts or arguments.finetune):
-        raise InputError("evaluate-pretrained: nothing to measure. Give --text, --blimp or --finetune.")
+        raise InputError("evaluate-pretrained: nothing to measure. Give --texts, --blimp or --finetune.")
     if (arguments.out / CONFIG_FILE).exists():
         raise InputError(f"--out: {arguments.out} is the folder of a run, whose {SCORES} stays. Give another folder.")
     needs = {
-        "--length": (arguments.length != 128, bool(arguments.text), "--text"),
-        "--text-scores": (arguments.text_scores != _TEXT_SCORES, bool(arguments.text), "--text"),
+        "--length": (arguments.length != 128, bool(arguments.texts), "--texts"),
+        "--text-scores": (arguments.text_scores != _TEXT_SCORES, bool(arguments.texts), "--texts"),
         "--blimp-limit": (arguments.blimp_limit, bool(arguments.blimp), "--blimp"),
         "--seeds": (arguments.seeds != 3, bool(arguments.finetune), "--finetune"),
-        "--precision": (arguments.precision != "fp32", predicts, "--text or --blimp"),
-        "--compile": (arguments.compile, predicts, "--text or --blimp"),
+        "--precision": (arguments.precision != "fp32", predicts, "--texts or --blimp"),
+        "--compile": (arguments.compile, predicts, "--texts or --blimp"),
         "--pid": (arguments.pid, arguments.follow, "--follow"),
         **{
             f"--{option.replace('_', '-')}": (getattr(arguments, option), bool(arguments.finetune), "--finetune")
@@ -69,7 +69,7 @@ def check(arguments: argparse.Namespace) -> None:
     for option, given in unused.items():
         if arguments.follow and given:
             raise InputError(f"{option}: has no effect with --follow, which writes into the run. Leave it out.")
-    given = {"--text": arguments.text, "--blimp": [arguments.blimp], "--finetune": arguments.finetune}
+    given = {"--texts": arguments.texts, "--blimp": [arguments.blimp], "--finetune": arguments.finetune}
     for option, paths in given.items():
         if missing := [path for path in paths if path is not None and not path.exists()]:
             raise InputError(f"{option}: {missing[0]} does not exist.")
@@ -90,7 +90,7 @@ def _run(arguments: argparse.Namespace) -> None:
 def _add_predictions(parser: argparse.ArgumentParser) -> None:
     """What needs a head for masked language modeling."""
     parser.add_argument(
-        "--text",
+        "--texts",
         nargs="+",
         action="extend",
         type=local_path,
@@ -106,26 +106,26 @@ def _add_predictions(parser: argparse.ArgumentParser) -> None:
         choices=_TEXT_SCORES,
         default=_TEXT_SCORES,
         metavar="SCORE",
-        help=f"--text: only some of {', '.join(_TEXT_SCORES)}",
+        help=f"--texts: only some of {', '.join(_TEXT_SCORES)}",
     )
     parser.add_argument(
         "--length",
         type=positive_int,
         default=128,
         metavar="N",
-        help="--text: tokens of a sequence, for bits per character and accuracy (default: 128)",
+        help="--texts: tokens of a sequence, for bits per character and accuracy (default: 128)",
     )
     add_blimp(parser)
     parser.add_argument(
         "--precision",
         choices=("fp32", "bf16"),
         default="fp32",
-        help="--text, --blimp: precision of the computation (default: fp32)",
+        help="--texts, --blimp: precision of the computation (default: fp32)",
     )
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="--text, --blimp: compile the layers with torch.compile; faster for a whole BLiMP, but it starts later",
+        help="--texts, --blimp: compile the layers with torch.compile; faster for a whole BLiMP, but it starts later",
     )
 
 

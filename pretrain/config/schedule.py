@@ -233,7 +233,7 @@ class ProbesConfig(Section):
 
     options: str = Field(
         default="",
-        description="What is scored: options of evaluate-pretrained, such as --text held-out.txt; empty: nothing.",
+        description="What is scored: options of evaluate-pretrained, such as --texts held-out.txt; empty: nothing.",
     )
     every_steps: int = Field(
         default=1000, ge=1, description="Optimizer steps between scored checkpoints; the last one is scored, too."

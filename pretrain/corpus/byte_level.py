@@ -36,13 +36,18 @@ def is_own_byte_level(described: dict[str, Any]) -> bool:
 
 
 def byte_tokenizer(
-    vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], special_tokens: Sequence[str]
+    vocabulary: dict[str, int],
+    merges: Sequence[tuple[str, str]],
+    special_tokens: Sequence[str],
+    *,
+    ignore_merges: bool = False,
 ) -> Tokenizer:
     """The tokenizer over `vocabulary` (token -> id), with the post-processor for [CLS] A [SEP] B [SEP].
 
     [MASK] takes the blank before it, as RoBERTa's, so that a blank in the text does not tell what is missing.
+    With `ignore_merges` a word that is an entry is one token, as words that `extension` adds.
     """
-    tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
+    tokenizer = Tokenizer(models.BPE(vocabulary, list(merges), ignore_merges=ignore_merges))
     first = pre_tokenizers.Metaspace(replacement=" ", prepend_scheme="first", split=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False)])  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
@@ -154,7 +159,7 @@ def byte_level_from_json(path: Path, text: str, special_tokens: Sequence[str]) -
     added = [token["content"] for token in parts["added_tokens"] if token["content"] not in special_tokens]
     if added:
         raise InputError(f"{path}: has the added token {added[0]!r}, which `prepare` cannot take over. Remove it.")
-    return byte_tokenizer(model["vocab"], merges, special_tokens)
+    return byte_tokenizer(model["vocab"], merges, special_tokens, ignore_merges=bool(model.get("ignore_merges")))
 
 
 def _check_released(path: Path, model: dict[str, Any]) -> None:

@@ -3,15 +3,18 @@
 A word that occurs n times and takes p tokens costs n x p of them; as an entry of its own it costs n. New entries come
 after the old ones, so all old ids keep their meaning, and the corpus of an old vocabulary is one of the extended one.
 
-WordPiece takes the longest entry. A Unigram takes an entry if its score is above that of its pieces, by a little: so
-other words stay as they are. A BPE takes a word that is an entry before it merges (`ignore_merges`), if it cuts texts
-into words first.
+WordPiece takes the longest entry. A Unigram takes an entry if its score is above that of its pieces: by a little, so
+that words which do not begin with one stay as they are, and by more the more pieces, so that a longer word comes before
+its beginning. A BPE takes a word that is an entry before it merges (`ignore_merges`), if it cuts texts into
+words first.
 """
 
 import collections
 import itertools
 import json
+import math
 import re
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +23,7 @@ from tokenizers import Tokenizer
 from pretrain.common.errors import InputError
 from pretrain.config import SourceConfig
 from pretrain.corpus import sources
+from pretrain.corpus.byte_level import BLANK
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.vocabulary import vocabulary_size
 
@@ -27,7 +31,7 @@ LARGEST_NARROW = 1 << 16  # entries whose ids fit the 16 bits of a shard, see `s
 _LEAST_COUNT = 3  # occurrences that a word needs: a row is trained by its occurrences only
 _SAMPLED_BYTES = 256 << 20  # of text whose words are counted
 _WORD = re.compile(r"\w+")
-_ABOVE = 1e-4  # natural logarithm by which a Unigram prefers a new word to its pieces
+_ABOVE = 1e-4  # natural logarithm by which a Unigram prefers a new word to its pieces, for each piece that it saves
 
 
 class Extension(NamedTuple):
@@ -42,11 +46,14 @@ class Extension(NamedTuple):
 def sampled_words(given: Iterable[tuple[SourceConfig, Sequence[Input]]]) -> collections.Counter[str]:
     """How often words occur in the sources that are trained on, in about `_SAMPLED_BYTES` of their text."""
     read = [(source, item) for source, items in given if not source.held_out for item in items]
-    total = sum(item.bytes for _, item in read)
+    sizes = [sources.reader(source).text_bytes(item) for source, item in read]
+    known = [size for size in sizes if math.isfinite(size)]
+    sizes = [size if math.isfinite(size) else max(1, statistics.fmean(known or [1])) for size in sizes]
+    total = max(1, sum(sizes))
     counts: collections.Counter[str] = collections.Counter()
-    for source, item in read:
-        left = -(-_SAMPLED_BYTES * item.bytes // max(_SAMPLED_BYTES, total))
-        for text in _documents(source, item, every=max(1, total // _SAMPLED_BYTES)):
+    for (source, item), size in zip(read, sizes, strict=True):
+        left = _SAMPLED_BYTES * size / total
+        for text in _documents(source, item, every=max(1, int(total / _SAMPLED_BYTES))):
             counts.update(_WORD.findall(text))
             left -= len(text)
             if left <= 0:
@@ -69,13 +76,14 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], most: int
         InputError: the tokenizer's format takes no words, or the ids no longer fit the shards.
     """
     check_extension(tokenizer, most)
-    unknown = _unknown(tokenizer)
+    unknown, known = _unknown(tokenizer), tokenizer.get_vocab(with_added_tokens=True)
     words = _divided(tokenizer, counts)
     pieces = _pieces(tokenizer, words)
     saved = {
         word: words[word] * (len(ids) - 1)
         for word, ids in pieces.items()
-        if len(ids) > 1 and words[word] >= _LEAST_COUNT and unknown not in ids and any(map(str.isalpha, word))
+        if len(ids) > 1 and words[word] >= _LEAST_COUNT and unknown not in ids and word not in known
+        if any(map(str.isalpha, word.removeprefix(BLANK)))
     }
     chosen = sorted(saved, key=lambda word: (-saved[word], word))[:most]
     while True:
@@ -92,11 +100,13 @@ def extend_vocabulary(tokenizer: Tokenizer, counts: Mapping[str, int], most: int
 def check_extension(tokenizer: Tokenizer, most: int) -> None:
     """Raise `InputError` if `most` words cannot be added to a tokenizer."""
     where = f"corpus.vocabulary.added_words ({most})"
-    kind = json.loads(tokenizer.to_str())["model"]["type"]
-    if kind not in ("WordPiece", "Unigram") and len(_divided(tokenizer, {"one": 1, "two words": 1})) < 3:
+    model = json.loads(tokenizer.to_str())["model"]
+    kind, is_cut = model["type"], len(_divided(tokenizer, {"one": 1, "two words": 1})) > 2
+    # With marks of words' ends (XLM, HerBERT) an entry without one is a piece within a word.
+    if kind not in ("WordPiece", "Unigram") and (not is_cut or model.get("end_of_word_suffix")):
         raise InputError(
-            f"{where}: the checkpoint's tokenizer is a {kind} that does not cut texts into words, so it takes no "
-            "further ones. Set it to 0."
+            f"{where}: the checkpoint's tokenizer is a {kind} that does not cut texts into words, or marks "
+            "their ends, so it takes no further ones. Set it to 0."
         )
     size = vocabulary_size(tokenizer)
     if size <= LARGEST_NARROW < size + most:
@@ -152,7 +162,9 @@ def _with_entries(tokenizer: Tokenizer, entries: list[str]) -> Tokenizer:
         gaps = range(len(scores), size)
         pieces = _pieces(tokenizer, entries)
         model["vocab"] += [[names.get(number, f"[unused{number}]"), min(scores)] for number in gaps]
-        model["vocab"] += [[entry, sum(scores[n] for n in pieces[entry]) + _ABOVE] for entry in entries]
+        for entry in entries:
+            own = [scores[number] for number in pieces[entry]]
+            model["vocab"].append([entry, sum(own) + _ABOVE * (len(own) - 1)])
     else:  # added tokens are entries from now on, or they would get other ids
         model["vocab"] |= added | {entry: size + number for number, entry in enumerate(entries)}
         if model["type"] == "BPE":

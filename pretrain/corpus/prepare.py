@@ -173,7 +173,8 @@ class _Preparation:
         else:
             check_filters(self._corpus.filters)
             if self._corpus.vocabulary.added_words and not self._growth:
-                self._extend()
+                with _stoppable(self._folder), self._bar:
+                    self._extend()
             # The pool comes first: forked processes would hold the lock, too, and catch signals meant for this one.
             pool = self._pool()
             with pool, self._locked_work(), _stoppable(self._folder), self._bar:

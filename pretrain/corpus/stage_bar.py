@@ -62,6 +62,8 @@ class StageBar:
 
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
+        for task in self.progress.task_ids:  # another start shows its own
+            self.progress.remove_task(task)
 
     def say(self, text: str) -> None:
         """A line of its own."""

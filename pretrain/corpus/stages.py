@@ -37,6 +37,7 @@ from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, Columns, KnownWords, WordPieces, WordTable, columns
 from pretrain.corpus.vocabulary import vocabulary_size
 from pretrain.corpus.whole_documents import DocumentEncoder, measured
+from pretrain.storage.folders import files_of, read_stored_manifest
 from pretrain.storage.objects import ObjectStore
 
 LOCK = "lock"  # in the work folder, held by the coordinating process
@@ -303,9 +304,11 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
     unknown = int(np.count_nonzero(part.items == state.unknown_id))
     with ShardWriter(Path(folder), name, dtype=state.dtype, **totals) as writer:
         writer.add(part.items, part.sentence_items, part.documents["sentences"])
-    if address := state.settings.address:
-        for file in writer.hashes:
-            ObjectStore().upload(Path(folder) / file, join(address, file))
+    address, objects = state.settings.address, ObjectStore()
+    if address and not files_of(read_stored_manifest(address, objects)).keys().isdisjoint(writer.hashes):
+        address = ""  # another machine has stored a corpus meanwhile, which stays whole
+    for file in writer.hashes if address else ():
+        objects.upload(Path(folder) / file, join(address, file))
     result = {
         "hashes": writer.hashes,
         "stored": address,

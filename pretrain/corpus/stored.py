@@ -13,7 +13,7 @@ import numpy as np
 
 from pretrain.common.addresses import check_address, is_remote, join
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import MANIFEST, atomic_open, check_manifest, disk_errors, locked, read_manifest
+from pretrain.common.files import MANIFEST, atomic_open, check_manifest, disk_errors, locked, read_manifest, sha256_file
 from pretrain.config import CorpusConfig
 from pretrain.corpus.block_cache import BlockCache, StoredArray, StoredShard, remove_unused
 from pretrain.corpus.blocks import PARTS
@@ -155,7 +155,7 @@ def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
 
     Yields whether the folder has what is stored there, of which the tokens are not fetched.
 
-    Raises `InputError` if the address cannot be written to.
+    Raises `InputError` if the address cannot be written to, `MachineError` if another machine stored a corpus since.
     """
     if not is_remote(corpus.dir):
         yield False
@@ -166,15 +166,26 @@ def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
         raise InputError(f"corpus.dir: {error}") from None
     theirs = folders.read_stored_manifest(corpus.dir, ObjectStore())
     if theirs is not None and not _has_all(corpus.folder, theirs):
+        _remove_other(corpus.folder, theirs)
         folders.fetch(corpus.dir, but=("*.npy",))
         with atomic_open(corpus.folder / MANIFEST) as file:
             file.write(theirs)
-    yield theirs is not None
-    folders.store(corpus.folder, corpus.dir, replaced=CARD_FILES)
-    _store_counts(corpus)
-    print(f"{corpus.dir}: stored")
-    if any(not (corpus.folder / name).is_file() for name in read_manifest(corpus.folder)["files"]):
-        (corpus.folder / MANIFEST).unlink()  # who reads the tokens fetches the others
+    try:
+        yield theirs is not None
+        now = folders.read_stored_manifest(corpus.dir, ObjectStore())
+        if now not in (None, theirs) and not _has_all(corpus.folder, now):
+            raise MachineError(
+                f"{corpus.dir}: another machine has stored a corpus there meanwhile, so this one is not stored. Run "
+                "the command again: it adds what that corpus lacks."
+            )
+        folders.store(corpus.folder, corpus.dir, replaced=CARD_FILES)
+        _store_counts(corpus)
+        print(f"{corpus.dir}: stored")
+        theirs = (corpus.folder / MANIFEST).read_bytes()
+    finally:
+        here = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None
+        if here == theirs and any(not (corpus.folder / name).is_file() for name in folders.files_of(here)):
+            (corpus.folder / MANIFEST).unlink()  # who reads the tokens fetches the others
 
 
 def _has_all(folder: Path, manifest: bytes) -> bool:
@@ -183,6 +194,15 @@ def _has_all(folder: Path, manifest: bytes) -> bool:
         return False
     here, there = read_manifest(folder), folders.files_of(manifest)
     return all(here["files"].get(name) == entry for name, entry in there.items() if name not in CARD_FILES)
+
+
+def _remove_other(folder: Path, manifest: bytes) -> None:
+    """Remove the files of a folder that the corpus of this manifest has with another content."""
+    here = folders.files_of((folder / MANIFEST).read_bytes() if (folder / MANIFEST).is_file() else None)
+    for name, entry in folders.files_of(manifest).items():
+        path = folder / name
+        if here.get(name) != entry and path.is_file() and sha256_file(path) != entry["sha256"]:
+            path.unlink()
 
 
 def _store_counts(corpus: CorpusConfig) -> None:

@@ -154,10 +154,10 @@ def _expected_phase_lines(
         if phase.sequence_length not in means or len(tokens) == 1:
             return
         samples, before = tokens / means[phase.sequence_length], read
-        whole = [max(1, round(one)) for one in samples.tolist()]
+        whole = [max(1, round(one)) if one else 0 for one in samples.tolist()]  # 0: all of it is held out
         mix = plan_mix(replace(described, shards=text), phase, whole, list(before * samples), f"phases.{number}")
         shares = np.array(mix.shares) / sum(mix.shares)
-        read = before + shares * phase.sequences / samples
+        read = before + shares * phase.sequences / np.maximum(samples, 1)
         figures = zip(shares.tolist(), (read - before).tolist(), read.tolist(), mix.capped, strict=True)
         own = zip(described.sources, figures, strict=True)
         lines = (SourceReading(source["name"], *one).line for source, one in own if one[0])

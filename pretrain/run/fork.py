@@ -41,7 +41,7 @@ def begin_fork(config: PretrainConfig) -> bool:
     with only_run(config.folder):
         names = checkpoint_names(config.folder)
         if names or (config.address and StoredRun(config.address, config.folder).names()):
-            return names == [_name(read_fork(config.folder).get("step", -1))]  # which was not begun yet
+            return names == [_name(_step_of(config))] and _is_of(config)  # which was not begun yet
         step, checkpoint = find_fork(config)
         if is_remote(run := _run_of(config)):
             StoredRun(run, local_run(run)).download_checkpoints([checkpoint.name])
@@ -70,7 +70,7 @@ def find_fork(config: PretrainConfig) -> tuple[int, Path]:
     """(step, checkpoint) of `fork_from`, not fetched; raises `InputError` if there is none, or no step is left."""
     from pretrain.storage.runs import StoredRun
 
-    run, step = _run_of(config), int(config.fork_from.rpartition("@")[2])
+    run, step = _run_of(config), _step_of(config)
     folder = find_run(local_run(run))
     names = StoredRun(run, folder).names() if is_remote(run) else checkpoint_names(folder)
     name = _name(step)
@@ -98,6 +98,20 @@ def _run_of(config: PretrainConfig) -> str:
     return config.fork_from.rpartition("@")[0]
 
 
+def _step_of(config: PretrainConfig) -> int:
+    return int(config.fork_from.rpartition("@")[2])
+
+
+def _is_of(config: PretrainConfig) -> bool:
+    """Whether the fork in the run's folder is the one of `fork_from`."""
+    run, fork = _run_of(config), read_fork(config.folder)
+    return (fork.get("run"), fork.get("step")) == (_recorded(run, find_run(local_run(run))), _step_of(config))
+
+
+def _recorded(run: str, folder: Path) -> str:
+    return run if is_remote(run) else str(folder.resolve())
+
+
 def _check(config: PretrainConfig, step: int, checkpoint: Path) -> None:
     """Raise `InputError` if the checkpoint is damaged, or `config` differs in what lies before its step."""
     from pretrain.checkpoint import store
@@ -123,7 +137,7 @@ def _take(config: PretrainConfig, step: int, checkpoint: Path) -> None:
     run = _run_of(config)
     fork = {
         "id": new_id(config),  # of W&B's run, however often the first start is repeated
-        "run": run if is_remote(run) else str(parent.resolve()),
+        "run": _recorded(run, parent),
         "name": before["name"],
         "step": step,
         "run_id": state.get("run_id"),

@@ -115,7 +115,7 @@ def store(folder: Path, address: str, objects: ObjectStore | None = None, *, rep
     are replaced, the manifest that is there is deleted; if they are all among `replaced`, it only stops naming them, so
     that the rest can be fetched. At the end, files of an earlier manifest that this one has not are deleted.
 
-    Raises `MachineError` if a file was lost there and is not here.
+    Raises `MachineError` if a file was lost there and is not here, or damaged.
     """
     objects, manifest = objects or ObjectStore(), read_manifest(folder)
     content, theirs = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
@@ -130,10 +130,10 @@ def store(folder: Path, address: str, objects: ObjectStore | None = None, *, rep
     def put(name: str) -> None:
         entry = manifest["files"][name]
         if name in lost or not uploaded.has(name, entry["sha256"]):
-            if not (folder / name).is_file():
+            if not _is_here(folder / name, entry, trusted=name not in before):
                 raise MachineError(
-                    f"{join(address, name)}: is missing or has another size there, and is not here. Restore it, or "
-                    "run this command on a machine that has all files."
+                    f"{join(address, name)}: is missing or has another size there, and is not here, or damaged. "
+                    "Restore it, or run this command on a machine that has all files."
                 )
             objects.upload(folder / name, join(address, name))
             uploaded.add({name: entry["sha256"]})

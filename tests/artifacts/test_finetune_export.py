@@ -138,15 +138,13 @@ def test_onnxruntime_gives_our_logits(family: str, head: Head, tmp_path: Path) -
         export.difference_of_logits(model, tmp_path / "model.onnx")
 
 
-# ---- folders
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run, its model not trained."""
     folder = tmp_path_factory.mktemp("runs")
     make_bert(folder / "bert")
-    return save_untrained(folder, "reviews", {"classification": write_reviews(folder)}, {"label": "negative"})
+    section = {"classification": write_reviews(folder), "engine": {"precision": "auto"}}
+    return save_untrained(folder, "reviews", section, {"label": "negative"})
 
 
 def test_an_export_is_the_model_whole(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,9 +209,6 @@ def test_onnx_that_cannot_be_made_leaves_nothing(run: Path, tmp_path: Path, monk
     with pytest.raises(MachineError, match="logits differ"):
         export.export(run, tmp_path / "out", onnx=True)
     assert list(tmp_path.iterdir()) == []
-
-
-# ---- cards
 
 
 def render(

@@ -81,9 +81,6 @@ def output(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-# ---- from Python
-
-
 def test_tables_are_rows_and_other_objects_are_refused(folder: Path) -> None:
     import pandas as pd
 
@@ -96,9 +93,6 @@ def test_tables_are_rows_and_other_objects_are_refused(folder: Path) -> None:
     for nothing in (None, 3):
         with pytest.raises(InputError, match="not a text, a record, or a list or table of them"):
             model(nothing)  # pyright: ignore[reportArgumentType]
-
-
-# ---- what is written
 
 
 def test_no_output_replaces_an_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,9 +116,7 @@ def test_no_output_replaces_an_input(folder: Path, tmp_path: Path, capsys: pytes
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".json", ".parquet"])
 @pytest.mark.parametrize("written", [".csv", ".jsonl", ".parquet"])
-def test_other_columns_come_back_and_the_name_decides_the_format(
-    folder: Path, tmp_path: Path, suffix: str, written: str
-) -> None:
+def test_other_columns_come_back_and_the_name_decides_the_format(folder, tmp_path, suffix, written) -> None:
     given = tmp_path / f"in{suffix}"
     rows = [{"number": "r0", "text": "good", "day": "a,b"}, {"number": "r1", "text": "bad", "day": "c"}]
     if suffix in (".csv", ".tsv"):
@@ -160,9 +152,6 @@ def test_predictions_go_into_a_device(folder: Path, tmp_path: Path, capsys: pyte
     assert predict(folder / "questions", asked, "--out", tmp_path / "null") == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["asked.json", "null"]
     assert (tmp_path / "null").is_char_device()
-
-
-# ---- what is read
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt"])
@@ -205,9 +194,7 @@ def test_unlabeled_files_and_pairs(folder: Path, tmp_path: Path, capsys: pytest.
     assert output(capsys)[0]["scores"] == pytest.approx(made[0]["scores"], abs=1e-6)
 
 
-def test_gold_that_is_not_a_label_of_the_model_is_skipped(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gold_that_is_not_a_label_of_the_model_is_skipped(folder, tmp_path, capsys, caplog) -> None:
     path = write_csv(tmp_path / "a.csv", ["text", "label"], [["good", "positive"], ["bad", "mixed"], ["it", ""]])
     assert predict(folder / "reviews", path) == 0
     assert [one.get("gold") for one in output(capsys)] == ["positive", None, None]
@@ -228,9 +215,7 @@ def test_gold_that_is_not_a_label_of_the_model_is_skipped(
         ("questions", "a.csv", "a.csv:1: no column 'question'; it has some, thing."),
     ],
 )
-def test_files_that_cannot_be_predicted_are_reported_in_one_line(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, name: str, message: str
-) -> None:
+def test_files_that_cannot_be_predicted_are_reported_in_one_line(folder, tmp_path, capsys, model, name, message):
     if name != "none.csv":
         (tmp_path / name).write_text("some,thing\nelse,here\n")
     assert predict(folder / model, tmp_path / name) == 2
@@ -273,9 +258,6 @@ def test_models_of_glue_read_glues_files_and_others(folder: Path, tmp_path: Path
         capsys.readouterr()
     assert predict(folder / "cola", home / "test.tsv") == 0
     assert [(one["text"], one.get("gold")) for one in output(capsys)] == [("a film", None)]
-
-
-# ---- the same as evaluate
 
 
 @pytest.mark.parametrize("model", ["reviews", "pairs", "questions"])
@@ -331,9 +313,6 @@ def test_questions_are_written_for_the_official_script(folder: Path, tmp_path: P
     assert json.loads((tmp_path / "out/predictions/questions.answers.json").read_text()) == answers
 
 
-# ---- the command line
-
-
 @pytest.mark.parametrize(
     "words",
     ["runs/x --precision fp32 test.csv", "--precision fp32 runs/x test.csv", "runs/x test.csv --precision fp32"],
@@ -346,9 +325,6 @@ def test_options_may_come_before_the_file(monkeypatch: pytest.MonkeyPatch, words
     assert main(["evaluate", *arguments]) == 0
     assert main(["evaluate", *[one for one in arguments if one != "test.csv"]]) == 0
     assert [[*map(str, given[:2])] for given in seen] == [["runs/x", "test.csv"], ["runs/x", "None"]]
-
-
-# ---- where evaluate writes
 
 
 def test_a_second_file_keeps_the_first_ones_metrics(folder: Path, tmp_path: Path) -> None:
@@ -382,9 +358,6 @@ def test_an_export_is_evaluated_beside_itself(folder: Path, tmp_path: Path) -> N
     assert (folder / "reviews/evaluation/metrics.json").is_file()
 
 
-# ---- remarks
-
-
 def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
     section = {"train": str(folder / "train.jsonl"), "dev": str(folder / "." / "train.jsonl")}
     values = {"name": "x", "start_from": str(folder / "bert"), "max_length": 32, "engine": {"precision": "fp32"}}
@@ -406,9 +379,6 @@ def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
         assert wanted in runs.describe_start(config, runs.plan(config, alone=True)), wanted
     hub = {"dataset": "some/name", "revision": "1", "dev": "train", "test": "test"}
     assert FinetuneConfig.model_validate({"name": "x", "classification": hub}).repeated_sets() == [("dev", "train")]
-
-
-# ---- quotes of .tsv files
 
 
 def rows_of(path: Path, caplog: pytest.LogCaptureFixture, **layout: Any) -> tuple[list[str], str]:

@@ -40,21 +40,13 @@ BARE = "bare"
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """Describes one trainer.
+    """Describes one trainer."""
 
-    Attributes:
-        kind: `OURS`, `BARE` or one of `BASELINES`.
-        config: the run that it trains.
-        device: torch device type.
-        threads: CPU threads; 0 keeps torch's default.
-        steps: batches to make before training starts; 0 makes each batch when it is needed.
-    """
-
-    kind: str
-    config: PretrainConfig
-    device: str = "cpu"
-    threads: int = 0
-    steps: int = 0
+    kind: str  # `OURS`, `BARE` or one of `BASELINES`
+    config: PretrainConfig  # the run that it trains
+    device: str = "cpu"  # torch device type
+    threads: int = 0  # CPU threads; 0 keeps torch's default
+    steps: int = 0  # batches to make before training starts; 0 makes each batch when it is needed
 
 
 def bench_config(

@@ -48,15 +48,11 @@ _RATE = 1e-4
 
 @dataclass(frozen=True)
 class Case:
-    """A model at one length.
-
-    Attributes:
-        tokens: of a step, in one micro-batch.
-    """
+    """A model at one length."""
 
     name: str
     length: int
-    tokens: int
+    tokens: int  # of a step, in one micro-batch
     vocabulary: int
     model: dict[str, Any] = field(default_factory=dict)
 

@@ -360,5 +360,5 @@ def test_pictures_and_scores_of_it(place: Path, tmp_path: Path, capsys: pytest.C
     assert len(weights) == 4, "a layer that is applied twice has two pictures"
     (tmp_path / "text.txt").write_text("ab cd ef gh " * 20)
     arguments = ["evaluate-pretrained", str(place / "export"), "--out", str(tmp_path / "out")]
-    assert main([*arguments, "--text", str(tmp_path / "text.txt"), "--length", "32", "--json"]) == 0
+    assert main([*arguments, "--texts", str(tmp_path / "text.txt"), "--length", "32", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["held_out"]

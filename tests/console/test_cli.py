@@ -6,11 +6,13 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
@@ -36,8 +38,7 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_corpus(tmp_path / "corpus", documents=20, vocabulary_size=500)
     path = tmp_path / "run.yaml"
     path.write_text(
-        "name: trial\n"
-        "corpus: {dir: corpus, vocabulary: {size: 500}}\n"
+        "name: trial\ncorpus: {dir: corpus, vocabulary: {size: 500}}\n"
         "model: {size: custom, layers: 1, hidden: 8, heads: 1}\n"
         "phases: [{sequence_length: 32, global_sequences: 8, steps: 3, peak_learning_rate: 1e-3}]\n"
     )
@@ -115,20 +116,12 @@ def test_without_ray_it_trains_in_this_process(config_file: Path, calls: Calls):
     assert (worker.rank, worker.world_size, request.resume) == (0, 1, False)
 
 
-PLACE = {
-    "RANK": "0",
-    "WORLD_SIZE": "2",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
+PLACE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+PLACE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(("rank", "expected"), [("0", ["follow", "train"]), ("1", ["train"])])
-def test_under_torchrun_only_the_first_worker_checks_and_draws(
-    config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, rank: str, expected: list[str]
-):
+def test_under_torchrun_only_the_first_worker_checks_and_draws(config_file, calls, monkeypatch, rank, expected) -> None:
     for name, value in (PLACE | {"RANK": rank, "LOCAL_RANK": rank}).items():
         monkeypatch.setenv(name, value)
     assert cli("pretrain", config_file) == 0
@@ -142,26 +135,16 @@ def test_under_torchrun_only_the_first_worker_checks_and_draws(
         ({"RANK": "1"}, "RANK is '1' in the environment, but WORLD_SIZE is not set. Start the"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK is '0' in the environment, but MASTER_ADDR is not set. Start the"),
         (PLACE | {"RANK": "x"}, "RANK is 'x' and WORLD_SIZE '2' in"),
-        (PLACE | {"WORLD_SIZE": ""}, "RANK is '0' in the environment, but WORLD_SIZE is not set. Start the"),
         (PLACE | {"RANK": "2"}, "RANK is '2' and WORLD_SIZE '2' in"),
-        (PLACE | {"LOCAL_RANK": ""}, "RANK is '0' in the environment, but LOCAL_RANK is not set. Start the"),
-        (
-            PLACE | {"LOCAL_WORLD_SIZE": ""},
-            "RANK is '0' in the environment, but LOCAL_WORLD_SIZE is not set. Start the",
-        ),
         (PLACE | {"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x' and LOCAL_WORLD_SIZE '2' in"),
+        *(
+            (PLACE | {name: ""}, f"RANK is '0' in the environment, but {name} is not set. Start the")
+            for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        ),
     ],
 )
 @pytest.mark.parametrize("options", [(), ("--no-ray",)])
-def test_half_of_torchruns_variables_are_refused(
-    config_file: Path,
-    calls: Calls,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys,
-    given: dict[str, str],
-    message: str,
-    options: tuple[str, ...],
-):
+def test_half_of_torchruns_variables_are_refused(config_file, calls, monkeypatch, capsys, given, message, options):
     """Such processes would all train the whole run, in one folder."""
     for name in PLACE:
         monkeypatch.delenv(name, raising=False)
@@ -229,57 +212,42 @@ def test_more_workers_than_cores_are_refused(config_file: Path, calls: Calls, ca
     assert cli("pretrain", config_file, "--workers", many, "--set", batch, "--set", "scheduling.address=h:1") == 0
 
 
-def test_a_run_folder_that_cannot_be_written(config_file: Path, calls: Calls, capsys):
-    Path("runs").write_text("a file")
-    assert cli("pretrain", config_file) == 2
-    assert error_of(capsys).startswith("error: runs/trial: cannot write here (Not a directory).")
-
-
-def test_a_missing_corpus(config_file: Path, calls: Calls, capsys):
-    assert cli("pretrain", config_file, "--set", "corpus.dir=nowhere") == 2
-    assert error_of(capsys).startswith("error: nowhere: not a prepared corpus")
-    assert not Path("runs").exists()
-
-
-def test_a_truncated_corpus(config_file: Path, calls: Calls, capsys):
-    shard = next(Path("corpus").glob("*.tokens.npy"))
-    shard.write_bytes(shard.read_bytes()[:-2])
-    assert cli("pretrain", config_file) == 2
-    assert str(shard) in error_of(capsys)
-
-
 @pytest.mark.parametrize(
-    ("override", "expected"),
+    ("words", "expected"),
     [
-        ("corpus.vocabulary.size=400", "corpus: has 500 vocabulary entries; the config has 400."),
-        ("corpus.vocabulary.path=other.txt", "corpus: its vocabulary (500 entries) is not other.txt (2 entries)."),
-        ("corpus.vocabulary.path=other.json", "corpus: its vocabulary (500 entries) is not other.json (3 entries)."),
-        ("corpus.vocabulary.path=bad.json", "bad.json: cannot be read as a vocabulary"),
-        ("corpus.vocabulary.lowercase=false", "corpus: its vocabulary is uncased; the config has a cased one."),
+        ("--set corpus.dir=nowhere", "nowhere: not a prepared corpus"),
+        ("--set corpus.dir=torn", "torn/"),
+        ("--set run_dir=run.yaml/trial", "run.yaml/trial: cannot write here (Not a directory)."),
+        ("--no-ray --set scheduling.workers=2", "--no-ray: trains in one process, but scheduling.workers is 2."),
+        ("--set model.norm=layernorm", "model.norm: 'layernorm' is not one of .* did you mean layer_norm?"),
+        ("--set model.activation=geluu", "model.activation: 'geluu' is not one of .* did you mean gelu?"),
+        ("--set corpus.vocabulary.size=400", "corpus: has 500 vocabulary entries; the config has 400."),
+        ("--set corpus.vocabulary.path=a.txt", "corpus: its vocabulary (500 entries) is not a.txt (2 entries)."),
+        ("--set corpus.vocabulary.path=a.json", "corpus: its vocabulary (500 entries) is not a.json (3 entries)."),
+        ("--set corpus.vocabulary.path=bad.json", "bad.json: cannot be read as a vocabulary"),
+        ("--set corpus.vocabulary.lowercase=false", "corpus: its vocabulary is uncased; the config has a cased one."),
         (
-            "corpus.vocabulary.strip_accents=false",
-            "corpus: its vocabulary was made with strip_accents: true; the config has false.",
+            "--set corpus.vocabulary.strip_accents=false",
+            "corpus: its vocabulary was made with strip_accents: true; the",
         ),
     ],
 )
-def test_another_vocabulary(config_file: Path, calls: Calls, capsys, override: str, expected: str):
-    Path("other.txt").write_text("a\nb\n")
-    Tokenizer(models.WordPiece({"b": 1, "a": 0, "c": 2}, unk_token="a")).save("other.json")
+def test_what_cannot_be_trained_is_refused_before_workers_start(config_file, calls, capsys, words, expected) -> None:
+    shutil.copytree("corpus", "torn")
+    shard = next(Path("torn").glob("*.tokens.npy"))
+    shard.write_bytes(shard.read_bytes()[:-2])
+    Path("a.txt").write_text("a\nb\n")
+    Tokenizer(models.WordPiece({"b": 1, "a": 0, "c": 2}, unk_token="a")).save("a.json")
     Path("bad.json").write_text("[]")
-    assert cli("pretrain", config_file, "--set", override) == 2
-    assert error_of(capsys).startswith(f"error: {expected}")
+    assert cli("pretrain", config_file, *words.split()) == 2
+    assert re.match(re.escape(f"error: {expected}").replace(r"\.\*", ".*"), error_of(capsys))
+    assert calls == []
+    assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "corpus.vocabulary.size=900",
-        "corpus.vocabulary.path=corpus/vocab.txt",
-        "corpus.vocabulary.path=corpus/tokenizer.json",
-    ],
-)
+@pytest.mark.parametrize("override", ["size=900", "path=corpus/vocab.txt", "path=corpus/tokenizer.json"])
 def test_the_same_vocabulary(config_file: Path, calls: Calls, override: str):
-    assert cli("pretrain", config_file, "--set", override) == 0
+    assert cli("pretrain", config_file, "--set", f"corpus.vocabulary.{override}") == 0
 
 
 def test_each_mistake_in_the_config_is_a_line(config_file: Path, capsys):
@@ -290,43 +258,39 @@ def test_each_mistake_in_the_config_is_a_line(config_file: Path, capsys):
     ]
 
 
-def raise_in_run(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def run(*given: Any, **named: Any) -> None:
-        raise error
-
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> MagicMock:
+    """What is called instead of the workers; the test says with which error it ends."""
+    run = MagicMock()
     monkeypatch.setattr("cluster.workers.launch.run", run)
+    return run
 
 
-@pytest.mark.parametrize(("error", "code"), [(MachineError("m"), 3), (DivergedError("d"), 4), (StoppedError("s"), 75)])
-def test_the_end_of_the_workers_is_the_exit_code(
-    config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys, error: Exception, code: int
-):
-    raise_in_run(monkeypatch, error)
+@pytest.mark.parametrize(
+    ("error", "code", "said", "events"),
+    [
+        (MachineError("m"), 3, "error: m", []),
+        (DivergedError("d"), 4, "error: d", [("diverged", "d")]),
+        (StoppedError("s"), 75, "error: s", [("stop", "s")]),
+        (KeyboardInterrupt(), 130, None, []),
+    ],
+)
+def test_the_end_of_the_workers_is_the_exit_code(config_file, calls, fails, capsys, error, code, said, events) -> None:
+    fails.side_effect = error
     assert cli("pretrain", config_file) == code
-    assert error_of(capsys) == f"error: {error}"
-    events = [given[1:] for what, given in calls if what == "end"]
-    assert events == {3: [], 4: [("diverged", "d")], 75: [("stop", "s")]}[code]
+    assert said in (None, error_of(capsys))
+    assert [given[1:] for what, given in calls if what == "end"] == events
 
 
-def test_an_end_that_cannot_be_recorded_keeps_its_exit_code(
-    config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys
-):
-    def note_end(*_: Any) -> None:
-        raise MachineError("disk full")
-
-    raise_in_run(monkeypatch, StoppedError("s"))
-    monkeypatch.setattr(records, "note_end", note_end)
+def test_an_end_that_cannot_be_recorded_keeps_its_exit_code(config_file: Path, fails, monkeypatch, capsys):
+    fails.side_effect = StoppedError("s")
+    monkeypatch.setattr(records, "note_end", MagicMock(side_effect=MachineError("disk full")))
     assert cli("pretrain", config_file) == 75
     assert error_of(capsys) == "warning: the end of the run is not recorded: disk full\nerror: s"
 
 
-def test_interruption_is_130(config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch):
-    raise_in_run(monkeypatch, KeyboardInterrupt())
-    assert cli("pretrain", config_file) == 130
-
-
-def test_a_bug_keeps_its_traceback(config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch):
-    raise_in_run(monkeypatch, ZeroDivisionError())
+def test_a_bug_keeps_its_traceback(config_file: Path, fails):
+    fails.side_effect = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         cli("pretrain", config_file)
 
@@ -372,25 +336,6 @@ def test_two_at_once_in_one_run_folder_are_refused(config_file: Path, calls: Cal
     assert cli("pretrain", config_file) == 0
 
 
-def test_several_workers_need_ray_or_torchrun(config_file: Path, calls: Calls, capsys):
-    assert cli("pretrain", config_file, "--no-ray", "--set", "scheduling.workers=2") == 2
-    assert error_of(capsys).startswith("error: --no-ray: trains in one process, but scheduling.workers is 2.")
-    assert calls == []
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "nearest"), [("norm", "layernorm", "layer_norm"), ("activation", "geluu", "gelu")]
-)
-def test_an_unknown_part_of_the_model_is_refused_before_workers_start(
-    field: str, value: str, nearest: str, config_file: Path, calls: Calls, capsys
-):
-    assert cli("pretrain", config_file, "--set", f"model.{field}={value}") == 2
-    message = error_of(capsys)
-    assert message.startswith(f"error: model.{field}: '{value}' is not one of ")
-    assert f"did you mean {nearest}?" in message
-    assert calls == []
-
-
 def test_report_writes_into_the_run_folder_by_default(monkeypatch: pytest.MonkeyPatch, capsys):
     from pretrain.reporting import report
 
@@ -403,32 +348,21 @@ def test_report_writes_into_the_run_folder_by_default(monkeypatch: pytest.Monkey
     assert "short" in capsys.readouterr().out
 
 
-def test_export_names_run_folder_and_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_export_takes_a_run_by_folder_or_name_and_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from pretrain.checkpoint import hf
 
-    monkeypatch.chdir(tmp_path)
-    Path("runs/a").mkdir(parents=True)
     seen = []
     monkeypatch.setattr(hf, "export_run", lambda *given, **_: seen.append(given) or "a part")
-    assert cli("export", "runs/a", "out") == 0
-    assert cli("export", "runs/a", "out", "--checkpoint", "best") == 0
-    assert seen == [(Path("runs/a"), Path("out"), None), (Path("runs/a"), Path("out"), "best")]
-
-
-def test_a_run_may_be_given_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from pretrain.checkpoint import hf
-
-    seen = []
-    monkeypatch.setattr(hf, "export_run", lambda run, *_, **__: seen.append(run) or "a part")
     monkeypatch.chdir(tmp_path)
     Path("runs/a").mkdir(parents=True)
     for given in ("a", "runs/a"):
         assert cli("export", given, "out") == 0
     assert cli("export", "b", "out") == 2
-    assert seen == [Path("runs/a"), Path("runs/a")]
+    assert cli("export", "a", "out", "--checkpoint", "best") == 0
     Path("a").mkdir()
-    assert cli("export", "a", "out") == 0
-    assert seen[-1] == Path("a"), "a folder comes before a name"
+    assert cli("export", "a", "out") == 0, "a folder comes before a name"
+    run, out = Path("runs/a"), Path("out")
+    assert seen == [(run, out, None), (run, out, None), (run, out, "best"), (Path("a"), out, None)]
 
 
 def test_the_driver_loads_no_torch_before_workers_start(config_file: Path):
@@ -449,6 +383,10 @@ def test_the_driver_loads_no_torch_before_workers_start(config_file: Path):
         ["dashboard", "s3://bucket/run"],
         ["dashboard", "runs/a", "--out", "s3://bucket/page.html"],
         ["prepare", "s3://bucket/run.yaml"],
+        ["predict", "runs/a", "--text", "x", "--out", "s3://bucket/lines.jsonl"],
+        ["evaluate", "runs/a", "--out", "s3://bucket/scores"],
+        ["glue", "--submission", "s3://bucket/out"],
+        ["demo", "--run-dir", "s3://bucket/run"],
     ],
 )
 def test_remote_addresses_are_refused(arguments: list[str], capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -466,24 +404,6 @@ def test_what_a_message_quotes_does_nothing_to_the_terminal(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["predict", "runs/a", "--text", "x", "--out", "s3://bucket/lines.jsonl"],
-        ["evaluate", "runs/a", "--out", "s3://bucket/scores"],
-        ["glue", "--submission", "s3://bucket/out"],
-    ],
-)
-def test_fine_tuning_refuses_remote_addresses(
-    arguments: list[str], capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "is a remote address; only local paths are supported." in line
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
     ("what", "backend", "code", "late"),
     [
         ("raise InputError('wrong')", "nccl", 2, False),
@@ -492,9 +412,7 @@ def test_fine_tuning_refuses_remote_addresses(
         ("print('fine')", "nccl", 0, True),
     ],
 )
-def test_a_failed_process_does_not_wait_for_a_group_that_is_left(
-    what: str, backend: str, code: int, late: bool
-) -> None:
+def test_a_failed_process_does_not_wait_for_a_group_that_is_left(what, backend, code, late) -> None:
     """NCCL's destructor may wait for other ranks; `late` is printed by what runs when the interpreter ends."""
     program = f"""
 import atexit, sys

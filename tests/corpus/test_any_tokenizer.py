@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
+import math
 import sysconfig
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from finetune.cli import main
 from pretrain.batches.masking import Masker
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, StoppedError
 from pretrain.config import MaskingConfig, PretrainConfig, SourceConfig, VocabularyConfig
 from pretrain.corpus.byte_words import spelled, speller, word_edges
 from pretrain.corpus.extension import check_extension, extend_vocabulary, old_pieces, sampled_words
@@ -24,6 +26,7 @@ from pretrain.corpus.prepare import prepare
 from pretrain.corpus.sentences import sentence_starts
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.sources import find_inputs
+from pretrain.corpus.sources.jsonl import Reader
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.tokenize import WordTable
 from pretrain.corpus.vocabulary import entries_of, load_vocabulary, save_tokenizer, vocabulary_size
@@ -128,7 +131,7 @@ def test_added_words_are_tokens_and_change_no_other_word(kind: Any, tmp_path: Pa
 
     old = make_pieces(kind) if kind in KINDS else make_tokenizer(kind)
     counts = {"quokkaburra": 9, "sentiments": 5, "dignity": 2, "all": 2, "1948": 8}
-    extension = extend_vocabulary(old, counts, 2)
+    extension = extend_vocabulary(old, counts, 9)  # a number has no letter
     new, size = extension.tokenizer, vocabulary_size(old)
     assert [word.lstrip("\u2581\u0120") for word in extension.words] == ["quokkaburra", "sentiments"]
     assert vocabulary_size(new) == size + 2
@@ -147,9 +150,44 @@ def test_added_words_are_tokens_and_change_no_other_word(kind: Any, tmp_path: Pa
     assert extension.tokens_before == before
 
 
+def test_a_unigram_takes_a_word_before_its_beginning() -> None:
+    roots = ["".join(one) for one in itertools.product(("karvo", "mitu"), ("melda", "nodru"), ("gifo", "qua"))]
+    counts = {root + end: 9 for root in roots for end in ("", "ne", "nely", "s", "ss")}
+    extension = extend_vocabulary(make_pieces("xlm_roberta"), counts, 99)
+    assert len(extension.words) == len(counts) == 40
+    assert extension.tokens_after == sum(counts.values())
+
+
 def test_a_tokenizer_without_words_takes_none() -> None:
     with pytest.raises(InputError, match="is a BPE that does not cut texts into words"):
         check_extension(make_pieces("mmbert"), 2)
+    marked = Tokenizer(models.BPE({"a": 0, "a</w>": 1}, [], end_of_word_suffix="</w>"))
+    marked.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with pytest.raises(InputError, match="or marks their ends"):
+        check_extension(marked, 2)
+
+
+def test_an_entry_that_its_own_pieces_beat_is_not_added_again() -> None:
+    model = models.Unigram([("<unk>", 0.0), ("\u2581cat", -9.0), ("\u2581c", -1.0), ("at", -1.0)], unk_id=0)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    assert extend_vocabulary(tokenizer, {"cat": 9}, 2).words == []
+
+
+def test_a_stop_while_words_are_chosen_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_pieces(tmp_path / "start", "xlm_roberta")
+    (tmp_path / "a.txt").write_text("Some words.")
+    corpus = {"dir": str(tmp_path / "corpus"), "sources": [{"kind": "books", "path": str(tmp_path / "a.txt")}]}
+    corpus["vocabulary"] = {"kind": "released", "added_words": 2}
+    phase = {"sequence_length": 32, "global_sequences": 2, "steps": 1, "peak_learning_rate": 1e-3}
+    values = {"name": "x", "phases": [phase], "corpus": corpus, "start_from": str(tmp_path / "start")}
+
+    def stopped(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pretrain.corpus.prepare.sampled_words", stopped)
+    with pytest.raises(StoppedError, match="Run the same command again"):
+        prepare(PretrainConfig.model_validate(values), tokenizer=make_pieces("xlm_roberta"), quiet=True)
 
 
 def test_words_of_all_files_are_counted_and_held_out_ones_are_not(tmp_path: Path) -> None:
@@ -159,6 +197,18 @@ def test_words_of_all_files_are_counted_and_held_out_ones_are_not(tmp_path: Path
     read = [SourceConfig.model_validate(one) for one in given]
     counts = sampled_words((one, find_inputs(one, "x")) for one in read)
     assert counts == {"The": 2, "a": 1, "b": 1, "word": 2, "aword": 1, "bword": 1, "Another": 2, "the": 2}
+
+
+def test_compressed_text_is_counted_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.writelines(
+            json.dumps({"text": f"many of the same {'words' if n < 990 else 'last'}"}) + "\n" for n in range(999)
+        )
+    read = SourceConfig.model_validate({"kind": "jsonl", "path": str(tmp_path / "a.jsonl.gz")})
+    assert sampled_words([(read, find_inputs(read, "x"))])["last"] == 9
+    # Shards of a hub have no known size: they share what is read.
+    monkeypatch.setattr(Reader, "text_bytes", lambda *_: math.inf)
+    assert sampled_words([(read, find_inputs(read, "x"))])["same"] == 999
 
 
 # ---------------------------------------------------------------- files

@@ -23,6 +23,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import MaskingConfig, PairsConfig, PretrainConfig, SourceConfig
 from pretrain.corpus.byte_columns import byte_columns
 from pretrain.corpus.byte_words import entry_bytes, is_byte_vocabulary, spelled
+from pretrain.corpus.extension import extend_vocabulary
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.tokenize import BytePairs, WordTable, columns
@@ -181,6 +182,13 @@ def test_taking_over_gives_the_same_tokenizer(tmp_path: Path) -> None:
         assert load_vocabulary(path, lowercase=False, kind="byte_bpe").to_str() == trained().to_str()
     with pytest.raises(InputError, match=r"kind: wordpiece, but .* is a vocabulary of kind byte_bpe"):
         load_vocabulary(tmp_path, lowercase=False)
+
+
+def test_taking_over_keeps_added_words(tmp_path: Path) -> None:
+    extended = extend_vocabulary(train_byte_vocabulary(counts(PLAIN), 300, min_frequency=1), {"quokkaburra": 9}, 2)
+    save_tokenizer(tmp_path, extended.tokenizer, {})
+    again = load_vocabulary(tmp_path, lowercase=False, kind="byte_bpe")
+    assert again.encode("a quokkaburra").tokens[2:-1] == extended.words
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from pretrain.common.addresses import CACHE_VARIABLE
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.worker import TrainingRequest, Worker
 from pretrain.config import CorpusConfig, PairsConfig, PretrainConfig
-from pretrain.corpus import block_cache
+from pretrain.corpus import block_cache, stages
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.corpus.stored import fetch_corpus, open_corpus
+from pretrain.corpus.stored import fetch_corpus, is_streamed, open_corpus
 from pretrain.planning.text import measured_phases, reading_lines
 from pretrain.run import train
 from pretrain.storage import folders
@@ -255,15 +256,67 @@ def test_what_a_user_can_do_wrong_is_one_line(proxy, tmp_path, monkeypatch):
         sampler(streamed(corpus.model_copy(update={"cache": 90_000}))).plan(np.arange(here.shards[0].tokens.size // 80))
 
 
+def text_of_three(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+    """A config, its corpus at an address without sources, and three sources."""
+    for name, words in (("a", "green hills and"), ("b", "old ships at"), ("c", "red cats in many")):
+        lines = (json.dumps({"text": f"{name}{n} {words * (n % 40 + 1)}. It ends with {n}."}) for n in range(300))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    phase = {"sequence_length": LENGTH, "global_sequences": 8, "steps": 5, "peak_learning_rate": 1e-3}
+    config = {"name": "x", "pairs": SINGLE, "phases": [phase], "run_dir": str(folder / "run")}
+    corpus = {"dir": ADDRESS, "cache": "1MB", "vocabulary": {"size": 200}, "min_document_words": 0, "processes": 1}
+    return config, corpus, [{"kind": "jsonl", "name": name, "path": f"{name}.jsonl"} for name in ("a", "b", "c")]
+
+
+def test_machines_that_add_sources_at_once_lose_none(proxy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, corpus, (a, b, c) = text_of_three(tmp_path)
+    other = tmp_path / "other"
+    pretrain.prepare({**config, "corpus": {**corpus, "sources": [a]}})
+    for sources in ([a], [a, b]):  # the same corpus on another machine, which adds a source
+        pretrain.prepare({**config, "corpus": {**corpus, "sources": sources, "dir": str(other), "cache": 0}})
+    write_shard = stages.write_shard
+
+    def while_other_stores(*arguments: Any) -> Any:
+        folders.store(other, ADDRESS)
+        return write_shard(*arguments)
+
+    grown = {**config, "corpus": {**corpus, "sources": [a, c]}}
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "write_shard", while_other_stores)
+        with pytest.raises(MachineError, match="another machine has stored a corpus there meanwhile"):
+            pretrain.prepare(grown)
+    folders.fetch(ADDRESS, folder=tmp_path / "reader")  # verifies each file
+    pretrain.prepare(grown)
+    folders.fetch(ADDRESS, folder=tmp_path / "reader")
+    assert [one["name"] for one in open_shards(tmp_path / "reader", "train").sources] == ["a", "b", "c"]
+
+
+def test_a_refused_preparation_leaves_no_corpus_without_text(proxy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, corpus, sources = text_of_three(tmp_path)
+    pretrain.prepare({**config, "corpus": {**corpus, "sources": sources[:1]}})
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(InputError, match=r"corpus.vocabulary.size: was 200, is 250"):
+        pretrain.prepare({**config, "corpus": {**corpus, "sources": sources[:1], "vocabulary": {"size": 250}}})
+    assert is_streamed(CorpusConfig.model_validate(corpus))
+
+
+def test_a_dry_run_reads_nothing_of_a_source_that_is_held_out(proxy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, corpus, (a, b, c) = text_of_three(tmp_path)
+    config = {**config, "phases": config["phases"] * 2}
+    pretrain.prepare({**config, "corpus": {**corpus, "sources": [a, b, {**c, "held_out": True}]}})
+    shutil.rmtree(tmp_path / "cache")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lines = reading_lines(PretrainConfig.model_validate({**config, "corpus": corpus}))[1:]
+    assert [re.findall(r"(\w) [\d.]+% of the tokens, 0\.\d+ epochs", line) for line in lines] == [["a", "b"]] * 2
+
+
 def test_what_prepare_stores_is_streamed_also_after_it_has_grown(proxy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, words in (("a", "green hills and"), ("b", "old ships at")):
-        lines = (json.dumps({"text": f"{name}{n} {words * (n % 40 + 1)}. It ends with {n}."}) for n in range(300))
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    sources = [{"kind": "jsonl", "name": name, "path": f"{name}.jsonl"} for name in ("a", "b")]
-    phase = {"sequence_length": LENGTH, "global_sequences": 8, "steps": 5, "peak_learning_rate": 1e-3}
-    config = {"name": "x", "pairs": SINGLE, "phases": [phase], "run_dir": str(tmp_path / "run")}
-    corpus = {"dir": ADDRESS, "cache": "1MB", "vocabulary": {"size": 200}, "min_document_words": 0}
+    config, corpus, sources = text_of_three(tmp_path)
+    (phase,) = config["phases"]
     here = {**{name: value for name, value in corpus.items() if name != "cache"}, "dir": "here"}
     for known in (1, 2):  # each on another machine, as far as the cache goes
         for one in (corpus, here):

@@ -46,14 +46,8 @@ def follow(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
         applied = subprocess.run(command, cwd=folder, env=outside, input=patch, capture_output=True, text=True)
         if applied.returncode:
             return applied
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", *added_tests(patches)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *added_tests(patches)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")

@@ -74,13 +74,7 @@ def test_the_python_of_a_page_runs(block: str, place: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("next_sentence", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_export_names_the_class_that_loads_all(
-    family: str,
-    next_sentence: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_export_names_the_class_that_loads_all(family: str, next_sentence: bool, tmp_path: Path, monkeypatch, capsys):
     def made(run: Path, out: Path, *_: object, **__: object) -> str:
         export(out, family, next_sentence=next_sentence)
         return ""

@@ -31,17 +31,10 @@ from pretrain.common.errors import MachineError
 
 GIB = 1 << 30
 CORES = len(os.sched_getaffinity(0))
-VERSIONS = {
-    "Python": "3.11.7",
-    "torch": "2.13.0",
-    "CUDA": "12.8",
-    "NCCL": "2.27.3",
-    "gloo": "in torch",
-    "DeepSpeed": "0.19.8",
-    "Ray": "2.60.0",
-    "bertrain": "01234567 (hash of the project's source files)",
-}
+VERSIONS = {"Python": "3.11.7", "torch": "2.13.0", "CUDA": "12.8", "NCCL": "2.27.3", "gloo": "in torch"}
+VERSIONS |= {"DeepSpeed": "0.19.8", "Ray": "2.60.0", "bertrain": "01234567 (hash of the project's source files)"}
 CPU = Device("CPU, threads: 2", "CPU, threads: 2", bf16=800e9, fp32=200e9, prefers_fp32=False)
+SLOW = dataclasses.replace(CPU, bf16=100e9, prefers_fp32=True)
 FACTS = MachineFacts(
     system="Linux",
     cores=2,
@@ -62,9 +55,6 @@ FACTS = MachineFacts(
     sequences_per_second=50_000.0,
     sequence_flops=87e9,
 )
-
-
-# ---- one machine, with made-up values
 
 
 def test_a_fit_machine_passes() -> None:
@@ -89,12 +79,7 @@ def test_a_fit_machine_passes() -> None:
         ({"gpu_files": 8, "versions": {**VERSIONS, "CUDA": "none"}}, "GPUs", FAIL, "built for CPUs"),
         ({"gpu_files": 8, "visible": ""}, "GPUs", WARN, "Unset"),
         ({"gpus": 8, "versions": {**VERSIONS, "NCCL": "none"}}, "GPUs", FAIL, "with NCCL"),
-        (
-            {"devices": (dataclasses.replace(CPU, bf16=100e9, prefers_fp32=True),)},
-            "matmul",
-            WARN,
-            "engine.precision: auto",
-        ),
+        ({"devices": (SLOW,)}, "matmul", WARN, "engine.precision: auto"),
         ({"sequences_per_second": 1.0}, "loader", WARN, "A worker could train"),
         ({"versions": {**VERSIONS, "Python": "3.9.2"}}, "Python", FAIL, "3.10 to 3.13"),
         ({"versions": {**VERSIONS, "torch": "none: ImportError"}}, "torch", FAIL, ".venv"),
@@ -112,9 +97,6 @@ def test_a_node_that_holds_no_workers_is_not_measured() -> None:
     rows = verdicts.rows(dataclasses.replace(FACTS, devices=(), sequences_per_second=0.0), "head")
     assert not {"matmul", "loader"} & {row.what for row in rows}
     assert {row.where for row in rows} == {"head"}
-
-
-# ---- one machine, inspected
 
 
 def test_this_machine_is_measured(tmp_path: Path) -> None:
@@ -144,17 +126,13 @@ def test_all_reduce_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatc
     assert "nowhere0" in row.found or "ifa" in row.found
 
 
-def test_a_compiler_that_does_not_work_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_does_not_work_or_is_missing_is_detected(tmp_path: Path, monkeypatch: Any) -> None:
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\necho 'g++: fatal error: no cc1plus' >&2; exit 1\n")
     broken.chmod(broken.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     compiler, _, error = machine.try_compiler()
-    assert compiler == str(broken)
-    assert error == "g++: fatal error: no cc1plus"
-
-
-def test_a_compiler_that_is_missing_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (compiler, error) == (str(broken), "g++: fatal error: no cc1plus")
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     assert machine.try_compiler()[0] == ""
 
@@ -184,9 +162,6 @@ def test_other_sources_are_another_version(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "cluster" / "run.py").write_text("two")
     assert len({before, one, machine.own_version()}) == 3
     assert re.fullmatch(r"[0-9a-f]{8} \(hash of the project's source files\)", before)
-
-
-# ---- the command
 
 
 @pytest.fixture
@@ -225,9 +200,7 @@ def test_the_key_is_never_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 @pytest.mark.parametrize(
     ("address", "code", "expected"), [("nonsense", 2, "not the URL"), ("http://127.0.0.1:1", 3, "No cluster answers")]
 )
-def test_a_cluster_that_is_not_there(
-    address: str, code: int, expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_that_is_not_there(address: str, code: int, expected: str, capsys: Any) -> None:
     assert cli(["doctor", "--address", address]) == code
     [line] = capsys.readouterr().err.strip().splitlines()
     assert expected in line
@@ -241,9 +214,7 @@ def test_a_job_without_a_result_is_reported() -> None:
 
 
 @pytest.mark.parametrize(("is_open", "mark"), [(True, WARN), (False, PASS)])
-def test_a_cluster_without_a_token_is_warned_of(
-    is_open: bool, mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_cluster_without_a_token_is_warned_of(is_open: bool, mark: str, monkeypatch: Any, tmp_path: Path) -> None:
     log = f"{driver.MARK}{json.dumps({'rows': [], 'head': machine.versions(machine.measures_of(MEASURES))})}\n"
     jobs = MagicMock()
     jobs.return_value.is_open.return_value = is_open
@@ -274,9 +245,6 @@ def test_the_table_fits_and_shows_once_what_all_nodes_report() -> None:
     assert "10.0.0.9 and 1" in printed
 
 
-# ---- nodes, with made-up values
-
-
 @pytest.mark.parametrize(
     ("changes", "mark", "expected"),
     [
@@ -304,13 +272,10 @@ def test_versions_that_differ_from_the_heads_fail() -> None:
     assert {row.where for row in rows if row.mark == PASS} == {"3 nodes"}
 
 
-def test_a_library_that_no_node_has_fails() -> None:
+def test_a_library_that_no_node_has_fails_and_a_client_of_another_version_is_warned() -> None:
     lacking = {**VERSIONS, "DeepSpeed": "none: ImportError"}
     [bad] = [row for row in nodes.judge_versions({"a": lacking}, lacking) if row.mark != PASS]
     assert (bad.what, bad.mark) == ("DeepSpeed", FAIL)
-
-
-def test_a_client_of_another_version_is_warned() -> None:
     assert nodes.judge_client(VERSIONS, VERSIONS).mark == PASS
     row = nodes.judge_client({**VERSIONS, "Ray": "2.59.0"}, VERSIONS)
     assert row.mark == WARN
@@ -383,9 +348,6 @@ def test_rules_of_all_reduce() -> None:
     assert nodes.judge_reduce("gloo", {"a": fast}, 2).mark == FAIL
 
 
-# ---- what is done on a node
-
-
 def test_storage_that_is_shared_and_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.doctor.task.SEEN_SECONDS", 0.2)
     for name in ("one", "two"):
@@ -400,14 +362,8 @@ def test_storage_that_is_shared_and_not(tmp_path: Path, monkeypatch: pytest.Monk
     for name in texts:
         probe.remove_probe(one, name)
     assert not list(Path(one).iterdir())
-
-
-def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    assert (
-        Probe("127.0.0.1", 1, True, MEASURES).write_probe(str(tmp_path / "no"), "x", "a")[1]
-        == "is not a folder on this machine"
-    )
-    assert not list(tmp_path.iterdir())
+    assert probe.write_probe(str(tmp_path / "no"), "x", "a")[1] == "is not a folder on this machine"
+    assert not (tmp_path / "no").exists()
 
 
 class OneProcessGroup:
@@ -455,9 +411,6 @@ def test_locks_are_checked_among_nodes_that_share_the_folder(tmp_path: Path, mon
     assert locks(OneProcessGroup({"a": tmp_path / "one"})) == []
 
 
-# ---- a real cluster
-
-
 @pytest.mark.slow
 def test_a_real_cluster_and_a_node_that_is_not_fit(tmp_path: Path) -> None:
     with cluster(tmp_path / "state", "--nodes", "2", "--cpus-per-node", "1") as one:
@@ -475,12 +428,9 @@ def test_a_real_cluster_and_a_node_that_is_not_fit(tmp_path: Path) -> None:
         assert {row.where for row in rows if row.mark == FAIL} == _places(rows)
         assert {row.what for row in rows if row.mark == FAIL} == {"storage, write"}
 
-        subprocess.run(
-            [sys.executable, "-m", "finetune.cli", "up", "--join"],
-            check=True,
-            cwd=Path(__file__).parents[2],
-            env={**one.environment, "GLOO_SOCKET_IFNAME": "nowhere0"},
-        )
+        command = [sys.executable, "-m", "finetune.cli", "up", "--join"]
+        environment = {**one.environment, "GLOO_SOCKET_IFNAME": "nowhere0"}
+        subprocess.run(command, check=True, cwd=Path(__file__).parents[2], env=environment)
         rows = _checked(one, 3, "--dir", str(tmp_path))
         assert {row.what for row in rows if row.mark == FAIL} == {"all-reduce"}
 

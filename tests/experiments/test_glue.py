@@ -200,9 +200,6 @@ def test_f1_is_that_of_paraphrases(downloads: Path) -> None:
     assert scores["accuracy_and_f1"] == pytest.approx(0.775)
 
 
-# ---------------------------------------------------------------- submission
-
-
 def test_submissions_have_the_official_form(tmp_path: Path, caplog: Any) -> None:
     def written(name: str, made: list[Any], part: str = "test") -> tuple[str, bytes]:
         (path,) = glue.write_submission(name, {part: made}, tmp_path / "out")
@@ -237,9 +234,6 @@ def test_predictions_of_every_test_set_can_be_submitted(downloads: Path) -> None
     expected = ["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI-m", "MNLI-mm", "QNLI", "RTE", "WNLI", "AX"]
     assert names == {f"{name}.tsv" for name in expected}
     assert task("mnli", downloads).read_test()["diagnostic"][0].text == "X"
-
-
-# ---------------------------------------------------------------- the paper's table
 
 
 def test_the_papers_averages_come_out() -> None:

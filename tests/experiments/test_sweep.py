@@ -126,10 +126,8 @@ def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(work: Path, monk
     assert {path for path in after if after[path] != before.get(path)} <= {"summary.json", ".", ".lock"}
 
     # Other settings under the same name are refused.
-    with pytest.raises(InputError, match=r"training\.epochs \(1\.0 -> 2\.0\)"):
-        sweep.run_seeds(sweep.load_config("tiny.yaml", ["training.epochs=2.0"]), 2)
-    with pytest.raises(InputError, match=r"training\.patience \(0 -> 1\)"):
-        sweep.run_seeds(sweep.load_config("tiny.yaml", ["training.patience=1"]), 2)
+    for changed, shown in (("epochs=2.0", r"epochs \(1\.0 -> 2\.0\)"), ("patience=1", r"patience \(0 -> 1\)")):
+        refused(rf"training\.{shown}", sweep.run_seeds, sweep.load_config("tiny.yaml", [f"training.{changed}"]), 2)
 
     # So are other data: scores on them would not be those of the same thing.
     config = sweep.load_config("tiny.yaml")
@@ -256,9 +254,7 @@ def test_a_grid_is_every_combination_the_last_setting_changing_fastest() -> None
 
 
 @pytest.mark.parametrize(("name", "count"), [("devlin", 18), ("small-bert", 20)])
-def test_published_grids_have_their_points_and_fold_into_folders_of_their_own(
-    work: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int
-) -> None:
+def test_published_grids_have_their_points_and_fold_into_folders_of_their_own(work, monkeypatch, name, count) -> None:
     monkeypatch.chdir(work)
     points = expand(parse_grid(name, []))
     assert len(points) == count
@@ -326,7 +322,7 @@ def test_each_trial_has_the_steps_of_its_own_data(work: Path, monkeypatch: pytes
     assert len(made) == 3  # one for each set of examples
 
 
-def test_runs_of_one_command_have_names_and_wandb_ids_of_their_own_of_64_characters_at_most(work: Path) -> None:
+def test_runs_of_one_command_have_short_names_and_wandb_ids_of_their_own(work: Path) -> None:
     def ids(run_id: str) -> list[str]:
         config = sweep.load_config(work / "tiny.yaml", [f"tracking.run_id={run_id}"])
         made = [trials.trial_config(config, f"seed-{seed}", folder=work, seed=seed) for seed in (0, 1)]

@@ -54,9 +54,8 @@ def test_a_step_does_not_depend_on_the_number_of_ranks(lengths: list[list[int]],
     parts = [make_batches(windows, rank, world_size).step(first, count) for rank in range(world_size)]
     together = Counter(t for part in parts for batch in part.micro_batches for t in tokens_of(batch))
     assert together == Counter(t for batch in alone.micro_batches for t in tokens_of(batch))
-    assert {(part.tokens, part.weight, part.sequences, len(part.micro_batches)) for part in parts} == {
-        (alone.tokens, alone.weight, count, len(parts[0].micro_batches))
-    }
+    found = {(part.tokens, part.weight, part.sequences, len(part.micro_batches)) for part in parts}
+    assert found == {(alone.tokens, alone.weight, count, len(parts[0].micro_batches))}
     assert sum(float(b.weights.sum()) for part in parts for b in part.micro_batches) == pytest.approx(alone.weight)
 
 

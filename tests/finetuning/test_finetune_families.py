@@ -227,9 +227,6 @@ def test_transformers_answers_as_we_do(root: Path) -> None:
         assert made["answer"] == line["context"][begin:end].strip()
 
 
-# ---- words one by one
-
-
 @pytest.mark.parametrize("split", [False, True])
 def test_words_have_the_tokens_of_a_text(split: bool, tmp_path: Path) -> None:
     write_byte_level_tokenizer(tmp_path, [" ".join(words) for words, _ in sentences(200, 1)], split=split)

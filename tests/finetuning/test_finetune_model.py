@@ -92,9 +92,7 @@ ALL = np.arange(sum(LENGTHS))
         ("value", "regression", np.array([0.5, -1.0, 2.0, 3.0], np.float32)),
     ],
 )
-def test_sequence_losses_are_those_of_transformers(
-    checkpoint: Path, objective: Objective, problem: str, labels: np.ndarray
-) -> None:
+def test_sequence_losses_are_those_of_transformers(checkpoint, objective, problem, labels) -> None:
     outputs = 1 if objective == "value" else 3
     model = ours(checkpoint, "sequence", objective, outputs)
     baseline = theirs(checkpoint, "SequenceClassification", model, outputs)
@@ -164,9 +162,7 @@ DISTILBERT |= {"max_position_embeddings": 24, "attention_dropout": 0.0}
     ("head", "kind"),
     [("sequence", "SequenceClassification"), ("tokens", "TokenClassification"), ("spans", "QuestionAnswering")],
 )
-def test_heads_drop_where_and_as_much_as_transformers(
-    family: str, values: dict[str, Any], head: Head, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_drop_where_and_as_much_as_transformers(family, values, head, kind, monkeypatch) -> None:
     """Here dropout multiplies its input by its probability, so its position and probability show in the logits."""
     import transformers
 

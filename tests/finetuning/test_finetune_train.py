@@ -247,9 +247,7 @@ def test_predictions_stream_in_order(root: Path, capsys: pytest.CaptureFixture[s
         (b'{"text": "\xe9t\xe9"}', "lines:3: not UTF-8"),
     ],
 )
-def test_the_lines_before_a_bad_one_are_answered(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: bytes, message: str
-) -> None:
+def test_the_lines_before_a_bad_one_are_answered(root, tmp_path, capsys, bad, message) -> None:
     content = b'{"text": "good"}\n{"text": "bad"}\n' + bad + b'\n{"text": "good"}\n'
     assert predict_lines(root, content, tmp_path) == 2
     printed = capsys.readouterr()
@@ -303,9 +301,7 @@ def test_a_bad_test_set_is_reported_before_training(root: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("arguments", [["--dry-run"], ["--resume", "--set", "name=whole"]])
-def test_torchruns_other_processes_end_with_the_first(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
+def test_torchruns_other_processes_end_with_the_first(root, tmp_path, monkeypatch, arguments) -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
@@ -397,9 +393,7 @@ OTHER = ["finetune", "{config}", "--set", "name=other"]
         (["finetune", "{config}", "--workers", "17"], "every worker needs an example"),
     ],
 )
-def test_mistakes_are_reported_in_one_line(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_mistakes_are_reported_in_one_line(root, tmp_path, capsys, arguments, message) -> None:
     import yaml
 
     values = settings(root, "whole")
@@ -470,9 +464,7 @@ def test_presets_fill_what_is_not_given() -> None:
         ({"training__steps": 10**9}, False, ", 1,000,000,000 steps\n", True),
     ],
 )
-def test_a_training_is_compiled_if_that_pays(
-    root: Path, changes: dict[str, Any], short: bool, said: str, compiled: bool
-) -> None:
+def test_a_training_is_compiled_if_that_pays(root, changes, short, said, compiled) -> None:
     config = config_of(root, "new", **{"engine__compile": "auto", **changes})
     plan = runs.plan(config, alone=True)
     assert plan.short == short

@@ -30,7 +30,7 @@ def test_all_parts_of_a_schedule_are_scaled(tmp_path: Path) -> None:
         {"warmup_steps": 10, "decay_steps": 40},
         {"steps": 300, "ramp_from": 2, "ramp_steps": 60},
         checkpoint={"every_steps": 50},
-        evaluation={"every_steps": 20, "probes": {"every_steps": 100, "options": "--text x"}},
+        evaluation={"every_steps": 20, "probes": {"every_steps": 100, "options": "--texts x"}},
     )
     scaled = pace.scale(config, 2.5)
     assert scaled.evaluation.probes.every_steps == 250

@@ -56,9 +56,6 @@ def bert(folders: dict[str, Path]) -> AttentionModel:
     return AttentionModel(folders["bert"])
 
 
-# ---- weights and tokens
-
-
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
 def test_weights_are_those_of_transformers(folders: dict[str, Path], family: str) -> None:
     from transformers import AutoModel
@@ -121,9 +118,6 @@ def test_a_long_text_is_divided_and_nothing_is_left_out(bert: AttentionModel) ->
     assert np.concatenate([window.marked.ids[1:-1] for window in windows]).tolist() == whole.tolist()
     assert all(window.texts[0] == "[CLS]" and window.texts[-1] == "[SEP]" for window in windows)
     assert len(bert.tokens(TEXT)) == len(whole) + 2  # the division does not last
-
-
-# ---- averages
 
 
 def hand_made() -> ShownTokens:
@@ -203,18 +197,13 @@ def test_heads_are_ranked_by_their_values() -> None:
     assert [(head.name, head.value) for head in found] == [("2-1", 0.9), ("1-2", 0.5), ("2-2", 0.2)]
 
 
-# ---- the page
-
-
 def page_data(path: Path) -> dict[str, Any]:
     text = path.read_text()
     begin = text.index('id="data">') + len('id="data">')
     return json.loads(text[begin : text.index("</script>", begin)])
 
 
-def test_the_page_holds_every_weight_and_stands_alone(
-    folders: dict[str, Path], bert: AttentionModel, tmp_path: Path
-) -> None:
+def test_the_page_holds_every_weight_and_stands_alone(folders, bert, tmp_path) -> None:
     nasty = "the </script><b> film was good & bad"
     out = tmp_path / "page.html"
     summary = write_attention_page(folders["bert"], out, text=nasty, pair=PAIR)
@@ -237,9 +226,7 @@ def test_the_page_holds_every_weight_and_stands_alone(
     assert page.html.count("<circle") == 4 * (len(shares) + 1)
 
 
-def test_averages_over_a_file_are_of_all_its_texts(
-    folders: dict[str, Path], bert: AttentionModel, tmp_path: Path
-) -> None:
+def test_averages_over_a_file_are_of_all_its_texts(folders, bert, tmp_path) -> None:
     long = " ".join(["good film,"] * 60)  # more than the model's 64 positions
     (tmp_path / "texts.txt").write_text(f"{TEXT}\n\n{long}\n")
     write_attention_page(folders["bert"], tmp_path / "page.html", texts=tmp_path / "texts.txt")

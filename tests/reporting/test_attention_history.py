@@ -88,9 +88,6 @@ def test_it_does_not_depend_on_workers_or_stage(runs: dict[str, Path], corpus: P
             assert np.allclose(mine["shares"][kind], theirs["shares"][kind], atol=2e-4)
 
 
-# ---- one history
-
-
 @pytest.fixture(scope="module")
 def model() -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     shape = ModelConfig.model_validate({"size": "custom", "layers": 5, "hidden": 32, "heads": 8, "max_positions": 32})
@@ -173,9 +170,6 @@ def test_a_file_that_cannot_be_written_or_read_stops_nothing(model: Any, corpus:
     (tmp_path / history.HISTORY).rmdir()
     (tmp_path / history.HISTORY).write_text('{"format": 1, "rec')
     assert read_history(tmp_path) == {}
-
-
-# ---- the report
 
 
 def test_the_report_draws_heads_and_kinds_over_the_steps(runs: dict[str, Path], corpus: Path, tmp_path: Path) -> None:

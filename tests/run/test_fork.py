@@ -142,6 +142,7 @@ def test_a_fork_has_a_group_and_a_past(parent: Path, corpus: Path, tmp_path: Pat
     values = {**settings(corpus, tmp_path / "a"), "name": "a", "fork_from": f"{parent}@{FORKED}"}
     assert begin_fork(PretrainConfig.model_validate(values))
     assert begin_fork(PretrainConfig.model_validate(values))  # not begun yet: once more is no error
+    assert not begin_fork(PretrainConfig.model_validate({**values, "fork_from": f"{parent}@2"})), "which is another"
     second = {**settings(corpus, tmp_path / "b"), "name": "b", "fork_from": f"{tmp_path / 'a'}@{FORKED}"}
     assert begin_fork(PretrainConfig.model_validate(second))
     first, found = read_fork(tmp_path / "a"), read_fork(tmp_path / "b")

@@ -27,7 +27,7 @@ from pretrain.common.run_files import PROBES
 from pretrain.config import PretrainConfig
 from pretrain.run import api, probes
 
-OPTIONS = "--text text.txt --text-scores held_out positions --length 64"
+OPTIONS = "--texts text.txt --text-scores held_out positions --length 64"
 
 
 def settings(folder: Path, options: str = OPTIONS, **changes: Any) -> dict[str, Any]:
@@ -57,12 +57,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--text text.txt --blip x", "unrecognized arguments: --blip x"),
-        ("--text absent.txt", "--text: absent.txt does not exist"),
-        ("--text 'text.txt", "No closing quotation"),
+        ("--texts text.txt --blip x", "unrecognized arguments: --blip x"),
+        ("--texts absent.txt", "--texts: absent.txt does not exist"),
+        ("--texts 'text.txt", "No closing quotation"),
         ("--length 64", "nothing to measure"),
-        ("--text text.txt --dry-run", "with --dry-run nothing is scored"),
-        ("--text text.txt --out elsewhere", "--out: has no effect with --follow"),
+        ("--texts text.txt --dry-run", "with --dry-run nothing is scored"),
+        ("--texts text.txt --out elsewhere", "--out: has no effect with --follow"),
     ],
 )
 def test_wrong_options_are_refused_before_the_run(place: Path, options: str, said: str) -> None:

@@ -94,9 +94,7 @@ def test_an_error_is_recorded_with_what_was_scored_before_it(parent: Path, run: 
     assert (last["error"], last["held_out"], last["skipped"]) == ("MachineError: disk full", 4.0, 2)
 
 
-def test_a_checkpoint_that_is_removed_before_it_is_exported_is_no_error(
-    parent: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_is_removed_before_it_is_exported_is_no_error(parent, run, monkeypatch) -> None:
     export = hf.export_run
 
     def pruned(*given: Any, **options: Any) -> None:
@@ -121,9 +119,7 @@ def test_an_error_of_the_scores_is_told_though_the_checkpoint_is_gone(parent: Pa
     assert found == [(2, "ValueError: a bug"), (8, None)]
 
 
-def test_a_run_that_is_longer_than_its_checkpoint_says_is_followed_on(
-    parent: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_longer_than_its_checkpoint_says_is_followed_on(parent, run, monkeypatch) -> None:
     """A run that was resumed with more steps, or a fork."""
     saved(parent, run, 8)
     config = load_config(run / CONFIG_FILE)
@@ -166,15 +162,15 @@ def test_scores_are_those_of_the_export(parent: Path, tmp_path: Path, capsys: py
     run, text = tmp_path / "run", tmp_path / "text.txt"
     shutil.copytree(parent, run)
     text.write_text("a b c d e f g h " * 300)
-    assert main(["evaluate-pretrained", str(run), "--text", str(text), *WORDS, "--follow"]) == 0
+    assert main(["evaluate-pretrained", str(run), "--texts", str(text), *WORDS, "--follow"]) == 0
     (record,) = read_records(run, PROBES)
     hf.export_run(run, tmp_path / "export", averaged=True)
     out = ["--out", str(tmp_path / "out")]
-    assert main(["evaluate-pretrained", str(tmp_path / "export"), "--text", str(text), *WORDS, *out]) == 0
+    assert main(["evaluate-pretrained", str(tmp_path / "export"), "--texts", str(text), *WORDS, *out]) == 0
     expected = flat(json.loads((tmp_path / "out" / "models" / "export.json").read_text()))
     assert expected.keys() == {"held_out", "positions/0-63"}
     assert {name: record[name] for name in expected} == expected
-    assert main(["evaluate-pretrained", str(tmp_path), "--text", str(text), "--follow"]) == 2
+    assert main(["evaluate-pretrained", str(tmp_path), "--texts", str(text), "--follow"]) == 2
     assert "is not a run folder" in capsys.readouterr().err
 
 
@@ -199,12 +195,8 @@ follow(Path({str(run)!r}), lambda **_: (None, None), {other.pid})
 
 
 def test_all_scores_have_names() -> None:
-    content: dict[str, Any] = {
-        "model": {"name": "a"},
-        "common_words": {"scores": {"bits": 4.0}},
-        "whole_words": {"scores": {"why_not": "too short"}},
-        "blimp": {"scores": {"overall": 0.6}},
-        "positions": {"scores": {"nats": {"0-63": 3.0}}},
-        "finetuning": {"scores": {"sst2": {"pretrained_mean": 0.8}, "cola": {}}},
-    }
+    scores: dict[str, Any] = {"common_words": {"bits": 4.0}, "whole_words": {"why_not": "too short"}}
+    scores |= {"blimp": {"overall": 0.6}, "positions": {"nats": {"0-63": 3.0}}}
+    scores["finetuning"] = {"sst2": {"pretrained_mean": 0.8}, "cola": {}}
+    content = {"model": {"name": "a"}, **{part: {"scores": each} for part, each in scores.items()}}
     assert flat(content) == {"common_words": 4.0, "blimp": 0.6, "positions/0-63": 3.0, "finetuning/sst2": 0.8}

@@ -74,7 +74,7 @@ def test_the_score_is_that_of_a_loop_over_transformers(tmp_path: Path, monkeypat
 
     folder, text = make_masked_lm(tmp_path / "bert", positions=128), tmp_path / "text.txt"
     text.write_text("the film was good and very fine or a book was great the end " * 200)
-    words = ["evaluate-pretrained", str(folder), "--text", str(text), "--text-scores", "positions"]
+    words = ["evaluate-pretrained", str(folder), "--texts", str(text), "--text-scores", "positions"]
     words += ["--out", str(tmp_path)]
     assert main(words) == 0
     found = json.loads((tmp_path / "models" / "bert.json").read_text())

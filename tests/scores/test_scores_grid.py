@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from finetune.scores.finetuning import FinetuningScore, finetuning_scores
 from finetune.scores.finetuning_runs import FinetuningSettings
 from finetune.scores.record import Record
 from finetune.scores.view import score_notes, score_rows
-from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.common.errors import DivergedError, MachineError, RunError, StoppedError
 from tests.fake_trials import hand_out
 from tests.tasks.refusals import refused
 from tests.tiny_checkpoints import write_reviews
@@ -59,84 +59,76 @@ def settings(tmp_path: Path) -> FinetuningSettings:
     return FinetuningSettings((tmp_path / "reviews.yaml",), seeds=2, data=tmp_path / "data", grid=RATES)
 
 
-def test_each_start_takes_its_best_rate_by_a_seed_that_is_not_scored(
-    tmp_path: Path, bert: Path, runs: Runs, settings: FinetuningSettings
-) -> None:
+@pytest.fixture
+def tune(tmp_path: Path, bert: Path, runs: Runs, settings: FinetuningSettings) -> Callable[..., FinetuningScore]:
+    """Fine-tunes by the settings, of which some are changed."""
+
+    def tune(folder: str = "out", record: Record | None = None, **changes: Any) -> FinetuningScore:
+        asked = replace(settings, **changes)
+        return finetuning_scores(bert, tmp_path / folder, "n", asked, record=record)["reviews"]
+
+    return tune
+
+
+def test_each_start_takes_its_best_rate_by_a_seed_that_is_not_scored(tmp_path: Path, runs: Runs, tune: Any) -> None:
     record = Record(tmp_path / "record.json", MODEL)
-    score = finetuning_scores(bert, tmp_path / "out", "n", settings, record=record)["reviews"]
+    score = tune(record=record)
     assert score.pretrained == pytest.approx((0.8, 0.81))
     assert score.random == pytest.approx((0.499, 0.509))
     assert score.chosen == {"pretrained": "learning_rate 1e-3", "random": "learning_rate 1e-4"}
     tried = [(random, rate, 1000) for random in (False, True) for rate in (1e-4, 1e-3, 1e-2)]
-    assert sorted(runs.ran) == sorted(
-        [*tried, *((random, (1e-3, 1e-4)[random], n) for random in (0, 1) for n in (0, 1))]
-    )
+    scored = [(random, (1e-3, 1e-4)[random], seed) for random in (False, True) for seed in (0, 1)]
+    assert sorted(runs.ran) == sorted([*tried, *scored])
     assert FinetuningScore.from_data(record.content["finetuning"]["scores"]["reviews"]) == score
     rows = dict(score_rows([record.content]))
     assert rows["  chosen"] == ["learning_rate 1e-3"]
     assert rows["  chosen from random weights"] == ["learning_rate 1e-4"]
     runs.ran.clear()
-    assert finetuning_scores(bert, tmp_path / "out", "n", settings) == {"reviews": score}
+    assert tune() == score
     assert runs.ran == []
-    finetuning_scores(bert, tmp_path / "out", "n", replace(settings, seeds=3))
+    tune(seeds=3)
     assert sorted(runs.ran) == [(False, 1e-3, 2), (True, 1e-4, 2)]
 
 
-def test_scores_with_and_without_a_grid_have_marks(
-    tmp_path: Path, bert: Path, runs: Runs, settings: FinetuningSettings
-) -> None:
-    records = []
-    for name, grid in (("with", RATES), ("without", {})):
-        record = Record(tmp_path / f"{name}.json", {**MODEL, "name": name})
-        finetuning_scores(bert, tmp_path / "out", name, replace(settings, grid=grid), record=record)
-        records.append(record.content)
-    assert score_notes(records) == ["reviews [1]: grid training.learning_rate=1e-4,1e-3,1e-2", "reviews [2]: grid none"]
+def test_scores_with_and_without_a_grid_have_marks(tmp_path: Path, tune: Any) -> None:
+    records = [Record(tmp_path / f"{name}.json", {**MODEL, "name": name}) for name in ("with", "without")]
+    for record, grid in zip(records, (RATES, {}), strict=True):
+        tune(record=record, grid=grid)
+    notes = ["reviews [1]: grid training.learning_rate=1e-4,1e-3,1e-2", "reviews [2]: grid none"]
+    assert score_notes([record.content for record in records]) == notes
 
 
-def test_a_rate_that_diverges_is_not_chosen(
-    tmp_path: Path, bert: Path, runs: Runs, settings: FinetuningSettings
-) -> None:
+def test_a_rate_that_diverges_is_not_chosen(runs: Runs, tune: Any) -> None:
     runs.errors = {1e-3: DivergedError("loss is nan")}
-    score = finetuning_scores(bert, tmp_path / "out", "n", settings)["reviews"]
-    assert score.chosen["pretrained"] == "learning_rate 1e-4"
+    assert tune().chosen["pretrained"] == "learning_rate 1e-4"
     runs.errors = dict.fromkeys((1e-4, 1e-3, 1e-2), DivergedError("loss is nan"))
     with pytest.raises(DivergedError, match="6 of 6 runs failed"):
-        finetuning_scores(bert, tmp_path / "other", "n", settings)
+        tune("other")
 
 
-def test_nothing_is_chosen_until_all_have_run(
-    tmp_path: Path, bert: Path, runs: Runs, settings: FinetuningSettings
-) -> None:
+def test_nothing_is_chosen_until_all_have_run(runs: Runs, tune: Any) -> None:
     runs.errors = {1e-2: MachineError("no memory")}
     with pytest.raises(MachineError, match="2 of 6 runs failed"):
-        finetuning_scores(bert, tmp_path / "out", "n", settings)
+        tune()
     runs.errors = {1e-2: StoppedError("stopped.")}
     with pytest.raises(StoppedError):
-        finetuning_scores(bert, tmp_path / "out", "n", settings)
+        tune()
     assert len(runs.ran) == 6, "no run was scored"
     runs.errors = {}
-    assert finetuning_scores(bert, tmp_path / "out", "n", settings)["reviews"].chosen["pretrained"].endswith("1e-3")
+    assert tune().chosen["pretrained"].endswith("1e-3")
 
 
-def test_a_second_look_keeps_other_seeds_and_random_weights(
-    tmp_path: Path, bert: Path, runs: Runs, settings: FinetuningSettings
-) -> None:
-    for grid in ({}, RATES):
-        asked = replace(settings, grid=grid)
-        first = finetuning_scores(bert, tmp_path / "out", "n", asked)["reviews"]
-        runs.ran.clear()
-        record = Record(tmp_path / f"{len(grid)}.json", MODEL)
-        quick = finetuning_scores(bert, tmp_path / "out", "n", replace(asked, seeds=1, random=False), record=record)
-        assert quick["reviews"].pretrained == first.pretrained
-        assert quick["reviews"].random == first.random
-        assert runs.ran == []
+@pytest.mark.parametrize("grid", [{}, RATES])
+def test_a_second_look_keeps_other_seeds_and_random_weights(tmp_path: Path, runs: Runs, tune: Any, grid: Any) -> None:
+    first = tune(grid=grid)
+    runs.ran.clear()
+    quick = tune(record=Record(tmp_path / "record.json", MODEL), grid=grid, seeds=1, random=False)
+    assert (quick.pretrained, quick.random) == (first.pretrained, first.random)
+    assert runs.ran == []
 
 
-def test_only_settings_of_training_are_chosen(
-    tmp_path: Path, bert: Path, runs: Runs, settings: FinetuningSettings
-) -> None:
-    with pytest.raises(InputError, match="--grid-set max_length: only settings of training can be chosen"):
-        finetuning_scores(bert, tmp_path / "out", "n", replace(settings, grid={"max_length": ["16"]}))
-    steps = replace(settings, grid={"training.epochs": ["1", "2"]}, overrides=("training.steps=2",))
-    refused("a grid of epochs has no effect", finetuning_scores, bert, tmp_path / "out", "n", steps)
+def test_only_settings_of_training_are_chosen(runs: Runs, tune: Any) -> None:
+    refused("--grid-set max_length: only settings of training can be chosen", tune, grid={"max_length": ["16"]})
+    steps = {"grid": {"training.epochs": ["1", "2"]}, "overrides": ("training.steps=2",)}
+    refused("a grid of epochs has no effect", tune, **steps)
     assert runs.ran == []

@@ -43,9 +43,6 @@ def with_tokenizer(bert: Path, folder: Path, replaced: Sequence[tuple[str, str]]
     return folder
 
 
-# ---- tokenizers
-
-
 def test_special_tokens_in_a_text_are_ordinary_characters(bert: Path) -> None:
     model = MaskedModel(bert)
     text = "the [MASK] film [SEP] [CLS]"
@@ -72,9 +69,6 @@ def test_the_mask_is_found_by_its_role(tmp_path: Path, bert: Path) -> None:
     assert MaskedModel(renamed).mask_id == MASK
 
 
-# ---- BLiMP
-
-
 def pair(**changes: Any) -> bytes:
     row = {"sentence_good": "a", "sentence_bad": "b", "UID": "one", "linguistics_term": "t", **changes}
     return json.dumps(row).encode() + b"\n"
@@ -99,9 +93,6 @@ def test_damaged_blimp_is_refused(tmp_path: Path, files: list[bytes], message: s
         (tmp_path / f"{number}.jsonl").write_bytes(content)
     with pytest.raises(InputError, match=message):
         read_blimp(tmp_path, 1)  # whatever the limit is
-
-
-# ---- records and tables
 
 
 def test_two_processes_write_one_record(tmp_path: Path) -> None:
@@ -148,9 +139,6 @@ def test_measurements_of_a_row_that_differ_are_marked() -> None:
         "ner [2]: overrides training.steps=9",
     ]
     assert "length 64" in str(score_table(models).caption)
-
-
-# ---- fine-tuning
 
 
 @pytest.fixture
@@ -260,16 +248,11 @@ def test_files_of_any_name_are_fine_tuned(work: Path, bert: Path, ran: Runs) -> 
     assert sorted(ran.names) == ["reviews-two-parts-v1-0", "reviews-two-parts-v1-random-0"]
 
 
-# ---- the command
-
-
 @pytest.mark.parametrize("wrong", [["--blimp", "none"], ["--finetune", "none.yaml"]])
-def test_wrong_paths_are_found_before_anything_is_measured(
-    work: Path, bert: Path, wrong: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_paths_are_found_before_anything_is_measured(work, bert, wrong, monkeypatch, capsys) -> None:
     monkeypatch.setattr("finetune.scores.command.held_out_score", lambda *_, **options: pytest.fail("measured"))
     (work / "text.txt").write_text("the film was good.")
     words = [wrong[0], str(work / wrong[1])]
-    command = ["evaluate-pretrained", str(bert), "--out", str(work / "out"), "--text", str(work / "text.txt")]
+    command = ["evaluate-pretrained", str(bert), "--out", str(work / "out"), "--texts", str(work / "text.txt")]
     assert main([*command, *words]) == 2
     assert "none" in capsys.readouterr().err

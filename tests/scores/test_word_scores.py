@@ -32,8 +32,6 @@ from tests.scores.test_scores import make_masked_lm
 
 SHA_256 = "5edbcf74a02665cac570f587cf0ad0f3ff88d786c65172b42b6f1896f14838cb"
 
-# ---- the list
-
 
 def test_the_list_is_fixed_for_ever() -> None:
     """Scores by another list would not compare with earlier ones."""
@@ -41,9 +39,6 @@ def test_the_list_is_fixed_for_ever() -> None:
     words = common_words.common_words()
     assert list(words) == sorted(set(words))
     assert all(word.isascii() and word.isalpha() and word.islower() for word in words)
-
-
-# ---- which words, in which passages
 
 
 def test_the_same_words_in_the_same_passages_are_scored() -> None:
@@ -65,9 +60,6 @@ def test_passages_of_formulas_are_left_out() -> None:
     text = "2 + 2 = 4 is so and 3 * 3 = 9 is 9 " * 5
     with pytest.raises(NoScoreError, match="has none of these words"):
         sampled([text], PassageSettings(), lambda word: True)
-
-
-# ---- an oracle that knows how frequent words are, and nothing else
 
 
 class Oracle:
@@ -107,19 +99,6 @@ class Oracle:
             said.append(math.log(self.beginnings[count, (*known, label)] / self.beginnings[count, known]))
             known = (*known, label) if left > 1 else ()
         return said
-
-    def single_masks(self) -> float:
-        """Bits of a word with each token masked alone, the others of the word in sight: what bits per character do."""
-        holes: Counter[tuple[int, ...]] = Counter()
-        for word, tokens in self.spelled.items():
-            for place in range(len(tokens)):
-                holes[(*tokens[:place], -1, *tokens[place + 1 :])] += self.words[word]
-        total = 0.0
-        for word, tokens in self.spelled.items():
-            for place in range(len(tokens)):
-                seen = holes[(*tokens[:place], -1, *tokens[place + 1 :])]
-                total -= self.words[word] * math.log2(self.words[word] / seen)
-        return total / sum(self.words.values())
 
 
 @cache
@@ -184,12 +163,6 @@ def test_an_oracle_has_one_score_in_every_vocabulary(kind: str, size: int) -> No
 def _whole_everywhere() -> set[str]:
     every = [oracle(kind, size).spelled for kind, size in KINDS]
     return {word for word in every[0] if all(len(spelled[word]) == 1 for spelled in every)}
-
-
-def test_single_masks_flatter_small_vocabularies() -> None:
-    """So bits per character compare models of one vocabulary only."""
-    large, small = oracle("uncased", 32_000), oracle("uncased", 2000)
-    assert large.single_masks() > 2 * small.single_masks()
 
 
 # ---- against a loop over transformers
@@ -271,7 +244,7 @@ def test_the_command_writes_both_scores(tmp_path: Path, monkeypatch: Any, capsys
     folder, text = make_masked_lm(tmp_path / "bert", positions=256), tmp_path / "text.txt"
     text.write_text("the film was good and very fine or a book was great " * 40)
     monkeypatch.setattr(common_words, "common_words", lambda: ("book", "film", "good"))
-    words = ["evaluate-pretrained", str(folder), "--text", str(text), "--out", str(tmp_path / "out"), "--json"]
+    words = ["evaluate-pretrained", str(folder), "--texts", str(text), "--out", str(tmp_path / "out"), "--json"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
     common, whole = found["common_words"]["scores"], found["whole_words"]["scores"]

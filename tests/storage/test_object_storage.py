@@ -119,6 +119,19 @@ def test_a_file_that_was_deleted_since_an_interrupted_store_is_stored_again(prox
     assert (folders.fetch(address, folder=tmp_path / "b") / "one").read_text() == "1"
 
 
+def test_what_was_lost_there_is_not_replaced_by_a_damaged_file(proxy: FaultyProxy, tmp_path: Path) -> None:
+    address, folder = f"s3://{BUCKET}/{tmp_path.name}/lost", make_folder(tmp_path / "a", one="1", two="22")
+    folders.store(folder, address)
+    ObjectStore().delete(f"{address}/two")
+    for damaged in ("2", "23"):
+        (folder / "two").write_text(damaged)
+        with pytest.raises(MachineError, match=r"two: is missing .* there, and is not here, or damaged"):
+            folders.store(folder, address)
+    (folder / "two").write_text("22")
+    folders.store(folder, address)
+    assert ObjectStore().read(f"{address}/two") == b"22"
+
+
 def test_only_what_is_missing_needs_space(proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"s3://{BUCKET}/{tmp_path.name}/space"
     for name in ("one", "two"):

@@ -92,9 +92,6 @@ def test_threshold_where_no_answer_is_worth_it():
     assert best_threshold(golds, {"1": "ox", "2": "ox"}, {"1": 0, "2": 0}, {"1": 5.0, "2": 4.0}) == (0.5, 0.0)
 
 
-# ---- twins
-
-
 def normalized(text: str) -> list[str]:
     bare = "".join(character for character in text.lower() if character not in ASCII_PUNCTUATION)
     words: list[str] = []

@@ -456,9 +456,7 @@ class TestWandb:
             ("off", {"WANDB_API_KEY": "k"}, "off"),
         ],
     )
-    def test_online_only_where_a_key_is_set(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, environment: dict[str, str], mode: str
-    ) -> None:
+    def test_online_only_where_a_key_is_set(self, tmp_path, monkeypatch, setting, environment, mode) -> None:
         monkeypatch.chdir(tmp_path)
         Path("netrc").write_text("machine wandb.example.org login user password secret\n")
         Path("netrc").chmod(0o600)

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from finetune.cli import build_parsers, main
+from finetune.cli import build_parsers
 from finetune.workflows.demo import stages as demo
-from pretrain.common.errors import DivergedError, InputError, RunError, StoppedError
+from pretrain.common.errors import DivergedError, RunError, StoppedError
 from pretrain.common.examples import examples
 from pretrain.common.settings import as_overrides
 from pretrain.common.yaml_text import parse
 from pretrain.reporting import report
 from pretrain.reporting.report import FINETUNED
+from tests.tasks.refusals import refused
 
 ROWS = {
     "packages": {"text": "a short text", "label": "json"},
@@ -59,11 +60,9 @@ class Calls(list[tuple[str, dict[str, Any]]]):
             assert examples()[config].is_file()
             folder, task = Path(settings["run_dir"]), settings["name"].split("-")[1]
             score = 0.5 if settings["random_weights"] else 0.75
-            for file, content in {
-                "model/manifest.json": {},
-                "scores.json": {"metric": "exact_match", "scores": {"dev": {"exact_match": score}}},
-                "predictions/dev.jsonl": PREDICTED[task],
-            }.items():
+            scores = {"metric": "exact_match", "scores": {"dev": {"exact_match": score}}}
+            left = {"model/manifest.json": {}, "scores.json": scores, "predictions/dev.jsonl": PREDICTED[task]}
+            for file, content in left.items():
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 (folder / file).write_text(json.dumps(content) + "\n")
         return SimpleNamespace(trained=True)
@@ -100,9 +99,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Names
     return build_parsers()[0].parse_args(["demo", "--workers", "1"])
 
 
-def test_each_task_is_trained_from_pretrained_and_from_random_weights(
-    arguments: argparse.Namespace, calls: Calls, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_task_is_trained_from_pretrained_and_from_random_weights(arguments, calls, capsys) -> None:
     demo.run(arguments)
     assert [function for function, _ in calls[:3]] == ["prepare", "train", "export"]
     expected = [f"demo-{name}-{start}" for name in ROWS for start in ("pretrained", "random")]
@@ -118,22 +115,14 @@ def test_each_task_is_trained_from_pretrained_and_from_random_weights(
     assert "[8/8] report\nthe summary" in out
     results = json.loads((Path("runs/demo") / FINETUNED).read_text())
     assert [one["scores"] for one in results] == 3 * [{"pretrained": 0.75, "random": 0.5}]
-    assert [one["examples"][0] for one in results] == [
-        {"pieces": [["a short text", ""]], "note": "ast (25%); truth: json"},
-        {
-            "pieces": [["call", "found"], [" ", ""], ["dumps", "found"], [" or loads", ""]],
-            "note": "1 of 2 found, 1 wrong",
-        },
-        {
-            "pieces": [["It returns ", ""], ["a string", "found"], [".", ""]],
-            "note": "What does dumps return? Truth: a string",
-        },
+    assert [(one["examples"][0]["pieces"], one["examples"][0]["note"]) for one in results] == [
+        ([["a short text", ""]], "ast (25%); truth: json"),
+        ([["call", "found"], [" ", ""], ["dumps", "found"], [" or loads", ""]], "1 of 2 found, 1 wrong"),
+        ([["It returns ", ""], ["a string", "found"], [".", ""]], "What does dumps return? Truth: a string"),
     ]
 
 
-def test_a_quick_demo_is_one_task_on_a_small_text(
-    arguments: argparse.Namespace, calls: Calls, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_quick_demo_is_one_task_on_a_small_text(arguments: argparse.Namespace, calls: Calls, capsys: Any) -> None:
     demo.run(build_parsers()[0].parse_args(["demo", "--quick"]))
     (given,) = calls.of("train")
     assert (given["run_dir"], given["corpus.dir"]) == ("runs/demo-quick", "data/demo-quick")
@@ -156,9 +145,7 @@ def test_a_demo_may_be_in_any_folder(arguments: argparse.Namespace, calls: Calls
     assert calls.of("finetune")[0]["start_from"] == str(tmp_path / "a #b/export")
 
 
-def test_a_failed_demo_continues_with_the_unfinished_models(
-    arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_demo_continues_with_the_unfinished_models(arguments, monkeypatch, capsys) -> None:
     Calls(fails_at="demo-names-random").install(monkeypatch)
     with pytest.raises(DivergedError):
         demo.run(arguments)
@@ -186,18 +173,11 @@ def test_a_stopped_fine_tuning_is_resumed(arguments: argparse.Namespace, monkeyp
     assert all(given["resume"] for given in again.of("finetune"))
 
 
-def test_nothing_is_fine_tuned_if_pretraining_fails(
-    arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_fine_tuned_if_pretraining_fails(arguments: argparse.Namespace, monkeypatch: Any) -> None:
     calls = Calls(fails_at="demo").install(monkeypatch)
     with pytest.raises(DivergedError):
         demo.run(arguments)
     assert [function for function, _ in calls] == ["prepare"]
-
-
-def test_a_remote_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--run-dir", "s3://bucket/run"]) == 2
-    assert "is a remote address; only local paths are supported." in capsys.readouterr().err
 
 
 def test_an_earlier_run_is_continued_unless_it_is_to_be_fresh(arguments: argparse.Namespace, calls: Calls) -> None:
@@ -209,8 +189,7 @@ def test_an_earlier_run_is_continued_unless_it_is_to_be_fresh(arguments: argpars
     assert checkpoint.exists()
     Path("runs/demo/config.yaml").write_text("")  # perhaps the user's own
     arguments.fresh = True
-    with pytest.raises(InputError, match="not a run folder"):
-        demo.run(arguments)
+    refused("not a run folder", demo.run, arguments)
     Path("runs/demo/environment.json").write_text("")
     demo.run(arguments)
     assert not checkpoint.exists()

@@ -23,32 +23,20 @@ from tests.bench.speedrun.results import Trial
 
 @dataclass(frozen=True)
 class Run:
-    """A trial that counts, as a point.
+    """A trial that counts, as a point."""
 
-    Attributes:
-        point: its figures.
-        trial: its row.
-        config: of the run.
-    """
-
-    point: MeasuredRun
-    trial: Trial
-    config: PretrainConfig
+    point: MeasuredRun  # its figures
+    trial: Trial  # its row
+    config: PretrainConfig  # of the run
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which trials count.
+    """Which trials count."""
 
-    Attributes:
-        only: patterns of names of runs or trials; () takes all.
-        held_out: likewise, of those that the law is not fitted to.
-        below: most bits per character; infinite takes all.
-    """
-
-    only: tuple[str, ...] = ()
-    held_out: tuple[str, ...] = ()
-    below: float = float("inf")
+    only: tuple[str, ...] = ()  # patterns of names of runs or trials; () takes all
+    held_out: tuple[str, ...] = ()  # likewise, of those that the law is not fitted to
+    below: float = float("inf")  # most bits per character; infinite takes all
 
 
 def read_runs(folders: Sequence[Path], choice: Choice) -> tuple[list[Run], list[str]]:

@@ -33,19 +33,12 @@ class SequenceCost:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that spends a budget.
+    """A run that spends a budget."""
 
-    Attributes:
-        phases: of the config, scaled.
-        phase_flops: what each costs; together within `TOLERANCE` of the budget.
-        phase_tokens: what each reads.
-        epochs: how often they read the corpus.
-    """
-
-    phases: tuple[PhaseConfig, ...]
-    phase_flops: tuple[float, ...]
-    phase_tokens: tuple[float, ...]
-    epochs: float
+    phases: tuple[PhaseConfig, ...]  # of the config, scaled
+    phase_flops: tuple[float, ...]  # what each costs; together within `TOLERANCE` of the budget
+    phase_tokens: tuple[float, ...]  # what each reads
+    epochs: float  # how often they read the corpus
 
     @property
     def flops(self) -> float:

@@ -46,35 +46,23 @@ class _Frozen(BaseModel):
 
 
 class Trial(_Frozen):
-    """One run of a trial.
+    """One run of a trial."""
 
-    Attributes:
-        trial: name of the config.
-        run: name of its run folder.
-        flops: executed, counted from the tokens that were trained on; 0 if it did not run.
-        minutes: of training, over all starts, without evaluations and checkpoints.
-        words: of the drawn text.
-        scores: as `scores.Scores`.
-        config: of the run, whole.
-        machine: environment.json of the run.
-        remarks: why it has no scores, or what else its row must say.
-    """
-
-    trial: str
-    run: str
+    trial: str  # name of the config
+    run: str  # name of its run folder
     seed: int
     budget: float
-    flops: float = 0.0
+    flops: float = 0.0  # executed, counted from the tokens that were trained on; 0 if it did not run
     steps: int = 0
     tokens: int = 0
     epochs: float = 0.0
-    minutes: float = 0.0
-    words: int
+    minutes: float = 0.0  # of training, over all starts, without evaluations and checkpoints
+    words: int  # of the drawn text
     ground: str
-    scores: Scores = Scores()
-    config: dict[str, Any] = {}
-    machine: dict[str, Any] = {}
-    remarks: str = ""
+    scores: Scores = Scores()  # as `scores.Scores`
+    config: dict[str, Any] = {}  # of the run, whole
+    machine: dict[str, Any] = {}  # environment.json of the run
+    remarks: str = ""  # why it has no scores, or what else its row must say
 
     @property
     def date(self) -> str:

@@ -17,25 +17,15 @@ from pretrain.config import PretrainConfig
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of one run, None where they were not asked for or the model cannot have them.
+    """Scores of one run, None where the model cannot have them."""
 
-    Attributes:
-        nats: per masked token of the held-out text, 15 % masked 80/10/10.
-        accuracy: of these tokens.
-        bits_per_character: of the held-out text; compares runs of one vocabulary only.
-        common_word_bits: of common words in the held-out text; compares vocabularies.
-        common_word_error: standard error of it, over the words.
-        whole_word_bits: (lower, upper) bound of the bits per character of whole words in the held-out text.
-        unscored: why there is no score of words.
-    """
-
-    nats: float | None = None
-    accuracy: float | None = None
-    bits_per_character: float | None = None
-    common_word_bits: float | None = None
-    common_word_error: float | None = None
-    whole_word_bits: tuple[float, float] | None = None
-    unscored: str = ""
+    nats: float | None = None  # per masked token of the held-out text, 15 % masked 80/10/10
+    accuracy: float | None = None  # of these tokens
+    bits_per_character: float | None = None  # of the held-out text; compares runs of one vocabulary only
+    common_word_bits: float | None = None  # of common words in the held-out text; compares vocabularies
+    common_word_error: float | None = None  # standard error of it, over the words
+    whole_word_bits: tuple[float, float] | None = None  # bounds of the bits per character of whole words
+    unscored: str = ""  # why there is no score of words
 
     @property
     def headline(self) -> str:
