@@ -143,7 +143,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run, its model not trained."""
     folder = tmp_path_factory.mktemp("runs")
     make_bert(folder / "bert")
-    return save_untrained(folder, "reviews", {"classification": write_reviews(folder)}, {"label": "negative"})
+    section = {"classification": write_reviews(folder), "engine": {"precision": "auto"}}
+    return save_untrained(folder, "reviews", section, {"label": "negative"})
 
 
 def test_an_export_is_the_model_whole(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

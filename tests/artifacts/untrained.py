@@ -34,7 +34,7 @@ def write_like(
 def save_untrained(folder: Path, name: str, section: dict[str, Any], predicted: dict[str, Any] | None = None) -> Path:
     """A finished run from `folder`/bert with random weights; scored on the dev set if all of it was `predicted` so."""
     values = {"name": name, "run_dir": str(folder / name), "start_from": str(folder / "bert"), "max_length": 32}
-    config = FinetuneConfig.model_validate({**values, **section, "engine": {"precision": "fp32"}})
+    config = FinetuneConfig.model_validate({**values, "engine": {"precision": "fp32"}, **section})
     task = make_task(config.task_settings)
     examples, released = task.read_train(), read_released(folder / "bert")
     torch.manual_seed(1)

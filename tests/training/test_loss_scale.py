@@ -1,7 +1,5 @@
 """The loss scale of fp16 follows the rule of DeepSpeed's dynamic scaler."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
