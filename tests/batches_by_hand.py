@@ -1,7 +1,5 @@
 """Small micro-batches made without a corpus."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Runs on a real local cluster that tests break: start one, submit, find its processes, wait, compare."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -30,25 +28,30 @@ def settings(corpus: Path, run_dir: Path, *, steps: int = 100, workers: int = 2,
         "corpus": {"dir": str(corpus), "vocabulary": {"size": 300}},
         "model": {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "max_positions": 64},
         "phases": [
-            {
-                "sequence_length": 32,
-                "global_sequences": 12,
-                "steps": steps,
-                "peak_learning_rate": 1e-3,
-                "decay": "constant",
-            }
+            {"sequence_length": 32, "global_sequences": 12, "steps": steps}
+            | {"peak_learning_rate": 1e-3, "decay": "constant"}
         ],
         "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 256},
         "evaluation": {"every_steps": 10**6, "sequences": 16},
         "checkpoint": {"every_steps": 25},
         "tracking": {"log_every_steps": 1, "wandb": "off"},
-        "scheduling": {
-            "workers": workers,
-            "cpus_per_worker": 1,
-            "hang_seconds": 8,
-        },
+        "scheduling": {"workers": workers, "cpus_per_worker": 1, "hang_seconds": 8},
         **more,
     }
+
+
+def start(values: dict[str, Any], *, resume: bool = False, **environment: str) -> subprocess.Popen[str]:
+    """A pretraining without Ray, as a process of its own."""
+    path = Path(values["run_dir"]).parent / f"{values['name']}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return subprocess.Popen(
+        [sys.executable, "-m", "finetune.cli", "pretrain", str(path), "--no-ray", *(["--resume"] if resume else [])],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 class Cluster:

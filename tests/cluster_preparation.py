@@ -1,7 +1,5 @@
 """Jobs that tasks on a Ray cluster run in the tests of preparation; traces are left in the working directory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

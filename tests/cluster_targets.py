@@ -1,7 +1,5 @@
 """Functions that Ray workers run in the tests of cluster; each leaves its traces in the working directory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -70,6 +70,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"{package} is not installed"))
 
 
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small corpus, which nobody writes to."""
+    from corpora import make_corpus
+
+    return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=60, vocabulary_size=300)
+
+
 @pytest.fixture(scope="module")
 def s3() -> Iterator[FaultyProxy]:
     """An S3 server for the tests of a file."""

@@ -1,7 +1,5 @@
 """Small synthetic token corpora on disk, in the format of `pretrain.corpus.shards`, for everybody's tests."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import string

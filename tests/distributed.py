@@ -1,7 +1,5 @@
 """Run a function in several real processes joined by gloo, or as one of many simulated ones."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import multiprocessing
@@ -10,6 +8,7 @@ import pickle
 import socket
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,31 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch._C._distributed_c10d import TCPStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@dataclass
+class Alone:
+    """A group of one worker, or what one of several sees of itself."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def collect_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def first_object(self, value: Any) -> Any:
+        return value
+
+
+def engine_of(model: torch.nn.Module, optimizer: Any = None, decay: float = 0.01, **settings: Any) -> Any:
+    """An `Engine` for a model, in fp32 and not compiled unless `settings` (of `EngineConfig`) say so."""
+    from pretrain.config import EngineConfig, OptimizerConfig
+    from pretrain.training.engine import Engine
+    from pretrain.training.optim import make_optimizer, parameter_groups
+
+    choice = optimizer or OptimizerConfig()
+    how = EngineConfig.model_validate({"precision": "fp32", "compile": False, **settings})
+    return Engine(model, lambda named: make_optimizer(choice, parameter_groups(named, decay)), how)
 
 
 def run_workers(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

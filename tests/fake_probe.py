@@ -1,7 +1,5 @@
 """Stands for the command that follows a run: notes how it was started, and does what its options say."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Stands for Ray where several fine-tunings are run: their scores are given, and nothing is trained."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any

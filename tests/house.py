@@ -1,7 +1,5 @@
 """The project's weight, which `tests/house.yaml` limits. `python -m tests.house` prints both."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

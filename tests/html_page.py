@@ -1,7 +1,5 @@
 """Parses generated HTML pages for tests."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from typing import Any

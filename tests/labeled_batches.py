@@ -1,7 +1,5 @@
 """Small batches of labeled windows made without a data set, packed and padded."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Counts the kernels that a GPU would be given, on the meta device."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any
@@ -122,12 +120,7 @@ def _joined(
 
 
 if __name__ == "__main__":
-    for values in (
-        {"name": "adamw"},
-        {"name": "lamb"},
-        {"name": "stable_adamw"},
-        {"name": "muon"},
-    ):
+    for values in ({"name": "adamw"}, {"name": "lamb"}, {"name": "stable_adamw"}, {"name": "muon"}):
         for flat in (True, False):
             found = of_step(OptimizerConfig.model_validate(values), flat=flat)
             print(values, "flat" if flat else "by parameter", found.total, dict(found.counts.most_common(30)))

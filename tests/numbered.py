@@ -1,7 +1,5 @@
 """Corpora whose tokens are numbered, so that every token of a sample says where it came from; and their samples."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

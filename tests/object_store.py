@@ -1,7 +1,5 @@
 """A real S3 server (moto's, in a process of its own) and a proxy in front of it that injects faults, on loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

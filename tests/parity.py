@@ -4,8 +4,6 @@
 measure the first shape.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile
@@ -45,37 +43,21 @@ class Shape(NamedTuple):
     lengths: tuple[int, ...]
 
 
-SHAPES = (
-    Shape(4, 32, 4, 48, (5, 9, 9, 30)),
-    Shape(7, 64, 2, 96, (1, 2, 60, 33)),
-    Shape(3, 48, 6, 200, (17,) * 6),
-    Shape(12, 128, 4, 192, (64, 3, 41)),
-)
+SHAPES = (Shape(4, 32, 4, 48, (5, 9, 9, 30)), Shape(7, 64, 2, 96, (1, 2, 60, 33)))
+SHAPES += (Shape(3, 48, 6, 200, (17,) * 6), Shape(12, 128, 4, 192, (64, 3, 41)))
 ONNX_SHAPE = Shape(2, 16, 2, 24, (5, 9, 9, 20))  # the export takes half a minute and grows with the layers
 
 
-def _usual(shape: Shape, **more: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": ROWS,
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "intermediate_size": shape.intermediate,
-        "max_position_embeddings": 66,
-        "pad_token_id": 0,
-        **more,
-    }
+def usual(shape: Shape, **more: Any) -> dict[str, Any]:
+    """Values of a configuration of transformers, as most families name them."""
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+    sizes = dict(zip(names, shape[:4], strict=True))
+    return {"vocab_size": ROWS, **sizes, "max_position_embeddings": 66, "pad_token_id": 0, **more}
 
 
 def _distilbert(shape: Shape) -> dict[str, Any]:
-    return {
-        "vocab_size": ROWS,
-        "dim": shape.hidden,
-        "n_layers": shape.layers,
-        "n_heads": shape.heads,
-        "hidden_dim": shape.intermediate,
-        "max_position_embeddings": 66,
-    }
+    sizes = dict(zip(("n_layers", "dim", "n_heads", "hidden_dim"), shape[:4], strict=True))
+    return {"vocab_size": ROWS, **sizes, "max_position_embeddings": 66}
 
 
 _MODERN = {"local_attention": 8, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
@@ -93,33 +75,60 @@ _EURO = {"bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3}
 _ALL_BIASES = {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True}
 # Name in the table -> (transformers' config class, its arguments).
 FAMILIES: dict[str, tuple[str, Callable[[Shape], dict[str, Any]]]] = {
-    "BERT": ("BertConfig", _usual),
-    "RoBERTa": ("RobertaConfig", lambda shape: _usual(shape, type_vocab_size=1)),
-    "XLM-R": ("XLMRobertaConfig", lambda shape: _usual(shape, type_vocab_size=1)),
+    "BERT": ("BertConfig", usual),
+    "RoBERTa": ("RobertaConfig", lambda shape: usual(shape, type_vocab_size=1)),
+    "XLM-R": ("XLMRobertaConfig", lambda shape: usual(shape, type_vocab_size=1)),
     "DistilBERT": ("DistilBertConfig", _distilbert),
-    "ELECTRA": ("ElectraConfig", lambda shape: _usual(shape, embedding_size=24)),
-    "ModernBERT": ("ModernBertConfig", lambda shape: _usual(shape, **_MODERN)),
+    "ELECTRA": ("ElectraConfig", lambda shape: usual(shape, embedding_size=24)),
+    "ModernBERT": ("ModernBertConfig", lambda shape: usual(shape, **_MODERN)),
     "ModernBERT with biases, untied, mean": (
         "ModernBertConfig",
-        lambda shape: _usual(shape, **_MODERN, **_ALL_BIASES, tie_word_embeddings=False, classifier_pooling="mean"),
+        lambda shape: usual(shape, **_MODERN, **_ALL_BIASES, tie_word_embeddings=False, classifier_pooling="mean"),
     ),
     "EuroBERT, fewer key heads, late": (
         "EuroBertConfig",
-        lambda shape: _usual(shape, **_EURO, num_key_value_heads=shape.heads // 2),
+        lambda shape: usual(shape, **_EURO, num_key_value_heads=shape.heads // 2),
     ),
     "EuroBERT, tied, first token": (
         "EuroBertConfig",
-        lambda shape: _usual(shape, **_EURO, tie_word_embeddings=True, classifier_pooling="bos"),
+        lambda shape: usual(shape, **_EURO, tie_word_embeddings=True, classifier_pooling="bos"),
     ),
-    "Nomic BERT": ("NomicBertConfig", _usual),
-    "DeBERTa-v3": ("DebertaV2Config", lambda shape: _usual(shape, **_DEBERTA)),
-    "DeBERTa-v3 with lm_predictions": ("DebertaV2Config", lambda shape: _usual(shape, **_DEBERTA, legacy=False)),
+    "Nomic BERT": ("NomicBertConfig", usual),
+    "DeBERTa-v3": ("DebertaV2Config", lambda shape: usual(shape, **_DEBERTA)),
+    "DeBERTa-v3 with lm_predictions": ("DebertaV2Config", lambda shape: usual(shape, **_DEBERTA, legacy=False)),
     "DeBERTa-v2, c2p, own projections, untied": (
         "DebertaV2Config",
-        lambda shape: _usual(shape, **{**_DEBERTA, **_DEBERTA_V2}, tie_word_embeddings=False),
+        lambda shape: usual(shape, **{**_DEBERTA, **_DEBERTA_V2}, tie_word_embeddings=False),
     ),
-    "GTE": ("GteConfig", _usual),
-    "GTE without segments": ("GteConfig", lambda shape: _usual(shape, type_vocab_size=0)),
+    "GTE": ("GteConfig", usual),
+    "GTE without segments": ("GteConfig", lambda shape: usual(shape, type_vocab_size=0)),
+}
+# Further shapes, of which the table has no row.
+_BOTH_KINDS = ("full_attention", "sliding_attention")
+_OTHER_WINDOWS = {
+    "local_attention": 6,
+    "layer_types": list(_BOTH_KINDS) * 2,
+    "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 500.0} for kind in _BOTH_KINDS},
+}
+_P2C = {"position_buckets": -1, "max_relative_positions": 21, "pos_att_type": "p2c", "norm_rel_ebd": "none"}
+_C2P = {"position_buckets": 7, "max_relative_positions": -1, "pos_att_type": ["c2p"], "share_att_key": False}
+OTHERS: dict[str, tuple[str, Callable[[Shape], dict[str, Any]]]] = {
+    "RoBERTa with two types": ("RobertaConfig", lambda shape: usual(shape, type_vocab_size=2, layer_norm_eps=0.01)),
+    "ELECTRA as wide": ("ElectraConfig", lambda shape: usual(shape, embedding_size=shape.hidden)),
+    # The window is wider than every sequence.
+    "ModernBERT, wide": (
+        "ModernBertConfig",
+        lambda shape: {**usual(shape, **_MODERN), "local_attention": 128, "max_position_embeddings": 128},
+    ),
+    "ModernBERT, every second": ("ModernBertConfig", lambda shape: usual(shape, **{**_MODERN, **_OTHER_WINDOWS})),
+    "EuroBERT, all key heads": ("EuroBertConfig", lambda shape: usual(shape, **_EURO)),
+    "EuroBERT, one key head": ("EuroBertConfig", lambda shape: usual(shape, **_EURO, num_key_value_heads=1)),
+    "DeBERTa-v3 as released": (
+        "DebertaV2Config",
+        lambda shape: usual(shape, **{**_DEBERTA, "position_buckets": 256, "max_relative_positions": 512}),
+    ),
+    "DeBERTa, c2p": ("DebertaV2Config", lambda shape: usual(shape, **{**_DEBERTA, **_C2P})),
+    "DeBERTa, p2c, no buckets": ("DebertaV2Config", lambda shape: usual(shape, **{**_DEBERTA, **_P2C})),
 }
 MLM, GRADIENTS, ONNX = "MLM logits", "MLM gradients", "ONNX"
 HEADS: dict[str, tuple[Head, Objective]] = {
@@ -127,7 +136,7 @@ HEADS: dict[str, tuple[Head, Objective]] = {
     "tokens": ("tokens", "classes"),
     "spans": ("spans", "span"),
 }
-_CLASSES = {
+CLASSES = {
     "sequence": "AutoModelForSequenceClassification",
     "tokens": "AutoModelForTokenClassification",
     "spans": "AutoModelForQuestionAnswering",
@@ -169,7 +178,7 @@ def make_theirs(kind: str, family: str, shape: Shape) -> Any | None:
     """
     import transformers
 
-    name, values = FAMILIES[family]
+    name, values = {**FAMILIES, **OTHERS}[family]
     labels = {"id2label": {0: "none", 1: "some", 2: "all"}} if "Classification" in kind else {}
     config = getattr(transformers, name)(**values(shape), **labels)
     torch.manual_seed(0)
@@ -256,7 +265,7 @@ def _gradient_difference(model: PretrainingModel, theirs: Any, released: Release
 def _measure_task(
     family: str, shape: Shape, folder: Path, cell: str, head: Head, objective: Objective, onnx: bool
 ) -> dict[str, float]:
-    theirs = make_theirs(_CLASSES[head], family, shape)
+    theirs = make_theirs(CLASSES[head], family, shape)
     if theirs is None:
         return {}
     released = read_back(theirs, folder)
@@ -300,19 +309,15 @@ def task_batch(released: Released, shape: Shape, head: Head) -> LabeledBatch:
     rows = batch.cu_seqlens[:-1].long() if head == "sequence" else torch.arange(int(lengths.sum()))
     windows = torch.arange(len(lengths))
     labels = torch.zeros(len(rows), 2) if head == "spans" else torch.zeros(len(rows), dtype=torch.long)
+    names = ("input_ids", "token_types", "positions", "cu_seqlens", "token_keys", "lengths")
     return LabeledBatch(
-        input_ids=batch.input_ids,
-        token_types=batch.token_types,
-        positions=batch.positions,
-        cu_seqlens=batch.cu_seqlens,
-        token_keys=batch.token_keys,
+        **{name: getattr(batch, name) for name in names},
         rows=rows,
         sequence=windows if head == "sequence" else torch.repeat_interleave(windows, lengths),
         owners=windows,
         examples=len(windows),
         labels=labels,
         weights=torch.ones(len(rows)),
-        lengths=batch.lengths,
         query_rows=rows.numpy(),
     )
 

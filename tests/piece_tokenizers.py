@@ -4,8 +4,6 @@ The character map is that of SentencePiece 0.2.3's rule `nmt_nfkc` (Apache Licen
 model that it trains has it as `normalizer_spec.precompiled_charsmap`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import lzma

@@ -1,7 +1,5 @@
 """Planted scaling laws, and runs that obey them, for the tests of planning."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from pretrain.planning.law import Law

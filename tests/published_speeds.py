@@ -3,8 +3,6 @@
 A result above the limit would refute the model. The share that public trainers reach is what the dry run assumes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small byte-level tokenizers as RoBERTa, ModernBERT and EuroBERT have them, and checkpoints that use them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Literal

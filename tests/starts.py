@@ -1,7 +1,5 @@
 """Whole trainings, started, stopped and resumed in the processes of `tests.distributed`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The project weighs no more than its committed limits, and the limits follow it down."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-WORDS = [
-    "good",
-    "bad",
-    "fine",
-    "poor",
-    "great",
-    "awful",
-    "film",
-    "book",
-    "plot",
-    "end",
-    "very",
-    "not",
-    "a",
-    "the",
-    "was",
-    "is",
-    "it",
-    "and",
-    "or",
-]
+if TYPE_CHECKING:
+    from pretrain.checkpoint.assembly import Released
+
+WORDS = ["good", "bad", "fine", "poor", "great", "awful", "film", "book", "plot", "end"]
+WORDS += ["very", "not", "a", "the", "was", "is", "it", "and", "or"]
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -39,63 +24,49 @@ def make_bert(folder: Path, *, hidden: int = 32, layers: int = 2, positions: int
     entries = [*SPECIALS, *WORDS, *letters, *(f"##{letter}" for letter in letters), *".,?!0123456789"]
     vocabulary = list(dict.fromkeys(entries))
     torch.manual_seed(seed)
-    shape = BertConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        intermediate_size=2 * hidden,
-        max_position_embeddings=positions,
-    )
+    sizes: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 2 * hidden}
+    shape = BertConfig(vocab_size=len(vocabulary), num_attention_heads=2, max_position_embeddings=positions, **sizes)
     BertModel(shape).save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"do_lower_case": True, "tokenizer_class": "BertTokenizer"})
-    )
+    config = {"do_lower_case": True, "tokenizer_class": "BertTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
 def make_roberta(folder: Path, bert: Path) -> Path:
     """A RobertaModel with random weights, of the vocabulary and tokenizer of `bert`."""
-    import shutil
-
-    import torch
     from transformers import RobertaConfig, RobertaModel
 
-    shutil.copytree(bert, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    torch.manual_seed(0)
-    shape = RobertaConfig(
-        vocab_size=len((bert / "vocab.txt").read_text().splitlines()),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=66,
-        type_vocab_size=1,
-        pad_token_id=0,
-    )
-    RobertaModel(shape).save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    more = {"max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 0}
+    return _with_tokenizer_of(bert, folder, RobertaModel, RobertaConfig, **sizes, **more)
 
 
 def make_distilbert(folder: Path, bert: Path) -> Path:
     """A DistilBertModel with random weights, of the vocabulary and tokenizer of `bert`."""
-    import shutil
-
-    import torch
     from transformers import DistilBertConfig, DistilBertModel
+
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "max_position_embeddings": 64}
+    return _with_tokenizer_of(bert, folder, DistilBertModel, DistilBertConfig, **sizes)
+
+
+def _with_tokenizer_of(bert: Path, folder: Path, model: Any, config: Any, **sizes: int) -> Path:
+    import torch
 
     shutil.copytree(bert, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     torch.manual_seed(0)
-    shape = DistilBertConfig(
-        vocab_size=len((bert / "vocab.txt").read_text().splitlines()),
-        dim=32,
-        n_layers=2,
-        n_heads=2,
-        hidden_dim=64,
-        max_position_embeddings=64,
-    )
-    DistilBertModel(shape).save_pretrained(folder)
+    entries = len((bert / "vocab.txt").read_text().splitlines())
+    model(config(vocab_size=entries, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def write_again(released: Released, folder: Path, tokenizer: Path, purpose: str, **changes: Any) -> Path:
+    """Write a model as it was read, with changes of the arguments of `write_released`; return the folder."""
+    from pretrain.checkpoint.released_writer import write_released
+
+    names = ("family", "model", "backbone", "head", "config")
+    parts = {**{name: getattr(released, name) for name in names}, "tokenizer": tokenizer, "card": "", **changes}
+    write_released(folder, purpose=purpose, **parts)
     return folder
 
 

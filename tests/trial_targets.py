@@ -1,7 +1,5 @@
 """What Ray Tune runs in the tests of cluster.workers.trials; each call leaves its traces in the working directory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Reads the .wandb files of offline runs: records of protobuf in the log format of LevelDB, behind 7 bytes."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from pathlib import Path

@@ -6,8 +6,6 @@ One process takes the part of rank 0 among ranks that do not exist: torch's fake
 nothing. Counted is what any library hands to torch's process group, the last station before NCCL or gloo.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -22,7 +20,7 @@ from torch import Tensor
 from pretrain.batches.batch import MicroBatch
 from pretrain.common.children import run_program
 from pretrain.common.errors import MachineError
-from pretrain.config import EngineConfig, ModelConfig, OptimizerConfig
+from pretrain.config import ModelConfig
 
 RANKS = (8, 64, 256, 1024)
 _VOCABULARY = 30_522
@@ -142,14 +140,12 @@ class _CountingReader:
 def _count(shape: ModelConfig, stage: int, micro_batches: int) -> _Counted:
     """What rank 0 of a process group that exists takes part in."""
     from pretrain.model.heads import PretrainingModel
-    from pretrain.training.engine import Engine
-    from pretrain.training.optim import make_optimizer, parameter_groups
+    from tests.distributed import engine_of
 
-    settings = EngineConfig.model_validate({"zero_stage": stage, "precision": "bf16", "compile": False})
     model = PretrainingModel(shape, _VOCABULARY)
     calls: list[Call] = []
     listen(calls)
-    engine = Engine(model, lambda named: make_optimizer(OptimizerConfig(), parameter_groups(named, 0.01)), settings)
+    engine = engine_of(model, zero_stage=stage, precision="bf16")
     start = list(calls)
     for _ in range(3):  # ZeRO-3 compares the workers' orders of modules in the first two
         calls.clear()

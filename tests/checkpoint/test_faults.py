@@ -1,43 +1,19 @@
 """Faults of one process's own run: a full disk, kills at any moment, leftovers of a compiler. No Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from chaos import ROOT, events, last_step, losses, newest_checkpoint, report, settings, wait_for, wait_for_step
-from corpora import make_corpus
+from chaos import events, last_step, losses, newest_checkpoint, report, settings, start, wait_for, wait_for_step
 
 from pretrain.checkpoint import store
 
 pytestmark = pytest.mark.chaos
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=60, vocabulary_size=300)
-
-
-def start(values: dict[str, Any], *, resume: bool = False, **environment: str) -> subprocess.Popen[str]:
-    path = Path(values["run_dir"]).parent / f"{values['name']}.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return subprocess.Popen(
-        [sys.executable, "-m", "finetune.cli", "pretrain", str(path), "--no-ray", *(["--resume"] if resume else [])],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 def end(started: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]:
@@ -133,12 +109,8 @@ def test_leftovers_of_a_compiler_and_no_ninja_hold_nothing_up(corpus: Path, tmp_
         (extensions / name / "lock").touch()
     without_ninja = [place for place in os.environ["PATH"].split(os.pathsep) if not (Path(place) / "ninja").exists()]
     began = time.monotonic()
-    code, said = end(
-        start(
-            settings(corpus, tmp_path / "lock", steps=5, workers=1),
-            TORCH_EXTENSIONS_DIR=str(extensions),
-            PATH=os.pathsep.join(without_ninja),
-        )
-    )
+    values = settings(corpus, tmp_path / "lock", steps=5, workers=1)
+    path = os.pathsep.join(without_ninja)
+    code, said = end(start(values, TORCH_EXTENSIONS_DIR=str(extensions), PATH=path))
     assert code == 0, said
     report("21 stale compiler lock, no ninja", seconds=round(time.monotonic() - began, 1))

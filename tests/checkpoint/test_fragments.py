@@ -1,7 +1,5 @@
 """The list of fragments in a checkpoint's manifest: short, and every part of it is found."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

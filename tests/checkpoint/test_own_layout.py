@@ -1,7 +1,5 @@
 """Models that no released layout holds: written and read as they are, and used by every command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -42,17 +40,8 @@ SHAPES: list[dict[str, Any]] = [
     PARTS,
     {"family": "modernbert", "local_attention": 8, "norm": "rms_norm"},
     {"pooling": "max", "tied_decoder": False, "activation": "relu"},
-    {
-        "positions": "relative",
-        "relative_buckets": 8,
-        "relative_max_distance": 20,
-        "kv_heads": 1,
-        "pooling": "mean",
-        "token_types": False,
-        "norm": "rms_norm",
-        "norm_placement": "pre",
-        "gated": True,
-    },
+    {"positions": "relative", "relative_buckets": 8, "relative_max_distance": 20, "kv_heads": 1, "pooling": "mean"}
+    | {"token_types": False, "norm": "rms_norm", "norm_placement": "pre", "gated": True},
 ]
 OBJECTIVES: dict[Head, Objective] = {"sequence": "classes", "tokens": "classes", "spans": "span"}
 
@@ -281,29 +270,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
     reviews = write_reviews(root, train=16, dev=6)
-    plan = [
-        Start(continued),
-        Start(
-            pretraining(
-                corpus,
-                root / "student",
-                [(32, 8, 1)],
-                distillation__teacher=str(root / "export"),
-                distillation__initialize=False,
-            )
-        ),
-    ]
+    learns = {"distillation__teacher": str(root / "export"), "distillation__initialize": False}
+    plan = [Start(continued), Start(pretraining(corpus, root / "student", [(32, 8, 1)], **learns))]
+    questions = {"train": str(asked), "dev": str(asked), "stride": 8, "max_question_tokens": 8}
     tunings = [
         Start(tuned(root, "reviews", root / "run", {"classification": reviews})),
         Start(tuned(root, "names", root / "export", {"entities": {"train": str(tagged), "dev": str(tagged)}})),
-        Start(
-            tuned(
-                root,
-                "answers",
-                root / "export",
-                {"questions": {"train": str(asked), "dev": str(asked), "stride": 8, "max_question_tokens": 8}},
-            )
-        ),
+        Start(tuned(root, "answers", root / "export", {"questions": questions})),
     ]
     assert run_workers(1, starts, plan, tunings) == [[""] * 5]
     return root

@@ -1,6 +1,4 @@
-"""Released checkpoints in and out: hidden states and logits equal transformers', every tensor is mapped."""
-
-from __future__ import annotations
+"""Released checkpoints in and out: every tensor is mapped, and what is not whole is refused (invariant 6)."""
 
 import json
 import pickle
@@ -12,228 +10,62 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from corpora import SPECIALS, write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from finetune.tasks.datasets.tables import read_table
-from pretrain.batches.batch import MicroBatch
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, read_config
 from pretrain.checkpoint.mapping import MappedTensor, mapping_table
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.released_writer import their_tensors, write_released
+from pretrain.checkpoint.released_writer import their_tensors
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common import files
 from pretrain.common.errors import InputError
-from pretrain.config import ModelConfig
-from pretrain.model.encoder import Encoder
 from pretrain.model.heads import PretrainingModel
-from tests.batches_by_hand import make_batch
-from tests.bench.baselines import pad
+from tests import parity
+from tests.tiny_checkpoints import write_again
 
 transformers: Any = pytest.importorskip("transformers")
 
 ROWS = 101
-LENGTHS = (5, 9, 9, 30)
-BERT_SIZES = {
-    "vocab_size": ROWS,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 40,
-}
-ROBERTA_SIZES = {**BERT_SIZES, "max_position_embeddings": 42, "type_vocab_size": 1, "layer_norm_eps": 0.01}
-CONFIGS: dict[str, Callable[..., Any]] = {
-    "bert": lambda **more: transformers.BertConfig(**BERT_SIZES, **more),
-    "distilbert": lambda **more: transformers.DistilBertConfig(
-        vocab_size=ROWS, dim=32, n_layers=3, n_heads=4, hidden_dim=48, max_position_embeddings=40, **more
-    ),
-    "roberta": lambda **more: transformers.RobertaConfig(**ROBERTA_SIZES, **more),
-    "roberta with two types": lambda **more: transformers.RobertaConfig(
-        **{**ROBERTA_SIZES, "type_vocab_size": 2}, **more
-    ),
-    "xlm-roberta": lambda **more: transformers.XLMRobertaConfig(**ROBERTA_SIZES, **more),
-    "electra": lambda **more: transformers.ElectraConfig(**BERT_SIZES, embedding_size=24, **more),
-    "electra as wide": lambda **more: transformers.ElectraConfig(**BERT_SIZES, embedding_size=32, **more),
-}
-CLASSES = {
-    "sequence": "AutoModelForSequenceClassification",
-    "tokens": "AutoModelForTokenClassification",
-    "spans": "AutoModelForQuestionAnswering",
-}
+BERT_SIZES = {**parity.usual(parity.Shape(3, 32, 4, 48, ())), "max_position_embeddings": 40}
 
 
-def make_theirs(kind: str, config: Any) -> Any:
-    """A model of transformers whose parameters are all random, so that no two could be swapped unseen."""
-    torch.manual_seed(0)
-    model = getattr(transformers, kind).from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model
-
-
-def save(model: Any, folder: Path, **options: Any) -> Path:
-    model.save_pretrained(folder, **options)
+def save(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
     return folder
 
 
-def batch_of(released: Released) -> MicroBatch:
-    batch = make_batch(LENGTHS, ROWS)
-    return batch if released.token_types == 2 else MicroBatch(**{**vars(batch), "token_types": 0 * batch.token_types})
+# ---- heads
 
 
-def inputs_of(batch: MicroBatch, released: Released) -> dict[str, Tensor]:
-    names = ["input_ids", "attention_mask", *(["token_type_ids"] if released.token_types == 2 else [])]
-    return {name: pad(batch)[name] for name in names}
-
-
-def hidden_states(released: Released, batch: MicroBatch) -> Tensor:
-    encoder = Encoder(released.model, released.vocabulary_size).eval()
-    encoder.load_state_dict(released.backbone)
-    with torch.no_grad():
-        return encoder.encode(batch)
-
-
-def assert_equals(released: Released, theirs: Any) -> None:
-    """Our encoder's hidden states are those of transformers' base model."""
-    batch = batch_of(released)
-    ours = hidden_states(released, batch)
-    inputs = inputs_of(batch, released)
-    with torch.no_grad():
-        states = theirs.base_model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
-    assert states.std() > 0.3
-    torch.testing.assert_close(ours, states, atol=2e-5, rtol=0)
-    assert all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in released.backbone.values())
-
-
-def our_logits(released: Released, purpose: str) -> Tensor:
-    """[sequences or tokens, labels], by the head as its description says."""
-    batch = batch_of(released)
-    states, head = hidden_states(released, batch), released.head
-    layers = released.task_head(purpose)
-    if purpose == "sequence":
-        states = states[batch.cu_seqlens[:-1].long()]
-    if layers.activation:
-        activation = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu}[layers.activation]
-        states = activation(F.linear(states, head["dense_weight"], head["dense_bias"]))
-    return F.linear(states, head["out_weight"], head["out_bias"])
-
-
-def their_logits(theirs: Any, released: Released, purpose: str) -> Tensor:
-    inputs = inputs_of(batch_of(released), released)
-    with torch.no_grad():
-        output = theirs(**inputs)
-    if purpose == "sequence":
-        return output.logits
-    logits = torch.stack([output.start_logits, output.end_logits], -1) if purpose == "spans" else output.logits
-    return logits[inputs["attention_mask"].bool()]
-
-
-# ---- families
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("purpose", CLASSES)
-def test_every_family_comes_in_and_goes_out_with_equal_logits(family: str, purpose: str, tmp_path: Path) -> None:
-    labels = {} if purpose == "spans" else {"id2label": {0: "none", 1: "some", 2: "all"}}
-    theirs = make_theirs(CLASSES[purpose], CONFIGS[family](**labels))
-    released = read_released(save(theirs, tmp_path / "theirs"))
-    assert released.family == family.replace("xlm-", "").split()[0]
-    assert released.model.max_positions == 40
-    assert released.model.embedding == (24 if family == "electra" else 0)
-    assert_equals(released, theirs)
-    assert set(released.head) == {"out_weight", "out_bias"} | (
-        {"dense_weight", "dense_bias"} if purpose == "sequence" else set()
-    )
-    expected = their_logits(theirs, released, purpose)
-    torch.testing.assert_close(our_logits(released, purpose), expected, atol=2e-5, rtol=0)
-
-    write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
-    write_released(
-        tmp_path / "out",
-        family=released.family,
-        model=released.model,
-        backbone=released.backbone,
-        head=released.head,
-        purpose=purpose,
-        config={**released.config, "problem_type": "single_label_classification"},
-        tokenizer=tmp_path,
-        card="# a card\n",
-    )
-    files.verify_manifest(tmp_path / "out")
-    kind = getattr(transformers, CLASSES[purpose])
-    written, report = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert type(written) is type(theirs)
-    torch.testing.assert_close(their_logits(written, released, purpose), expected, atol=1e-6, rtol=0)
-    assert written.config.id2label == theirs.config.id2label
-    assert written.config.problem_type == "single_label_classification"
-    again = read_released(tmp_path / "out")
-    assert again.model == released.model
-    for name, tensor in {**released.backbone, **released.head}.items():
-        assert torch.equal({**again.backbone, **again.head}[name], tensor), name
-
-
-@pytest.mark.parametrize("family", ["bert", "distilbert", "roberta"])
-def test_masked_language_models_keep_their_head(family: str, tmp_path: Path) -> None:
-    theirs = make_theirs("AutoModelForMaskedLM", CONFIGS[family]())
-    released = read_released(save(theirs, tmp_path))
-    model = PretrainingModel(released.model, ROWS, next_sentence=False).eval()
-    model.load_state_dict({**released.backbone, **released.pretraining})
-    batch = batch_of(released)
-    inputs = inputs_of(batch, released)
-    with torch.no_grad():
-        logits = theirs(**inputs).logits[inputs["attention_mask"].bool()][batch.masked_rows]
-        torch.testing.assert_close(model.masked_logits(batch), logits, atol=5e-5, rtol=0)
-
-
-def test_electra_generators_keep_their_head(tmp_path: Path) -> None:
-    theirs = make_theirs("AutoModelForMaskedLM", CONFIGS["electra"]())
-    released = read_released(save(theirs, tmp_path))
+def test_heads_of_electra(tmp_path: Path) -> None:
+    """A generator's head is kept whole; a discriminator loses only the head that is not ours."""
+    released = parity.read_back(parity.make_theirs("AutoModelForMaskedLM", "ELECTRA", parity.SHAPES[0]), tmp_path)
     assert all(tensor.is_read for tensor in released.mapping)
-    model = PretrainingModel(released.model, ROWS, next_sentence=False).eval()
-    model.load_state_dict({**released.backbone, **released.pretraining})
-    batch = batch_of(released)
-    inputs = inputs_of(batch, released)
-    with torch.no_grad():
-        logits = theirs(**inputs).logits[inputs["attention_mask"].bool()][batch.masked_rows]
-        torch.testing.assert_close(model.masked_logits(batch), logits, atol=5e-5, rtol=0)
-
-
-def test_electra_discriminators_lose_only_the_head_that_is_not_ours(tmp_path: Path) -> None:
-    theirs = make_theirs("AutoModelForPreTraining", CONFIGS["electra"]())
-    released = read_released(save(theirs, tmp_path))
-    assert_equals(released, theirs)
+    released = parity.read_back(parity.make_theirs("AutoModelForPreTraining", "ELECTRA", parity.SHAPES[0]), tmp_path)
     left_out = {tensor.name for tensor in released.mapping if not tensor.is_read}
     assert left_out == {name for name in load_file(tmp_path / "model.safetensors") if "discriminator" in name}
 
 
-def test_what_fine_tuning_adds_to_token_types_survives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["DistilBERT", "RoBERTa"])
+def test_what_fine_tuning_adds_to_token_types_survives(family: str, tmp_path: Path) -> None:
     """DistilBERT has no such table and RoBERTa one row, but ours are trained all the same."""
     write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
-    for family in ("distilbert", "roberta"):
-        theirs = make_theirs(CLASSES["tokens"], CONFIGS[family]())
-        read = read_released(save(theirs, tmp_path / family))
-        read.backbone["embeddings.token_type"][0] += torch.linspace(-1, 1, 32)
-        write_released(
-            tmp_path / "out",
-            family=family,
-            model=read.model,
-            backbone=read.backbone,
-            head=read.head,
-            purpose="tokens",
-            config=read.config,
-            tokenizer=tmp_path,
-            card="",
-        )
-        written = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out")
-        expected = our_logits(read, "tokens")
-        torch.testing.assert_close(their_logits(written, read, "tokens"), expected, atol=2e-5, rtol=0)
-        assert (expected - their_logits(theirs, read, "tokens")).abs().max() > 0.1
+    shape = parity.SHAPES[0]
+    theirs: Any = parity.make_theirs(parity.CLASSES["tokens"], family, shape)
+    read = parity.read_back(theirs, tmp_path / family)
+    read.backbone["embeddings.token_type"][0] += torch.linspace(-1, 1, 32)
+    write_again(read, tmp_path / "out", tmp_path, "tokens")
+    written = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out")
+    inputs = parity.inputs_of(parity.batch_for(read, shape), read)
+    with torch.no_grad():
+        expected = parity.task_model(read, "tokens", "classes").eval()(parity.task_batch(read, shape, "tokens")).logits
+        found, before = (parity.their_logits(model.eval(), inputs, "tokens") for model in (written, theirs))
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    assert (expected - before).abs().max() > 0.1
 
 
 # ---- spellings and files of BERT
@@ -241,7 +73,12 @@ def test_what_fine_tuning_adds_to_token_types_survives(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    return make_theirs("AutoModelForPreTraining", CONFIGS["bert"]())
+    torch.manual_seed(0)
+    model = transformers.BertForPreTraining(transformers.BertConfig(**BERT_SIZES)).eval()
+    with torch.no_grad():  # all random, so that no two could be swapped unseen
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
 
 
 def spell(tensors: dict[str, Tensor], pattern: str, replacement: str) -> dict[str, Tensor]:
@@ -301,37 +138,29 @@ def as_safetensors_shards(tensors: dict[str, Tensor], folder: Path) -> None:
     assert len(list(folder.glob("model-*.safetensors"))) > 3
 
 
-SPELLINGS = [
-    as_safetensors,
-    as_nvidia,
-    as_2018,
-    as_sentence_encoder,
-    as_tied_the_other_way,
-    as_bin_shards,
-    as_safetensors_shards,
-]
+SPELLINGS = [as_safetensors, as_nvidia, as_2018, as_sentence_encoder, as_tied_the_other_way]
+SPELLINGS += [as_bin_shards, as_safetensors_shards]
 
 
 @pytest.mark.parametrize("write", SPELLINGS)
 def test_every_spelling_and_file_of_bert(write: Callable[..., None], theirs: Any, tmp_path: Path) -> None:
-    tensors = load_file(save(theirs, tmp_path) / "model.safetensors")
+    """They are read as what transformers writes today, whose logits are ours (test_parity.py)."""
+    today = parity.read_back(theirs, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     write(tensors, tmp_path)
     released = read_released(tmp_path)
-    assert_equals(released, theirs)
-    torch.testing.assert_close(released.head["dense_weight"], theirs.bert.pooler.dense.weight)
-    heads = {name for name in PretrainingModel(released.model, ROWS).state_dict() if name.startswith("heads.")}
-    assert set(released.pretraining) == (set() if write is as_sentence_encoder else heads)
-    filled = [tensor.target for tensor in released.mapping if tensor.is_read]
-    named = {target.replace("head.dense", "heads.pooler") for target in filled} - {
-        "heads.pooler_weight",
-        "heads.pooler_bias",
-    }
-    assert named == (released.backbone.keys() | released.pretraining.keys()) - {
-        "heads.pooler_weight",
-        "heads.pooler_bias",
-    }
-    reasons = {tensor.target for tensor in released.mapping} - set(filled)
+    for part in ("backbone", "head", "pretraining"):
+        expected = {} if (part, write) == ("pretraining", as_sentence_encoder) else getattr(today, part)
+        found = getattr(released, part)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in found.values())
+    filled = {tensor.target for tensor in released.mapping if tensor.is_read}
+    pooler = {"heads.pooler_weight", "heads.pooler_bias"}
+    named = {target.replace("head.dense", "heads.pooler") for target in filled} - pooler
+    assert named == (released.backbone.keys() | released.pretraining.keys()) - pooler
+    reasons = {tensor.target for tensor in released.mapping} - filled
     expected = {
         as_nvidia: {"left out: tied to embeddings.word"},
         as_2018: {"left out: tied to embeddings.word", "left out: a constant: 0, 1, 2, ..."},
@@ -340,9 +169,8 @@ def test_every_spelling_and_file_of_bert(write: Callable[..., None], theirs: Any
 
 
 def test_half_precision_is_widened(theirs: Any, tmp_path: Path) -> None:
-    tensors = {
-        name: tensor.bfloat16() for name, tensor in load_file(save(theirs, tmp_path) / "model.safetensors").items()
-    }
+    full = load_file(save(theirs, tmp_path) / "model.safetensors")
+    tensors = {name: tensor.bfloat16() for name, tensor in full.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     released = read_released(tmp_path)
     word = released.backbone["embeddings.word"]
@@ -359,17 +187,8 @@ def test_a_padded_vocabulary_stays_as_it_is(theirs: Any, tmp_path: Path) -> None
     released = read_released(tmp_path)
     assert released.vocabulary_size == len(released.pretraining["heads.mlm_bias"]) == ROWS + 3
     write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
-    write_released(
-        tmp_path / "out",
-        family="bert",
-        model=released.model,
-        backbone=released.backbone,
-        head={"out_weight": torch.ones(2, 32), "out_bias": torch.ones(2)},
-        purpose="spans",
-        config=released.config,
-        tokenizer=tmp_path,
-        card="",
-    )
+    head = {"out_weight": torch.ones(2, 32), "out_bias": torch.ones(2)}
+    write_again(released, tmp_path / "out", tmp_path, "spans", head=head)
     written = transformers.AutoModelForQuestionAnswering.from_pretrained(tmp_path / "out")
     assert written.config.vocab_size == ROWS + 3
 
@@ -379,17 +198,13 @@ def test_a_padded_vocabulary_stays_as_it_is(theirs: Any, tmp_path: Path) -> None
 
 def test_the_mapping_table_is_short_and_names_what_is_left_out(theirs: Any, tmp_path: Path) -> None:
     tensors = load_file(save(theirs, tmp_path) / "model.safetensors")
-    more = {f"adapters.{number}.down": torch.zeros(1) for number in range(2)}
-    extra = {
-        **more,
-        "embeddings.position_ids": torch.arange(40)[None],
-        "cls.predictions.decoder.weight": tensors["bert.embeddings.word_embeddings.weight"].clone(),
-    }
+    extra = {f"adapters.{number}.down": torch.zeros(1) for number in range(2)}
+    extra["embeddings.position_ids"] = torch.arange(40)[None]
+    extra["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
     save_file({**tensors, **extra}, tmp_path / "model.safetensors")
     released = read_released(tmp_path)
-    assert {tensor.name: tensor.shape for tensor in released.mapping} == {
-        name: tuple(tensor.shape) for name, tensor in {**tensors, **extra}.items()
-    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in {**tensors, **extra}.items()}
+    assert {tensor.name: tensor.shape for tensor in released.mapping} == shapes
     assert sorted(mapping_table(released.mapping).split("\n")) == sorted(
         [
             "bert.embeddings.*          5 tensors -> embeddings.*",
@@ -408,21 +223,14 @@ def test_names_left_out_are_a_pattern_unless_it_matches_one_that_is_read() -> No
     heads = [MappedTensor(f"cls.{letter}.weight", (1,), "left out: why") for letter in "abcdefgh"]
     read = MappedTensor("bert.pooler.weight", (1,), "head.dense_weight")
     assert mapping_table([read, *heads]).split("\n")[1] == "cls.*: 8 tensors left out: why"
-    also = read._replace(name="cls.pooler.weight")
-    assert (
-        mapping_table([also, *heads]).split("\n")[1] == "cls.a.weight, cls.b.weight and 6 more: 8 tensors left out: why"
-    )
+    rows = mapping_table([read._replace(name="cls.pooler.weight"), *heads]).split("\n")
+    assert rows[1] == "cls.a.weight, cls.b.weight and 6 more: 8 tensors left out: why"
     assert mapping_table([]) == ""
 
 
 SHAPE = read_config(BERT_SIZES).model
-TENSORS = their_tensors(
-    {
-        name.replace("heads.pooler_", "head.dense_"): torch.randn_like(tensor)
-        for name, tensor in PretrainingModel(SHAPE, ROWS).state_dict().items()
-    },
-    BERT,
-)
+STATE = PretrainingModel(SHAPE, ROWS).state_dict().items()
+TENSORS = their_tensors({n.replace("heads.pooler_", "head.dense_"): torch.randn_like(t) for n, t in STATE}, BERT)
 
 
 def read_tensors(tensors: dict[str, Tensor], **config: Any) -> Released:
@@ -444,12 +252,8 @@ def target_of(released: Released, name: str) -> str:
 def test_a_head_that_is_not_whole_is_left_out_whole(name: str, change: Tensor | None, reason: str) -> None:
     tensors = {key: tensor for key, tensor in TENSORS.items() if key != name}
     released = read_tensors({**tensors, **({} if change is None else {name: change})})
-    assert set(released.pretraining) == {
-        "heads.pooler_weight",
-        "heads.pooler_bias",
-        "heads.nsp_weight",
-        "heads.nsp_bias",
-    }
+    others = ("heads.pooler_weight", "heads.pooler_bias", "heads.nsp_weight", "heads.nsp_bias")
+    assert set(released.pretraining) == set(others)
     assert re.search(f"^left out: .*{reason}", target_of(released, "cls.predictions.transform.LayerNorm.weight"))
     if "decoder" in name:
         assert target_of(released, name) == "left out: its head is not read"
@@ -461,9 +265,8 @@ def test_a_classifier_of_another_shape_is_left_out() -> None:
     assert set(released.head) == {"dense_weight", "dense_bias"}
     assert target_of(released, "classifier.bias") == "left out: head.out_weight would be [3, 33]"
     classifier = {"classifier.weight": torch.ones(3, 32), "classifier.bias": torch.ones(2)}
-    assert target_of(read_tensors({**TENSORS, **classifier}), "classifier.weight").startswith(
-        "left out: its rows and biases"
-    )
+    reason = target_of(read_tensors({**TENSORS, **classifier}), "classifier.weight")
+    assert reason.startswith("left out: its rows and biases")
 
 
 @pytest.mark.parametrize("prefix", ["0.auto_model.", "encoder.", "backbone.bert.", "net.backbone."])
@@ -480,9 +283,7 @@ def test_a_foreign_prefix_is_taken_off_and_shown(prefix: str) -> None:
 
 
 def test_what_names_a_file_has_is_said() -> None:
-    with pytest.raises(
-        InputError, match=r"word_embeddings\.weight is missing; the file has a\.b, c\.d, \.\.\. A partly"
-    ):
+    with pytest.raises(InputError, match=r"word_embeddings\.weight is missing; the file has a\.b, c\.d, \.\.\. A p"):
         read_tensors({"c.d": torch.ones(3), "a.b": torch.ones(3), "e.f": torch.ones(3)})
 
 
@@ -555,10 +356,8 @@ def test_weights_of_another_config_are_refused() -> None:
         read_tensors(TENSORS, num_hidden_layers=2)
     with pytest.raises(InputError, match=r"expected \[101, 64\]"):
         read_tensors(TENSORS, hidden_size=64)
-    electra = {
-        name.replace("bert.", "electra."): tensor[..., :24] if "embeddings" in name else tensor
-        for name, tensor in TENSORS.items()
-    }
+    narrow = {name: tensor[..., :24] if "embeddings" in name else tensor for name, tensor in TENSORS.items()}
+    electra = {name.replace("bert.", "electra."): tensor for name, tensor in narrow.items()}
     with pytest.raises(InputError, match=r"embeddings_project\.weight is missing"):
         read_tensors(electra, model_type="electra", embedding_size=24)
 
@@ -583,10 +382,7 @@ def test_quantized_weights_are_refused(name: str, kind: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"model_type": "deberta"},
-            "model_type is 'deberta'; bert, bertrain, deberta-v2, distilbert, .* are supported",
-        ),
+        ({"model_type": "deberta"}, "model_type is 'deberta'; bert, bertrain, deberta-v2, .* are supported"),
         ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new'; only 'gelu'"),
         ({"layer_norm_eps": 0}, "greater than 0"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
@@ -654,21 +450,6 @@ class Hostile:
         self.mark = mark
 
 
-def test_a_strangers_pickle_is_not_run(theirs: Any, tmp_path: Path) -> None:
-    save(theirs, tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    mark = tmp_path / "was-run"
-    torch.save({**TENSORS, "hostile": Hostile(mark)}, tmp_path / "pytorch_model.bin")
-    # torch's own message advises to run it.
-    with pytest.raises(
-        InputError, match=r"pytorch_model\.bin: cannot be read as plain tensors \(it holds other objects\)"
-    ):
-        read_released(tmp_path)
-    assert not mark.exists()
-    pickle.loads(pickle.dumps(Hostile(mark)))
-    assert mark.exists()  # it would have
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_pickle_is_not_run_wherever_it_hides(theirs: Any, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -682,9 +463,13 @@ def test_a_pickle_is_not_run_wherever_it_hides(theirs: Any, tmp_path: Path, seed
     if rng.random() < 0.5:
         content = {"model": content, "optimizer": {"state": {0: hostile}}}
     torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=rng.random() < 0.5)
-    with pytest.raises(InputError, match=r"pytorch_model\.bin: cannot be read as plain tensors"):
+    # torch's own message advises to run it.
+    refused = r"pytorch_model\.bin: cannot be read as plain tensors \(it holds other objects\)"
+    with pytest.raises(InputError, match=refused):
         read_released(tmp_path)
     assert not mark.exists()
+    pickle.loads(pickle.dumps(hostile))
+    assert mark.exists()  # it would have
 
 
 @pytest.mark.parametrize(
@@ -709,50 +494,24 @@ def test_an_index_leads_nowhere_else(file: Any, message: str, theirs: Any, tmp_p
 
 def test_writing_refuses_what_does_not_fit(tmp_path: Path) -> None:
     released = read_tensors(TENSORS)
-    common: dict[str, Any] = {
-        "family": "bert",
-        "model": SHAPE,
-        "backbone": released.backbone,
-        "tokenizer": tmp_path,
-        "card": "",
-    }
     head = {"out_weight": torch.ones(3, 32), "out_bias": torch.ones(3)}
+    two_labels = {"id2label": {0: "a", 1: "b"}, "pad_token_id": 0}
+
+    def write(purpose: str, config: dict[str, Any]) -> Path:
+        return write_again(released, tmp_path / "out", tmp_path, purpose, head=head, config=config)
+
     with pytest.raises(ValueError, match="needs dense_bias, dense_weight"):
-        write_released(tmp_path / "out", **common, head=head, purpose="sequence", config={})
+        write("sequence", {})
     with pytest.raises(ValueError, match="names 2 labels, but the head has 3"):
-        write_released(
-            tmp_path / "out",
-            **common,
-            head=head,
-            purpose="tokens",
-            config={"id2label": {0: "a", 1: "b"}, "pad_token_id": 0},
-        )
+        write("tokens", two_labels)
     with pytest.raises(InputError, match="has no tokenizer"):
-        write_released(tmp_path / "out", **common, head=head, purpose="tokens", config={})
+        write("tokens", {})
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.iterdir())
     # Whatever the config that was read said of another code is not passed on.
     write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
     stale = {"auto_map": {"AutoModel": "evil.Model"}, "torch_dtype": "float16", "hidden_size": 7, "num_labels": 9}
-    write_released(tmp_path / "out", **common, head=head, purpose="tokens", config=stale)
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = json.loads((write("tokens", stale) / "config.json").read_text())
     assert not {"auto_map", "torch_dtype", "num_labels"} & set(config)
     assert (config["hidden_size"], config["dtype"], config["pad_token_id"]) == (32, "float32", 0)
     assert config["id2label"] == {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}
-
-
-# ---- what the encoder got for it
-
-
-def test_projected_embeddings_and_eps_survive_training_and_checkpointing() -> None:
-    """Gradients reach the projection, and recomputing the layers changes nothing."""
-    shape = ModelConfig.model_validate({**SHAPE.model_dump(), "embedding": 24, "layer_norm_eps": 0.01})
-    batch, found = make_batch(LENGTHS, ROWS), []
-    for checkpointing in (False, True):
-        torch.manual_seed(0)
-        encoder = Encoder(shape, ROWS, activation_checkpointing=checkpointing)
-        (encoder.encode(batch) * torch.linspace(-1, 1, 32)).sum().backward()
-        found.append({name: p.grad for name, p in encoder.named_parameters()})
-        assert all(gradient is not None and gradient.abs().max() > 0 for gradient in found[-1].values())
-    torch.testing.assert_close(found[0], found[1])
-    assert found[0]["embeddings.project_weight"].shape == (32, 24)

@@ -1,7 +1,5 @@
 """Background checkpoints: the saved state, storage failures, and the same behavior on all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -22,17 +20,7 @@ from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import MachineError
 from pretrain.run import loop
 from pretrain.training.engine import Fragment
-
-
-class Alone:
-    rank, world_size = 0, 1
-
-    def collect_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def first_object(self, value: Any) -> Any:
-        return value
-
+from tests.distributed import Alone
 
 STATE = {"step": 1, "shapes": {"a": [4]}}
 
@@ -96,6 +84,28 @@ class Rank:
         return found
 
 
+def train_two(folder: Path, steps: int) -> list[str]:
+    """What the saves of two ranks raised, at any step."""
+    failed = []
+
+    def train(rank: int) -> None:
+        saver = Saver(folder, Rank(rank), keep_last=3, retry_seconds=0.0)
+        try:
+            for step in range(1, steps + 1):
+                fragment = Fragment("a", 2 * rank, {"weight": torch.full((2,), float(step))}, shared=False)
+                saver.save(step, [fragment], {**STATE, "step": step})
+            saver.wait()
+        except MachineError as error:
+            failed.append(str(error))
+
+    ranks = [threading.Thread(target=train, args=(rank,)) for rank in (0, 1)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+    return failed
+
+
 def test_no_rank_writes_while_the_first_still_removes_old_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,27 +117,7 @@ def test_no_rank_writes_while_the_first_still_removes_old_checkpoints(
         prune(*arguments)
 
     monkeypatch.setattr(store, "prune", slow)
-    failed = []
-
-    def train(rank: int) -> None:
-        saver = Saver(tmp_path, Rank(rank), keep_last=3, retry_seconds=0.0)
-        for step in (1, 2):
-            fragment = Fragment("a", 2 * rank, {"weight": torch.full((2,), float(step))}, shared=False)
-            try:
-                saver.save(step, [fragment], {**STATE, "step": step})
-            except MachineError as error:
-                failed.append(error)
-        try:
-            saver.wait()
-        except MachineError as error:
-            failed.append(error)
-
-    ranks = [threading.Thread(target=train, args=(rank,)) for rank in (0, 1)]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join(60)
-    assert not failed
+    assert not train_two(tmp_path, steps=2)
     for step in (1, 2):
         assert store.newest(tmp_path) == tmp_path / "step-00000002"
         assert store.read_weights(tmp_path / store.name_of(step))["a"].tolist() == [step] * 4
@@ -143,22 +133,7 @@ def test_the_other_ranks_do_not_wait_for_one_whose_save_failed(tmp_path: Path, m
         write(tensors, path)
 
     monkeypatch.setattr(store, "save_file", save_file)
-    failed = []
-
-    def train(rank: int) -> None:
-        saver = Saver(tmp_path, Rank(rank), keep_last=3, retry_seconds=0.0)
-        saver.save(1, [Fragment("a", 2 * rank, {"weight": torch.ones(2)}, shared=False)], STATE)
-        try:
-            saver.wait()
-        except MachineError as error:
-            failed.append(str(error))
-
-    ranks = [threading.Thread(target=train, args=(rank,)) for rank in (0, 1)]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join(60)
-    assert failed == ["worker 1: MemoryError: too little"] * 2
+    assert train_two(tmp_path, steps=1) == ["worker 1: MemoryError: too little"] * 2
     assert not list(tmp_path.iterdir())
 
 
@@ -175,8 +150,7 @@ def test_storage_that_fails_for_a_while_is_tried_again(tmp_path: Path, monkeypat
     assert store.newest(folder) == folder / "step-00000001"
     assert re.match(r"step-00000001 was delayed \d+ s by the storage: ", saver.trouble)
     saver.trouble = ""
-    saver.save(2, fragments(torch.ones(4)), {**STATE, "step": 2})
-    saver.wait()
+    save_and_wait(saver, 2)
     assert not saver.trouble
 
 
@@ -225,8 +199,7 @@ def test_a_failure_for_good_is_raised_and_the_checkpoint_before_stays(
 ) -> None:
     monkeypatch.setattr(saver_module, "FIRST_WAIT_SECONDS", 0.05)
     saver = make(tmp_path, retry_seconds=60.0)
-    saver.save(1, fragments(torch.ones(4)), STATE)
-    saver.wait()
+    save_and_wait(saver, 1)
     tries = []
 
     def full(*_: Any) -> Any:

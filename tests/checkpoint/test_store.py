@@ -1,7 +1,5 @@
 """Checkpoints are atomic and verified: damaged ones are never resumed from, intact ones are kept."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools
@@ -26,23 +24,9 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import put_manifest, verify_manifest
 from pretrain.run.session import newest_checkpoint
 from pretrain.training.engine import RankGroup
-from tests.distributed import run_workers
+from tests.distributed import Alone, run_workers
 
 SHAPES = {"a": [4, 5], "b": [7]}
-
-
-@dataclass
-class Alone:
-    """A group of one worker."""
-
-    rank: int = 0
-    world_size: int = 1
-
-    def collect_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def first_object(self, value: Any) -> Any:
-        return value
 
 
 @dataclass
@@ -78,7 +62,14 @@ def save(folder: Path, step: int, *, loss: float | None = None, weights: Weights
 
 
 def test_any_range_of_any_parameter_reads_back(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, 3)
+    before = os.umask(0o022)
+    try:
+        save(tmp_path, 3, weights=Weights(2))
+        checkpoint = save(tmp_path, 3)  # replaces it
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in checkpoint.iterdir()} == {"0o644"}  # what the umask allows
+    assert store.read_state(checkpoint)["step"] == 3
     with store.CheckpointReader(checkpoint) as reader:
         for kind in ("weight", "exp_avg", "exp_avg_sq"):
             expected = Weights(3).tensor(kind, "a")
@@ -103,52 +94,26 @@ def damage_manifest(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text("{")
 
 
-def damage_number_in_manifest(checkpoint: Path) -> None:
-    """One flipped bit, 0 to 1, that leaves valid JSON and the files' right hashes."""
-    path = checkpoint / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["fragments"][0]["start"] ^= 1
-    path.write_text(json.dumps(manifest))
+def fail(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, path: Path, number: int, left: list[int]) -> None:
+    """Make a function raise an error of the system for a path, and for what is in it, as often as `left` says."""
+    real = getattr(owner, name)
 
+    def unreliable(given: Any, *arguments: Any, **more: Any) -> Any:
+        if left[0] and path in (Path(given), Path(given).parent):
+            left[0] -= 1
+            raise OSError(number, os.strerror(number), str(given))
+        return real(given, *arguments, **more)
 
-def damage_state(checkpoint: Path) -> None:
-    path = checkpoint / "state.json"
-    path.write_text(path.read_text().replace('"step": 20', '"step": 21'))
-
-
-@pytest.mark.parametrize("damage", [damage_manifest, damage_number_in_manifest, damage_state])
-def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, damage, caplog) -> None:
-    good, bad = save(tmp_path, 10), save(tmp_path, 20)
-    damage(bad)
-    with caplog.at_level("WARNING"):
-        assert store.newest(tmp_path) == good
-        assert bad.exists(), "only the run itself may rename"
-        assert store.newest(tmp_path, set_aside=True) == good
-    assert not bad.exists()
-    assert (tmp_path / "damaged-step-00000020").is_dir()
-    assert store.damaged_after(good) == ["damaged-step-00000020"]
-    assert store.damaged_after(save(tmp_path, 20)) == []
-    assert "step-00000020" in caplog.text
-    assert "Trying the checkpoint before it" in caplog.text
+    monkeypatch.setattr(reading, "READ_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(owner, name, unreliable)
 
 
 @pytest.mark.parametrize("failures", [1, 99])
-def test_an_unreadable_checkpoint_is_retried_then_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
-) -> None:
+def test_an_unreadable_checkpoint_is_retried_then_refused(tmp_path: Path, monkeypatch, failures: int) -> None:
     """The one before it may be much older, and all may be unreadable, which is not a new run."""
-    monkeypatch.setattr(reading, "READ_WAIT_SECONDS", 0.0)
     save(tmp_path, 10)
     bad = save(tmp_path, 20)
-    verify, left = store.verify_manifest, [failures]
-
-    def unreliable(checkpoint: Path, **how: Any) -> Any:
-        if checkpoint == bad and left[0]:
-            left[0] -= 1
-            raise OSError(errno.EIO, "Input/output error")
-        return verify(checkpoint, **how)
-
-    monkeypatch.setattr(store, "verify_manifest", unreliable)
+    fail(monkeypatch, store, "verify_manifest", bad, errno.EIO, [failures])
     if failures == 1:
         assert store.newest(tmp_path, set_aside=True) == bad
     else:
@@ -164,21 +129,9 @@ def test_reading_a_verified_checkpoint_is_retried_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, number: int, failures: int
 ) -> None:
     """Rank 0 verifies; the machine of another rank may not see a file yet."""
-    monkeypatch.setattr(reading, "READ_WAIT_SECONDS", 0.0)
     checkpoint, left = save(tmp_path, 10), [failures]
-
-    def unreliable(read: Any) -> Any:
-        def reads(path: Any, *arguments: Any, **more: Any) -> Any:
-            if Path(path) == checkpoint / which and left[0]:
-                left[0] -= 1
-                raise OSError(number, os.strerror(number))
-            return read(path, *arguments, **more)
-
-        return reads
-
-    monkeypatch.setattr(Path, "read_text", unreliable(Path.read_text))
-    monkeypatch.setattr(Path, "read_bytes", unreliable(Path.read_bytes))
-    monkeypatch.setattr(reading, "safe_open", unreliable(reading.safe_open))
+    for owner, name in ((Path, "read_text"), (Path, "read_bytes"), (reading, "safe_open")):
+        fail(monkeypatch, owner, name, checkpoint / which, number, left)
     refused = pytest.raises(MachineError, match=rf"{which}: cannot be read \({os.strerror(number)}\)\. Check")
     with contextlib.nullcontext() if failures == 1 else refused:
         assert store.read_state(checkpoint)["step"] == 10
@@ -187,14 +140,8 @@ def test_reading_a_verified_checkpoint_is_retried_too(
 
 
 def test_a_manifest_that_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest, opened = save(tmp_path, 10) / "manifest.json", Path.open
-
-    def refused(path: Path, *arguments: Any, **more: Any) -> Any:
-        if path == manifest:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return opened(path, *arguments, **more)
-
-    monkeypatch.setattr(Path, "open", refused)
+    manifest = save(tmp_path, 10) / "manifest.json"
+    fail(monkeypatch, Path, "open", manifest, errno.EACCES, [99])
     with pytest.raises(MachineError, match=r"manifest\.json: cannot be read \(Permission denied\)"):
         store.newest(tmp_path, set_aside=True)
     assert manifest.is_file()
@@ -236,15 +183,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_a_new_one(tmp_path: Path
     for _ in range(2):
         with pytest.raises(InputError, match=r"all checkpoints are damaged.*start from step 0"):
             store.newest(tmp_path, set_aside=True)
-
-
-def test_other_users_may_read_what_the_umask_allows(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        files = list(save(tmp_path, 10).iterdir())
-    finally:
-        os.umask(before)
-    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {p.name: "0o644" for p in files}
 
 
 def test_a_half_written_checkpoint_does_not_exist(tmp_path: Path) -> None:
@@ -314,16 +252,8 @@ def test_kept_checkpoints_stay_and_a_damaged_old_state_stops_nothing(tmp_path: P
 
 def test_nothing_is_pruned_while_the_best_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = [save(tmp_path, step, loss=float(step)) for step in (1, 2, 3)]
-    read = Path.read_text
-
-    def stale(path: Path, *arguments: Any, **more: Any) -> str:
-        if path.parent == checkpoints[0]:
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return read(path, *arguments, **more)
-
-    monkeypatch.setattr(reading, "READ_WAIT_SECONDS", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", stale)
+        fail(patch, Path, "read_text", checkpoints[0], errno.ESTALE, [99])
         with pytest.raises(MachineError, match=r"step-00000001/state\.json: cannot be read \(Stale file handle\)"):
             store.prune(tmp_path, 1)
     assert store.list_checkpoints(tmp_path) == checkpoints
@@ -381,9 +311,13 @@ def test_a_checkpoint_without_the_file_that_a_rank_wrote_is_not_published(
     assert not list(tmp_path.iterdir())
 
 
+def own_group() -> RankGroup:
+    return RankGroup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
+
+
 def save_and_count_bytes(folder: Path) -> tuple[int, str]:
     """Save 200 pieces, then a checkpoint that fails on rank 1: (bytes of objects that this rank received, error)."""
-    group = RankGroup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
+    group = own_group()
     read, received = distributed_c10d._tensor_to_object, []
 
     def counted(tensor: Tensor, size: Any, *more: Any) -> Any:
@@ -403,7 +337,7 @@ def save_and_count_bytes(folder: Path) -> tuple[int, str]:
 
 def find_newest_and_note_reads(folder: Path, trouble: str = "") -> tuple[Path | str | None, list[str]]:
     """(the checkpoint to resume from, or the error; the files that this rank read as its share)."""
-    group = RankGroup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
+    group = own_group()
     read, verify, bytes_of = [], store.verify_content, Path.read_bytes
     failures = [FileNotFoundError(errno.ENOENT, "No such file")] if trouble == "late" and group.rank == 1 else []
 
@@ -454,7 +388,7 @@ def test_a_checkpoint_that_only_one_machine_reads_as_damaged_is_kept(tmp_path: P
 
 
 def save_two_checkpoints(folder: Path) -> None:
-    group = RankGroup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), dist.new_group(backend="gloo"))
+    group = own_group()
     for step in (1, 2):
         held = [Held("a", 2 * group.rank, {"weight": torch.full((2,), 1.0 * step)})]
         store.save(folder, step, held, {"step": step, "shapes": {"a": [6]}}, group)
@@ -519,16 +453,15 @@ def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
         save(tmp_path / "file" / "checkpoints", 1)
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    save(tmp_path, 1, weights=Weights(1))
-    checkpoint = save(tmp_path, 1, weights=Weights(2))
-    with store.CheckpointReader(checkpoint) as reader:
-        assert torch.equal(reader.read("weight", "b", 0, 7), Weights(2).tensor("weight", "b"))
-    assert json.loads((checkpoint / "state.json").read_text())["step"] == 1
-
-
-def damage(checkpoint: Path, rng: random.Random) -> str:
+def damage(checkpoint: Path, seed: int) -> str:
     """Damage one file of a checkpoint in ways that disks and people do; returns a description."""
+    rng = random.Random(seed)
+    if seed == 0:  # one flipped bit, 0 to 1, that leaves valid JSON and the files' right hashes
+        path = checkpoint / "manifest.json"
+        manifest = json.loads(path.read_text())
+        manifest["fragments"][0]["start"] ^= 1
+        path.write_text(json.dumps(manifest))
+        return "a number in the manifest"
     path = rng.choice(sorted(checkpoint.iterdir()))
     data = bytearray(path.read_bytes())
     kind = rng.choice(["flip", "cut", "remove", "garbage", "grow"])
@@ -547,8 +480,16 @@ def damage(checkpoint: Path, rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_damage_is_noticed_and_the_checkpoint_before_taken(tmp_path: Path, seed: int) -> None:
+def test_any_damage_is_noticed_and_the_checkpoint_before_taken(tmp_path: Path, seed: int, caplog) -> None:
     good, bad = save(tmp_path, 10), save(tmp_path, 20)
-    what = damage(bad, random.Random(seed))
-    assert store.newest(tmp_path, set_aside=True) == good, what
+    what = damage(bad, seed)
+    with caplog.at_level("WARNING"):
+        assert store.newest(tmp_path) == good, what
+        assert bad.exists(), "only the run itself may rename"
+        assert store.newest(tmp_path, set_aside=True) == good, what
     assert not store.list_checkpoints(tmp_path)[1:]
+    assert (tmp_path / "damaged-step-00000020").is_dir()
+    assert store.damaged_after(good) == ["damaged-step-00000020"]
+    assert store.damaged_after(save(tmp_path, 20)) == []
+    assert "step-00000020" in caplog.text
+    assert "Trying the checkpoint before it" in caplog.text

@@ -1,37 +1,29 @@
 """A released model's tokenizer, read from each kind of file, gives the same ids as transformers' AutoTokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from corpora import SPECIALS, write_tokenizer
+from tiny_checkpoints import write_again
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers, processors
 
 from finetune.tasks.datasets.text import TextEncoder
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.released_writer import write_released
 from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer, read_tokenizer
 from pretrain.common.errors import InputError
+from tests import parity
 
 transformers: Any = pytest.importorskip("transformers")
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyzé.,!'中文", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyzé")]
 UNCASED = [*SPECIALS, "[unused0]", *LETTERS, "the", "cat"]
 CASED = [*UNCASED, "The", *"THC"]
-TEXTS = [
-    "The cat sat.",
-    "Café, CAFÉ!",
-    "it's 中文 here",
-    "",
-    " [MASK]  the\tcat ",
-    "a" * 120,
-    "the <mask> and <s>",
-    "\u2028the\x00cat\x85",
-    "Ünïcödé 1234",
-]
+TEXTS = ["The cat sat.", "Café, CAFÉ!", "it's 中文 here", "", " [MASK]  the\tcat ", "a" * 120, "the <mask> and <s>"]
+TEXTS += ["\u2028the\x00cat\x85", "Ünïcödé 1234"]
+ROBERTA_SPECIALS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 def write_files(folder: Path, vocabulary: list[str] | None, **settings: Any) -> Path:
@@ -41,6 +33,20 @@ def write_files(folder: Path, vocabulary: list[str] | None, **settings: Any) -> 
     if settings:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def write_byte_pairs(folder: Path, texts: list[str]) -> Path:
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(texts, 320, special_tokens=ROBERTA_SPECIALS, show_progress=False)
+    trained.save_model(str(folder))
+    return folder
+
+
+def copy(folder: Path, kind: str) -> Path:
+    """The folder `out` within `folder`, with a copy of its tokenizer for 40 positions."""
+    (folder / "out").mkdir()
+    copy_tokenizer(ModelTokenizer.read(folder), folder / "out", tokenizer_class=kind, max_positions=40)
+    return folder / "out"
 
 
 def assert_equals_transformers(folder: Path, tokenizer: Tokenizer, texts: list[str] = TEXTS) -> None:
@@ -90,18 +96,13 @@ def test_a_cased_tokenizer_json_stays_cased_without_a_word_about_it(tmp_path: Pa
     tokenizer = read_tokenizer(tmp_path)
     assert tokenizer.encode("The the").tokens == ["[CLS]", "The", "the", "[SEP]"]
     # What we write says so, and transformers then agrees.
-    (tmp_path / "out").mkdir()
-    copy_tokenizer(ModelTokenizer.read(tmp_path), tmp_path / "out", tokenizer_class="BertTokenizer", max_positions=40)
-    assert_equals_transformers(tmp_path / "out", tokenizer)
+    assert_equals_transformers(copy(tmp_path, "BertTokenizer"), tokenizer)
 
 
 @pytest.mark.parametrize("prefix_space", [False, True])
 @pytest.mark.parametrize("kind", ["files", "json"])
 def test_robertas_bytes(kind: str, prefix_space: bool, tmp_path: Path) -> None:
-    trained = ByteLevelBPETokenizer()
-    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    trained.train_from_iterator([*TEXTS, *["the cat sat"] * 9], 320, special_tokens=specials, show_progress=False)
-    trained.save_model(str(tmp_path))
+    write_byte_pairs(tmp_path, [*TEXTS, *["the cat sat"] * 9])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "roberta"}))
     mask = {"__type": "AddedToken", "content": "<mask>", "lstrip": True, "normalized": False, "special": True}
     settings = {"add_prefix_space": prefix_space, "mask_token": mask}
@@ -117,37 +118,16 @@ def test_robertas_bytes(kind: str, prefix_space: bool, tmp_path: Path) -> None:
     encoded = tokenizer.encode("the <mask>")
     assert encoded.ids[-2] == tokenizer.token_to_id("<mask>")
     assert encoded.tokens[-3] != "Ġ"
-    (tmp_path / "out").mkdir()
-    copy_tokenizer(
-        ModelTokenizer.read(tmp_path), tmp_path / "out", tokenizer_class="RobertaTokenizer", max_positions=40
-    )
-    assert_equals_transformers(tmp_path / "out", tokenizer)
+    assert_equals_transformers(copy(tmp_path, "RobertaTokenizer"), tokenizer)
 
 
 @pytest.mark.parametrize("purpose", ["tokens", "sequence"])
 def test_a_tagger_of_bytes_reads_a_text_as_it_read_words(purpose: str, tmp_path: Path) -> None:
     """transformers gives the first word the token that it has within a text, as all words had in training."""
-    trained = ByteLevelBPETokenizer()
-    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    trained.train_from_iterator(["the cat sat"] * 9, 320, special_tokens=specials, show_progress=False)
-    trained.save_model(str(tmp_path))
-    config = transformers.RobertaConfig(
-        vocab_size=320, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
-    classes = {"tokens": "RobertaForTokenClassification", "sequence": "RobertaForSequenceClassification"}
-    getattr(transformers, classes[purpose])(config).save_pretrained(tmp_path)
-    released = read_released(tmp_path)
-    write_released(
-        tmp_path / "out",
-        family=released.family,
-        model=released.model,
-        backbone=released.backbone,
-        head=released.head,
-        purpose=purpose,
-        config=released.config,
-        tokenizer=tmp_path,
-        card="",
-    )
+    write_byte_pairs(tmp_path, ["the cat sat"] * 9)
+    config = transformers.RobertaConfig(vocab_size=320, **TINY)
+    getattr(transformers, parity.CLASSES[purpose]).from_config(config).save_pretrained(tmp_path)
+    write_again(read_released(tmp_path), tmp_path / "out", tmp_path, purpose)
     words = ["cat", "the", "sat"]
     encoder = TextEncoder(read_tokenizer(tmp_path), 16)
     ids = [0, *encoder.encode_words(words).ids.tolist(), 2]
@@ -158,84 +138,40 @@ def test_a_tagger_of_bytes_reads_a_text_as_it_read_words(purpose: str, tmp_path:
     if purpose == "tokens":
         assert theirs(words, is_split_into_words=True)["input_ids"] == ids
         again = TextEncoder(read_tokenizer(tmp_path / "out"), 16)
-        for ours, before in zip(
-            vars(again.encode_words(words)).values(), vars(encoder.encode_words(words)).values(), strict=True
-        ):
-            assert ours.tolist() == before.tolist()
+        for name, value in vars(again.encode_words(words)).items():
+            assert value.tolist() == vars(encoder.encode_words(words))[name].tolist()
 
 
 def test_a_sentencepiece_tokenizer_stays_what_it_is(tmp_path: Path) -> None:
     """Its config names no class, as those of xlm-roberta-base; what is written does, and transformers goes by that."""
-    pieces = [
-        ("<s>", 0.0),
-        ("<pad>", 0.0),
-        ("</s>", 0.0),
-        ("<unk>", 0.0),
-        ("\u2581the", -1.0),
-        ("\u2581c", -2.0),
-        ("at", -2.5),
-        ("\u2581", -3.0),
-        ("<mask>", 0.0),
-    ]
+    words = {"\u2581the": -1.0, "\u2581c": -2.0, "at": -2.5, "\u2581": -3.0}
+    pieces = [*((name, 0.0) for name in ROBERTA_SPECIALS[:4]), *words.items(), ("<mask>", 0.0)]
     tokenizer = Tokenizer(models.Unigram(pieces, 3, False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
     tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
-    tokenizer.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>", "<mask>"])
+    tokenizer.add_special_tokens(ROBERTA_SPECIALS)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    config = transformers.XLMRobertaConfig(
-        vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
+    config = transformers.XLMRobertaConfig(vocab_size=9, **TINY)
     transformers.XLMRobertaForSequenceClassification(config).save_pretrained(tmp_path)
-    released = read_released(tmp_path)
-    write_released(
-        tmp_path / "out",
-        family=released.family,
-        model=released.model,
-        backbone=released.backbone,
-        head=released.head,
-        purpose="sequence",
-        config=released.config,
-        tokenizer=tmp_path,
-        card="",
-    )
+    write_again(read_released(tmp_path), tmp_path / "out", tmp_path, "sequence")
     assert read_tokenizer(tmp_path).encode("the cat").ids == [0, 4, 5, 6, 2]
     assert_equals_transformers(tmp_path / "out", read_tokenizer(tmp_path), ["the cat", "The cat at", "a the"])
 
 
-def test_a_vocabulary_of_words_cut_by_others_is_refused(tmp_path: Path) -> None:
-    write_files(tmp_path, CASED, tokenizer_class="BertJapaneseTokenizer")
-    with pytest.raises(InputError, match="tokenizer_class is BertJapaneseTokenizer, which does not tokenize like BERT"):
-        read_tokenizer(tmp_path)
-    for name in ("BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"):
-        write_files(tmp_path, CASED, tokenizer_class=name)
-        read_tokenizer(tmp_path)
-
-
-def test_truncation_and_padding_are_switched_off(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, UNCASED)
+def test_what_is_copied_keeps_its_settings(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, UNCASED)  # says 512
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.enable_truncation(6)
     tokenizer.enable_padding(length=64)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert len(read_tokenizer(tmp_path).encode("the " * 20).ids) == 22
-
-
-def test_what_is_copied_keeps_its_settings(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, UNCASED)  # says 512
+    assert len(read_tokenizer(tmp_path).encode("the " * 20).ids) == 22  # neither cut nor padded
     (tmp_path / "special_tokens_map.json").write_text("{}")
-    (tmp_path / "out").mkdir()
-    copy_tokenizer(
-        ModelTokenizer.read(tmp_path), tmp_path / "out", tokenizer_class="ElectraTokenizer", max_positions=40
-    )
-    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    out = copy(tmp_path, "ElectraTokenizer")
+    settings = json.loads((out / "tokenizer_config.json").read_text())
     assert (settings["model_max_length"], settings["tokenizer_class"]) == (40, "BertTokenizer")
     assert settings["do_lower_case"] is True
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "special_tokens_map.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "vocab.txt",
-    ]
+    names = ["special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"]
+    assert sorted(path.name for path in out.iterdir()) == names
 
 
 def test_a_tokenizer_with_more_entries_than_the_model_has_rows_is_another_models(tmp_path: Path) -> None:
@@ -288,23 +224,12 @@ def test_malformed_tokens_are_refused_by_file(tmp_path: Path, file: str, content
         read_tokenizer(tmp_path)
 
 
-def test_a_malformed_special_token_of_byte_pairs_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "vocab.json").write_text(json.dumps({"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4}))
-    (tmp_path / "merges.txt").write_text("")
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "RobertaTokenizer", "mask_token": {"lstrip": True}})
-    )
-    with pytest.raises(InputError, match=r"tokenizer_config\.json: \{'lstrip': True\} is not a token"):
-        read_tokenizer(tmp_path)
-
-
 def test_null_settings_count_as_missing(tmp_path: Path) -> None:
     settings = {"model_max_length": None, "do_lower_case": None, "strip_accents": None}
     write_files(tmp_path, UNCASED, **settings)
     assert read_tokenizer(tmp_path).encode("The Thé").tokens == ["[CLS]", "the", "the", "[SEP]"]
-    (tmp_path / "out").mkdir()
-    copy_tokenizer(ModelTokenizer.read(tmp_path), tmp_path / "out", tokenizer_class="BertTokenizer", max_positions=40)
-    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["model_max_length"] == 40
+    written = json.loads((copy(tmp_path, "BertTokenizer") / "tokenizer_config.json").read_text())
+    assert written["model_max_length"] == 40
     write_files(tmp_path, None, do_lower_case="yes")
     with pytest.raises(InputError, match="do_lower_case is 'yes'"):
         read_tokenizer(tmp_path)
@@ -315,18 +240,15 @@ def test_a_byte_order_mark_is_no_part_of_the_first_token(tmp_path: Path) -> None
     assert read_tokenizer(tmp_path).get_vocab() == {token: number for number, token in enumerate(UNCASED)}
 
 
-@pytest.mark.parametrize("name", ["spm.model", "sentencepiece.bpe.model"])
-def test_a_sentencepiece_model_alone_needs_a_tokenizer_json(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"")
-    with pytest.raises(
-        InputError, match=rf"has {name} but no tokenizer\.json.* Write one with transformers \(save_pre"
-    ):
-        read_tokenizer(tmp_path)
-
-
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no tokenizer: neither"):
         read_tokenizer(tmp_path)
+    for name in ("spm.model", "sentencepiece.bpe.model"):
+        (tmp_path / name).write_bytes(b"")
+        message = rf"has {name} but no tokenizer\.json.* Write one with transformers \(save_pre"
+        with pytest.raises(InputError, match=message):
+            read_tokenizer(tmp_path)
+        (tmp_path / name).unlink()
     (tmp_path / "vocab.txt").write_text("[PAD]\na\na\n")
     with pytest.raises(InputError, match="'a' occurs twice"):
         read_tokenizer(tmp_path)
@@ -346,3 +268,16 @@ def test_refusals(tmp_path: Path) -> None:
         (tmp_path / "vocab.json").write_text(vocabulary)
         with pytest.raises(InputError, match=message):
             read_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text(json.dumps({name: number for number, name in enumerate(ROBERTA_SPECIALS)}))
+    (tmp_path / "merges.txt").write_text("")
+    malformed = {"tokenizer_class": "RobertaTokenizer", "mask_token": {"lstrip": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(malformed))
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: \{'lstrip': True\} is not a token"):
+        read_tokenizer(tmp_path)
+    # A vocabulary of words that are cut by others.
+    write_files(tmp_path, CASED, tokenizer_class="BertJapaneseTokenizer")
+    with pytest.raises(InputError, match="tokenizer_class is BertJapaneseTokenizer, which does not tokenize like BERT"):
+        read_tokenizer(tmp_path)
+    for name in ("BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"):
+        write_files(tmp_path, CASED, tokenizer_class=name)
+        read_tokenizer(tmp_path)

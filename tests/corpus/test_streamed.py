@@ -26,8 +26,7 @@ from pretrain.common.addresses import CACHE_VARIABLE
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.worker import TrainingRequest, Worker
 from pretrain.config import CorpusConfig, PairsConfig, PretrainConfig
-from pretrain.corpus import block_cache
-from pretrain.corpus.prepare import _Preparation
+from pretrain.corpus import block_cache, stages
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.stored import fetch_corpus, is_streamed, open_corpus
 from pretrain.planning.text import measured_phases, reading_lines
@@ -275,15 +274,15 @@ def test_machines_that_add_sources_at_once_lose_none(proxy, tmp_path, monkeypatc
     pretrain.prepare({**config, "corpus": {**corpus, "sources": [a]}})
     for sources in ([a], [a, b]):  # the same corpus on another machine, which adds a source
         pretrain.prepare({**config, "corpus": {**corpus, "sources": sources, "dir": str(other), "cache": 0}})
-    write_shards = _Preparation._write_shards
+    write_shard = stages.write_shard
 
-    def while_other_stores(self: _Preparation, *arguments: Any) -> Any:
+    def while_other_stores(*arguments: Any) -> Any:
         folders.store(other, ADDRESS)
-        return write_shards(self, *arguments)
+        return write_shard(*arguments)
 
     grown = {**config, "corpus": {**corpus, "sources": [a, c]}}
     with monkeypatch.context() as patch:
-        patch.setattr(_Preparation, "_write_shards", while_other_stores)
+        patch.setattr(stages, "write_shard", while_other_stores)
         with pytest.raises(MachineError, match="another machine has stored a corpus there meanwhile"):
             pretrain.prepare(grown)
     folders.fetch(ADDRESS, folder=tmp_path / "reader")  # verifies each file

@@ -4,8 +4,6 @@ Fake tensors have a device, a type and a shape, and no values. Torch's builds fo
 registers one on which nothing runs. `trace.py` takes steps of the engine there; `kernels.py` compiles their kernels.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -6,8 +6,6 @@ each has `functions`, the compiled functions of the step, `kernels`, the bytes o
 `divides`, those kernels that divide by a size which is not known when they are compiled.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -26,21 +24,12 @@ from pretrain.model.compile import program
 from pretrain.model.kernels.kernels import kernels
 from tests.fake_cuda import trace
 
-H100 = {
-    "name": "NVIDIA H100 80GB HBM3",
-    "major": 9,
-    "minor": 0,
-    "warp_size": 32,
-    "multi_processor_count": 132,
-    "regs_per_multiprocessor": 65536,
-    "max_threads_per_multi_processor": 2048,
-    "max_threads_per_block": 1024,
-    "shared_memory_per_block": 49152,
-    "shared_memory_per_block_optin": 232448,
-    "total_memory": 80 << 30,
-    "shared_memory_per_multiprocessor": 233472,
-    "L2_cache_size": 50 << 20,
-}
+H100 = json.loads("""
+{"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "warp_size": 32, "multi_processor_count": 132,
+"regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024,
+"shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448, "total_memory": 85899345920,
+"shared_memory_per_multiprocessor": 233472, "L2_cache_size": 52428800}
+""")
 sources: dict[str, str] = {}  # of kernels, by their names in Inductor's program
 
 

@@ -8,8 +8,6 @@ and `launches`, the Python functions from which it put work on the device. What 
 on two devices, shapes that depend on values, and collectives of tensors that are not on the device are errors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

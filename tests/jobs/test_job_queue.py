@@ -1,16 +1,11 @@
 """The queue of jobs on a cluster: which job starts next, and how little it costs to wait."""
 
-from __future__ import annotations
-
 import contextlib
-import http.server
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +14,7 @@ import pytest
 from cluster.jobs import job_queue
 from cluster.jobs.job_queue import Queue, WaitingJob, leaves_capacity, wait_in_queue
 from pretrain.common.errors import InputError, MachineError, StoppedError
+from tests.json_server import serving
 
 ROOT = Path(__file__).parents[2]
 EIGHT_CPUS = [(8, 0)]
@@ -73,26 +69,18 @@ class _Cluster:
         if self.states[name] == "DELETED":
             return None
         needs = {"workers": "4", "most_workers": "4", "cpus_per_worker": "1"}
-        return {
-            "submission_id": name,
-            "status": self.states[name],
-            "start_time": self.submitted[name],
-            "metadata": needs,
-        }
+        job = {"submission_id": name, "status": self.states[name], "start_time": self.submitted[name]}
+        return {**job, "metadata": needs}
 
     def nodes(self) -> list[tuple[int, int]]:
         self.requests.append("nodes")
         return EIGHT_CPUS
 
 
-def queue(name: str, cluster: Any) -> Queue:
-    return Queue(name, cluster)
-
-
 def test_jobs_start_in_the_order_of_their_submission() -> None:
-    cluster = _Cluster(4)
-    assert queue("job-1", cluster).poll(), "two fit"
-    third, last = queue("job-2", cluster), queue("job-3", cluster)
+    cluster: Any = _Cluster(4)
+    assert Queue("job-1", cluster).poll(), "two fit"
+    third, last = Queue("job-2", cluster), Queue("job-3", cluster)
     assert not third.poll()
     assert not last.poll()
     cluster.states["job-1"] = "FAILED"
@@ -100,12 +88,14 @@ def test_jobs_start_in_the_order_of_their_submission() -> None:
     assert not last.poll()
     cluster.states["job-0"] = "SUCCEEDED"
     assert last.poll()
+    with pytest.raises(InputError, match="mine: Ray has no such job"):
+        Queue("mine", cluster)
 
 
 @pytest.mark.parametrize("end", ["DELETED", "STOPPED"])
 def test_a_job_that_was_submitted_again_is_behind(end: str) -> None:
-    cluster = _Cluster(3)
-    waiting = queue("job-2", cluster)
+    cluster: Any = _Cluster(3)
+    waiting = Queue("job-2", cluster)
     assert not waiting.poll()
     if end == "DELETED":
         cluster.states["job-0"] = end
@@ -115,8 +105,8 @@ def test_a_job_that_was_submitted_again_is_behind(end: str) -> None:
 
 
 def test_a_poll_reads_two_jobs_however_many_there_are() -> None:
-    cluster = _Cluster(100)
-    waiting = queue("job-99", cluster)
+    cluster: Any = _Cluster(100)
+    waiting = Queue("job-99", cluster)
     assert not waiting.poll()
     assert cluster.requests[0] == "all"
     assert cluster.requests.count("nodes") == 1
@@ -129,7 +119,7 @@ def test_a_poll_reads_two_jobs_however_many_there_are() -> None:
 
 def test_finished_jobs_are_skipped_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a night of many short jobs: the job would start minutes late."""
-    cluster = _Cluster(20)
+    cluster: Any = _Cluster(20)
     listed = cluster.jobs
 
     def jobs() -> list[dict[str, Any]]:
@@ -139,18 +129,13 @@ def test_finished_jobs_are_skipped_without_a_pause(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(cluster, "jobs", jobs)
     monkeypatch.setattr(job_queue, "sleep", lambda *_: pytest.fail("it waits, though it may start"))
-    job_queue.wait_for_turn("job-19", cluster, lambda: False)  # type: ignore[arg-type]
+    job_queue.wait_for_turn("job-19", cluster, lambda: False)
     assert "nodes" not in cluster.requests
 
 
 def test_a_hundred_waiting_jobs_ask_little_of_the_dashboard() -> None:
     assert sum(2 / job_queue.pause(ahead) for ahead in range(1, 101)) < 25
     assert job_queue.pause(1) < 3
-
-
-def test_an_unknown_job() -> None:
-    with pytest.raises(InputError, match="mine: Ray has no such job"):
-        queue("mine", _Cluster(2))
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -177,46 +162,27 @@ def test_a_waiting_job_outlives_a_silent_head_and_stops(monkeypatch: pytest.Monk
     assert not answers
 
 
-class _Answers(http.server.BaseHTTPRequestHandler):
-    """A dashboard with a job that runs for two questions and one that waits for it."""
-
-    left = 2
-
-    def do_GET(self) -> None:
-        needs = {"workers": "1", "most_workers": "8", "cpus_per_worker": "0", "config": "x" * 4000}
-        job = {"submission_id": "first", "status": "RUNNING", "start_time": 1, "metadata": needs}
-        mine = {**job, "submission_id": "mine", "start_time": 2}
-        driver = {**job, "submission_id": None, "metadata": None}
-        nodes = [
-            {"state": "ALIVE", "resources_total": {"CPU": 8.0}},
-            {"state": "DEAD", "resources_total": {"CPU": 8.0}},
-        ]
-        if self.headers["Authorization"] != "Bearer secret":
-            self._answer(401, {})
-        elif self.path == "/api/jobs/":
-            self._answer(200, [mine, driver, job])
-        elif self.path == "/api/jobs/first":
-            type(self).left -= 1
-            self._answer(200 if self.left >= 0 else 404, job)
-        elif self.path.startswith("/api/v0/nodes?"):
-            self._answer(200, {"data": {"result": {"result": nodes}}})
-
-    def _answer(self, status: int, value: Any) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(value).encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def dashboard() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    """It has a job that runs for two questions, and one that waits for it."""
+    left = [404, 200, 200]
+    needs = {"workers": "1", "most_workers": "8", "cpus_per_worker": "0", "config": "x" * 4000}
+    job = {"submission_id": "first", "status": "RUNNING", "start_time": 1, "metadata": needs}
+    mine = {**job, "submission_id": "mine", "start_time": 2}
+    driver = {**job, "submission_id": None, "metadata": None}
+    nodes = [{"state": state, "resources_total": {"CPU": 8.0}} for state in ("ALIVE", "DEAD")]
+
+    def answer(path: str, headers: Mapping[str, str]) -> tuple[int, Any]:
+        if headers["Authorization"] != "Bearer secret":
+            return 401, {}
+        if path == "/api/jobs/":
+            return 200, [mine, driver, job]
+        if path == "/api/jobs/first":
+            return left.pop(), job
+        return 200, {"data": {"result": {"result": nodes}}}
+
+    with serving(answer) as url:
+        yield url
 
 
 def test_a_wait_loads_nothing_heavy(dashboard: str) -> None:
@@ -229,14 +195,8 @@ def test_a_wait_loads_nothing_heavy(dashboard: str) -> None:
         "loaded = {name.split('.')[0] for name in sys.modules}\n"
         "print({'ray', 'torch', 'pydantic', 'numpy', 'requests', 'psutil'} & loaded)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "RAY_AUTH_TOKEN": "secret"},
-    )
+    how: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "RAY_AUTH_TOKEN": "secret"}, **how)
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["mine: queued behind first", "mine: starts", "set()"]
 

@@ -1,7 +1,5 @@
 """Manifests: valid by the schemas of those who read them, true to the config, and without secrets."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json
@@ -68,8 +66,8 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def finetuning(tmp_path: Path) -> Path:
-    path = tmp_path / "task.yaml"
+def finetuning(config: Path) -> Path:
+    path = config.with_name("task.yaml")
     path.write_text(FINETUNING)
     return path
 
@@ -106,177 +104,137 @@ def check_kuberay(documents: dict[str, dict[str, Any]]) -> None:
             kubernetes_validate.validate(pod, version, strict=True)
 
 
+RICH = [
+    "place.service_account=trainer",
+    "place.priority_class=high",
+    "place.image_pull_secrets=[registry, mirror]",
+    "place.annotations={karpenter.sh/do-not-disrupt: 'true'}",
+    "place.worker_annotations={k8s.v1.cni.cncf.io/networks: rdma}",
+    "place.worker_resources={rdma/ib: 2, hugepages-2Mi: 5120Mi}",
+    "place.worker_environment={NCCL_IB_HCA: '1e3', NCCL_DEBUG_FILE: /tmp/1e3}",
+]
+CLUSTER = "RayJob/spec/rayClusterSpec"
+GROUP = f"{CLUSTER}/workerGroupSpecs/0"
+WORKER = f"{GROUP}/template/spec"
+LIMITS = f"{WORKER}/containers/0/resources/limits"
+SUSPEND, QUEUED = "RayJob/spec/suspend", {"RayJob/metadata/labels/kueue.x-k8s.io~queue-name": "training"}
+REDIS = {f"{CLUSTER}/gcsFaultToleranceOptions/redisPassword/valueFrom/secretKeyRef/name": "redis"}
+
+
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "expected"),
     [
-        [],
-        ["place.kind=RayCluster"],
-        ["place.queue=training", "place.time_limit_seconds=86400", "place.prepare=true"],
-        ["place.redis_address=redis:6379", "place.redis_secret=redis", "place.operator_namespace=kuberay"],
-        ["place.gpus=false", "place.start_limit_seconds=0", "place.node_selector={pool: cpu}"],
-        [
-            "place.service_account=trainer",
-            "place.priority_class=high",
-            "place.image_pull_secrets=[registry, mirror]",
-            "place.annotations={karpenter.sh/do-not-disrupt: 'true'}",
-            "place.worker_annotations={k8s.v1.cni.cncf.io/networks: rdma}",
-            "place.worker_resources={rdma/hca_shared_devices_a: 1, hugepages-2Mi: 5120Mi}",
-            "place.worker_environment={NCCL_IB_HCA: mlx5, NCCL_DEBUG_FILE: /tmp/1e3}",
-        ],
+        (
+            ["scheduling.workers=12", "place.workers_per_node=4"],
+            {
+                "RayJob/metadata/name": "my-run",
+                **dict.fromkeys([f"{GROUP}/replicas", f"{GROUP}/minReplicas", f"{GROUP}/maxReplicas"], 3),
+                # 4 workers of 6, and the command
+                LIMITS: {"cpu": "25", "memory": "128Gi", "nvidia.com/gpu": "4"},
+                f"{CLUSTER}/headGroupSpec/rayStartParams/num-cpus": "0",
+                f"{CLUSTER}/authOptions": {"mode": "token"},
+                f"{CLUSTER}/gcsFaultToleranceOptions": None,
+                SUSPEND: False,
+            },
+        ),
+        (["place.kind=RayCluster"], {"RayCluster/spec/suspend": False}),
+        (["place.kind=RayCluster", "place.queue=training"], {"RayCluster/spec/suspend": True}),
+        (["place.queue=training", "place.time_limit_seconds=86400", "place.prepare=true"], {SUSPEND: True} | QUEUED),
+        (["place.redis_address=redis:6379", "place.redis_secret=redis", "place.operator_namespace=kuberay"], REDIS),
+        # Labels of nodes are not secrets.
+        (
+            ["place.gpus=false", "place.start_limit_seconds=0", "place.node_selector={pool/key: gpu, node-token: a}"],
+            {f"{WORKER}/nodeSelector": {"pool/key": "gpu", "node-token": "a"}},
+        ),
+        (RICH, {}),
+        # Kubernetes has its own form of a name.
+        (["name=Mini_v1.2-"], {"RayJob/metadata/name": "mini-v1-2", "ConfigMap/metadata/name": "mini-v1-2-files"}),
+        # A run that may shrink needs fewer pods, a small one a part of a node.
+        (["scheduling.min_workers=9"], {f"{GROUP}/minReplicas": 2}),
+        (["scheduling.min_workers=4"], {f"{GROUP}/minReplicas": 1}),
+        (["scheduling.workers=2"], {f"{GROUP}/replicas": 1, f"{LIMITS}/nvidia.com~gpu": "2"}),
     ],
 )
-def test_kuberay_is_valid(config: Path, overrides: list[str]) -> None:
+def test_kuberay_is_valid_and_follows_the_config(config: Path, overrides: list[str], expected: dict[str, Any]) -> None:
     documents = kuberay(config, *overrides)
     check_kuberay(documents)
     assert len(documents) == 3
     assert len(list(pod_templates(documents.get("RayJob", {"spec": {}})["spec"]))) in (0, 3)
+    assert {path: get_at(documents, path) for path in expected} == expected
 
 
-def set_at(document: Any, path: str, value: Any) -> None:
-    *keys, last = path.split("/")
-    for key in keys:
-        document = document[int(key) if key.isdecimal() else key]
-    document[last] = value
+def get_at(document: Any, path: str) -> Any:
+    """The value at a path of keys and positions, in which ~ stands for a / within a key; None if there is none."""
+    for key in path.split("/"):
+        document = document[int(key)] if isinstance(document, list) else document.get(key.replace("~", "/"))
+    return document
 
 
 @pytest.mark.parametrize(
     ("path", "value"),
     [
         ("RayJob/spec/shutdownAfterJobFinish", True),
-        ("RayJob/spec/backoffLimit", "3"),
-        ("RayJob/spec/rayClusterSpec/authOptions/mode", "tokens"),
-        ("RayJob/spec/rayClusterSpec/gcsFaultToleranceOptions", {}),
-        ("RayJob/spec/rayClusterSpec/headGroupSpec/rayStartParams/num-cpus", 0),
-        ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/minReplica", 2),
-        ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/template/spec/toleration", []),
-        ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/template/spec/containers/0/lifecycle/preStop/exe", {}),
-        ("RayJob/spec/submitterPodTemplate/spec/containers/0/securityContext/capabilities/drops", ["ALL"]),
+        (f"{CLUSTER}/authOptions/mode", "tokens"),
+        (f"{CLUSTER}/headGroupSpec/rayStartParams/num-cpus", 0),
+        (f"{WORKER}/toleration", []),
+        (f"{WORKER}/containers/0/lifecycle/preStop/exe", {}),
         ("RayJob/spec/submitterPodTemplate/spec/imagePullSecrets", ["registry"]),
-        ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/template/spec/priorityClass", "high"),
-        ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/template/metadata/annotations", {"count": 1}),
         ("NetworkPolicy/spec/policyType", ["Ingress"]),
         ("ConfigMap/data/number", 1),
     ],
 )
 def test_a_wrong_field_fails(config: Path, path: str, value: Any) -> None:
     documents = copy.deepcopy(kuberay(config))
-    set_at(documents, path, value)
+    place, _, last = path.rpartition("/")
+    get_at(documents, place)[last] = value
     with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
         check_kuberay(documents)
 
 
-def test_kubernetes_has_its_own_form_of_a_name(config: Path) -> None:
-    documents = kuberay(config, "name=Mini_v1.2-")
-    check_kuberay(documents)
-    assert documents["RayJob"]["metadata"]["name"] == "mini-v1-2"
-    assert documents["ConfigMap"]["metadata"]["name"] == "mini-v1-2-files"
-    assert yaml.safe_load(documents["ConfigMap"]["data"]["config.yaml"])["name"] == "Mini_v1.2-"
-    assert "runs/Mini_v1.2-/stop" in documents["ConfigMap"]["data"]["stop.sh"]
-
-
-def test_kuberay_follows_the_config(config: Path) -> None:
-    job = kuberay(config, "scheduling.workers=12", "place.workers_per_node=4")["RayJob"]
-    cluster = job["spec"]["rayClusterSpec"]
-    group = cluster["workerGroupSpecs"][0]
-    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
-    assert job["metadata"]["name"] == "my-run"
-    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (3, 3, 3)
-    assert limits == {"cpu": "25", "memory": "128Gi", "nvidia.com/gpu": "4"}  # 4 workers of 6, and the command
-    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
-    assert f"ray=={cluster['rayVersion']}\n" in LOCK
-    assert cluster["authOptions"] == {"mode": "token"}
-
-
 def test_what_a_cluster_asks_of_pods(config: Path) -> None:
     """All pods have account, priority, pull secrets and annotations. Only workers have RDMA and NCCL settings."""
-    documents = kuberay(
-        config,
-        "place.service_account=trainer",
-        "place.priority_class=high",
-        "place.image_pull_secrets=[registry]",
-        "place.annotations={keep: 'true'}",
-        "place.worker_annotations={k8s.v1.cni.cncf.io/networks: rdma}",
-        "place.worker_resources={rdma/ib: 2, hugepages-2Mi: 5120Mi}",
-        "place.worker_environment={NCCL_IB_HCA: '1e3'}",
-    )
-    templates = list(pod_templates(documents["RayJob"]["spec"]))
+    templates = list(pod_templates(kuberay(config, *RICH)["RayJob"]["spec"]))
     for template in templates:
         pod = template["spec"]
         assert (pod["serviceAccountName"], pod["priorityClassName"]) == ("trainer", "high")
-        assert pod["imagePullSecrets"] == [{"name": "registry"}]
-        assert pod["automountServiceAccountToken"] is False
-        assert template["metadata"]["annotations"]["keep"] == "true"
+        assert pod["imagePullSecrets"] == [{"name": "registry"}, {"name": "mirror"}]
+        assert template["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"] == "true"
     [worker] = [one for one in templates if one["spec"]["containers"][0]["name"] == "ray-worker"]
     container = worker["spec"]["containers"][0]
     assert worker["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rdma"
     assert container["resources"]["requests"] == container["resources"]["limits"]
-    assert (
-        container["resources"]["limits"].items()
-        >= {"rdma/ib": "2", "hugepages-2Mi": "5120Mi", "nvidia.com/gpu": "8"}.items()
-    )
+    expected = {"rdma/ib": "2", "hugepages-2Mi": "5120Mi", "nvidia.com/gpu": "8"}
+    assert container["resources"]["limits"].items() >= expected.items()
     assert {"name": "NCCL_IB_HCA", "value": "1e3"} in container["env"]
     others = json.dumps([one for one in templates if one is not worker])
     assert not re.search("rdma|NCCL|hugepages", others)
-
-
-def test_node_labels_are_not_secrets(config: Path) -> None:
-    documents = kuberay(config, "place.node_selector={pool/key: gpu, node-token: a}")
-    selectors = [one["spec"].get("nodeSelector") for one in pod_templates(documents["RayJob"]["spec"])]
-    assert {"pool/key": "gpu", "node-token": "a"} in selectors
-
-
-def test_pods_without_wishes_have_none(config: Path) -> None:
-    for template in pod_templates(kuberay(config)["RayJob"]["spec"]):
+    # PyYAML leaves 1e3 plain, which is a number for those who read YAML 1.2.
+    text = render("kuberay", config, ["place.worker_environment={NCCL_A: '1e3', NCCL_B: '0o17', NCCL_C: '-.5e1'}"])
+    assert {"'1e3'", "'0o17'", "'-.5e1'"} <= set(re.findall(r"value: (.*)$", text, re.MULTILINE))
+    for template in pod_templates(kuberay(config)["RayJob"]["spec"]):  # nothing is asked of them
         assert "annotations" not in template["metadata"]
         assert not {"serviceAccountName", "priorityClassName", "imagePullSecrets"} & template["spec"].keys()
 
 
-def test_text_that_looks_like_a_number_stays_text(config: Path) -> None:
-    """PyYAML leaves 1e3 plain, which is a number for those who read YAML 1.2."""
-    text = render("kuberay", config, ["place.worker_environment={NCCL_A: '1e3', NCCL_B: '0o17', NCCL_C: '-.5e1'}"])
-    assert {"'1e3'", "'0o17'", "'-.5e1'"} <= set(re.findall(r"value: (.*)$", text, re.MULTILINE))
-
-
-def test_a_run_that_may_shrink_needs_fewer_pods(config: Path) -> None:
-    spec = kuberay(config, "scheduling.min_workers=9")["RayJob"]["spec"]["rayClusterSpec"]
-    assert spec["workerGroupSpecs"][0]["minReplicas"] == 2
-    spec = kuberay(config, "scheduling.min_workers=4")["RayJob"]["spec"]["rayClusterSpec"]
-    assert spec["workerGroupSpecs"][0]["minReplicas"] == 1
-
-
-def test_a_small_run_takes_a_part_of_a_node(config: Path) -> None:
-    group = kuberay(config, "scheduling.workers=2")["RayJob"]["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
-    assert group["replicas"] == 1
-    assert group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
-
-
-def test_the_config_map_holds_the_run(config: Path, tmp_path: Path) -> None:
+def test_the_config_map_holds_the_run(config: Path, finetuning: Path) -> None:
     """What the pods read is the run of the config, with nothing of the place in it."""
-    written = tmp_path / "written.yaml"
-    written.write_text(kuberay(config, "phases.0.steps=7")["ConfigMap"]["data"]["config.yaml"])
-    assert load_config(written) == load_config(config, ["phases.0.steps=7"])
+    written = config.with_name("written.yaml")
+    data = kuberay(config, "phases.0.steps=7", "name=Mini_v1.2-")["ConfigMap"]["data"]
+    written.write_text(data["config.yaml"])
+    assert load_config(written) == load_config(config, ["phases.0.steps=7", "name=Mini_v1.2-"])
+    assert "runs/Mini_v1.2-/stop" in data["stop.sh"]
+    data = kuberay(finetuning)["ConfigMap"]["data"]
+    assert "python -m finetune.cli finetune" in data["start.sh"]
+    written.write_text(data["config.yaml"])
+    assert load_finetuning(written) == load_finetuning(finetuning, ["scheduling.cpus_per_worker=8"])
 
 
-def test_a_queue_holds_the_job_back(config: Path) -> None:
-    for kind in ("RayJob", "RayCluster"):
-        queued = kuberay(config, "place.queue=training", f"place.kind={kind}")[kind]
-        assert queued["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
-        assert queued["spec"]["suspend"] is True
-        assert kuberay(config, f"place.kind={kind}")[kind]["spec"]["suspend"] is False
-
-
-def test_where_the_heads_state_lies(config: Path) -> None:
-    def environment(*overrides: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        spec = kuberay(config, *overrides)["RayJob"]["spec"]["rayClusterSpec"]
-        head = spec["headGroupSpec"]["template"]["spec"]["containers"][0]
-        return spec, {one["name"]: one.get("value") for one in head["env"]}
-
-    spec, embedded = environment()
-    assert embedded["RAY_gcs_storage"] == "rocksdb"
-    assert "gcsFaultToleranceOptions" not in spec
-    spec, external = environment("place.redis_address=redis:6379", "place.redis_secret=redis")
-    assert "RAY_gcs_storage" not in external
-    assert spec["gcsFaultToleranceOptions"]["redisPassword"]["valueFrom"]["secretKeyRef"]["name"] == "redis"
+def test_the_heads_state_and_the_version_of_ray(config: Path) -> None:
+    for given, storage in (([], "rocksdb"), (["place.redis_address=redis:6379"], None)):
+        cluster = kuberay(config, *given)["RayJob"]["spec"]["rayClusterSpec"]
+        head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
+        assert {one["name"]: one.get("value") for one in head["env"]}.get("RAY_gcs_storage") == storage
+        assert f"ray=={cluster['rayVersion']}\n" in LOCK
 
 
 def test_pods_are_contained(config: Path) -> None:
@@ -374,47 +332,36 @@ def test_the_head_of_a_cluster_stops_the_jobs_that_it_runs(config: Path, tmp_pat
         shell.wait()
 
 
-@pytest.mark.parametrize("least", [0, 8])
-@pytest.mark.parametrize("drained", [True, False])
-def test_a_run_continues_without_a_pod(config: Path, tmp_path: Path, least: int, drained: bool) -> None:
-    """Its node is drained, which the run answers by itself, of fixed size or not; a drain that fails stops the run."""
+@pytest.mark.parametrize(
+    ("least", "ray", "workers", "stops"),
+    [
+        # The node is drained, which the run answers by itself, of fixed size or not; a drain that fails stops the run.
+        (0, "exit 0", True, False),
+        (8, "exit 0", True, False),
+        (0, "exit 1", True, True),
+        (8, "exit 1", True, True),
+        # The control store is gone: `ray drain-node` waits for minutes, and the hook gives it seconds.
+        (8, "exec sleep 600", True, True),
+        # Nothing of the run is here. It may have started again elsewhere, and would take the request for its own.
+        (0, "exit 1", False, False),
+    ],
+)
+def test_a_run_continues_without_a_pod(
+    config: Path, tmp_path: Path, least: int, ray: str, workers: bool, stops: bool
+) -> None:
     (tmp_path / "runs/my-run").mkdir(parents=True)
-    given = [f"place.storage={tmp_path}", f"scheduling.min_workers={least}", "scheduling.workers=16"]
-    data = kuberay(config, *given)["ConfigMap"]["data"]
-    program(tmp_path / "bin", "ray", f'echo "$@" >>{tmp_path}/calls\nexit {0 if drained else 1}\n')
+    data = kuberay(config, f"place.storage={tmp_path}", f"scheduling.min_workers={least}")["ConfigMap"]["data"]
+    programs, limit = tmp_path / "bin", "0.2" if "sleep" in ray else "20"
+    program(programs, "ray", f'echo "$@" >>{tmp_path}/calls\n{ray}\n')
+    program(programs, "timeout", f'echo "$@" >>{tmp_path}/calls\nexec {shutil.which("timeout")} {limit} "${{@:3}}"\n')
     # Workers, until the first search; the command is not in this pod.
     seen = tmp_path / "seen"
-    program(tmp_path / "bin", "pgrep", f'[[ "$*" != *ray::* || -e {seen} ]] && exit 1\ntouch {seen}\n')
-    environment = with_programs(tmp_path / "bin")
-    assert subprocess.run(["bash", "-c", data["stop.sh"]], env=environment, timeout=20).returncode == 0
-    assert (tmp_path / "runs/my-run/stop").exists() != drained
-    assert (tmp_path / "calls").read_text().startswith("drain-node ")
-
-
-def test_a_control_store_that_is_gone_does_not_hold_a_pod_up(config: Path, tmp_path: Path) -> None:
-    """`ray drain-node` waits for minutes then; the hook gives it seconds, and stops the run instead."""
-    (tmp_path / "runs/my-run").mkdir(parents=True)
-    given = [f"place.storage={tmp_path}", "scheduling.min_workers=8", "scheduling.workers=16"]
-    data = kuberay(config, *given)["ConfigMap"]["data"]
-    real, seen = shutil.which("timeout"), tmp_path / "seen"
-    program(tmp_path / "bin", "ray", "exec sleep 600\n")
-    program(tmp_path / "bin", "timeout", f'echo "$@" >>{tmp_path}/limits\nexec {real} 0.2 "${{@:3}}"\n')
-    program(tmp_path / "bin", "pgrep", f'[[ "$*" != *ray::* || -e {seen} ]] && exit 1\ntouch {seen}\n')
-    environment = with_programs(tmp_path / "bin")
-    assert subprocess.run(["bash", "-c", data["stop.sh"]], env=environment, timeout=30).returncode == 0
-    assert (tmp_path / "runs/my-run/stop").exists()
-    assert (tmp_path / "limits").read_text().startswith("--kill-after=5 20 ray drain-node ")
-
-
-def test_a_pod_with_nothing_of_the_run_asks_nothing(config: Path, tmp_path: Path) -> None:
-    """The run may have been started again elsewhere by now, and the request would be taken for its own."""
-    (tmp_path / "runs/my-run").mkdir(parents=True)
-    data = kuberay(config, f"place.storage={tmp_path}")["ConfigMap"]["data"]
-    program(tmp_path / "bin", "pgrep", "exit 1\n")
-    program(tmp_path / "bin", "ray", "exit 1\n")
-    hook = ["bash", "-c", data["stop.sh"]]
-    assert subprocess.run(hook, env=with_programs(tmp_path / "bin"), timeout=20).returncode == 0
-    assert not (tmp_path / "runs/my-run/stop").exists()
+    found = f'[[ "$*" != *ray::* || -e {seen} ]] && exit 1\ntouch {seen}\n'
+    program(programs, "pgrep", found if workers else "exit 1\n")
+    assert subprocess.run(["bash", "-c", data["stop.sh"]], env=with_programs(programs), timeout=30).returncode == 0
+    assert (tmp_path / "runs/my-run/stop").exists() == stops
+    if workers:
+        assert (tmp_path / "calls").read_text().startswith("--kill-after=5 20 ray drain-node ")
 
 
 def test_a_run_at_an_address_trains_in_storage_that_all_nodes_share(
@@ -461,32 +408,28 @@ def test_scripts_are_clean(config: Path, overrides: list[str]) -> None:
         check_script(text)
 
 
-def test_a_constraint_keeps_its_operators(config: Path) -> None:
-    for constraint in ("h100|a100", "[rack1|rack2]", "(h100&nvme)*2"):
-        script = render("slurm", config, [f"place.constraint='{constraint}'"])
-        assert f"#SBATCH --constraint='{constraint}'\n" in script
-    assert "#SBATCH --constraint=h100\n" in render("slurm", config, ["place.constraint=h100"])
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (["place.constraint='h100|a100'"], ["#SBATCH --constraint='h100|a100'"]),
+        (["place.constraint='[rack1|rack2]'"], ["#SBATCH --constraint='[rack1|rack2]'"]),
+        (["place.constraint='(h100&nvme)*2'"], ["#SBATCH --constraint='(h100&nvme)*2'"]),
+        (["place.constraint=h100"], ["#SBATCH --constraint=h100"]),
+        (["place.time_limit=4"], ["#SBATCH --time=4"]),  # minutes
+        # An elastic run takes as many nodes as it gets.
+        (["scheduling.min_workers=1", "scheduling.workers=2", "place.workers_per_node=1"], ["#SBATCH --nodes=1-2"]),
+        (['place.environment="module load cuda\\nsource x\\n"'], ["module load cuda", "source x"]),
+    ],
+)
+def test_slurm_follows_the_config(config: Path, overrides: list[str], lines: list[str]) -> None:
+    assert set(lines) <= set(render("slurm", config, overrides).splitlines())
 
 
-def test_a_time_limit_of_slurm_may_be_a_number_of_minutes(config: Path) -> None:
-    assert "#SBATCH --time=4\n" in render("slurm", config, ["place.time_limit=4"])
-    with pytest.raises(InputError, match=r"place.time_limit is 4.5; expected text"):
-        render("slurm", config, ["place.time_limit=4.5"])
-
-
-def test_slurm_follows_the_config(config: Path) -> None:
+def test_slurm_gets_what_a_run_needs(config: Path) -> None:
     script = render("slurm", config, ["place.partition=gpu", "place.time_limit=2-00:00:00", "place.workers_per_node=4"])
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script, re.MULTILINE))
-    wanted = {
-        "job-name": "my-run",
-        "nodes": "4",
-        "gpus-per-node": "4",
-        "cpus-per-task": "24",
-        "partition": "gpu",
-        "time": "2-00:00:00",
-        "signal": "B:USR1@300",
-    }
-    assert options.items() >= wanted.items()
+    wanted = {"job-name": "my-run", "nodes": "4", "gpus-per-node": "4", "cpus-per-task": "24", "partition": "gpu"}
+    assert options.items() >= {**wanted, "time": "2-00:00:00", "signal": "B:USR1@300"}.items()
     assert "account" not in options
     assert '--min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus=24 --num-gpus=4' in script
 
@@ -611,21 +554,13 @@ def test_slurm_gives_back_a_job_that_prepares(slurm_job: Any, tmp_path: Path) ->
     assert not (tmp_path / "runs/my-run/preparing").exists()
 
 
-def test_an_elastic_run_takes_as_many_nodes_as_it_gets(config: Path) -> None:
-    elastic = ["scheduling.min_workers=1", "scheduling.workers=2", "place.workers_per_node=1"]
-    assert "#SBATCH --nodes=1-2\n" in render("slurm", config, elastic)
-
-
 def test_slurm_finds_the_heads_address_without_a_resolver(slurm_job: Any, tmp_path: Path) -> None:
     """The name of a node may be neither in DNS nor in /etc/hosts."""
     program(tmp_path / "bin", "getent", "exit 2\n")
     program(tmp_path / "bin", "hostname", '[[ ${1:-} != -I ]] && echo node || echo "10.0.0.7 10.1.0.7"\n')
     assert slurm_job("exit 0\n").wait(20) == 0
     assert "symmetric-run --address 10.0.0.7:24711" in (tmp_path / "calls").read_text()
-
-
-def test_slurm_without_ray_is_not_a_success(slurm_job: Any) -> None:
-    """`ray symmetric-run` ends with 0 where `ray start` failed."""
+    # `ray symmetric-run` ends with 0 where `ray start` failed.
     assert slurm_job("exit 0\n", ray="exit 0\n").wait(20) == 3
 
 
@@ -659,16 +594,9 @@ def test_no_secret_gets_into_a_manifest(config: Path, monkeypatch: pytest.Monkey
                 assert ("value" in variable) != bool(re.search("KEY|TOKEN|PASSWORD", variable["name"]))
 
 
-def test_a_finetuning_is_known_by_its_keys(finetuning: Path, tmp_path: Path) -> None:
-    data = kuberay(finetuning)["ConfigMap"]["data"]
-    assert "python -m finetune.cli finetune" in data["start.sh"]
-    written = tmp_path / "written.yaml"
-    written.write_text(data["config.yaml"])
-    assert load_finetuning(written) == load_finetuning(finetuning, ["scheduling.cpus_per_worker=8"])
-
-
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*/*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configs_have_manifests(path: Path) -> None:
+    assert tuple(KIND_SETTINGS) == KINDS  # listed twice, so that --help imports nothing
     start = ["start_from=/shared/bert"] if path.parent.name == "finetune" else []
     for kind in KINDS:
         assert render(kind, path, start)
@@ -691,6 +619,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("slurm", ["place.storage=s3://bucket/run"], "place.storage: 's3://bucket/run' is a remote address"),
         ("slurm", ['place.storage="a\\nb"'], "place.storage is 'a\\nb', which contains control characters (\\n)"),
         ("slurm", ['run_dir="a\\ntouch canary"'], "run_dir is 'a\\ntouch canary', which contains control characters"),
+        ("slurm", ["place.time_limit=4.5"], "place.time_limit is 4.5; expected text"),
         ("slurm", ["place.partition=a b"], "place.partition is 'a b'; expected text like"),
         ("slurm", ["place.constraint=a;b"], "place.constraint is 'a;b'; expected text like"),
         ("kuberay", ["place.worker_resources={nvidia.com/gpu: 1}"], "set by place.workers_per_node and place.gpus"),
@@ -702,14 +631,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("kuberay", ["place.service_account=Me"], "place.service_account is 'Me'; expected text like"),
     ],
 )
-def test_bad_input_is_one_line(
-    config: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    kind: str,
-    overrides: list[str],
-    error: str,
-) -> None:
+def test_bad_input_is_one_line(config: Path, monkeypatch, capsys, kind: str, overrides: list[str], error: str) -> None:
     code = run_command(monkeypatch, kind, config, *[word for one in overrides for word in ("--set", one)])
     captured = capsys.readouterr()
     assert code == 2
@@ -718,20 +640,11 @@ def test_bad_input_is_one_line(
     assert captured.err.count("\n") == 1
 
 
-def test_the_environment_may_have_several_shell_lines(config: Path) -> None:
-    lines = "module load cuda\nsource .venv/bin/activate\n"
-    assert f"\n{lines}" in render("slurm", config, [f"place.environment={json.dumps(lines)}"])
-
-
 def test_a_finetuning_needs_its_checkpoint(finetuning: Path) -> None:
     with pytest.raises(InputError, match="start_from is empty"):
         render("slurm", finetuning, ["start_from="])
     with pytest.raises(InputError, match="only pretraining prepares a corpus"):
         render("slurm", finetuning, ["place.prepare=true"])
-
-
-def test_the_command_knows_every_kind() -> None:
-    assert tuple(KIND_SETTINGS) == KINDS  # listed twice, so that --help imports nothing
 
 
 def test_out_writes_what_would_be_printed(
@@ -796,20 +709,6 @@ def accepted(settings: type[ManifestSettings], value: str, folder: Path) -> Any:
     return settings.model_validate(given)
 
 
-def hostile_job(value: str, canary: Path) -> ManifestJob:
-    return ManifestJob(
-        name="my-run",
-        folder=value,
-        config=f"a: {value!r}\nCONFIG\ntouch {canary}\nCONFIG_\n  touch {canary}\n",
-        subcommands=("prepare", "pretrain"),
-        nodes=2,
-        min_nodes=1,
-        workers_per_node=8,
-        cpus_per_worker=2,
-        gpus=True,
-    )
-
-
 @pytest.fixture
 def stand_ins(tmp_path: Path) -> dict[str, str]:
     """An environment in which the programs that a manifest calls only record their arguments in tmp_path/calls."""
@@ -825,14 +724,8 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
         "ray",
         f'{record}until [[ -z $1 || $1 == -- ]]; do shift; done\n[[ -z $1 ]] || exec "${{@:2}}"\nexit 1\n',
     )
-    return with_programs(
-        folder,
-        SLURM_JOB_ID="1",
-        SLURM_JOB_NUM_NODES="2",
-        SLURM_CPUS_PER_TASK="16",
-        HOSTNAME="run-workers-1",
-        RAY_ADDRESS="127.0.0.1:1",
-    )
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "16"}
+    return with_programs(folder, **slurm, HOSTNAME="run-workers-1", RAY_ADDRESS="127.0.0.1:1")
 
 
 def scripts_of(kind: str, text: str) -> list[str]:
@@ -856,18 +749,23 @@ def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: 
     Path(settings.storage if settings.storage.startswith(str(tmp_path)) else work).mkdir(parents=True, exist_ok=True)
     if not settings.storage.startswith(str(tmp_path)):
         settings = settings.model_copy(update={"storage": str(work)})
-    job = hostile_job(value, canary)
+    job = ManifestJob(
+        name="my-run",
+        folder=value,
+        config=f"a: {value!r}\nCONFIG\ntouch {canary}\nCONFIG_\n  touch {canary}\n",
+        subcommands=("prepare", "pretrain"),
+        nodes=2,
+        min_nodes=1,
+        workers_per_node=8,
+        cpus_per_worker=2,
+        gpus=True,
+    )
     text = render_job(job, settings)
     (tmp_path / "home").mkdir()
     for script in scripts_of(kind, text):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-        subprocess.run(
-            ["bash", "-c", script],
-            env={**stand_ins, "HOME": str(tmp_path / "home")},
-            cwd=work,
-            timeout=60,
-            capture_output=True,
-        )
+        environment = {**stand_ins, "HOME": str(tmp_path / "home")}
+        subprocess.run(["bash", "-c", script], env=environment, cwd=work, timeout=60, capture_output=True)
     assert not canary.exists()
     assert "-m finetune.cli pretrain " in (tmp_path / "calls").read_text()  # the script ran to its last line
     assert written_config(kind, text, Path(settings.storage) / value) == job.config

@@ -1,7 +1,5 @@
 """Parts of the block that no released family has: equal to plain torch, and refused by released layouts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from torch import Tensor
 from pretrain.checkpoint.layouts import LAYOUTS, OWN, ReleasedFacts, write_config
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig
-from pretrain.model.cost import encoder_flops, flops, parameter_count
 from pretrain.model.encoder import Encoder
 from pretrain.model.positions import rotate, rotation
 from tests.batches_by_hand import make_batch
@@ -114,32 +111,12 @@ def test_states_and_gradients_are_those_of_plain_torch(entry: dict[str, Any], pl
         torch.testing.assert_close(parameter.grad, state[name].grad, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_recursions_cost_flops_and_no_parameters() -> None:
-    once = make_shape(norm_placement="pre", embedding_norm=False)
-    twice = once.model_copy(update={"recursions": 2})
-    assert parameter_count(once, VOCABULARY) == parameter_count(twice, VOCABULARY)
-    heads = flops(once, VOCABULARY, LENGTHS, 6) - encoder_flops(once, LENGTHS, sum(LENGTHS))
-    assert flops(twice, VOCABULARY, LENGTHS, 6) - heads == 2 * (flops(once, VOCABULARY, LENGTHS, 6) - heads)
-    # Rows that no loss reads are skipped in the last application alone.
-    whole = sum(LENGTHS)
-    assert encoder_flops(once, LENGTHS, whole) - encoder_flops(once, LENGTHS, 6) == pytest.approx(
-        encoder_flops(twice, LENGTHS, whole) - encoder_flops(twice, LENGTHS, 6)
-    )
-
-
 def test_every_application_of_the_first_layer_reads_normalized_states() -> None:
     """Normalized embeddings need no norm before attention; the output of the last layer does."""
     names = [name for name, _ in make_encoder(make_shape(norm_placement="pre", recursions=2)).named_parameters()]
     assert "layers.0.attention_norm_weight" in names
     names = [name for name, _ in make_encoder(make_shape(norm_placement="pre")).named_parameters()]
     assert "layers.0.attention_norm_weight" not in names
-
-
-def test_narrow_embeddings_cost_their_projection_and_a_narrow_decoder() -> None:
-    whole, narrow = make_shape(), make_shape(embedding=8)
-    tokens, masked, hidden = sum(LENGTHS), 6, whole.hidden
-    more = 6 * 8 * hidden * tokens - 6 * masked * (hidden - 8) * (hidden + VOCABULARY)
-    assert flops(narrow, VOCABULARY, LENGTHS, masked) - flops(whole, VOCABULARY, LENGTHS, masked) == more
 
 
 def test_each_application_of_a_layer_has_a_dropout_mask_of_its_own() -> None:

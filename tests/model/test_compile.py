@@ -1,7 +1,5 @@
 """torch.compile: settings in every thread, code that no batch size shaped, launches without Python's lock."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

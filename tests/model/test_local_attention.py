@@ -1,7 +1,5 @@
 """Windows and biases of the attention equal a dense mask, at a cost linear in the length; computed positions."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -43,7 +41,7 @@ def dense(qkv: Tensor, lengths: tuple[int, ...], window: int, table_NM: Tensor |
 MIXED = (1, 2, 5, 9, 15, 16, 17, 30, 31, 70)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["whole", "in pieces", "fused"])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "window", "asked"),
@@ -56,20 +54,29 @@ MIXED = (1, 2, 5, 9, 15, 16, 17, 30, 31, 70)
         (MIXED, 0, (0, 1, 3, 40, 41, 100, 125, 190)),
         ((70, 3, 40, 1), 1, None),  # in any order
         ((100,), 3, (99,)),
+        ((1,), 0, None),
+        ((5, 5, 5), 0, None),
     ],
 )
 def test_windows_and_biases_equal_a_dense_mask(
-    lengths: tuple[int, ...], window: int, asked: tuple[int, ...] | None, with_bias: bool, fused: bool
+    lengths: tuple[int, ...],
+    window: int,
+    asked: tuple[int, ...] | None,
+    with_bias: bool,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if fused and lengths != MIXED:
-        pytest.skip("compiled once")
+    if how != "whole" and lengths != MIXED:
+        pytest.skip("compiled, and cut, once")
+    if how == "in pieces":
+        monkeypatch.setattr("pretrain.model.kernels.grouped_op.SCORES_PER_PIECE", 1)
     torch.manual_seed(0)
     tokens, width = sum(lengths), HEADS * WIDTH
     inputs = [torch.randn(tokens, 3 * width, requires_grad=True), torch.randn(3 * width, requires_grad=True)]
     table = torch.randn(HEADS, 2 * max(lengths) - 1, requires_grad=True) if with_bias else None
     inputs += [] if table is None else [table]
     rows = None if asked is None else torch.tensor(asked)
-    options = AttentionOptions(HEADS, 0.0, fused, window)
+    options = AttentionOptions(HEADS, 0.0, how == "fused", window)
     ours, lse = grouped_attention(inputs[0], inputs[1], layout_of(lengths, rows, table), options)
     theirs = dense(inputs[0] + inputs[1], lengths, window, table)
     theirs = theirs if rows is None else theirs[rows]
@@ -119,20 +126,25 @@ def test_units_cover_every_query_once_and_every_key_in_reach(window: int) -> Non
             assert 2 * window <= end - begin <= 3 * window
 
 
-def test_dropout_of_attention_in_chunks_has_the_right_gradient() -> None:
+@pytest.mark.parametrize("window", [0, 5])
+def test_dropout_of_attention_has_the_right_rate_and_gradient(window: int) -> None:
     torch.manual_seed(0)
-    lengths = (20, 50)
+    lengths, options = (20, 50), AttentionOptions(HEADS, 0.3, False, window)
     qkv = torch.randn(70, 3 * HEADS * WIDTH, dtype=torch.float64, requires_grad=True)
     probe, direction = torch.randn(70, HEADS * WIDTH, dtype=torch.float64), torch.randn_like(qkv)
 
     def run(x: Tensor) -> Tensor:
-        return (grouped_attention(x, None, layout_of(lengths), AttentionOptions(HEADS, 0.3, False, 5))[0] * probe).sum()
+        return grouped_attention(x, None, layout_of(lengths), options)[0]
 
-    assert run(qkv) == run(qkv)
-    (gradient,) = torch.autograd.grad(run(qkv), qkv)
+    # Values of 1: a row's context is then the sum of its weights, 1 in the mean.
+    ones = torch.cat([torch.zeros(70, 2 * HEADS * WIDTH), torch.ones(70, HEADS * WIDTH)], 1).double()
+    assert run(ones).mean() == pytest.approx(1, abs=0.05)
+    assert run(ones).std() > 0.05
+    assert torch.equal(run(qkv), run(qkv))
+    (gradient,) = torch.autograd.grad((run(qkv) * probe).sum(), qkv)
     # fp64 in, but weights are computed in fp32: a central difference is good to three digits.
     step = 1e-3
-    difference = (run(qkv + step * direction) - run(qkv - step * direction)) / (2 * step)
+    difference = ((run(qkv + step * direction) - run(qkv - step * direction)) * probe).sum() / (2 * step)
     assert (gradient * direction).sum().item() == pytest.approx(difference.item(), rel=2e-3)
 
 

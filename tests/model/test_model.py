@@ -1,7 +1,5 @@
 """The encoder equals transformers' BERT, and the tricks that make it fast change nothing."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -31,7 +29,8 @@ from pretrain.model.kernels.grouping import SCORES_PER_GROUP, group_sequences
 from pretrain.model.kernels.hash_rng import ALONG, BETWEEN, hash_dropout, keep_mask
 from pretrain.model.kernels.layout import AttentionOptions, TokenLayout
 from pretrain.model.positions import rotate, rotations
-from tests.batches_by_hand import make_batch, next_sentence_logits, take_sequence
+from tests import parity
+from tests.batches_by_hand import make_batch, next_sentence_logits
 from tests.bench.baselines import pad
 
 VOCABULARY = 101
@@ -39,12 +38,10 @@ SHAPE = ModelConfig(size="custom", layers=3, hidden=48, heads=4, intermediate=96
 LENGTHS = (7, 20, 21, 21, 40, 64)
 
 
-def make_model(
-    *, shape: ModelConfig = SHAPE, seed: int = 0, next_sentence: bool = True, **options: bool
-) -> PretrainingModel:
+def make_model(*, next_sentence: bool = True) -> PretrainingModel:
     """Weights away from their initialization, so that biases and norms matter."""
-    torch.manual_seed(seed)
-    model = PretrainingModel(shape, VOCABULARY, next_sentence, **options)
+    torch.manual_seed(0)
+    model = PretrainingModel(SHAPE, VOCABULARY, next_sentence)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -61,33 +58,21 @@ def gradients(model: PretrainingModel, batch: MicroBatch) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture(scope="module")
-def baseline():
-    """transformers' BertForPreTraining with our weights, evaluation mode."""
+def test_logits_losses_and_gradients_equal_transformers() -> None:
+    """With the classifier of pairs, which no other family has (tests/parity.py)."""
     transformers = pytest.importorskip("transformers")
-    model = make_model()
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=SHAPE.hidden,
-        num_hidden_layers=SHAPE.layers,
-        num_attention_heads=SHAPE.heads,
-        intermediate_size=SHAPE.intermediate,
-        max_position_embeddings=SHAPE.max_positions,
-    )
-    theirs = transformers.BertForPreTraining(config).eval()
+    model, batch = make_model().eval(), make_batch(LENGTHS)
+    sizes = parity.usual(parity.Shape(SHAPE.layers, SHAPE.hidden, SHAPE.heads, 96, ()))
+    config = transformers.BertConfig(**{**sizes, "max_position_embeddings": SHAPE.max_positions})
+    baseline = transformers.BertForPreTraining(config).eval()
     state = their_tensors({name: p.detach() for name, p in model.named_parameters()}, BERT)
-    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    missing, unexpected = baseline.load_state_dict(state, strict=False)
     assert set(missing) <= {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
     assert not unexpected
-    theirs.tie_weights()
-    return theirs
-
-
-def test_logits_and_losses_equal_transformers(baseline) -> None:
-    model, batch = make_model().eval(), make_batch(LENGTHS)
+    baseline.tie_weights()
     inputs = pad(batch)
+    theirs = baseline(**inputs)
     with torch.no_grad():
-        theirs = baseline(**inputs)
         rows = theirs.prediction_logits[inputs["attention_mask"].bool()][batch.masked_rows]
         torch.testing.assert_close(model.masked_logits(batch), rows, atol=1e-4, rtol=0)
         nsp = theirs.seq_relationship_logits
@@ -96,52 +81,18 @@ def test_logits_and_losses_equal_transformers(baseline) -> None:
         losses = model(batch)
     assert losses.mlm_correct == (rows.argmax(-1) == batch.masked_labels).sum()
     assert losses.nsp_correct == (nsp.argmax(-1) == batch.nsp_labels).sum()
-
-
-def test_gradients_equal_transformers_and_reach_every_parameter(baseline) -> None:
-    model, batch = make_model().eval(), make_batch(LENGTHS)
     ours = gradients(model, batch)
     assert set(ours) == {name for name, _ in model.named_parameters()}
-    baseline.zero_grad()
-    baseline(**pad(batch)).loss.backward()
-    theirs = {name: p.grad for name, p in baseline.named_parameters()}
-    expected = their_tensors(ours, BERT)
-    for name, gradient in expected.items():
+    theirs.loss.backward()
+    expected = {name: p.grad for name, p in baseline.named_parameters()}
+    for name, gradient in their_tensors(ours, BERT).items():
         assert gradient.abs().max() > 0, name
-        torch.testing.assert_close(gradient, theirs[name], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4)
 
 
-def naive_attention(qkv: Tensor, lengths: tuple[int, ...], heads: int) -> Tensor:
-    """One sequence and one head at a time."""
-    contexts, first = [], 0
-    for length in lengths:
-        q, k, v = qkv[first : first + length].unflatten(-1, (3, heads, -1)).permute(1, 2, 0, 3)
-        weights = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1)
-        contexts.append((weights @ v).transpose(0, 1).flatten(1))
-        first += length
-    return torch.cat(contexts)
-
-
-@pytest.mark.parametrize("lengths", [(1,), (5, 5, 5), (3, 9, 10, 30, 31, 32), (12, 3, 40, 2, 39)])
-def test_attention_equals_its_naive_twin(lengths: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    qkv = torch.randn(sum(lengths), 3 * 24, requires_grad=True)
-    bias = torch.randn(3 * 24, requires_grad=True)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    keys = torch.zeros(sum(lengths), dtype=torch.int32)
-    probe = torch.randn(sum(lengths), 24)
-    ours, _ = grouped_attention(qkv, bias, TokenLayout(cu_seqlens, lengths, None, keys), AttentionOptions(3))
-    ours_gradients = torch.autograd.grad((ours * probe).sum(), (qkv, bias))
-    theirs = naive_attention(qkv + bias, lengths, 3)
-    their_gradients = torch.autograd.grad((theirs * probe).sum(), (qkv, bias))
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(ours_gradients, their_gradients)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("asked", [(0,), (0, 2, 5, 12, 13, 40, 41, 41, 76), (3, 4), tuple(range(77))])
-def test_attention_for_some_queries_is_a_part_of_all(asked: tuple[int, ...], dropout: float) -> None:
-    """Sequences that ask nothing or everything; the same context, and gradients of exactly those rows."""
+def test_attention_for_some_queries_is_a_part_of_all(asked: tuple[int, ...]) -> None:
+    """Sequences that ask nothing or everything; the same context, and gradients of exactly those rows, with dropout."""
     torch.manual_seed(0)
     lengths, rows = (5, 7, 21, 21, 23), torch.tensor(asked)
     batch = make_batch(lengths)
@@ -150,59 +101,22 @@ def test_attention_for_some_queries_is_a_part_of_all(asked: tuple[int, ...], dro
     results = []
     for queries in (None, rows):
         layout = TokenLayout(batch.cu_seqlens, lengths, queries, batch.token_keys)
-        context, _ = grouped_attention(qkv, bias, layout, AttentionOptions(3, dropout))
+        context, _ = grouped_attention(qkv, bias, layout, AttentionOptions(3, 0.2))
         context = context if queries is not None else context[rows]
         results.append((context, *torch.autograd.grad((context * probe).sum(), (qkv, bias))))
     torch.testing.assert_close(results[0], results[1])
 
 
-def test_attention_pieces_smaller_than_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.model.kernels.grouped_op.SCORES_PER_PIECE", 1)
-    test_attention_equals_its_naive_twin((3, 9, 10, 30))
-
-
-def test_attention_dropout_has_the_right_rate_and_gradient() -> None:
-    lengths, heads, dropout = (24, 30), 2, 0.3
-    cu_seqlens = torch.tensor([0, 24, 54], dtype=torch.int32)
-    keys = make_batch(lengths).token_keys
-    torch.manual_seed(0)
-    qkv = torch.randn(54, 3 * 8, dtype=torch.float64, requires_grad=True)
-
-    def run(x: Tensor) -> Tensor:
-        layout = TokenLayout(cu_seqlens, lengths, None, keys)
-        return grouped_attention(x, x.new_zeros(24), layout, AttentionOptions(heads, dropout))[0]
-
-    # Values of 1: a row's context is then the sum of its weights, 1 in the mean.
-    ones = torch.cat([torch.zeros(54, 16), torch.ones(54, 8)], 1).double()
-    assert run(ones).mean() == pytest.approx(1, abs=0.05)
-    assert run(ones).std() > 0.05
-    assert torch.equal(run(qkv), run(qkv))
-    direction = torch.randn_like(qkv)
-    probe = torch.randn(54, 8, dtype=torch.float64)
-    (gradient,) = torch.autograd.grad((run(qkv) * probe).sum(), qkv)
-    # fp64 in, but weights are computed in fp32: a central difference is good to three digits.
-    step = 1e-3
-    difference = ((run(qkv + step * direction) - run(qkv - step * direction)) * probe).sum() / (2 * step)
-    assert (gradient * direction).sum().item() == pytest.approx(difference.item(), rel=2e-3)
-
-
-def test_groups_hold_every_token_once() -> None:
-    lengths = [3, 4, 5, 50, 52, 100, 110, 111, 112]
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=8), st.integers(1, 16))
+def test_no_other_groups_cost_less(lengths: list[int], heads: int) -> None:
+    """Against all ways to cut a batch, in any order of its sequences. Every token is in one group."""
     boundaries = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    groups = group_sequences(tuple(boundaries), None, 64, torch.device("cpu"))
-    assert len(groups) > 1
+    groups = group_sequences(tuple(boundaries), None, heads, torch.device("cpu"))
     rows = [list(range(sum(lengths)))[group.keys.range] for group in groups]
     assert [row for group in rows for row in group] == list(range(sum(lengths)))
     for group, expected in zip(groups, rows, strict=True):
         assert group.keys.number_GL.flatten()[group.keys.place_T].tolist() == expected
         assert group.keys.number_GL[group.keys.real_GL].tolist() == expected
-
-
-@given(st.lists(st.integers(1, 600), min_size=1, max_size=8), st.integers(1, 16))
-def test_no_other_groups_cost_less(lengths: list[int], heads: int) -> None:
-    """Against all ways to cut a batch, in any order of its sequences."""
-    boundaries = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    groups = group_sequences(tuple(boundaries), None, heads, torch.device("cpu"))
     shapes = [group.keys.number_GL.shape for group in groups]
     chosen = sum(cost(shape[0], shape[1], heads) for shape in shapes)
     ways = []
@@ -239,18 +153,6 @@ def cost(sequences: int, longest: int, heads: int) -> int:
     return SCORES_PER_GROUP + heads * sequences * longest * (longest + 128)
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_a_sequence_does_not_see_its_neighbors(training: bool) -> None:
-    """Invariant 2, and invariant 1 in training: dropout depends on the sample, not on its place in a batch."""
-    model, batch = make_model().train(training), make_batch(LENGTHS)
-    with torch.no_grad():
-        together = model.encode(batch)
-        for number in range(len(LENGTHS)):
-            first, last = batch.cu_seqlens[number : number + 2]
-            alone = model.encode(take_sequence(batch, number))
-            torch.testing.assert_close(together[first:last], alone, atol=2e-5, rtol=1e-4)
-
-
 def test_dropout_draws_from_the_keys() -> None:
     keys = make_batch([4096]).token_keys
     keep = keep_mask(keys, 0.1)
@@ -274,22 +176,6 @@ def test_dropout_is_independent_between_layers_features_and_tokens() -> None:
     assert correlations.abs().max() < 0.02
     assert torch.corrcoef(masks[0].float().T).fill_diagonal_(0).abs().max() < 0.12
     assert (masks[0].float().mean(0) - 0.5).abs().max() < 0.06
-
-
-def test_only_the_requested_rows() -> None:
-    model, batch = make_model().eval(), make_batch(LENGTHS)
-    rows = torch.tensor([0, 5, 30, 100])
-    with torch.no_grad():
-        torch.testing.assert_close(model.encode(batch, rows), model.encode(batch)[rows])
-
-
-def test_activation_checkpointing_and_compilation_change_nothing() -> None:
-    batch = make_batch(LENGTHS)
-    expected = gradients(make_model(), batch)
-    for options in ({"activation_checkpointing": True}, {"compile": True}):
-        found = gradients(make_model(**options), batch)  # pyright: ignore[reportArgumentType]
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-3, msg=f"{options} {name}")
 
 
 def test_no_pooler_without_next_sentence_prediction() -> None:
@@ -411,28 +297,15 @@ def test_rotary_attention_initialized_to_neighbors_looks_there(part: dict[str, A
     [
         ({"attention_bias": False}, "needs attention_bias: true where positions are rotary"),
         ({"kv_heads": 2}, "needs kv_heads: 0, not 2"),
+        ({"family": "bert", "positions": "sinusoidal"}, "needs learned or rotary positions, not sinusoidal"),
+        ({"family": "bert", "embedding": 128}, r"needs embedding \(128\) to be 0 or hidden"),
+        ({"family": "bert", "size": "custom", "layers": 1, "hidden": 10, "heads": 2}, "an even head width, not 5"),
     ],
 )
-def test_rotary_parts_that_cannot_be_initialized_to_neighbors_are_refused(part: dict[str, Any], reason: str) -> None:
+def test_a_shape_that_cannot_be_initialized_to_neighbors_is_refused(part: dict[str, Any], reason: str) -> None:
     values = {"family": "modernbert", "size": "mini", "attention_bias": True, "attention_init": "neighbors"}
-    with pytest.raises(ValueError, match=f"attention_init: neighbors {reason}"):
+    with pytest.raises(ValueError, match=f"attention_init: neighbors .*{reason}"):
         ModelConfig.model_validate({**values, **part})
-
-
-def test_a_shape_that_cannot_be_initialized_to_neighbors_is_refused() -> None:
-    with pytest.raises(ValueError, match="neighbors needs learned or rotary positions, not sinusoidal"):
-        ModelConfig(size="mini", positions="sinusoidal", attention_init="neighbors")
-    with pytest.raises(ValueError, match=r"needs embedding \(128\) to be 0 or hidden"):
-        ModelConfig(size="mini", embedding=128, attention_init="neighbors")
-    with pytest.raises(ValueError, match="an even head width, not 5"):
-        ModelConfig(size="custom", layers=1, hidden=10, heads=2, attention_init="neighbors")
-
-
-def test_the_loss_is_the_cross_entropy() -> None:
-    model, batch = make_model().eval(), make_batch(LENGTHS)
-    with torch.no_grad():
-        expected = F.cross_entropy(model.masked_logits(batch), batch.masked_labels, reduction="sum")
-        torch.testing.assert_close(model(batch).mlm_loss, expected)
 
 
 def test_the_stride_of_dropout_seeds_stays_within_int32() -> None:

@@ -1,7 +1,5 @@
 """The loops in C++ equal torch's operations, in values and gradients; without a compiler torch's take their place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

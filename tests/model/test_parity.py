@@ -1,7 +1,5 @@
 """Logits and gradients of every family equal transformers' (tests/parity.py), and so does the exported ONNX model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 SHAPE = parity.SHAPES[0]
 
 
-@pytest.mark.parametrize("family", parity.FAMILIES)
+@pytest.mark.parametrize("family", [*parity.FAMILIES, *parity.OTHERS])
 def test_logits_and_gradients_are_those_of_transformers(family: str) -> None:
     found = parity.measure(family, SHAPE, (parity.MLM, parity.GRADIENTS, *parity.HEADS))
     assert {parity.MLM, parity.GRADIENTS, "classification", "tokens"} <= set(found)

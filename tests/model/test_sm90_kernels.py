@@ -1,7 +1,5 @@
 """What torch.compile makes of a step for an H100, compiled to machine code on a machine without a GPU; needs triton."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The scores of a vocabulary lie in rows that cuBLAS's fast kernels take, and gaps between rows change nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

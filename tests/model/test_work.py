@@ -1,7 +1,5 @@
 """The executed FLOPs against torch's counter over real steps: forward, backward, teacher, generator, recomputation."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -75,12 +73,10 @@ CASES: dict[str, dict[str, Any]] = {
     "mean pooling": {"model": {**SHAPE, "pooling": "mean"}},
     "modernbert": {"model": {**SHAPE, "family": "modernbert"}, "pairs": {"objective": "none"}},
     "checkpointing": {"engine": {"activation_checkpointing": True}},
+    "recursions": {"model": {**SHAPE, "recursions": 2, "embedding": 8}, "pairs": {"objective": "none"}},
     "electra": {"electra": {"generator_width": 0.5}, "pairs": {"objective": "none"}},
-    "narrow electra": {
-        "model": {**SHAPE, "embedding": 16},
-        "electra": {"generator_width": 0.5},
-        "pairs": {"objective": "none"},
-    },
+    "narrow electra": {"model": {**SHAPE, "embedding": 16}, "electra": {"generator_width": 0.5}}
+    | {"pairs": {"objective": "none"}},
     "distillation": {"distillation": {"teacher": "x"}, "pairs": {"objective": "none"}},
     "distillation of pairs": {"distillation": {"teacher": "x"}},
 }
@@ -94,9 +90,8 @@ def test_the_executed_flops_are_what_torch_counts(name: str, monkeypatch: pytest
     """
     config = make_config(**CASES[name])
     batch = make_batch([64] * 6, VOCABULARY, masked_share=10 / 64)
-    batch = dataclasses.replace(
-        batch, masked_rows=torch.tensor([64 * s + 3 + 6 * n for s in range(6) for n in range(10)])
-    )
+    rows = torch.tensor([64 * s + 3 + 6 * n for s in range(6) for n in range(10)])
+    batch = dataclasses.replace(batch, masked_rows=rows)
     masked = len(batch.masked_rows)
     teacher = TEACHER if config.distillation.teacher else None
     expected = objective_of(config, VOCABULARY, teacher).executed_flops(batch.lengths, masked)
@@ -132,26 +127,16 @@ def test_recomputation_and_a_teacher_are_counted() -> None:
     assert objective_of(again, VOCABULARY).executed_flops(lengths, masked) > 1.2 * plain
     assert objective_of(again, VOCABULARY).model_flops(lengths, masked) < plain
     distilled = make_config(distillation={"teacher": "x"})
-    alone, taught = (
-        objective_of(distilled, VOCABULARY, one).executed_flops(lengths, masked) for one in (None, TEACHER)
-    )
-    assert (
-        taught
-        > alone + objective_of(make_config(model=TEACHER.model_dump()), VOCABULARY).model_flops(lengths, masked) / 4
-    )
+    both = (objective_of(distilled, VOCABULARY, one) for one in (None, TEACHER))
+    alone, taught = (one.executed_flops(lengths, masked) for one in both)
+    teachers = objective_of(make_config(model=TEACHER.model_dump()), VOCABULARY).model_flops(lengths, masked)
+    assert taught > alone + teachers / 4
 
 
 def test_the_dry_run_counts_a_teacher(tmp_path: Path) -> None:
     """Its shape is read from config.json; without one, the text says what is missing."""
-    values = {
-        "model_type": "bert",
-        "vocab_size": 30522,
-        "hidden_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "intermediate_size": 128,
-        "max_position_embeddings": 128,
-    }
+    values = {"model_type": "bert", "vocab_size": 30522, "hidden_size": 32, "num_hidden_layers": 4}
+    values |= {"num_attention_heads": 2, "intermediate_size": 128, "max_position_embeddings": 128}
     config = make_config(distillation={"teacher": str(tmp_path)}, engine={"precision": "fp32"})
     assert "the teacher cannot be read" in estimate.dry_run(config)
     assert memory.memory_bytes(config, 1, 1)["teacher"] == 0

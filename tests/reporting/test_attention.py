@@ -20,7 +20,7 @@ from pretrain.reporting.attention.page import strongest_heads, write_attention_p
 from pretrain.reporting.attention.strips import strip_chart
 from pretrain.reporting.attention.weights import AttentionModel, ShownTokens
 from pretrain.run.attention.kinds import KINDS, HeadStatistics, MarkedTokens
-from tests.model.test_families import CASES, VOCABULARY, Case, make_pair
+from tests import parity
 from tests.tasks.refusals import refused
 
 TEXT = "The film was good, the book was not: a zebra is a Film."
@@ -74,19 +74,20 @@ def test_weights_are_those_of_transformers(folders: dict[str, Path], family: str
             assert layer.max() > 0.3  # far from even
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_weights_of_every_family_are_those_of_transformers(case: Case) -> None:
-    model, theirs = make_pair(case)
+@pytest.mark.parametrize("family", [*parity.FAMILIES, *parity.OTHERS])
+def test_weights_of_every_family_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    theirs: Any = parity.make_theirs("AutoModelForMaskedLM", family, parity.SHAPES[0])
+    released = parity.read_back(theirs, tmp_path)
     theirs.set_attn_implementation("eager")
-    ids = torch.randint(VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(parity.ROWS, (1, 40), generator=torch.Generator().manual_seed(2))
     collected: list[torch.Tensor] = []
     with torch.no_grad():
-        PaddedEncoder(model.shape, model.state_dict()).encode(ids, torch.ones_like(ids), attention=collected)
+        PaddedEncoder(released.model, released.backbone).encode(ids, torch.ones_like(ids), attention=collected)
         expected = theirs(input_ids=ids, output_attentions=True).attentions
-    assert len(collected) == len(expected) == model.shape.layers
+    assert len(collected) == len(expected) == released.model.layers
     for number, (layer, wanted) in enumerate(zip(collected, expected, strict=True)):
         assert (layer - wanted).abs().max() < 1e-5
-        if window := model.shape.window(number):
+        if window := released.model.window(number):
             assert (layer[0, :, 0, window + 1 :] == 0).all()
 
 

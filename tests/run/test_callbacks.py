@@ -1,7 +1,5 @@
 """Callbacks: told what a run does, on rank 0, with records that change nothing; an error stops the run or does not."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging
@@ -80,18 +78,11 @@ def test_a_run_tells_of_all_and_stops_where_it_is_asked_to(place: Path) -> None:
         assert stopped.startswith("StoppedError: ")
         assert "stopped at step 2 of 4; checkpoint step-00000002 is saved." in stopped
     found = [json.loads(line) for line in (place / "told.jsonl").read_text().splitlines()]
-    assert [(hook, record["step"]) for hook, record in found] == [
-        ("step_end", 1),
-        ("step_end", 2),
-        ("evaluation", 2),
-        ("checkpoint", 2),
-        ("run_end", 2),
-        ("step_end", 3),
-        ("step_end", 4),
-        ("evaluation", 4),
-        ("checkpoint", 4),
-        ("run_end", 4),
-    ]
+    ends = ("evaluation", "checkpoint", "run_end")
+    for place_of, step in ((0, 2), (5, 4)):
+        expected = [("step_end", step - 1), ("step_end", step), *((hook, step) for hook in ends)]
+        assert [(hook, record["step"]) for hook, record in found[place_of : place_of + 5]] == expected
+    assert len(found) == 10
     steps = [record for hook, record in found if hook == "step_end"]
     assert [bool(record["logged"]) for record in steps] == [False, True, False, True]
     assert steps[1]["logged"] == records(place / "told-run")[0]
@@ -99,9 +90,8 @@ def test_a_run_tells_of_all_and_stops_where_it_is_asked_to(place: Path) -> None:
     assert paths == [str(place / f"told-run/checkpoints/step-0000000{step}") for step in (2, 4)]
     ends = [record for hook, record in found if hook == "run_end"]
     assert [end["outcome"] for end in ends] == ["stopped", "finished"]
-    assert ends[0]["error"].startswith(
-        "the callback told.hooks:Fails raised SystemExit in step_end of step 1: enough; st"
-    )
+    said = "the callback told.hooks:Fails raised SystemExit in step_end of step 1: enough; st"
+    assert ends[0]["error"].startswith(said)
     assert [one["loss"] for one in records(place / "told-run")] == [one["loss"] for one in records(place / "plain")]
     lines = (place / "told-run/metrics.jsonl").read_text().splitlines()
     events = [event for event in map(json.loads, lines) if event.get("event") == "callback"]
@@ -127,19 +117,13 @@ def test_an_error_is_said_once_with_its_traceback(place: Path, caplog: pytest.Lo
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        (
-            "[told.hooks:Silent]",
-            "callbacks.0: told.hooks:Silent: is no callback. Give a function (hook, record), or a cl",
-        ),
+        ("[told.hooks:Silent]", "callbacks.0: told.hooks:Silent: is no callback. Give a function (hook, record), or"),
         ("[json:dumps]", "callbacks.0: json:dumps: is no callback."),
         ("[told.hooks:tells]", "told/hooks.py has no tells; did you mean tell?"),
         ("[told.hooks]", "callbacks.0: 'told.hooks' is no dotted name of your own such as my_package.module:name"),
         ("[7]", "callbacks.0: give my_package.module:name, or a section with it as `call`"),
         ("told.hooks:tell", "callbacks is 'told.hooks:tell'; expected a list"),
-        (
-            "[{call: 'told.hooks:Fails', at: 1, on_error: never}]",
-            "callbacks.0: on_error: 'never' is not one of warn, sto",
-        ),
+        ("[{call: 'told.hooks:Fails', at: 1, on_error: never}]", "callbacks.0: on_error: 'never' is not one of warn"),
         ("[{call: 'told.hooks:Fails', att: 1}]", "callbacks.0: told.hooks:Fails: missing a required argument: 'at'."),
         ("[{call: 'told.hooks:tell', at: 1}]", "callbacks.0: told.hooks:tell: only a class takes options."),
         ("[{call: 'told.hooks:Fails', at: 1, api_key: x}]", "callbacks.0.api_key looks like a secret"),

@@ -1,7 +1,5 @@
 """A run that forks from another: equal to it bit for bit until something differs, and refused where it cannot be."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from corpora import make_corpus
 
 from pretrain.checkpoint import hf, store
 from pretrain.checkpoint.released import read_released
@@ -31,11 +28,6 @@ def settings(corpus: Path, run: Path, **changes: Any) -> dict[str, Any]:
     values["model"] |= ROTARY
     values["evaluation"]["every_steps"] = 3
     return values
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=60, vocabulary_size=300)
 
 
 @pytest.fixture(scope="module")
@@ -97,15 +89,8 @@ def test_a_fork_may_have_other_workers_and_stages(
 def test_a_fork_ends_a_phase_and_goes_on_otherwise(parent: Path, corpus: Path, tmp_path: Path) -> None:
     """A longer context with its own base, another rate, decay, batch and masks; the parent's steps before it stay."""
     phases = settings(corpus, tmp_path)["phases"]
-    own = {
-        "sequence_length": 64,
-        "global_sequences": 6,
-        "rotary_base": 1000.0,
-        "weight_decay": 0.3,
-        "masking_probability": 0.3,
-        "averaged_share": 1.0,
-        "decay": "1-sqrt",
-    }
+    own = {"sequence_length": 64, "global_sequences": 6, "rotary_base": 1000.0, "weight_decay": 0.3}
+    own |= {"masking_probability": 0.3, "averaged_share": 1.0, "decay": "1-sqrt"}
     run = fork(parent, corpus, tmp_path / "run", phases=[{**phases[0], "steps": FORKED}, {**phases[1], **own}])
     ours, theirs = records(run), records(parent)
     assert [one["loss"] for one in ours[:FORKED]] == [one["loss"] for one in theirs[:FORKED]]
@@ -160,15 +145,9 @@ def test_a_fork_has_a_group_and_a_past(parent: Path, corpus: Path, tmp_path: Pat
     assert not begin_fork(PretrainConfig.model_validate({**values, "fork_from": f"{parent}@2"})), "which is another"
     second = {**settings(corpus, tmp_path / "b"), "name": "b", "fork_from": f"{tmp_path / 'a'}@{FORKED}"}
     assert begin_fork(PretrainConfig.model_validate(second))
-    assert read_fork(tmp_path / "b") == {
-        "id": read_fork(tmp_path / "b")["id"],
-        "run": str(tmp_path / "a"),
-        "name": "trial",
-        "step": FORKED,
-        "run_id": read_fork(tmp_path / "a")["run_id"],
-        "group": "trial",
-        "earlier": [{"name": "trial", "step": FORKED}],
-    }
+    first, found = read_fork(tmp_path / "a"), read_fork(tmp_path / "b")
+    expected = {"run": str(tmp_path / "a"), "name": "trial", "step": FORKED, "run_id": first["run_id"]}
+    assert found == {**expected, "id": found["id"], "group": "trial", "earlier": [{"name": "trial", "step": FORKED}]}
     assert (tmp_path / "b" / FORK_FILE).is_file()
     trained = {**second, "run_dir": str(tmp_path / "b")}
     assert run_workers(1, starts, [Start(trained, resume=True)]) == [[""]]

@@ -1,7 +1,5 @@
 """Runs on several sources: those that go on when sources were added, and what they say of each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +102,9 @@ def test_a_run_goes_on_with_a_grown_corpus(tmp_path: Path, corpus: Path, sources
 @pytest.mark.parametrize(
     ("phases", "message"),
     [
-        (
-            [{}, {}],
-            "has not read three and four in phases.0, which has begun. Set phases.0.weights: {three: 0, four: 0}",
-        ),
+        ([{}, {}], "has not read three and four in phases.0, which has begun. Set phases.0.weights: {three: 0, fo"),
         ([{"weights": {**ZERO, "two": 3}}, {}], "has read the sources of phases.0 in other shares than its weights"),
-        (
-            [{"weights": {**ZERO, "two": 0}}, {}],
-            "has read two in phases.0, which now has no weight there",
-        ),
+        ([{"weights": {**ZERO, "two": 0}}, {}], "has read two in phases.0, which now has no weight there"),
         ([{"weights": ZERO, "temperature": 0.5}, {}], "in other shares than its weights, temperature and max_epochs"),
     ],
 )

@@ -1,7 +1,5 @@
 """Two machines for real, as far as the network goes: namespaces joined by a cable that is pulled and put back."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,10 +1,7 @@
 """Which precision a run takes: what the device says, the same in all workers, kept at every restart."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -22,18 +19,12 @@ from pretrain.model import precision
 from pretrain.model.precision import DeviceCapabilities, PrecisionChoice, choose
 from pretrain.run import preflight, session
 from tests.distributed import run_workers
+from tests.starts import pretraining
 
 
 def run_config(folder: Path | str = "run", chosen: str = "auto") -> PretrainConfig:
-    return PretrainConfig.model_validate(
-        {
-            "name": "trial",
-            "run_dir": str(folder),
-            "corpus": {"dir": "corpus"},
-            "phases": [{"sequence_length": 32, "global_sequences": 8, "steps": 3, "peak_learning_rate": 1e-3}],
-            "engine": {"precision": chosen},
-        }
-    )
+    values = pretraining(Path("corpus"), Path(folder), [(32, 8, 3)], engine={"precision": chosen})
+    return PretrainConfig.model_validate(values)
 
 
 def gpu(major: int, minor: int) -> DeviceCapabilities:
@@ -64,46 +55,39 @@ def test_the_devices_decide(offers: list[DeviceCapabilities], expected: str) -> 
     assert choose(offers).precision == expected
 
 
+@pytest.mark.parametrize("held_up", [False, True])
 @pytest.mark.parametrize("rate", [0.3e9, 90e9, 5e12])
-def test_a_product_takes_milliseconds_whatever_the_rate(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
-    """A device of each rate, whose clock is that of its products: the rate comes out, and soon."""
-    now, products = [0.0], [0.0]
+def test_a_product_takes_milliseconds_whatever_the_rate(
+    monkeypatch: pytest.MonkeyPatch, rate: float, held_up: bool
+) -> None:
+    """A device of each rate, whose clock is that of its products: the rate comes out, and soon.
+
+    Beside another program most products wait for a time slice: the rate is that of the ones that do not.
+    """
+    now, products, number = [0.0], [0.0], itertools.count()
 
     def product(a: torch.Tensor, _: torch.Tensor) -> None:
         products[-1] = 2 * len(a) ** 3 / rate
-        now[0] += products[-1]
+        now[0] += products[-1] + (0.02 if held_up and next(number) % 4 != 3 else 0.0)
 
     monkeypatch.setattr(torch, "mm", product)
     monkeypatch.setattr(torch, "randn", lambda n, _, device: torch.empty(n, n))
     monkeypatch.setattr(precision.time, "perf_counter", lambda: now[0])
     assert precision.measure_matmul("cpu", "fp32", 0.25) == pytest.approx(rate)
-    assert now[0] < 0.5
+    assert held_up or now[0] < 0.5
     assert products[-1] < 0.05
 
 
-def test_products_that_others_hold_up_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside another program most products wait for a time slice: the rate is that of the ones that do not."""
-    now, number = [0.0], itertools.count()
-
-    def product(a: torch.Tensor, _: torch.Tensor) -> None:
-        now[0] += 2 * len(a) ** 3 / 100e9 + (0.0 if next(number) % 4 == 3 else 0.02)
-
-    monkeypatch.setattr(torch, "mm", product)
-    monkeypatch.setattr(torch, "randn", lambda n, _, device: torch.empty(n, n))
-    monkeypatch.setattr(precision.time, "perf_counter", lambda: now[0])
-    assert precision.measure_matmul("cpu", "fp32", 0.25) == pytest.approx(100e9)
-
-
-def test_the_choice_of_a_run_is_not_a_change_of_its_settings() -> None:
+def test_the_choice_of_a_run_is_not_a_change_of_its_settings(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not resolved"):
+        _ = EngineConfig().resolved_precision
+    preflight.record_config(run_config(tmp_path, "fp32"))
+    for folder, chosen, found in ((tmp_path, "auto", "fp32"), (tmp_path, "bf16", "bf16"), ("new", "auto", "auto")):
+        assert preflight.with_resolved_precision(run_config(folder, chosen)).engine.precision == found
     before = run_config(chosen="fp32")
     assert keep_precision(run_config(), before).engine.precision == "fp32"
     assert changed_for_resume(before, run_config(), 1) == []
     assert changed_for_resume(before, run_config(chosen="bf16"), 1) == ["engine.precision (fp32 -> bf16)"]
-
-
-def test_what_is_not_settled_cannot_be_used() -> None:
-    with pytest.raises(ValueError, match="not resolved"):
-        _ = EngineConfig().resolved_precision
 
 
 def settle(folder: str, given: list[str]) -> list[str]:
@@ -179,44 +163,35 @@ def test_the_dry_run_shows_the_precision_and_its_reason(monkeypatch: pytest.Monk
     assert "bf16: assumed; the nodes of 10.0.0.5:6379 decide" in estimate.dry_run(elsewhere)
 
 
-def test_all_runs_of_one_command_have_one_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settled", "expected"),
+    [
+        (["", "", ""], ["fp32"] * 3),  # all runs of one command have one precision
+        (["", "fp32", ""], ["fp32"] * 3),  # that of the started run
+        # On a cluster of several kinds of nodes each decides for itself: going on must not change that.
+        (["bf16", "fp16", "auto"], ["bf16", "fp16", "bf16"]),
+    ],
+)
+def test_runs_of_one_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settled: list[str], expected: list[str]
+) -> None:
     from finetune.experiments import trials
     from finetune.training.config import FinetuneConfig
 
-    answers = itertools.chain(
-        [PrecisionChoice("fp32", "")], itertools.repeat(PrecisionChoice("bf16", "the load has changed"))
-    )
+    first = ["fp32"] if settled == ["", "", ""] else []
+    answers = (PrecisionChoice(one, "") for one in itertools.chain(first, itertools.repeat("bf16")))  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(trials, "choose_here", lambda: next(answers))
     given = {"name": "task", "run_dir": str(tmp_path), "classification": {"train": "train.csv"}}
-    config = FinetuneConfig.model_validate(given)
-    members = [
-        trials.Trial(
-            f"seed {seed}", trials.trial_config(config, f"seed-{seed}", folder=tmp_path / f"{seed}", seed=seed), 1
-        )
-        for seed in range(3)
-    ]
-    made = trials.with_one_precision(config, members)
-    assert [one.config.engine.precision for one in made] == ["fp32"] * 3
-    preflight.record_config(made[1].config) if made[1].config.folder.mkdir() is None else None
-    again = trials.with_one_precision(config, members)
-    assert [one.config.engine.precision for one in again] == ["fp32"] * 3, "that of the started run"
-
-
-def test_started_runs_keep_their_own_precision(tmp_path: Path) -> None:
-    """On a cluster of several kinds of nodes each decides for itself: going on must not change that."""
-    from finetune.experiments import trials
-    from finetune.training.config import FinetuneConfig
-
-    given = {"name": "task", "run_dir": str(tmp_path), "classification": {"train": "train.csv"}}
-    config = FinetuneConfig.model_validate(given)
-    members = []
-    for seed, settled in enumerate(["bf16", "fp16", "auto"]):
+    config, members = FinetuneConfig.model_validate(given), []
+    for seed, started in enumerate(settled):
         one = trials.trial_config(config, f"seed-{seed}", folder=tmp_path / f"{seed}", seed=seed)
         members.append(trials.Trial(f"seed {seed}", one, 1))
-        one.folder.mkdir()
-        preflight.record_config(one.model_copy(update={"engine": EngineConfig(precision=settled)}))  # pyright: ignore[reportArgumentType]
+        if started:
+            one.folder.mkdir()
+            engine = EngineConfig.model_validate({"precision": started})
+            preflight.record_config(one.model_copy(update={"engine": engine}))
     made = trials.with_one_precision(config, members)
-    assert [one.config.engine.precision for one in made] == ["bf16", "fp16", "bf16"]
+    assert [one.config.engine.precision for one in made] == expected
 
 
 class FakeGpu:
@@ -290,17 +265,11 @@ def test_a_worker_takes_its_gpu_before_the_workers_connect(
     assert os.environ["LOCAL_RANK"] == str(number), "DeepSpeed's"
 
 
-@pytest.mark.parametrize(
-    ("error", "workers", "ended"),
-    [
-        (None, 2, True),
-        (StoppedError("stopped"), 2, True),
-        (DivergedError("diverged"), 2, True),
-        (InputError("a damaged shard"), 2, False),
-        (torch.OutOfMemoryError(), 2, False),
-        (InputError("a damaged shard"), 1, True),
-    ],
-)
+ENDS = [(None, 2, True), (StoppedError("stopped"), 2, True), (DivergedError("diverged"), 2, True)]
+ENDS += [(InputError("a damaged shard"), 2, False), (torch.OutOfMemoryError(), 2, False), (InputError("x"), 1, True)]
+
+
+@pytest.mark.parametrize(("error", "workers", "ended"), ENDS)
 def test_an_error_of_one_rank_does_not_wait_for_the_end_of_nccl(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None, workers: int, ended: bool
 ) -> None:
@@ -339,10 +308,3 @@ def test_tf32_is_for_runs_in_fp32_alone(monkeypatch: pytest.MonkeyPatch) -> None
     assert not precision.allow_tf32("fp32", torch.device("cuda"))
     assert set_to == ["high", "highest", "highest"]
     assert not precision.allow_tf32("fp32", torch.device("cpu"))
-
-
-def test_a_started_run_keeps_its_precision_in_config_yaml(tmp_path: Path) -> None:
-    preflight.record_config(run_config(tmp_path, "fp32"))
-    assert preflight.with_resolved_precision(run_config(tmp_path)).engine.precision == "fp32"
-    assert preflight.with_resolved_precision(run_config(tmp_path, "bf16")).engine.precision == "bf16"
-    assert json.dumps(preflight.with_resolved_precision(run_config(tmp_path / "new")).engine.precision) == '"auto"'

@@ -1,7 +1,5 @@
 """The process that scores a run's checkpoints: what it gets, how it ends, and what a real run with it is."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json

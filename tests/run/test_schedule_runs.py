@@ -1,7 +1,5 @@
 """Ramps of the batch size and averaged weights: what they are, and that runs with them resume bitwise."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from corpora import make_corpus
 from safetensors.torch import load_file
 
 from pretrain.batches.loader import BatchMaker, Loader
@@ -30,9 +27,8 @@ AVERAGED = 3  # the last steps
 
 
 def phase_of(**changes: Any) -> PhaseConfig:
-    return PhaseConfig(
-        **{"sequence_length": 32, "global_sequences": 12, "steps": 9, "peak_learning_rate": 1e-3, **changes}
-    )
+    usual = {"sequence_length": 32, "global_sequences": 12, "steps": 9, "peak_learning_rate": 1e-3}
+    return PhaseConfig.model_validate({**usual, **changes})
 
 
 # ---- ramps
@@ -54,12 +50,6 @@ def test_a_ramp_has_equally_many_steps_at_each_size(full: int, first: int, ramp:
     assert phase.sequences == before[-1]
 
 
-def test_without_a_ramp_all_steps_are_equal() -> None:
-    phase = phase_of()
-    assert {phase.sequences_at(step) for step in range(9)} == {12}
-    assert [phase.first_sample(step) for step in (0, 1, 9, 20)] == [0, 12, 108, 240]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -76,13 +66,11 @@ def test_a_ramp_that_cannot_be_is_refused(changes: dict[str, Any], message: str)
         phase_of(**changes)
 
 
-def test_the_first_batch_of_a_ramp_needs_a_sequence_for_each_worker(tmp_path: Path) -> None:
+def test_the_first_batch_of_a_ramp_needs_a_sequence_for_each_worker(corpus: Path, tmp_path: Path) -> None:
     values = settings(tmp_path, tmp_path / "run", scheduling={"workers": 6})
     with pytest.raises(ValueError, match=r"phases.0.ramp_from \(4\) is less than the number of workers \(6\)"):
         PretrainConfig.model_validate(values)
-
-
-def test_torchrun_may_start_more_workers_than_the_config_has(corpus: Path, tmp_path: Path) -> None:
+    # torchrun may start more workers than the config has.
     config = PretrainConfig.model_validate(settings(corpus, tmp_path))
     maker = BatchMaker(open_shards(corpus, "train"), config, 0, seed=0, rank=0, world_size=5)
     with pytest.raises(InputError, match=r"phases.0.ramp_from \(4\) is less than the number of workers \(5\)"):
@@ -94,9 +82,8 @@ def test_batches_of_a_ramp_follow_each_other_without_a_gap(corpus: Path, tmp_pat
     shards = open_shards(corpus, "train")
 
     def found(**more: Any) -> list[tuple[int, int]]:
-        return [
-            (batch.first_sample, batch.sequences) for batch in Loader(shards, config, 0, rank=0, world_size=1, **more)
-        ]
+        loader = Loader(shards, config, 0, rank=0, world_size=1, **more)
+        return [(batch.first_sample, batch.sequences) for batch in loader]
 
     assert found() == [(0, 4), (4, 4), (8, 8), (16, 12)]
     assert found(start_step=2) == [(8, 8), (16, 12)]
@@ -136,11 +123,6 @@ def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=60, vocabulary_size=300)
-
-
-@pytest.fixture(scope="module")
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Path]:
     """Run folders by number of workers: never interrupted, and stopped in the ramp and while weights are averaged."""
     root = tmp_path_factory.mktemp("runs")
@@ -148,12 +130,8 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[i
     for world in (1, 2):
         through, broken = (found.setdefault((world, name), root / f"{world}-{name}") for name in ("through", "broken"))
         again = settings(corpus, broken)
-        plan = [
-            Start(settings(corpus, through)),
-            Start(again, stop_at=2),
-            Start(again, resume=True, stop_at=3),
-            Start(again, resume=True),
-        ]
+        parts = [Start(again, stop_at=2), Start(again, resume=True, stop_at=3), Start(again, resume=True)]
+        plan = [Start(settings(corpus, through)), *parts]
         for outcomes in run_workers(world, starts, plan):
             assert [outcome.partition(":")[0] for outcome in outcomes] == ["", "StoppedError", "StoppedError", ""]
         # As the command line does before the workers start.
@@ -171,9 +149,8 @@ def test_a_resumed_run_is_bitwise_one_never_interrupted(runs, world: int) -> Non
     assert [one["loss"] for one in records(through)] == [one["loss"] for one in records(broken)]
     written = {path.name: path.read_bytes() for path in checkpoint(through, STEPS).glob("*.safetensors")}
     assert written == {path.name: path.read_bytes() for path in checkpoint(broken, STEPS).glob("*.safetensors")}
-    (ours,), (theirs,) = (
-        [one for one in all_records(run) if one.get("event") == "average"] for run in (through, broken)
-    )
+    average = [[one for one in all_records(run) if one.get("event") == "average"] for run in (through, broken)]
+    (ours,), (theirs,) = average
     assert ours["message"] == theirs["message"]
 
 
@@ -227,3 +204,16 @@ def test_a_run_without_averaging_keeps_none(corpus: Path, tmp_path: Path) -> Non
         values["averaging"] = {"share": share}  # of all steps, as in earlier versions
         config = PretrainConfig.model_validate(values)
         assert [step for step in range(STEPS) if config.is_averaged(step)] == list(range(first, STEPS))
+
+
+def test_a_run_decays_as_its_timescale_says(corpus: Path, tmp_path: Path) -> None:
+    # 4 steps at 1e-3: 1 / (0.5 * 4 * 1e-3) = 500
+    decays = {"timescale": {"decay_timescale": 0.5}, "decay": {"weight_decay": 500.0}, "default": {}}
+    runs = [
+        pretraining(corpus, tmp_path / name, [(32, 8, 4)], optimizer={"name": "muon", **values})
+        for name, values in decays.items()
+    ]
+    assert run_workers(1, starts, [Start(run) for run in runs]) == [[""] * 3]
+    timescale, decay, default = ([one["loss"] for one in records(tmp_path / name)] for name in decays)
+    assert timescale == decay
+    assert timescale[2:] != default[2:]

@@ -3,8 +3,6 @@
 BERTRAIN_SOAK_MINUTES (60) says about how long on 2 cores; below 20 faults come closer together.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

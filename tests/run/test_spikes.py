@@ -1,7 +1,5 @@
 """When a loss is a spike, and what a run does about it: it goes back, skips the data, and ends after too many."""
 
-from __future__ import annotations
-
 import math
 import random
 from pathlib import Path
@@ -10,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from corpora import make_corpus
 
 from pretrain.checkpoint.store import read_weights
 from pretrain.config import SpikeConfig
@@ -72,11 +69,6 @@ def test_a_straggler_is_named_once_when_it_has_been_slow_for_a_while(monkeypatch
 # ---- whole runs
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=60, vocabulary_size=300)
-
-
 def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
     small = {"model__layers": 1, "checkpoint__every_steps": 10}
     return pretraining(corpus, run_dir, [(32, 12, 40), (32, 12, 30)], **{**small, **changes})
@@ -111,19 +103,8 @@ def _start_with_bad_data(start: Start, bad: dict[int, float]) -> str:
 def test_a_spike_is_rolled_back_and_its_data_skipped(corpus: Path, tmp_path: Path) -> None:
     whole, again = settings(corpus, tmp_path / "whole"), settings(corpus, tmp_path / "again")
     bad = {37 * 12: 30.0}  # step 38 of the first phase
-    outcomes = run_workers(
-        1,
-        starts_with_bad_data,
-        [
-            (start, bad)
-            for start in (
-                Start(whole),
-                Start(again, stop_at=40),
-                Start(again, resume=True, stop_at=12),
-                Start(again, resume=True),
-            )
-        ],
-    )[0]
+    parts = [Start(again, stop_at=40), Start(again, resume=True, stop_at=12), Start(again, resume=True)]
+    outcomes = run_workers(1, starts_with_bad_data, [(start, bad) for start in (Start(whole), *parts)])[0]
     assert [outcome[:12] for outcome in outcomes] == ["", "StoppedError", "StoppedError", ""]
     found = records(tmp_path / "whole")
     assert [one["step"] for one in found] == list(range(1, 71)), "each step once"
@@ -134,13 +115,7 @@ def test_a_spike_is_rolled_back_and_its_data_skipped(corpus: Path, tmp_path: Pat
 
 
 def test_rollbacks_that_a_checkpoint_followed_do_not_end_a_run(corpus: Path, tmp_path: Path) -> None:
-    config = pretraining(
-        corpus,
-        tmp_path / "run",
-        [(32, 12, 40)],
-        model__layers=1,
-        checkpoint__every_steps=4,
-    )
+    config = pretraining(corpus, tmp_path / "run", [(32, 12, 40)], model__layers=1, checkpoint__every_steps=4)
     bad = {number * 12: math.nan for first in (6, 20, 34, 48) for number in range(first, first + 5)}
     assert run_workers(1, starts_with_bad_data, [(Start(config), bad)]) == [[""]]
     events = [one for one in all_records(tmp_path / "run") if one.get("event") == "rollback"]
@@ -183,13 +158,8 @@ def starts_with_a_bad_update(given: list[Start]) -> list[str]:
 @pytest.mark.parametrize(("steps", "noticed"), [(20, 10), (6, 6)])
 def test_bad_weights_are_never_saved(corpus: Path, tmp_path: Path, steps: int, noticed: int) -> None:
     """Saves are due at steps 6 and 9, after the update and before the rollback; the run ends at step 6 or later."""
-    config = pretraining(
-        corpus,
-        tmp_path / "run",
-        [(32, 12, steps)],
-        model__layers=1,
-        checkpoint={"every_steps": 3, "keep_last": 1},
-    )
+    saved = {"every_steps": 3, "keep_last": 1}
+    config = pretraining(corpus, tmp_path / "run", [(32, 12, steps)], model__layers=1, checkpoint=saved)
     assert run_workers(1, starts_with_a_bad_update, [Start(config)]) == [[""]]
     events = [one for one in all_records(tmp_path / "run") if one.get("event") == "rollback"]
     assert [(one["step"], one["from_step"]) for one in events] == [(3, noticed)]
@@ -199,9 +169,8 @@ def test_bad_weights_are_never_saved(corpus: Path, tmp_path: Path, steps: int, n
 
 def test_a_phase_may_begin_with_higher_losses(corpus: Path, tmp_path: Path) -> None:
     """Longer sequences have them: BERT's second phase. No rollback could help."""
-    config = pretraining(
-        corpus, tmp_path / "run", [(32, 12, 40), (32, 11, 30)], model__layers=1, checkpoint__every_steps=10
-    )
+    phases = [(32, 12, 40), (32, 11, 30)]
+    config = pretraining(corpus, tmp_path / "run", phases, model__layers=1, checkpoint__every_steps=10)
     # Each phase counts from 0; these numbers are no batch's of the first.
     second = {11 * number: 3.0 for number in range(30) if 11 * number % 12}
     assert run_workers(1, starts_with_bad_data, [(Start(config), second)]) == [[""]]

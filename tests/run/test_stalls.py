@@ -1,7 +1,5 @@
 """Waits for data and storage: the watchdog knows of them, and long ones become events."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource
@@ -18,8 +16,7 @@ from cluster.workers import supervisor
 from pretrain.common.errors import MachineError
 from pretrain.common.files import allow_open_files
 from pretrain.common.worker import HANG_FILE, Worker
-from pretrain.config import SchedulingConfig
-from pretrain.run import loop, session, stragglers
+from pretrain.run import loop, session
 from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import Progress
 from pretrain.run.stragglers import RankTimes
@@ -84,13 +81,8 @@ def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
     assert run.train(stop_requested) is None
     run.recorder.rewind(0)
     storage = "the run folder's storage"
-    assert doing == {
-        "batch": ["a batch"] * 2,
-        "stop files": [storage] * 2,
-        "step": [""] * 2,
-        "log": [storage] * 2,
-        "rewind": [storage],
-    }
+    waits = {"stop files": [storage] * 2, "log": [storage] * 2, "rewind": [storage]}
+    assert doing == {"batch": ["a batch"] * 2, "step": [""] * 2, **waits}
 
 
 def test_the_first_batch_of_a_loader_is_not_a_stall(tmp_path: Path) -> None:
@@ -162,11 +154,6 @@ def test_the_first_finding_of_a_start_stays(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["rank"] == 7
 
 
-def test_patience_suits_a_cluster() -> None:
-    """To initialize NCCL again on hundreds of GPUs takes more than a minute."""
-    assert SchedulingConfig().hang_seconds > 120
-
-
 @contextlib.contextmanager
 def open_files(soft: int) -> Iterator[int]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -187,10 +174,3 @@ def test_rank_0_may_open_a_connection_for_every_worker(monkeypatch: pytest.Monke
     session.raise_limit_of_open_files(Worker(rank=1, world_size=1024))
     with pytest.raises(MachineError, match="the limit of open files is 1024, but 1024 workers need 2304"):
         session.raise_limit_of_open_files(Worker(rank=0, world_size=1024))
-
-
-def test_events_have_their_line_in_the_panels() -> None:
-    from pretrain.reporting.dashboard.panels import EVENTS
-
-    assert {"hang", "data_stall"} <= set(EVENTS)
-    assert SchedulingConfig().hang_seconds > stragglers.STALL_SECONDS

@@ -1,7 +1,5 @@
 """Runs that continue from a checkpoint: what they take over, what they add, what they refuse."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -63,22 +61,11 @@ def write_config(path: Path, corpus: Path, text: Path, start: Path, **changes: A
     """A config that continues from `start`; section__key changes it."""
     import yaml
 
-    values = {
-        "name": "trial",
-        "run_dir": str(path.with_suffix("")),
-        "start_from": str(start),
-        "corpus": {
-            "dir": str(corpus),
-            "sources": [{"kind": "books", "path": str(text)}],
-            "validation_fraction": 0.2,
-            "processes": 1,
-        },
-        "phases": [{"sequence_length": 32, "global_sequences": 8, "steps": 4, "peak_learning_rate": 1e-3}],
-        "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 128},
-        "evaluation": {"every_steps": 2, "sequences": 16},
-        "checkpoint": {"every_steps": 100},
-        "tracking": {"log_every_steps": 1, "wandb": "off"},
-    }
+    values = pretraining(corpus, path.with_suffix(""), [(32, 8, 4)], engine__micro_batch_tokens=128)
+    del values["model"], values["corpus"]["vocabulary"]
+    values |= {"start_from": str(start), "evaluation": {"every_steps": 2, "sequences": 16}}
+    sources = [{"kind": "books", "path": str(text)}]
+    values["corpus"] |= {"sources": sources, "validation_fraction": 0.2, "processes": 1}
     path.write_text(yaml.dump(with_changes(values, changes), Dumper=Dumper))
     return path
 
@@ -199,10 +186,8 @@ def assert_same_logits(start: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def test_two_workers_train_alike(place: Place, runs: dict[str, Path]) -> None:
-    paths = {}
-    for stage in (1, 3):
-        slow = {"engine__zero_stage": stage, "adaptation__layer_decay": 0.5}
-        paths[stage] = place.changed(f"two{stage}", **slow)
+    slow: dict[str, Any] = {"adaptation__layer_decay": 0.5}
+    paths = {stage: place.changed(f"two{stage}", engine__zero_stage=stage, **slow) for stage in (1, 3)}
     assert run_workers(2, starts, [start_of(path) for path in paths.values()]) == [["", ""]] * 2
     for stage, path in paths.items():
         for (_, loss), (_, other) in zip(losses(runs[f"one{stage}"]), losses(path.with_suffix("")), strict=True):
@@ -255,15 +240,10 @@ def test_old_rows_move_by_their_share_of_the_rate(runs: dict[str, Path]) -> None
 
 
 def test_without_an_adaptation_the_optimizer_groups_are_as_ever() -> None:
-    named = [
-        ("embeddings.word", torch.zeros(1)),
-        ("layers.0.qkv_bias", torch.zeros(1)),
-        ("heads.mlm_bias", torch.ones(1)),
-    ]
+    named = [(name, torch.ones(1)) for name in ("embeddings.word", "layers.0.qkv_bias", "heads.mlm_bias")]
     shares = lr_scales([name for name, _ in named], AdaptationConfig(), 1)
-    assert [sorted(group) for group in scaled_groups(named, 0.1, shares)] == 2 * [
-        ["decays", "layer_adaptation", "names", "params", "weight_decay"]
-    ]
+    keys = ["decays", "layer_adaptation", "names", "params", "weight_decay"]
+    assert [sorted(group) for group in scaled_groups(named, 0.1, shares)] == [keys] * 2
 
 
 # ---- extension of the vocabulary
@@ -281,9 +261,8 @@ def test_added_words_save_tokens_and_leave_other_logits(place: Place, runs: dict
     assert set(words) < set(JARGON)
     assert {token: new.token_to_id(token) for token in old.get_vocab()} == old.get_vocab()
     card = json.loads((place.extended / "card.json").read_text())["vocabulary"]
-    tokens = [
-        sum(len(s.tokens) for s in open_shards(folder, "train").shards) for folder in (place.corpus, place.extended)
-    ]
+    shards = [open_shards(folder, "train").shards for folder in (place.corpus, place.extended)]
+    tokens = [sum(len(shard.tokens) for shard in each) for each in shards]
     assert card["added"] == 3
     assert 0.1 < card["saved_share"] == pytest.approx(1 - tokens[1] / tokens[0], abs=0.02)
     before, after = load(place.start)[1], weights(runs["rows"], 0)
@@ -335,6 +314,8 @@ def test_replayed_text_has_its_share_of_every_epoch(tmp_path: Path) -> None:
 def test_sources_without_replay_keep_their_weights() -> None:
     assert mixture_weights([{}, {}], [0.5, 1.0], [10, 20]) == [0.5, 1.0]
     assert mixture_weights([{}, {"replay_share": 0.5}], [1.0, 1.0], [10, 40]) == [1.0, 0.25]
+    with pytest.raises(InputError, match=r"adaptation\.replay_corpus: none of its documents has the sentences"):
+        mixture_weights([{}, {"replay_share": 0.5}], [1.0, 1.0], [10, 0])
 
 
 @pytest.mark.parametrize("weights", [{"source-0": 2.0}, {"source-0": 0.0}])
@@ -355,11 +336,6 @@ def test_weights_of_a_phase_leave_replayed_sources_of_the_same_name_alone(
     assert found[2] / sum(found) == pytest.approx(0.2, abs=0.001)
     with pytest.raises(InputError, match=r"leaves no source\. Give one of source-0, source-1 a weight above 0"):
         shares({"source-0": 0.0, "source-1": 0.0})
-
-
-def test_a_general_corpus_without_a_sample_is_refused() -> None:
-    with pytest.raises(InputError, match=r"adaptation\.replay_corpus: none of its documents has the sentences"):
-        mixture_weights([{}, {"replay_share": 0.5}], [1.0, 1.0], [10, 0])
 
 
 def test_without_own_held_out_text_a_run_says_that_general_text_is_not_evaluated(
@@ -395,9 +371,8 @@ def test_general_text_is_replayed_and_scored(place: Place, runs: dict[str, Path]
 def test_paths_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     own, general = (make_corpus(tmp_path / name, documents=20, vocabulary_size=300) for name in ("own", "general"))
-    config = pretraining(
-        own, tmp_path / "run", [(32, 8, 2)], start_from="~/start", adaptation__replay_corpus="~/general"
-    )
+    paths = {"start_from": "~/start", "adaptation__replay_corpus": "~/general"}
+    config = pretraining(own, tmp_path / "run", [(32, 8, 2)], **paths)
     general_of_run = Corpora.open(PretrainConfig.model_validate(config)).replay_corpus
     assert general_of_run is not None
     assert general_of_run.folder == general

@@ -3,8 +3,6 @@
 `train.main` runs in real processes joined by gloo; the command line in a process of its own.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -32,11 +30,6 @@ ROOT = Path(__file__).parents[2]
 STEPS = 6  # over both phases
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=60, vocabulary_size=300)
-
-
 def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
     """A run of two phases; section__key changes it."""
     small = {"engine__micro_batch_tokens": 256, "evaluation__every_steps": 3}
@@ -56,10 +49,7 @@ def losses(run_dir: Path, split: str = "train") -> list[tuple[int, float]]:
 def test_batches_without_a_masked_token_train(tmp_path: Path) -> None:
     """One token of a sequence may be masked, and every word has two: `whole_word` masks none."""
     corpus = make_corpus_of_two_piece_words(tmp_path / "corpus")
-    objectives = {
-        "masked": {},
-        "electra": {"electra__generator_width": 0.5},
-    }
+    objectives = {"masked": {}, "electra": {"electra__generator_width": 0.5}}
     changes: dict[str, Any] = {"pairs__objective": "none", "pairs__short_share": 0.0, "masking__scheme": "whole_words"}
     changes["engine__zero_stage"] = 3
     plan = [
@@ -115,20 +105,14 @@ def test_losses_do_not_depend_on_workers_or_stage(whole) -> None:
             assert loss == pytest.approx(wanted, abs=1e-5), (folder.name, step)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_run_continues_with_another_number_of_workers(
-    whole, corpus: Path, tmp_path: Path, before: int, after: int
+@pytest.mark.parametrize(("before", "after", "micro_batch_tokens"), [(1, 2, 256), (2, 1, 256), (1, 1, 64)])
+def test_a_run_continues_with_other_workers_or_micro_batches(
+    whole, corpus: Path, tmp_path: Path, before: int, after: int, micro_batch_tokens: int
 ) -> None:
     config = settings(corpus, tmp_path / "run", engine__zero_stage=1)
     assert run_workers(before, starts, [Start(config, stop_at=3)])[0][0].startswith("StoppedError")
+    config["engine"]["micro_batch_tokens"] = micro_batch_tokens
     assert run_workers(after, starts, [Start(config, resume=True)]) == [[""]] * after
-    for (step, loss), (_, wanted) in zip(losses(tmp_path / "run"), losses(whole[1, 0]), strict=True):
-        assert loss == pytest.approx(wanted, abs=1e-5), step
-
-
-def test_micro_batches_do_not_change_the_losses(whole, corpus: Path, tmp_path: Path) -> None:
-    config = settings(corpus, tmp_path / "run", engine__micro_batch_tokens=64)
-    assert run_workers(1, starts, [Start(config)]) == [[""]]
     for (step, loss), (_, wanted) in zip(losses(tmp_path / "run"), losses(whole[1, 0]), strict=True):
         assert loss == pytest.approx(wanted, abs=1e-5), step
 
@@ -138,35 +122,14 @@ def test_records_count_what_was_trained(whole) -> None:
     assert (first["samples"], last["samples"]) == (12, 4 * 12 + 2 * 6)
     assert first["tokens"] <= 12 * 32
     assert last["loss"] == pytest.approx(last["mlm_loss"] + last["nsp_loss"])
-    for name in (
-        "epoch",
-        "mlm_accuracy",
-        "nsp_accuracy",
-        "lr",
-        "grad_norm",
-        "tokens_per_second",
-        "mfu",
-        "data_stall_fraction",
-        "seconds",
-    ):
+    names = ("epoch", "mlm_accuracy", "nsp_accuracy", "lr", "grad_norm", "tokens_per_second", "mfu")
+    for name in (*names, "data_stall_fraction", "seconds"):
         assert isinstance(last[name], (int, float)), name
 
 
 def test_it_learns(corpus: Path, tmp_path: Path) -> None:
-    phase = {
-        "sequence_length": 32,
-        "global_sequences": 32,
-        "steps": 60,
-        "peak_learning_rate": 5e-3,
-        "warmup_steps": 6,
-    }
-    config = settings(
-        corpus,
-        tmp_path / "run",
-        phases=[phase],
-        evaluation={"every_steps": 60, "sequences": 64},
-        engine={"precision": "bf16", "compile": False, "micro_batch_tokens": 1024},
-    )
+    config = pretraining(corpus, tmp_path / "run", [(32, 32, 60)], engine__precision="bf16")
+    config["phases"][0] |= {"peak_learning_rate": 5e-3, "warmup_steps": 6}
     assert run_workers(1, starts, [Start(config)]) == [[""]]
     found = [record["mlm_loss"] for record in records(tmp_path / "run")]
     assert sum(found[-5:]) / 5 < found[0] - 0.3
@@ -185,21 +148,10 @@ def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> N
     reseeded = settings(corpus, tmp_path / "run", seed=9, engine__zero_stage=3)
     wider = settings(corpus, tmp_path / "run", model__max_positions=32, phases=[phase])
     too_big = settings(corpus, tmp_path / "big", phases=[{**phase, "global_sequences": 1_000_000}])
-    wild = settings(
-        corpus,
-        tmp_path / "wild",
-        phases=[{**phase, "peak_learning_rate": 1e30, "steps": 40}],
-        checkpoint__every_steps=1,
-    )
-    given = [
-        Start(config, stop_at=1),
-        Start(swapped, resume=True),
-        Start(reseeded, resume=True),
-        Start(wider, resume=True),
-        Start(too_big),
-        Start(later),
-        Start(wild),
-    ]
+    wild_phase = {**phase, "peak_learning_rate": 1e30, "steps": 40}
+    wild = settings(corpus, tmp_path / "wild", phases=[wild_phase], checkpoint__every_steps=1)
+    resumed = [Start(values, resume=True) for values in (swapped, reseeded, wider)]
+    given = [Start(config, stop_at=1), *resumed, Start(too_big), Start(later), Start(wild)]
     ended, refused, other_seed, reshaped, small, small_later, diverged = run_workers(1, starts, given)[0]
     assert "embeddings.position is [64, 32], but this config gives [32, 32]" in reshaped
     assert small_later.startswith("InputError: phases.1.global_sequences: 1000000, but")
@@ -238,11 +190,9 @@ def starts_without_access(given: list[Start]) -> list[str]:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return whole(path)
 
-    files.sha256_file = refused
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "sha256_file", refused)
         return starts(given)
-    finally:
-        files.sha256_file = whole
 
 
 def test_a_run_whose_checkpoints_cannot_be_read_is_not_a_new_one(corpus: Path, tmp_path: Path) -> None:
@@ -260,11 +210,9 @@ def starts_with_an_old_listing(given: list[Start]) -> list[str]:
     from pretrain.checkpoint import store
 
     whole = store.list_checkpoints
-    store.list_checkpoints = lambda folder: whole(folder)[:-1]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "list_checkpoints", lambda folder: whole(folder)[:-1])
         return starts(given)
-    finally:
-        store.list_checkpoints = whole
 
 
 def test_a_resume_does_not_write_the_checkpoint_that_it_reads(corpus: Path, tmp_path: Path) -> None:
@@ -350,9 +298,8 @@ def config_file(corpus: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("asked", ["by signal", "by file"])
 def test_a_stop_saves_and_exits_75_and_resume_continues(config_file: Path, tmp_path: Path, asked: str) -> None:
     metrics = tmp_path / "run/metrics.jsonl"
-    with subprocess.Popen(
-        command(config_file, "--no-ray"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with subprocess.Popen(command(config_file, "--no-ray"), **pipes) as process:
         deadline = time.monotonic() + 600
         while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
             assert process.poll() is None, process.communicate()
@@ -370,14 +317,8 @@ def test_a_stop_saves_and_exits_75_and_resume_continues(config_file: Path, tmp_p
     checkpoint = tmp_path / f"run/checkpoints/step-{stopped:08d}"
     assert (checkpoint / "manifest.json").is_file()
 
-    ended = subprocess.run(
-        command(config_file, "--no-ray", "--resume"),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-        check=False,
-    )
+    again = command(config_file, "--no-ray", "--resume")
+    ended = subprocess.run(again, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 81))
     assert load_config(tmp_path / "run/config.yaml").name == "trial"
@@ -391,13 +332,8 @@ def test_a_worker_killed_under_ray_costs_no_step(config_file: Path, tmp_path: Pa
     text = config_file.read_text().replace("every_steps: 100\n", "every_steps: 20\n")
     config_file.write_text(text)
     metrics = tmp_path / "run/metrics.jsonl"
-    with subprocess.Popen(
-        command(config_file, "--workers", "2"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-    ) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    with subprocess.Popen(command(config_file, "--workers", "2"), **pipes) as process:
         deadline = time.monotonic() + 240
         while not (metrics.exists() and metrics.read_text().count("\n") >= 25):
             assert process.poll() is None, process.communicate()

@@ -1,7 +1,5 @@
 """One training on one worker: the order of what `run` calls, whatever is trained."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 from collections.abc import Iterator
@@ -34,12 +32,8 @@ class Calls:
         self.extra_state: dict[str, Any] = {}
         self.peak = 0.0
         self._saved = saved
-        self._config: Any = SimpleNamespace(
-            folder=folder,
-            callbacks=(),
-            model_dump=lambda mode: {"name": "trial"},
-            engine=SimpleNamespace(compiled=True),
-        )
+        dump, engine = (lambda mode: {"name": "trial"}), SimpleNamespace(compiled=True)
+        self._config: Any = SimpleNamespace(folder=folder, callbacks=(), model_dump=dump, engine=engine)
         self.phases: list[str] = []
         monkeypatch.setattr(starting, "write_phase", lambda folder, phase: self.phases.append(phase))
         monkeypatch.setattr(starting, "end_phases", lambda folder: self.phases.append("end"))
@@ -124,51 +118,38 @@ def saved(**more: Any) -> dict[str, Any]:
 END = ["(", "finish", ")", "(", "close task", "close tracker", ")"]
 
 
-def test_a_new_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = Calls(monkeypatch, tmp_path)
-    calls.run()
-    assert calls.made == ["(", ")", "open tracker", "log 1 events at 0", "warmup_step", "measure", "fit from 0", *END]
-    assert calls.settings == {"run_id": None, "step": None, "card": {"size": 3}, "job_type": "trial", "enabled": True}
-    assert calls.extra_state == {"run_id": "new", "data": "abc", "config": {"name": "trial"}}
-    assert calls.peak == 2e12
-    assert calls.phases == [starting.COMPILE, starting.MEASURE, "end"]
+NEW = ["(", ")", "open tracker", "log 1 events at 0"]
+READ = ["newest", "read state", "check", "open tracker"]
 
 
-def test_a_short_run_has_no_warmup_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = Calls(monkeypatch, tmp_path)
-    calls.run(warmup_step=False)
-    assert calls.made[4:] == ["measure", "fit from 0", *END]
-    assert calls.phases == [starting.MEASURE, "end"]
-
-
-def test_a_short_run_that_is_resumed_continues_from_its_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("state", "resume", "warmup_step", "made"),
+    [
+        (None, False, True, [*NEW, "warmup_step", "measure", "fit from 0"]),
+        (None, False, False, [*NEW, "measure", "fit from 0"]),  # a short run
+        (None, True, True, ["newest", *NEW, "warmup_step", "measure", "fit from 0"]),
+        (saved(), True, True, [*READ, "log 2 events at 4", "warmup_step", "measure", "fit from 4"]),
+        (saved(), True, False, [*READ, "log 2 events at 4", "restore", "measure", "fit from 4"]),
+        # A run that is over only finishes.
+        (saved(step=10), True, True, [*READ, "log 2 events at 10"]),
+        (saved(stopped_early=True), True, True, [*READ, "log 2 events at 4"]),
+    ],
+)
+def test_a_run_calls(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: Any, resume: bool, warmup_step: bool, made: list[str]
 ) -> None:
-    calls = Calls(monkeypatch, tmp_path, saved())
-    calls.run(resume=True, warmup_step=False)
-    assert calls.made[5:] == ["restore", "measure", "fit from 4", *END]
-
-
-def test_a_resumed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = Calls(monkeypatch, tmp_path, saved())
-    calls.run(resume=True)
-    assert calls.made[:5] == ["newest", "read state", "check", "open tracker", "log 2 events at 4"]
-    assert calls.made[5:] == ["warmup_step", "measure", "fit from 4", *END]
-    assert (calls.settings["run_id"], calls.settings["step"]) == ("old", 4)
-    assert calls.events == ["a node was lost", "resumed from step-00000004"]
-
-
-def test_a_resume_without_a_checkpoint_starts_at_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = Calls(monkeypatch, tmp_path)
-    calls.run(resume=True)
-    assert calls.made[:5] == ["newest", "(", ")", "open tracker", "log 1 events at 0"]
-
-
-@pytest.mark.parametrize("state", [saved(step=10), saved(stopped_early=True)])
-def test_a_run_that_is_over_only_finishes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: Any) -> None:
     calls = Calls(monkeypatch, tmp_path, state)
-    calls.run(resume=True)
-    assert calls.made[5:] == END
+    calls.run(resume=resume, warmup_step=warmup_step)
+    assert calls.made == [*made, *END]
+    expected = {"run_id": "old", "step": state["step"]} if state else {"run_id": None, "step": None}
+    assert calls.settings == {**expected, "card": {"size": 3}, "job_type": "trial", "enabled": True}
+    assert calls.events == ["a node was lost", *(["resumed from step-00000004"] if state else [])]
+    if "measure" in made:
+        run_id = "old" if state else "new"
+        assert calls.extra_state == {"run_id": run_id, "data": "abc", "config": {"name": "trial"}}
+        assert calls.peak == 2e12
+        compiles = [starting.COMPILE] if "warmup_step" in made else []
+        assert calls.phases == [*compiles, starting.MEASURE, "end"]
 
 
 def test_a_checkpoint_of_other_data_is_refused_before_anything_is_written(

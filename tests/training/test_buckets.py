@@ -1,7 +1,5 @@
 """Buckets of gradients are sent while the backward pass runs, and weights gathered while the next forward pass does."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from types import SimpleNamespace
@@ -12,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pretrain.config import EngineConfig, OptimizerConfig
 from pretrain.run import loop
 from pretrain.run.forward_backward import ForwardBackward
 from pretrain.training.engine import Engine, StepResult, buckets, gradient_sums
 from pretrain.training.engine.gradient_sums import GradientSums
-from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.batches_by_hand import make_batch
-from tests.distributed import run_workers
+from tests.distributed import engine_of, run_workers
 from tests.training.test_engine import (
     LENGTHS,
     MICRO_BATCHES,
@@ -166,9 +162,8 @@ def train_where_one_rank_lacks(rank: int) -> Any:
             engine = make_engine(stage)
             for step in range(2):
                 for number in range(2):
-                    losses = engine.forward(
-                        make_batch(LENGTHS, VOCABULARY, seed=100 * step + 10 * engine.rank + number)
-                    )
+                    seed = 100 * step + 10 * engine.rank + number
+                    losses = engine.forward(make_batch(LENGTHS, VOCABULARY, seed=seed))
                     pairs = losses.nsp_loss / 40 if engine.rank != rank else 0.0
                     engine.backward(losses.mlm_loss / 30 + pairs, last=number == 1)
                 norms.append(float(engine.step(RATE).norm))
@@ -210,12 +205,7 @@ def train_with_unusual_settings() -> dict[str, list[float]]:
     norms = {}
     for name, section in UNUSUAL.items():
         precision = "fp32" if "contiguous" in name else "bf16"
-        settings = EngineConfig.model_validate(
-            {"zero_stage": 1, "precision": precision, "compile": False, "deepspeed": section}
-        )
-        engine = Engine(
-            make_model(), lambda named: make_optimizer(OptimizerConfig(), parameter_groups(named, 0.01)), settings
-        )
+        engine = engine_of(make_model(), zero_stage=1, precision=precision, deepspeed=section)
         norms[name] = [norm for _, norm, _ in take_steps(engine, range(2))]
         if "sent in fp32" in name:
             assert engine.sums is not None

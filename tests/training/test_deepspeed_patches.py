@@ -1,7 +1,5 @@
 """DeepSpeed's private names that we rely on: each is there, and one file alone uses them."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.metadata

@@ -3,8 +3,6 @@
 The reference is a loop of plain torch in one process.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -31,7 +29,7 @@ from pretrain.training.engine import engine as engine_module
 from pretrain.training.engine.deepspeed_patches import import_deepspeed
 from pretrain.training.optim import make_optimizer, muon, parameter_groups
 from tests.batches_by_hand import make_batch
-from tests.distributed import run_workers
+from tests.distributed import engine_of, run_workers
 
 SHAPE = ModelConfig(size="custom", layers=2, hidden=32, heads=2, max_positions=64)
 VOCABULARY, LENGTHS, MICRO_BATCHES, RATE = 101, (7, 12, 20, 20), 4, 1e-2
@@ -50,20 +48,13 @@ def make_model() -> PretrainingModel:
 
 
 def make_engine(stage: int, precision: str = "fp32", optimizer: str = "adamw", clip: float = 1.0) -> Engine:
-    settings = EngineSettings(zero_stage=stage, precision=precision, compile=False, gradient_clip_norm=clip)  # type: ignore[arg-type]
-    choice = choice_of(optimizer)
-    return Engine(
-        make_model(), lambda named: make_optimizer(choice, parameter_groups(named, choice.weight_decay)), settings
-    )
+    choice, how = choice_of(optimizer), {"zero_stage": stage, "precision": precision, "gradient_clip_norm": clip}
+    return engine_of(make_model(), choice, choice.weight_decay, **how)
 
 
 def refusal(section: dict[str, Any]) -> str:
     try:
-        Engine(
-            make_model(),
-            lambda named: make_optimizer(choice_of("adamw"), parameter_groups(named, 0.1)),
-            EngineSettings(zero_stage=1, precision="fp32", compile=False, deepspeed=section),
-        )
+        engine_of(make_model(), choice_of("adamw"), zero_stage=1, deepspeed=section)
     except InputError as error:
         return str(error)
     return ""
@@ -276,33 +267,23 @@ def test_a_single_worker_sums_gradients_as_deepspeeds_stage_2_does() -> None:
 
 
 def test_parts_of_sums_reach_their_owners() -> None:
-    """Both are near one worker's. Ours rounds what a worker sends; DeepSpeed also the owner's part, and the sum."""
+    """All are near one worker's. Ours rounds what a worker sends; DeepSpeed also the owner's part, and the sum."""
     alone = run_workers(1, run_with_a_head_at_rest, True)[0][1]
-    off = {}
-    for ours in (True, False):
-        results, state = run_workers(2, run_with_a_head_at_rest, ours)[0][1]
+    off, states = {}, {}
+    # The last is as NCCL adds them; gloo can do so too.
+    for name, how in {"ours": (True,), "deepspeed's": (False,), "on the way": (True, True)}.items():
+        results, states[name] = run_workers(2, run_with_a_head_at_rest, *how)[0][1]
         for mine, its in zip(results, alone[0], strict=True):
             assert mine[2] == its[2]
             assert mine[:2] == pytest.approx(its[:2], rel=5e-3, nan_ok=True)
-        off[ours] = sum(
-            (state[name] - value).abs().sum().item() for name, value in alone[1].items() if "exp_avg_sq" not in name
-        )
+        far = [(states[name][key] - value).abs().sum().item() for key, value in alone[1].items() if "avg_sq" not in key]
+        off[name] = sum(far)
     # Each step of AdamW makes whole digits of what rounding leaves of small gradients: the sums of both are as noisy.
-    assert 0 < off[True] < 1.2 * off[False], "not more roundings"
-
-
-def test_parts_that_are_added_on_the_way_reach_their_owners() -> None:
-    """As NCCL adds them; gloo can do so too."""
-    alone = run_workers(1, run_with_a_head_at_rest, True)[0][1]
-    exchanged = run_workers(2, run_with_a_head_at_rest, True)[0][1]
-    results, state = run_workers(2, run_with_a_head_at_rest, True, True)[0][1]
-    for mine, its in zip(results, alone[0], strict=True):
-        assert mine[2] == its[2]
-        assert mine[:2] == pytest.approx(its[:2], rel=5e-3, nan_ok=True)
-    momenta = {key: value for key, value in exchanged[1].items() if key.startswith("exp_avg|")}
+    assert 0 < off["ours"] < 1.2 * off["deepspeed's"], "not more roundings"
+    momenta = {key: value for key, value in states["ours"].items() if key.startswith("exp_avg|")}
     assert momenta
-    for name, value in momenta.items():
-        assert (state[name] - value).abs().sum() <= 0.05 * value.abs().sum(), name
+    for key, value in momenta.items():
+        assert (states["on the way"][key] - value).abs().sum() <= 0.05 * value.abs().sum(), key
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -380,15 +361,12 @@ def save_everywhere(folder: Path) -> dict[tuple[int, str], Any]:
 
 def load_everywhere(folders: list[Path]) -> list[dict[tuple[int, int, str], Any]]:
     engine_module.LEAST_DIVIDED = 64
-    return [
-        {
-            (wrote, reads, precision): load_at(
-                folder / precision / str(wrote) / store.name_of(2), reads, "adamw", precision
-            )
-            for (wrote, reads), precision in itertools.product(PAIRS, PRECISIONS)
-        }
-        for folder in folders
-    ]
+    found: list[dict[tuple[int, int, str], Any]] = [{} for _ in folders]
+    for number, folder in enumerate(folders):
+        for (wrote, reads), precision in itertools.product(PAIRS, PRECISIONS):
+            checkpoint = folder / precision / str(wrote) / store.name_of(2)
+            found[number][wrote, reads, precision] = load_at(checkpoint, reads, "adamw", precision)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -536,8 +514,6 @@ def test_muon_orthogonalizes_in_the_precision_of_the_engine(precision: str, expe
 
 def fp16_norms() -> dict[int, tuple[list[float], list[float], float]]:
     """By ZeRO stage: norms of steps in fp16, of which two overflow; the scales after them; torch's norm in fp32."""
-    from pretrain.training.engine.deepspeed_patches import import_deepspeed
-
     import_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
@@ -551,8 +527,7 @@ def fp16_norms() -> dict[int, tuple[list[float], list[float], float]]:
         plain = copy.deepcopy(module)
         plain(inputs).square().mean().backward()
         gradients = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
-        settings = EngineSettings.model_validate({"zero_stage": stage, "precision": "fp16", "compile": False})
-        engine = Engine(module, lambda named: make_optimizer(OptimizerConfig(), parameter_groups(named, 0.0)), settings)
+        engine = engine_of(module, decay=0.0, zero_stage=stage, precision="fp16")
         norms, scales = [], []
         for factor in (1.0, math.inf, math.inf, 1.0):
             engine.backward(engine.forward(inputs.half()).float().square().mean() * factor, last=True)

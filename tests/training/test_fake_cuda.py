@@ -1,7 +1,5 @@
 """Whole steps on fake CUDA tensors: one device, no shape that depends on values, and the host waits for nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,10 +1,6 @@
 """What follows from heartbeats, and what their exchange costs."""
 
-from __future__ import annotations
-
-import random
 from collections import Counter
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,15 +12,7 @@ WAITS = heartbeats.IN_COLLECTIVE
 
 
 def heartbeat(count: int, pulses: int = 0, **more: object) -> Heartbeat:
-    usual: dict[str, object] = {
-        "position": 0,
-        "allowed": 8.0,
-        "quiet": 8.0,
-        "doing": "",
-        "ended": False,
-        "host": "a",
-        "pid": 1,
-    }
+    usual = {"position": 0, "allowed": 8.0, "quiet": 8.0, "doing": "", "ended": False, "host": "a", "pid": 1}
     return Heartbeat(count, pulses, **{**usual, **more})  # type: ignore[arg-type]
 
 
@@ -47,29 +35,29 @@ def test_progress_of_one_rank_is_enough() -> None:
         assert ranks.find() is None
 
 
-@pytest.mark.parametrize("guilty", range(4))
-def test_the_rank_that_is_in_no_collective_is_named(guilty: int) -> None:
-    """Even where it is not behind: a rank may hang after its forward pass."""
-    finding = find(*({"doing": "" if rank == guilty else WAITS, "position": 7} for rank in range(4)))
-    assert finding is not None
-    assert (finding.event, finding.rank) == ("hang", guilty)
+OTHER = {"doing": WAITS, "position": 7}
 
 
-def test_the_slowest_rank_is_named_if_stack_frames_do_not_differ() -> None:
-    finding = find({"position": 8}, {"position": 7}, {"position": 8})
-    assert finding is not None
-    assert finding.rank == 1
-    finding = find(*({"position": position, "doing": WAITS} for position in (8, 8, 7)))
-    assert finding is not None
-    assert finding.rank == 2
-    assert "all ranks have waited" in finding.why
+@pytest.mark.parametrize(
+    ("last", "rank", "why"),
+    [
+        # In no collective, even where it is not behind: a rank may hang after its forward pass.
+        *(((OTHER,) * n + ({"doing": "", "position": 7},) + (OTHER,) * (3 - n), n, "") for n in range(4)),
+        # The slowest, if stack frames do not differ.
+        (({"position": 8}, {"position": 7}, {"position": 8}), 1, ""),
+        (tuple({"position": position, "doing": WAITS} for position in (8, 8, 7)), 2, "all ranks have waited"),
+        (({"doing": WAITS}, {"ended": True, "position": 9}, {"doing": WAITS}), 1, "has ended"),
+    ],
+)
+def test_the_rank_that_hangs_is_named(last: tuple[dict[str, object], ...], rank: int, why: str) -> None:
+    named(find(*last), rank, why)
 
 
-def test_a_rank_that_has_ended_is_named_by_those_that_wait_for_it() -> None:
-    finding = find({"doing": WAITS}, {"ended": True, "position": 9}, {"doing": WAITS})
+def named(finding: Hang | None, rank: int, why: str = "") -> None:
+    """Assert that a rank was found to hang."""
     assert finding is not None
-    assert finding.rank == 1
-    assert "has ended" in finding.why
+    assert (finding.event, finding.rank) == ("hang", rank)
+    assert why in finding.why
 
 
 def test_data_stalls_apart_from_hangs() -> None:
@@ -91,10 +79,7 @@ def test_silence_is_measured_in_rounds_that_were_heard() -> None:
         ranks.record([heartbeat(now, now), heartbeat(2, 1)], float(now))
         assert ranks.find() is None
     ranks.record([heartbeat(109, 109), heartbeat(2, 1)], 109.0)
-    finding = ranks.find()
-    assert finding is not None
-    assert (finding.event, finding.rank) == ("hang", 1)
-    assert "was silent for 9 s" in finding.why
+    named(ranks.find(), 1, "was silent for 9 s")
 
 
 def test_an_announced_block_may_be_silent_and_an_ended_rank_for_ever() -> None:
@@ -103,9 +88,7 @@ def test_an_announced_block_may_be_silent_and_an_ended_rank_for_ever() -> None:
         ranks.record([heartbeat(now, now), heartbeat(1, quiet=60.0), heartbeat(1, ended=True)], float(now))
         assert ranks.find() is None
     ranks.record([heartbeat(61, 61), heartbeat(1, quiet=60.0), heartbeat(1, ended=True)], 61.0)
-    finding = ranks.find()
-    assert finding is not None
-    assert finding.rank == 1
+    named(ranks.find(), 1)
 
 
 def test_a_rank_that_never_reports_has_time_to_start() -> None:
@@ -114,10 +97,7 @@ def test_a_rank_that_never_reports_has_time_to_start() -> None:
         ranks.record([heartbeat(now, now), None], float(now))
         assert ranks.find() is None
     ranks.record([heartbeat(1801, 1801), None], 1801.0)
-    finding = ranks.find()
-    assert finding is not None
-    assert finding.rank == 1
-    assert "not reported" in finding.why
+    named(ranks.find(), 1, "not reported")
 
 
 class TestFollower:
@@ -130,9 +110,7 @@ class TestFollower:
             assert follower.find(self.summary(now), 0, 8.0, float(now)) is None
         for now in range(100, 108):
             assert follower.find(self.summary(99), now, 8.0, float(now)) is None
-        finding = follower.find(self.summary(99), 0, 8.0, 108.5)
-        assert finding is not None
-        assert finding.rank == 0
+        named(follower.find(self.summary(99), 0, 8.0, 108.5), 0)
 
     def test_rank_0_may_be_silent_in_an_announced_block(self) -> None:
         follower = Follower(5, patience=1.0)
@@ -216,7 +194,12 @@ def test_a_round_costs_each_rank_two_requests_however_many_there_are() -> None:
             exchange.report(heartbeat(2, position=10**6, host="a" * 64))
         heard = exchanges[0].gather(heartbeat(2), None)
         assert [one and one.count for one in heard] == [2] * size
-        return store.requests, store.bytes
+        counted = Counter(store.requests), Counter(store.bytes)
+        finding = Hang("hang", size - 1, "sleeps", "a", 1)
+        exchanges[0].gather(heartbeat(3), finding)
+        summaries = [exchange.report(heartbeat(3)) for exchange in exchanges[1:]]
+        assert all(summary is not None and summary.finding == finding for summary in summaries), "all ranks learn of it"
+        return counted
 
     for size in (2, 64, 128):
         requests, _ = requests_of_a_round(size)
@@ -225,44 +208,6 @@ def test_a_round_costs_each_rank_two_requests_however_many_there_are() -> None:
     assert few["get"] / 63 == many["get"] / 127, "the summary does not grow"
     assert sum(many.values()) < 2.1 * sum(few.values())
     assert sum(many.values()) / 128 < 500
-
-
-@pytest.mark.usefixtures("same_start")
-def test_64_ranks_on_one_store() -> None:
-    """Real connections: whichever rank hangs, rank 0 informs all of them."""
-    from torch._C._distributed_c10d import TCPStore
-
-    size, guilty = 64, random.Random(0).randrange(1, 64)
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    learned: dict[int, Hang | None] = {}
-
-    def connect() -> TCPStore:
-        return TCPStore(
-            "127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30)
-        )
-
-    first = attached(connect(), 0, size)
-    first.gather(heartbeat(1, doing=WAITS), None)
-    exchanges = {rank: attached(connect(), rank, size) for rank in range(1, size)}
-
-    def report_all(count: int) -> None:
-        for rank, exchange in exchanges.items():
-            summary = exchange.report(heartbeat(count, doing="" if rank == guilty else WAITS))
-            assert summary is not None
-            learned[rank] = summary.finding
-
-    ranks = Ranks(size, 0.0)
-    for count in (2, 3):
-        report_all(count)
-        ranks.record(first.gather(heartbeat(count, doing=WAITS), None), 9.0 * (count - 2))
-    finding = ranks.find()
-    assert finding is not None
-    assert finding.rank == guilty
-    assert set(learned.values()) == {None}
-    first.gather(heartbeat(4, doing=WAITS), finding)
-    report_all(4)
-    assert len(learned) == size - 1
-    assert set(learned.values()) == {finding}
 
 
 def test_a_second_start_in_the_same_processes_hears_nothing_of_the_first() -> None:

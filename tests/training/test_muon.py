@@ -1,7 +1,5 @@
 """Muon: its formula on whole matrices, and the same steps when the matrices are cut over workers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -150,9 +148,8 @@ def test_it_is_near_torchs() -> None:
     """torch.optim.Muon computes in bf16, and knows nothing of stacked matrices."""
     names = [name for name in MATRICES if name not in PARTS]
     ours, theirs = ({name: make_parameters()[name] for name in names} for _ in range(2))
-    muon = torch.optim.Muon(
-        theirs.values(), lr=0.5 * RATE, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-    )
+    how = {"weight_decay": 0.1, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+    muon = torch.optim.Muon(theirs.values(), lr=0.5 * RATE, **how)
     optimizer = make_muon(ours)
     for step in range(4):
         gradients = make_gradients(step)
@@ -281,15 +278,12 @@ def test_low_precision_rounds_updates_and_no_more() -> None:
     optimizer = make_muon(parameters)
     names_of = [list(group["names"]) for group in optimizer.param_groups]
     train_whole(3, optimizer, parameters)
-    whole, cut = (
-        run_workers(2, train_sharded, border, 3, 1 << 24, SETTINGS, torch.bfloat16) for border in [(1,), (0.37,)]
-    )
+    how = (3, 1 << 24, SETTINGS, torch.bfloat16)
+    whole, cut = (run_workers(2, train_sharded, border, *how) for border in [(1,), (0.37,)])
     for number, names in enumerate(names_of):
         first, second = (torch.cat([shards[number] for shards, _ in parts]) for parts in (whole, cut))
-        start, exact = (
-            torch.cat([values[name].detach().reshape(-1) for name in names])
-            for values in (make_parameters(), parameters)
-        )
+        both = (make_parameters(), parameters)
+        start, exact = (torch.cat([values[name].detach().reshape(-1) for name in names]) for values in both)
         assert first.dtype == torch.float32
         assert torch.equal(first[: exact.numel()], second[: exact.numel()])
         off = (first[: exact.numel()] - exact).norm() / (exact - start).norm()

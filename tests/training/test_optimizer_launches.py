@@ -1,7 +1,5 @@
 """Optimizers and the gradients' norm do not go tensor by tensor on a GPU: kernels of a step of BERT-Base."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

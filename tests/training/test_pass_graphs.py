@@ -1,7 +1,6 @@
 """Recorded passes add the gradients that launched ones do. A CPU records nothing, so a stand-in repeats the pass."""
 
-from __future__ import annotations
-
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -11,14 +10,15 @@ from torch import Tensor
 
 from pretrain.batches.batch import MicroBatch
 from pretrain.batches.filler import with_filler
-from pretrain.config import EngineConfig, ModelConfig, OptimizerConfig
+from pretrain.common.errors import MachineError
+from pretrain.config import EngineConfig, ModelConfig, changed_for_resume
 from pretrain.model.heads import Losses, PretrainingModel
-from pretrain.training.engine import Engine
+from pretrain.run import session
 from pretrain.training.engine import pass_graphs as graphs_module
 from pretrain.training.engine.pass_graphs import PassGraphs, shape_of
-from pretrain.training.optim import make_optimizer, parameter_groups
+from tests.batches.test_loader import run_config
 from tests.batches_by_hand import make_batch
-from tests.distributed import run_workers
+from tests.distributed import engine_of, run_workers
 
 SHAPE = ModelConfig(size="custom", layers=2, hidden=32, heads=2, max_positions=64, hidden_dropout=0.1)
 VOCABULARY, RATE, STEPS = 101, 1e-2, 9
@@ -73,12 +73,7 @@ def batch_of(step: int, position: int, rank: int) -> MicroBatch:
 def trained(recorded: bool) -> tuple[list[Tensor], list[Tensor], int]:
     """(weights, totals of each micro-batch, replays) after some steps."""
     torch.manual_seed(0)
-    choice = OptimizerConfig(name="adamw")
-    engine = Engine(
-        PretrainingModel(SHAPE, VOCABULARY),
-        lambda named: make_optimizer(choice, parameter_groups(named, 0.1)),
-        EngineConfig(zero_stage=1, precision="fp32", compile=False),
-    )
+    engine = engine_of(PretrainingModel(SHAPE, VOCABULARY), decay=0.1, zero_stage=1)
     engine.module.train()
     assert engine.sums is not None
     graphs = RepeatedPasses(engine.module, engine.sums)
@@ -106,9 +101,8 @@ def trained(recorded: bool) -> tuple[list[Tensor], list[Tensor], int]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_recorded_passes_train_as_launched_ones(workers: int) -> None:
-    for recorded, launched in zip(
-        run_workers(workers, trained, True), run_workers(workers, trained, False), strict=True
-    ):
+    with_graphs, without = (run_workers(workers, trained, how) for how in (True, False))
+    for recorded, launched in zip(with_graphs, without, strict=True):
         assert recorded[2] >= 4
         assert launched[2] == 0
         assert all(map(torch.equal, recorded[1], launched[1]))
@@ -148,22 +142,12 @@ def test_what_cannot_be_recorded_is_refused(section: dict[str, Any], found: str)
     ],
 )
 def test_graphs_need_flash_attention(model: dict[str, Any], fits: bool) -> None:
-    from tests.batches.test_loader import run_config
-
-    if fits:
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="needs flash attention"):
         assert run_config(engine={"cuda_graphs": True, "micro_batch_tokens": 512}, model=model).engine.cuda_graphs
-        return
-    with pytest.raises(ValueError, match="needs flash attention"):
-        run_config(engine={"cuda_graphs": True, "micro_batch_tokens": 512}, model=model)
 
 
 def test_the_precision_is_checked_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's config.yaml has the resolved precision, and must be read on any machine."""
-    from pretrain.common.errors import MachineError
-    from pretrain.config import changed_for_resume
-    from pretrain.run import session
-    from tests.batches.test_loader import run_config
-
     config = run_config(engine={"cuda_graphs": True, "precision": "fp32", "micro_batch_tokens": 512})
     assert run_config(engine=config.engine.model_dump(mode="json")) == config
     without = run_config(engine={"precision": "fp32", "micro_batch_tokens": 512})

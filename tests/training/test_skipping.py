@@ -1,9 +1,6 @@
 """LAMB, StableAdamW and Muon leave out a step on the device, and a step that they take is the one without a flag."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,11 +9,7 @@ from pretrain.config import OptimizerConfig
 from pretrain.training.optim import SkippingOptimizer, make_optimizer, parameter_groups
 from tests.training.test_muon import make_gradients, make_parameters
 
-KINDS: dict[str, dict[str, Any]] = {
-    "lamb": {"name": "lamb"},
-    "stable_adamw": {"name": "stable_adamw"},
-    "muon": {"name": "muon"},
-}
+KINDS = ("lamb", "stable_adamw", "muon")
 
 
 class Training:
@@ -24,7 +17,7 @@ class Training:
 
     def __init__(self, kind: str, found_inf: torch.Tensor | None = None) -> None:
         self.parameters = make_parameters()
-        settings = OptimizerConfig.model_validate({**KINDS[kind], "weight_decay": 0.1})
+        settings = OptimizerConfig.model_validate({"name": kind, "weight_decay": 0.1})
         optimizer = make_optimizer(settings, parameter_groups(self.parameters.items(), 0.1))
         assert isinstance(optimizer, SkippingOptimizer)
         for group in optimizer.param_groups:

@@ -1,7 +1,5 @@
 """The watchdog in real processes: it ends a run that hangs and names the rank; announced slow work continues."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
@@ -9,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from pretrain.training import watchdog as watchdogs
 from pretrain.training.heartbeats import Hang
 from pretrain.training.watchdog import Clock, ExchangeThread, Watchdog, waits_for_others
 from tests.batches.test_loader import run_config
+from tests.distributed import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,20 +72,10 @@ print("done")
 
 
 def start(logs: Path, guilty: int, then: str, *, limit: float = 1.5, stall: float = 3.0) -> list[subprocess.Popen[str]]:
-    from tests.distributed import free_port
-
-    port = free_port()
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(port), str(logs), str(guilty), then, str(limit), str(stall)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    words = [free_port(), logs, guilty, then, limit, stall]
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    command = [[sys.executable, "-c", SCRIPT, *map(str, (rank, *words))] for rank in range(2)]
+    return [subprocess.Popen(one, env={**os.environ, "PYTHONPATH": str(ROOT)}, **how) for one in command]
 
 
 def end(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
@@ -105,12 +95,16 @@ def found(logs: Path) -> dict[str, Any]:
     return json.loads((logs / "hang.json").read_text())
 
 
-def test_one_that_sleeps_ends_all_and_every_stack_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("then", "event", "reason"),
+    [("sleeps", "hang", "has made no progress for"), ("waits for data", "data_stall", "s for a batch")],
+)
+def test_one_that_stops_ends_all_and_every_stack_is_written(tmp_path: Path, then: str, event: str, reason: str) -> None:
     """Both have started the same micro-batch: one is in a collective, the other is not."""
-    ends = end(start(tmp_path, 1, "sleeps"))
+    ends = end(start(tmp_path, 1, then))
     assert [code for code, _ in ends] == [3, 3], ends
-    assert (found(tmp_path)["event"], found(tmp_path)["rank"]) == ("hang", 1)
-    assert "has made no progress for" in found(tmp_path)["reason"]
+    assert (found(tmp_path)["event"], found(tmp_path)["rank"]) == (event, 1)
+    assert reason in found(tmp_path)["reason"]
     assert "distributed_c10d" in (tmp_path / "stacks-0.txt").read_text()
     assert "distributed_c10d" not in (tmp_path / "stacks-1.txt").read_text()
     assert "<module>" in (tmp_path / "stacks-1.txt").read_text()
@@ -121,13 +115,6 @@ def test_announced_slow_work_continues(tmp_path: Path) -> None:
     ends = end(start(tmp_path, -1, "slow work", limit=2.5, stall=60))
     assert [(code, output.splitlines()[-1]) for code, output in ends] == [(0, "done")] * 2
     assert not (tmp_path / "hang.json").exists()
-
-
-def test_waiting_for_data_has_its_own_limit_and_name(tmp_path: Path) -> None:
-    ends = end(start(tmp_path, 1, "waits for data"))
-    assert [code for code, _ in ends] == [3, 3], ends
-    assert (found(tmp_path)["event"], found(tmp_path)["rank"]) == ("data_stall", 1)
-    assert "s for a batch" in found(tmp_path)["reason"]
 
 
 def test_one_that_holds_the_lock_unannounced_is_named(tmp_path: Path) -> None:
@@ -251,8 +238,6 @@ def test_the_functions_in_which_the_host_waits_for_a_device_exist() -> None:
 
 
 def test_a_collective_is_distinguished_from_work() -> None:
-    import threading
-
     seen: dict[str, bool] = {}
     code = compile("def all_reduce(then): then()", "c10d", "exec")
     scope: dict[str, Any] = {"__name__": "torch.distributed.distributed_c10d"}
@@ -287,8 +272,6 @@ WAITS = (
 @pytest.mark.parametrize(("module", "name", "on_cpu", "on_gpu"), WAITS)
 def test_a_host_behind_a_collective_waits_for_others(module: str, name: str, on_cpu: bool, on_gpu: bool) -> None:
     """Where it reads a result on the device, or can launch no more kernels before the device goes on."""
-    import threading
-
     held, scope = threading.Lock(), {"__name__": module}
     exec(f"def {name}(read): read()", scope)
     function: Any = scope[name]

@@ -3,8 +3,6 @@
 Counted is what any library hands to torch's process group, Python's last station before gloo or NCCL.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -12,14 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.config import EngineConfig as EngineSettings
-from pretrain.config import ModelConfig, OptimizerConfig
+from pretrain.config import ModelConfig
 from pretrain.model.heads import PretrainingModel
 from pretrain.training.engine import Engine
-from pretrain.training.optim import make_optimizer, parameter_groups
 from tests import wire
 from tests.batches_by_hand import make_batch
-from tests.distributed import run_simulated, run_workers
+from tests.distributed import engine_of, run_simulated, run_workers
 from tests.wire import Call, formula_bytes, listen
 
 SHAPE = ModelConfig(size="custom", layers=2, hidden=64, heads=2, max_positions=64)
@@ -46,12 +42,7 @@ def count_steps(cases: list[tuple[int, str]]) -> dict[tuple[int, str, int], tupl
     listen(calls)
     found = {}
     for stage, precision in cases:
-        settings = EngineSettings(zero_stage=stage, precision=precision, compile=False)  # type: ignore[arg-type]
-        engine = Engine(
-            PretrainingModel(SHAPE, VOCABULARY),
-            lambda named: make_optimizer(OptimizerConfig(), parameter_groups(named, 0.01)),
-            settings,
-        )
+        engine = engine_of(PretrainingModel(SHAPE, VOCABULARY), zero_stage=stage, precision=precision)
         for _ in range(2):
             take_step(engine, 1)  # ZeRO-3 compares the workers' orders of modules in the first two
         for micro_batches in (1, 2):

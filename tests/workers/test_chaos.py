@@ -1,7 +1,5 @@
 """Failures of a real cluster: processes are killed, stopped and drained during a run (table in docs/reliability.md)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -16,7 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 from chaos import (
     Cluster,
     cluster,
@@ -28,20 +25,16 @@ from chaos import (
     recovery_seconds,
     report,
     settings,
+    start,
     wait_for,
     wait_for_step,
 )
-from corpora import make_corpus
 
 from cluster.jobs.client import run_folder
+from pretrain.checkpoint import store
 from pretrain.reporting.dashboard.runs import find_folder
 
 pytestmark = pytest.mark.chaos
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=60, vocabulary_size=300)
 
 
 @pytest.fixture(scope="module")
@@ -364,31 +357,17 @@ def test_a_second_submission_and_impossible_resources_are_refused(
     path = str(one_node.state / "busy.yaml")
     began = time.time()
     assert "is " in one_node.command("submit", "--", "pretrain", path, code=2)
-    assert "too few for 64 workers" in one_node.command(
-        "submit",
-        "--workers",
-        "64",
-        "--",
-        "pretrain",
-        path,
-        "--set",
-        "name=large",
-        "--set",
-        "phases.0.global_sequences=64",
-        code=3,
-    )
+    large = ["--set", "name=large", "--set", "phases.0.global_sequences=64"]
+    said = one_node.command("submit", "--workers", "64", "--", "pretrain", path, *large, code=3)
+    assert "too few for 64 workers" in said
     assert time.time() - began < 15
     wait_for_step(run_dir, 5)
     # Beside the cluster, in the same folder.
-    beside = subprocess.run(
-        [sys.executable, "-m", "finetune.cli", "pretrain", path, "--resume", "--no-ray", "--workers", "1"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    values["scheduling"]["workers"] = 1
+    beside = start(values, resume=True)
+    said, _ = beside.communicate(timeout=60)
     assert beside.returncode == 2
-    assert "another process is training in it" in beside.stderr
+    assert "another process is training in it" in said
     one_node.command("stop", "busy")
     one_node.command("delete", "busy")
     assert "no such job" in one_node.command("status", "busy", code=2)
@@ -423,25 +402,9 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_one_only(corpus: Path, 
     """Ten kills, each as soon as the folder of an unfinished checkpoint is seen, or a little later."""
     values = settings(corpus, tmp_path / "saving", steps=4000, checkpoint={"every_steps": 5, "keep_last": 3})
     values["scheduling"]["workers"] = 1
-    path = tmp_path / "saving.yaml"
-    path.write_text(yaml.safe_dump(values))
     run_dir, rng = Path(values["run_dir"]), random.Random(0)
     for number in range(10):
-        started = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "finetune.cli",
-                "pretrain",
-                str(path),
-                "--no-ray",
-                *(["--resume"] if number else []),
-            ],
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        started = start(values, resume=number > 0)
         first = newest_checkpoint(run_dir)
         wait_for(lambda first=first: newest_checkpoint(run_dir) > first + 10, 60)
         deadline = time.monotonic() + 10
@@ -452,9 +415,7 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_one_only(corpus: Path, 
         said = started.communicate()[0]
         newest = newest_checkpoint(run_dir)
         assert newest > first, said
-        from pretrain.checkpoint.store import newest as newest_valid
-
-        found = newest_valid(run_dir / "checkpoints")
+        found = store.newest(run_dir / "checkpoints")
         assert found is not None
         assert found.name == f"step-{newest:08d}", "what has its name is whole"
     assert losses(run_dir).keys() >= set(range(1, newest))

@@ -1,7 +1,5 @@
 """Workers through Ray: their ranks, their crashes, the user's mistakes, stopping, and the clean-up."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -23,21 +21,17 @@ from ray import _raylet  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import AuthenticationError
 
 from cluster.workers import actors, capacity, driver, supervisor, target
-from cluster.workers.actors import (
-    PROCESS_TITLE,
-    WorkerGroup,
-    WorkerLocation,
-    WorkersFailedError,
-)
+from cluster.workers.actors import PROCESS_TITLE, WorkerGroup, WorkerLocation, WorkersFailedError
 from cluster.workers.launch import Signals, end_session, last_line, run
 from cluster.workers.nodes import Node, cpus_that_fit, nodes_fit
 from cluster.workers.outcomes import CRASH, WorkerError, as_data, error_from, one_line
-from cluster.workers.request import Attempt, Launch, LaunchRequest
+from cluster.workers.request import Attempt, LaunchRequest
 from cluster.workers.supervisor import AttemptCrashed, cause_of
 from cluster.workers.target import RankAssignment, run_worker
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import Flag, TrainingRequest
 from tests.distributed import free_port
+from tests.workers.test_elastic import make_request
 
 ROOT = Path(__file__).parents[2]
 CORES = len(os.sched_getaffinity(0))
@@ -70,6 +64,12 @@ def _processes_in(folder: Path) -> set[int]:
 
 def _run(target: str, folder: Path, **options: Any) -> None:
     run(f"cluster_targets:{target}", TrainingRequest({}, False), name="test", run_dir=folder / "run", **options)
+
+
+def request_of(folder: Path, **changes: Any) -> LaunchRequest:
+    """Of a run of two workers on this machine."""
+    usual = {"address": "", "max_failures": 0, "use_gpu": False, "workers": 2, "wait_for_nodes_seconds": 0.0}
+    return make_request(folder, **{**usual, **changes})
 
 
 def _starts(folder: Path, rank: int = 0) -> list[str]:
@@ -220,7 +220,7 @@ def test_a_driver_whose_launcher_is_gone_ends(tmp_path: Path) -> None:
     """The launcher was killed while its driver imported."""
     launcher = subprocess.Popen(["true"])
     launcher.wait()
-    request = _request(tmp_path, 0)
+    request = request_of(tmp_path)
     launch = replace(request.launch, launcher=launcher.pid)
     launch.ray_dir.mkdir()
     with socket.socket() as silent:  # as a cluster whose answer is awaited
@@ -237,19 +237,7 @@ def test_a_driver_whose_launcher_is_gone_ends(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_joins_a_running_cluster_by_address(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    port = free_port()
-    directory = tmp_path_factory.mktemp("r")  # short: unix sockets
-    start = f"start --head --block --port={port} --num-cpus=1 --include-dashboard=false --disable-usage-stats"
-    head = subprocess.Popen(
-        [sys.executable, "-m", "ray.scripts.scripts", *start.split(), f"--temp-dir={directory}"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
-        start_new_session=True,
-    )
-    try:
-        _wait_for_port(port)
-        os.environ["RAY_AUTH_TOKEN"] = "0" * 64
+    with own_head(tmp_path_factory, cpus=1) as (head, port):
         _run("fine", folder, address=f"127.0.0.1:{port}")
         assert _starts(folder) == ["resume=False"]
         with pytest.raises(MachineError, match=rf"cluster at 127.0.0.1:{port} has 1 CPU core.* 2 workers"):
@@ -260,6 +248,24 @@ def test_joins_a_running_cluster_by_address(folder: Path, tmp_path_factory: pyte
             _run("fine", folder, address=f"127.0.0.1:{port}")
         assert time.monotonic() - began < 20
         assert head.poll() is None, "the cluster is not ours to end"
+
+
+@contextlib.contextmanager
+def own_head(folders: pytest.TempPathFactory, cpus: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """The head of a cluster that nothing of ours started, and its port; the environment has its token."""
+    port, directory = free_port(), folders.mktemp("r")  # short: unix sockets
+    start = f"start --head --block --port={port} --num-cpus={cpus} --include-dashboard=false --disable-usage-stats"
+    os.environ["RAY_AUTH_TOKEN"] = "0" * 64
+    head = subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", *start.split(), f"--temp-dir={directory}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "RAY_AUTH_MODE": "token"},
+        start_new_session=True,
+    )
+    try:
+        _wait_for_port(port)
+        yield head, port
     finally:
         os.environ.pop("RAY_AUTH_TOKEN", None)
         end_session(head.pid)
@@ -269,20 +275,29 @@ def test_joins_a_running_cluster_by_address(folder: Path, tmp_path_factory: pyte
 def _wait_for_port(port: int, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
-        except OSError:
-            time.sleep(0.2)
+        time.sleep(0.2)
     raise AssertionError("the head node did not start")
 
 
 # ---- refusals before anything runs
 
 
-def test_more_workers_than_the_machine(folder: Path) -> None:
-    with pytest.raises(MachineError, match=rf"has {CORES} CPU cores, too few for {CORES + 1} workers"):
-        _run("fine", folder, workers=CORES + 1)
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"workers": CORES + 1}, MachineError, rf"has {CORES} CPU cores, too few for {CORES + 1} workers"),
+        ({"address": "auto"}, InputError, "not host:port"),
+        ({"address": "ray://10.0.0.1:10001"}, InputError, "not host:port"),
+        ({}, InputError, "run"),  # its folder is a file
+    ],
+)
+def test_what_is_refused_before_anything_runs(folder: Path, options: Any, kind: type[Exception], message: str) -> None:
+    if not options:
+        (folder / "run").write_text("a file where the folder should be")
+    with pytest.raises(kind, match=message):
+        _run("fine", folder, **options)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -317,24 +332,6 @@ def test_a_wrong_token_is_a_mistake_with_advice(monkeypatch: pytest.MonkeyPatch)
             driver.join_ray(f"127.0.0.1:{head.getsockname()[1]}", lambda _: None)
 
 
-def test_a_long_message_ends_visibly() -> None:
-    assert one_line(ValueError("two\nlines")) == "ValueError: two lines"
-    assert len(one_line(ValueError("word " * 99))) == 300
-    assert one_line(ValueError("word " * 99)).endswith("...")
-
-
-@pytest.mark.parametrize("address", ["auto", "ray://10.0.0.1:10001"])
-def test_only_host_and_port_are_an_address(folder: Path, address: str) -> None:
-    with pytest.raises(InputError, match="not host:port"):
-        _run("fine", folder, address=address)
-
-
-def test_unwritable_run_folder(folder: Path) -> None:
-    (folder / "run").write_text("a file where the folder should be")
-    with pytest.raises(InputError, match="run"):
-        _run("fine", folder)
-
-
 # ---- the parts
 
 
@@ -348,23 +345,19 @@ def test_unwritable_run_folder(folder: Path) -> None:
         ([(8, 4)], 4, 0, 2),
         ([(8, 1), (8, 1)], 2, 0, 8),
         ([(64, 0), (8, 2)], 2, 0, 4),  # GPUs are on the second machine
-    ],
-)
-def test_cores_are_divided_among_workers(nodes: list[tuple[int, int]], workers: int, requested: int, each: int) -> None:
-    assert nodes_fit(nodes, workers, requested, "here") == each
-
-
-@pytest.mark.parametrize(
-    ("nodes", "workers", "requested", "words"),
-    [
         ([(2, 0)], 3, 0, "2 CPU cores"),
         ([(4, 0)], 2, 3, "2 workers of 3 each"),
         ([(16, 2)], 3, 0, "2 GPUs"),
         ([], 1, 0, "0 CPU cores"),
     ],
 )
-def test_too_many_workers(nodes: list[tuple[int, int]], workers: int, requested: int, words: str) -> None:
-    with pytest.raises(MachineError, match=words):
+def test_cores_are_divided_among_workers(
+    nodes: list[tuple[int, int]], workers: int, requested: int, each: int | str
+) -> None:
+    if isinstance(each, int):
+        assert nodes_fit(nodes, workers, requested, "here") == each
+        return
+    with pytest.raises(MachineError, match=each):
         nodes_fit(nodes, workers, requested, "here")
 
 
@@ -373,19 +366,33 @@ def test_errors_come_back_as_themselves(kind: type[RunError]) -> None:
     back = error_from({"kind": kind.__name__, "message": "a: b. Do c."})
     assert type(back) is kind
     assert str(back) == "a: b. Do c."
+    # An error of a room arrives as the kind that all know.
+    error = error_from(as_data(type("DamagedError", (kind,), {})("here: damaged.")))
+    assert (type(error), str(error)) == (kind, "here: damaged.")
 
 
-def test_users_mistake_comes_before_the_crash_it_caused() -> None:
-    cause = cause_of({0: WorkerError(CRASH, "lost its peer"), 1: WorkerError("InputError", "bad corpus")})
-    assert type(cause) is InputError
-    assert str(cause) == "bad corpus"
+@pytest.mark.parametrize(
+    ("failures", "kind", "text"),
+    [
+        # A user's mistake comes before the crash that it caused.
+        ({0: WorkerError(CRASH, "lost"), 1: WorkerError("InputError", "bad corpus")}, InputError, "bad corpus"),
+        # A dead worker is to blame before those that lost it, the first crash before those whose peer was gone by then.
+        ({0: WorkerError(CRASH, "lost"), 1: RuntimeError("died")}, AttemptCrashed, "worker 1"),
+        ({3: WorkerError(CRASH, "ECC error"), 0: WorkerError(CRASH, "reset")}, AttemptCrashed, "worker 3: ECC error"),
+    ],
+)
+def test_the_cause_is_to_blame(failures: dict[int, Exception], kind: type[Exception], text: str) -> None:
+    cause = cause_of(failures)
+    assert type(cause) is kind
+    said = f"worker {cause.rank}: {cause.reason}" if isinstance(cause, AttemptCrashed) else str(cause)
+    assert said.startswith(text)
 
 
 def test_a_worker_that_cannot_write_its_log_is_a_mistake(tmp_path: Path) -> None:
     """The other machines do not share the run folder."""
     (tmp_path / "file").touch()
-    launch = replace(_request(tmp_path, 0).launch, run_dir=tmp_path / "file" / "run")
-    attempt = Attempt(replace(_request(tmp_path, 0), launch=launch), 0, 1, TrainingRequest({}, False), frozenset())
+    launch = replace(request_of(tmp_path).launch, run_dir=tmp_path / "file" / "run")
+    attempt = Attempt(replace(request_of(tmp_path), launch=launch), 0, 1, TrainingRequest({}, False), frozenset())
     with pytest.raises(WorkerError, match=r"InputError: .*worker-0\.log: cannot write here .* is the machine "):
         run_worker(attempt, RankAssignment(0, 1, 0, 1, "127.0.0.1", "127.0.0.1", 1))
 
@@ -403,35 +410,24 @@ def test_code_that_does_not_load_is_no_dead_process(monkeypatch: pytest.MonkeyPa
     group.locations = [WorkerLocation("a", "10.0.0.1", 1, ())]
     group.actors = [SimpleNamespace(run=SimpleNamespace(remote=lambda *_: "reference"))]
     with pytest.raises(WorkersFailedError) as caught:
-        group.run(Attempt(_request(tmp_path, 0), 0, 1, TrainingRequest({}, False), frozenset()))
+        group.run(Attempt(request_of(tmp_path), 0, 1, TrainingRequest({}, False), frozenset()))
     cause = cause_of(caught.value.failures)
     assert isinstance(cause, AttemptCrashed)
     assert cause.reason == "ImportError: no module named cluster"
 
 
-def test_dead_worker_is_blamed_before_those_that_lost_it() -> None:
-    cause = cause_of({0: WorkerError(CRASH, "lost its peer"), 1: RuntimeError("actor died")})
-    assert isinstance(cause, AttemptCrashed)
-    assert cause.rank == 1
+FITS = [([(64, 0)] * 4, 8, 32, 8), ([(2, 0)], 1, 2, 1), ([(8, 0), (2, 0)], 2, 2, 4), ([(4, 0)], 1, 8, 1)]
+FITS += [([(64, 8)], 4, 8, 8)]  # eight GPUs hold eight workers
 
 
-@pytest.mark.parametrize(
-    ("nodes", "low", "high", "each"),
-    [
-        ([(64, 8)], 4, 8, 8),  # eight GPUs hold eight workers
-        ([(64, 0)] * 4, 8, 32, 8),
-        ([(2, 0)], 1, 2, 1),
-        ([(8, 0), (2, 0)], 2, 2, 4),
-        ([(4, 0)], 1, 8, 1),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "low", "high", "each"), FITS)
 def test_cpus_are_divided_among_as_many_workers_as_possible(nodes, low: int, high: int, each: int) -> None:
     assert cpus_that_fit(nodes, low, high, 0, "here") == each
 
 
 def test_capacity_beside_others_counts_what_is_free_and_what_is_ours() -> None:
     def count(nodes: list[Node], most: int, cpus: int, use_gpu: bool | None = None, **options: Any) -> int:
-        request = replace(_request(Path(), 0), min_workers=1, workers=most, cpus_per_worker=cpus, use_gpu=use_gpu)
+        request = replace(request_of(Path()), min_workers=1, workers=most, cpus_per_worker=cpus, use_gpu=use_gpu)
         return capacity.find_capacity(nodes, request, **options).workers
 
     nodes = [Node("a", 4, 0, False, 1, 0), Node("b", 4, 0, False, 0, 0), Node("c", 4, 0, True, 4, 0)]
@@ -451,7 +447,7 @@ def test_a_stop_is_heard_while_workers_start(tmp_path: Path, monkeypatch: pytest
     import ray
     from ray.exceptions import GetTimeoutError
 
-    launch, removed = _request(tmp_path, 0).launch, []
+    launch, removed = request_of(tmp_path).launch, []
 
     def wait(_: float) -> bool:
         if not placed:
@@ -485,7 +481,7 @@ def test_a_head_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(capacity, "usable_nodes", usable_nodes)
     monkeypatch.setattr(supervisor, "run_attempt", lambda *_: None)
-    supervisor.supervise(_request(tmp_path, 0), keep_logs=lambda: None)
+    supervisor.supervise(request_of(tmp_path), keep_logs=lambda: None)
     assert not answers
 
 
@@ -499,30 +495,12 @@ def test_a_head_that_is_slow_when_it_is_joined_is_waited_for(tmp_path: Path, mon
     monkeypatch.setattr(driver, "usable_nodes", slow)
     monkeypatch.setattr(capacity, "usable_nodes", lambda: next(answers)())
     monkeypatch.setattr(driver, "supervise", lambda request, **_: fitted.append(request))
-    request = replace(_request(tmp_path, 0), address="10.0.0.5:6379", wait_for_nodes_seconds=60.0)
+    request = replace(request_of(tmp_path), address="10.0.0.5:6379", wait_for_nodes_seconds=60.0)
     try:
         driver._run(request)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert fitted == [request]
-
-
-def _request(folder: Path, max_failures: int) -> LaunchRequest:
-    """Of a run of two workers on this machine."""
-    return LaunchRequest(
-        launch=Launch("this", folder, folder, folder / "ray", folder / "outcome.json", since=0, launcher=0),
-        target="module:function",
-        name="test",
-        address="",
-        max_failures=max_failures,
-        use_gpu=False,
-        training=TrainingRequest({}, False),
-        workers=2,
-        min_workers=0,
-        cpus_per_worker=1,
-        in_ray=True,
-        wait_for_nodes_seconds=0.0,
-    )
 
 
 def _train(monkeypatch: pytest.MonkeyPatch, request: LaunchRequest, run: Callable[[Attempt], None]) -> None:
@@ -534,7 +512,7 @@ def _train(monkeypatch: pytest.MonkeyPatch, request: LaunchRequest, run: Callabl
 
 def test_retries_count_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    request = _request(tmp_path, 2)
+    request = request_of(tmp_path, max_failures=2)
 
     def run(attempt: Attempt) -> None:
         seen.append((attempt.number, attempt.training.resume))
@@ -556,7 +534,7 @@ def test_crashes_with_a_new_checkpoint_between_them_are_not_counted_up(
         (checkpoint / "manifest.json").touch()
         raise AttemptCrashed(0, "killed")
 
-    _train(monkeypatch, _request(tmp_path, 1), run)
+    _train(monkeypatch, request_of(tmp_path, max_failures=1), run)
 
 
 def test_crash_while_stopping_is_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -566,14 +544,14 @@ def test_crash_while_stopping_is_a_stop(tmp_path: Path, monkeypatch: pytest.Monk
         raise AttemptCrashed(0, "killed")
 
     with pytest.raises(StoppedError, match="crashed while stopping"):
-        _train(monkeypatch, _request(tmp_path, 5), run)
+        _train(monkeypatch, request_of(tmp_path, max_failures=5), run)
 
 
 def test_workers_and_launcher_have_one_folder_for_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker on a cluster has the environment of the cluster, which may name another folder or none."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BERTRAIN_RUNS", "/mine")
-    attempt = Attempt(_request(tmp_path, 1), 0, 1, TrainingRequest({}, False), frozenset())
+    attempt = Attempt(request_of(tmp_path, max_failures=1), 0, 1, TrainingRequest({}, False), frozenset())
     for name in ("BERTRAIN_RUNS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "of the cluster")
     seen: list[str] = []
@@ -591,9 +569,16 @@ def test_last_line(tmp_path: Path) -> None:
     assert last_line(log) == "last \ufffd line"
 
 
-def test_one_line() -> None:
-    assert one_line(ValueError("a\n  b")) == "ValueError: a b"
-    assert len(one_line(ValueError("a" * 999))) == 300
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("a\n  b"), "ValueError: a b"),
+        (ValueError("word " * 99), "ValueError: " + "word " * 57 + "..."),
+        (ValueError("a" * 999), "ValueError: " + "a" * 285 + "..."),
+    ],
+)
+def test_a_long_message_ends_visibly(error: Exception, line: str) -> None:
+    assert one_line(error) == line
 
 
 def test_end_session_ends_grandchildren_and_nobody_else() -> None:
@@ -660,11 +645,3 @@ def test_signals_are_left_alone_off_the_main_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert not errors
-
-
-def test_an_error_of_a_room_arrives_as_the_kind_that_all_know() -> None:
-    class DamagedError(MachineError):
-        pass
-
-    error = error_from(as_data(DamagedError("here: damaged.")))
-    assert (type(error), str(error)) == (MachineError, "here: damaged.")

@@ -1,22 +1,15 @@
 """Many trials through Ray Tune: side by side, their crashes and other ends, on a Ray of our own and on a cluster."""
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster.workers.launch import end_session
 from cluster.workers.trials.launch import run_trials
 from cluster.workers.trials.request import TrialEvent, TrialRequest
 from pretrain.common.errors import DivergedError, InputError, MachineError
 from pretrain.common.worker import TrainingRequest
-from tests.distributed import free_port
-from tests.workers.test_cluster import CORES, ROOT, _wait_for_port
+from tests.workers.test_cluster import CORES, ROOT, own_head
 
 TRIALS = (
     {"name": "a", "do": "meet", "other": "b"},
@@ -37,14 +30,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_all(trials: tuple[dict[str, Any], ...], **options: Any) -> list[TrialEvent]:
     events: list[TrialEvent] = []
-    run_trials(
-        "trial_targets:trial",
-        [TrialRequest(Path("run") / trial["name"], TrainingRequest(trial, True)) for trial in trials],
-        name="test",
-        run_dir=Path("run"),
-        poll=events.extend,
-        **options,
-    )
+    requests = [TrialRequest(Path("run") / trial["name"], TrainingRequest(trial, True)) for trial in trials]
+    where: dict[str, Any] = {"name": "test", "run_dir": Path("run"), "poll": events.extend}
+    run_trials("trial_targets:trial", requests, **where, **options)
     return events
 
 
@@ -75,32 +63,12 @@ def test_trials_run_side_by_side_and_only_crashes_are_repeated(folder: Path) -> 
 
 
 @pytest.mark.slow
-def test_trials_run_on_a_cluster(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port = free_port()
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
-    start = f"start --head --block --port={port} --num-cpus=2 --include-dashboard=false --disable-usage-stats"
-    head = subprocess.Popen(
-        [sys.executable, "-m", "ray.scripts.scripts", *start.split(), f"--temp-dir={tmp_path_factory.mktemp('r')}"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "RAY_AUTH_MODE": "token"},
-        start_new_session=True,
-    )
-    try:
-        _wait_for_port(port)
+def test_trials_run_on_a_cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with own_head(tmp_path_factory, cpus=2) as (head, port):
         events = run_all(TRIALS[:4], address=f"127.0.0.1:{port}", parallel=2)
-        assert {name: type(error) for name, error in ends(events).items()} == {
-            "a": type(None),
-            "b": type(None),
-            "c": MachineError,
-            "d": DivergedError,
-        }
+        kinds = {name: type(error) for name, error in ends(events).items()}
+        assert kinds == {"a": type(None), "b": type(None), "c": MachineError, "d": DivergedError}
         assert head.poll() is None, "the cluster is not ours to end"
-    finally:
-        end_session(head.pid)
-        head.wait()
 
 
 def test_an_address_is_host_and_port(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """Runs on clusters whose nodes arrive and leave: waiting, preemptions, bad nodes, growth, GPUs by name. Without Ray."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -24,7 +22,6 @@ from cluster.workers.capacity import ScaleUp, wait_for_capacity
 from cluster.workers.crash_history import CrashHistory
 from cluster.workers.launch import drive
 from cluster.workers.nodes import Node
-from cluster.workers.outcomes import WorkerError
 from cluster.workers.request import Attempt, Launch, LaunchRequest
 from cluster.workers.supervisor import AttemptCrashed
 from pretrain.common.errors import MachineError, StoppedError
@@ -35,40 +32,6 @@ from pretrain.tracking.live import LiveProgress
 
 def node(name: str, cpus: int = 2, *, gpus: int = 0, draining: bool = False, free: int | None = None) -> Node:
     return Node(name, cpus, gpus, draining, cpus if free is None else free, gpus)
-
-
-class PlacementGroups:
-    """Stands in for Ray's placement groups: which were requested, and whether they are placed."""
-
-    def __init__(self) -> None:
-        self.sizes: list[tuple[int, dict[str, float]]] = []
-        self.placed = False
-        self.removed = 0
-
-    def request_bundles(self, workers: int, resources: dict[str, float], avoid: Any = ()) -> Any:
-        self.sizes.append((workers, resources))
-        return SimpleNamespace(id=SimpleNamespace(hex=lambda: str(workers)), bundle_count=workers)
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> PlacementGroups:
-        def remove(_: Any) -> None:
-            self.removed += 1
-
-        def table() -> dict[str, Any]:
-            state = "CREATED" if self.placed else "PENDING"
-            return {str(size): {"state": state} for size, _ in self.sizes}
-
-        util = SimpleNamespace(placement_group_table=table, remove_placement_group=remove)
-        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(util=util))
-        monkeypatch.setitem(sys.modules, "ray.util", util)
-        monkeypatch.setattr(capacity, "request_bundles", self.request_bundles)
-        monkeypatch.setattr(capacity, "autoscaled_gpus", lambda: 0)
-        monkeypatch.setattr(capacity, "POLL_SECONDS", 0.002)
-        return self
-
-
-@pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> PlacementGroups:
-    return PlacementGroups().install(monkeypatch)
 
 
 def make_request(folder: Path, **changes: Any) -> LaunchRequest:
@@ -91,100 +54,136 @@ def make_request(folder: Path, **changes: Any) -> LaunchRequest:
     return replace(request, **changes)
 
 
+class Cluster:
+    """A run on a cluster whose nodes and placement groups are stand-ins; what was requested of Ray."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        (folder / "logs").mkdir()
+        self.request, self.patch = make_request(folder), patch
+        self.sizes: list[tuple[int, dict[str, float]]] = []
+        self.placed = False
+        self.removed = 0
+        util = SimpleNamespace(placement_group_table=self._table, remove_placement_group=self._remove)
+        patch.setitem(sys.modules, "ray", SimpleNamespace(util=util))
+        patch.setitem(sys.modules, "ray.util", util)
+        patch.setattr(capacity, "request_bundles", self._request_bundles)
+        patch.setattr(capacity, "autoscaled_gpus", lambda: 0)
+        patch.setattr(capacity, "POLL_SECONDS", 0.002)
+
+    def _request_bundles(self, workers: int, resources: dict[str, float], avoid: Any = ()) -> Any:
+        self.sizes.append((workers, resources))
+        return SimpleNamespace(id=SimpleNamespace(hex=lambda: str(workers)), bundle_count=workers)
+
+    def _remove(self, _: Any) -> None:
+        self.removed += 1
+
+    def _table(self) -> dict[str, Any]:
+        return {str(size): {"state": "CREATED" if self.placed else "PENDING"} for size, _ in self.sizes}
+
+    @property
+    def folder(self) -> Path:
+        return self.request.launch.run_dir
+
+    def show(self, nodes: Callable[[], Sequence[Node]]) -> None:
+        self.patch.setattr(capacity, "usable_nodes", nodes)
+        self.patch.setattr(supervisor, "usable_nodes", nodes)
+
+    def train(self, nodes: list[Node], run: Callable[[Attempt], None], *, started: bool = True, **changes: Any) -> None:
+        """`supervisor.supervise` on these nodes, which an attempt may change.
+
+        If its workers are started, they run on as many as there are.
+        """
+        self.show(lambda: list(nodes))
+        self.patch.setattr(supervisor.NodeMonitor, "_watch", lambda self: None)
+
+        def stand_in(attempt: Attempt, show_locations: Any) -> None:
+            usable = [one.id for one in nodes if one.id not in attempt.avoid]
+            if started:
+                show_locations([WorkerLocation(name, f"10.0.0.{name}", 1, ()) for name in usable])
+            run(attempt)
+
+        self.patch.setattr(supervisor, "run_attempt", stand_in)
+        supervisor.supervise(replace(self.request, **changes), keep_logs=lambda: None)
+
+
 @pytest.fixture
-def request_(tmp_path: Path) -> LaunchRequest:
-    (tmp_path / "logs").mkdir()
-    return make_request(tmp_path)
-
-
-def show(monkeypatch: pytest.MonkeyPatch, nodes: Callable[[], Sequence[Node]]) -> None:
-    monkeypatch.setattr(capacity, "usable_nodes", nodes)
-    monkeypatch.setattr(supervisor, "usable_nodes", nodes)
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(tmp_path, monkeypatch)
 
 
 # Waiting
 
 
-def test_a_node_that_comes_late_is_waited_for(
-    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_comes_late_is_waited_for(cluster: Cluster) -> None:
     """What is missing is there for an autoscaler and for `status` to see, as long as it is missing."""
-    notice = request_.launch.run_dir / "logs/waiting.json"
+    notice = cluster.folder / "logs/waiting.json"
     shown: list[str] = []
 
     def nodes() -> list[Node]:
-        shown.extend(client._waiting(request_.launch.run_dir))
+        shown.extend(client._waiting(cluster.folder))
         return [node("a", 3), node("b")] if len(shown) == 3 else [node("a", 3)]
 
-    show(monkeypatch, nodes)
-    assert wait_for_capacity(request_).workers == 4
+    cluster.show(nodes)
+    assert wait_for_capacity(cluster.request).workers == 4
     assert shown[0] == "waiting for nodes: capacity for 3 of 4 workers on 1 node, for 0:00:00"
-    assert groups.sizes == [(4, {"CPU": 1})]
-    assert groups.removed == 1
+    assert cluster.sizes == [(4, {"CPU": 1})]
+    assert cluster.removed == 1
     assert not notice.exists()
 
 
-def test_an_autoscaler_gets_the_request_before_there_is_any_node(
-    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_autoscaler_gets_the_request_before_there_is_any_node(cluster: Cluster) -> None:
     """An elastic run requests the fewest as a whole, and the rest one by one."""
     polls = iter(range(100))
-    monkeypatch.setattr(capacity, "autoscaled_gpus", lambda: 8)
+    cluster.patch.setattr(capacity, "autoscaled_gpus", lambda: 8)
     head = node("head", 16)
-    show(monkeypatch, lambda: [head, node("b", 16, gpus=2)] if next(polls) > 5 else [head])
-    request = replace(request_, min_workers=2, cpus_per_worker=0)
+    cluster.show(lambda: [head, node("b", 16, gpus=2)] if next(polls) > 5 else [head])
+    request = replace(cluster.request, min_workers=2, cpus_per_worker=0)
     assert wait_for_capacity(request).workers == 2, "not on the CPUs of the head"
-    assert groups.sizes == [(2, {"CPU": 1, "GPU": 1}), (1, {"CPU": 1, "GPU": 1}), (1, {"CPU": 1, "GPU": 1})]
-    assert groups.removed == 3
+    assert cluster.sizes == [(2, {"CPU": 1, "GPU": 1}), (1, {"CPU": 1, "GPU": 1}), (1, {"CPU": 1, "GPU": 1})]
+    assert cluster.removed == 3
 
 
-def test_a_placed_group_ends_the_wait(
-    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_placed_group_ends_the_wait(cluster: Cluster) -> None:
     """Resources that Ray reserves for us do not count as free."""
 
     def nodes() -> list[Node]:
-        groups.placed = len(groups.sizes) > 0
+        cluster.placed = len(cluster.sizes) > 0
         return [node("a", 4, free=0)]
 
-    show(monkeypatch, nodes)
-    assert wait_for_capacity(request_, crowded=True).workers == 4
+    cluster.show(nodes)
+    assert wait_for_capacity(cluster.request, crowded=True).workers == 4
 
 
-def test_an_elastic_run_takes_no_single_resources_on_a_crowded_cluster(
-    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_elastic_run_takes_no_single_resources_on_a_crowded_cluster(cluster: Cluster) -> None:
     """Ray would give it what becomes free one by one, and never as many as it needs at once."""
-    show(monkeypatch, lambda: [node("a", 8, free=4 if groups.sizes else 3)])
-    assert wait_for_capacity(replace(request_, min_workers=4, workers=8), crowded=True).workers == 4
-    assert groups.sizes == [(4, {"CPU": 1})]
+    cluster.show(lambda: [node("a", 8, free=4 if cluster.sizes else 3)])
+    assert wait_for_capacity(replace(cluster.request, min_workers=4, workers=8), crowded=True).workers == 4
+    assert cluster.sizes == [(4, {"CPU": 1})]
 
 
-def test_a_wait_is_limited(request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch) -> None:
-    show(monkeypatch, lambda: [node("a", 3)])
-    request = replace(request_, wait_for_nodes_seconds=0.01)
+def test_a_wait_is_limited(cluster: Cluster) -> None:
+    cluster.show(lambda: [node("a", 3)])
+    request = replace(cluster.request, wait_for_nodes_seconds=0.01)
     assert wait_for_capacity(request).workers == 0
-    monkeypatch.setattr(supervisor, "run_attempt", lambda *_: pytest.fail("nothing may start"))
+    cluster.patch.setattr(supervisor, "run_attempt", lambda *_: pytest.fail("nothing may start"))
     with pytest.raises(StoppedError, match=r"no capacity for 4 workers for 0 s \(scheduling\.wait_for_nodes_seconds\)"):
         supervisor.supervise(request, keep_logs=lambda: None)
 
 
-def test_a_stop_ends_a_wait(request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_ends_a_wait(cluster: Cluster) -> None:
     def nodes() -> list[Node]:
-        if groups.sizes:
-            (request_.launch.run_dir / "stop").touch()
+        if cluster.sizes:
+            (cluster.folder / "stop").touch()
         return [node("a", 3)]
 
-    show(monkeypatch, nodes)
+    cluster.show(nodes)
     with pytest.raises(StoppedError, match="stopped while no workers ran"):
-        wait_for_capacity(request_)
-    assert groups.removed == 1
+        wait_for_capacity(cluster.request)
+    assert cluster.removed == 1
 
 
-def test_a_stop_is_heard_between_starts_that_fail(
-    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    show(monkeypatch, lambda: [node("a", 4)])
+def test_a_stop_is_heard_between_starts_that_fail(cluster: Cluster) -> None:
+    cluster.show(lambda: [node("a", 4)])
     numbers: list[int] = []
 
     def run(attempt: Attempt, _: Any) -> None:
@@ -192,19 +191,17 @@ def test_a_stop_is_heard_between_starts_that_fail(
         attempt.request.launch.stop_flag().set()
         raise WorkersNotStartedError
 
-    monkeypatch.setattr(supervisor, "run_attempt", run)
+    cluster.patch.setattr(supervisor, "run_attempt", run)
     with pytest.raises(StoppedError, match=r"stopped while no workers ran\. Continue with --resume"):
-        supervisor.supervise(request_, keep_logs=lambda: None)
+        supervisor.supervise(cluster.request, keep_logs=lambda: None)
     assert numbers == [0]
 
 
-def test_a_notice_of_a_driver_that_was_killed_is_removed(
-    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notice = request_.launch.run_dir / "logs/waiting.json"
+def test_a_notice_of_a_driver_that_was_killed_is_removed(cluster: Cluster) -> None:
+    notice = cluster.folder / "logs/waiting.json"
     notice.write_text(json.dumps({"time": 0.0, "message": "waiting"}))
-    show(monkeypatch, lambda: [node("a", 4)])
-    wait_for_capacity(request_)
+    cluster.show(lambda: [node("a", 4)])
+    wait_for_capacity(cluster.request)
     assert not notice.exists()
 
 
@@ -224,36 +221,8 @@ def test_the_terminal_shows_a_wait_once(tmp_path: Path) -> None:
 # Crashes and preemptions
 
 
-def train(
-    monkeypatch: pytest.MonkeyPatch,
-    request: LaunchRequest,
-    nodes: list[Node],
-    run: Callable[[Attempt], None],
-    *,
-    started: bool = True,
-) -> None:
-    """`supervisor.supervise` on these nodes, which an attempt may change.
-
-    If its workers are started, they run on as many as there are.
-    """
-    show(monkeypatch, lambda: list(nodes))
-    monkeypatch.setattr(supervisor.NodeMonitor, "_watch", lambda self: None)
-
-    def stand_in(attempt: Attempt, show_locations: Any) -> None:
-        usable = [one.id for one in nodes if one.id not in attempt.avoid]
-        if started:
-            show_locations([WorkerLocation(name, f"10.0.0.{name}", 1, ()) for name in usable])
-        run(attempt)
-
-    monkeypatch.setattr(supervisor, "run_attempt", stand_in)
-    supervisor.supervise(request, keep_logs=lambda: None)
-
-
-def test_a_preemption_is_not_a_failure(
-    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preemption_is_not_a_failure(cluster: Cluster) -> None:
     """Ten nodes are lost or drained under a run that may fail once."""
-    request = replace(request_, max_failures=1, min_workers=1)
     nodes = [node(str(number)) for number in range(11)]
 
     def run(attempt: Attempt) -> None:
@@ -265,13 +234,10 @@ def test_a_preemption_is_not_a_failure(
                 del nodes[0]
             raise AttemptCrashed(0, "killed")
 
-    train(monkeypatch, request, nodes, run)
+    cluster.train(nodes, run, max_failures=1, min_workers=1)
 
 
-def test_a_node_that_is_lost_while_workers_start_is_no_failure(
-    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request = replace(request_, max_failures=1, workers=2)
+def test_a_node_that_is_lost_while_workers_start_is_no_failure(cluster: Cluster) -> None:
     nodes = [node("0")]
 
     def run(attempt: Attempt) -> None:
@@ -281,30 +247,25 @@ def test_a_node_that_is_lost_while_workers_start_is_no_failure(
         message = attempt.training.events[0]["message"]
         assert message == "lost the node 4 (a worker died while it was started)"
 
-    train(monkeypatch, request, nodes, run, started=False)
+    cluster.train(nodes, run, started=False, max_failures=1, workers=2)
 
 
-def test_workers_that_never_start_are_failures(
-    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "NODE_LOSS_SECONDS", 0.0)
+def test_workers_that_never_start_are_failures(cluster: Cluster) -> None:
+    cluster.patch.setattr(supervisor, "NODE_LOSS_SECONDS", 0.0)
     numbers: list[int] = []
 
     def run(attempt: Attempt) -> None:
         numbers.append(attempt.number)
         raise WorkersNotStartedError("a worker did not start within 120 s")
 
-    with pytest.raises(
-        MachineError, match=r"logs/ray\.log: starting 4 workers failed: a worker did not start .* with --resume\."
-    ):
-        train(monkeypatch, request_, [node("a", 4)], run, started=False)
+    failed = r"logs/ray\.log: starting 4 workers failed: a worker did not start .* with --resume\."
+    with pytest.raises(MachineError, match=failed):
+        cluster.train([node("a", 4)], run, started=False)
     assert numbers == [0, 1, 2, 3]
 
 
-def test_a_crowded_cluster_gets_a_smaller_request_though_nothing_is_waited_for(
-    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request = replace(request_, workers=8, min_workers=2, wait_for_nodes_seconds=0.0)
+def test_a_crowded_cluster_gets_a_smaller_request_though_nothing_is_waited_for(cluster: Cluster) -> None:
+    few = {"workers": 8, "min_workers": 2, "wait_for_nodes_seconds": 0.0}
     sizes: list[int] = []
 
     def run(attempt: Attempt) -> None:
@@ -312,58 +273,47 @@ def test_a_crowded_cluster_gets_a_smaller_request_though_nothing_is_waited_for(
         if attempt.workers > 4:
             raise WorkersNotStartedError
 
-    train(monkeypatch, request, [node("a", 8, free=4)], run, started=False)
+    cluster.train([node("a", 8, free=4)], run, started=False, **few)
     assert sizes == [8, 4]
 
 
-def test_a_crash_on_nodes_that_stay_is_a_failure(
-    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "NODE_LOSS_SECONDS", 0.0)
+def test_a_crash_on_nodes_that_stay_is_a_failure(cluster: Cluster) -> None:
+    cluster.patch.setattr(supervisor, "NODE_LOSS_SECONDS", 0.0)
     seen: list[int] = []
 
     def run(attempt: Attempt) -> None:
         seen.append(attempt.number)
         raise AttemptCrashed(1, "killed")
 
-    with pytest.raises(
-        MachineError, match=r"max_failures=3 restarts .* Workers crashed repeatedly on 10\.0\.0\.b: check"
-    ):
-        train(monkeypatch, request_, [node("a"), node("b")], run)
+    crashed = r"max_failures=3 restarts .* Workers crashed repeatedly on 10\.0\.0\.b: check"
+    with pytest.raises(MachineError, match=crashed):
+        cluster.train([node("a"), node("b")], run)
     assert seen == [0, 1, 2, 3], "a bad node that the run needs is not left out"
 
 
-def test_a_crash_that_takes_its_node_along_does_not_come_back_for_ever(
-    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_that_takes_its_node_along_does_not_come_back_for_ever(cluster: Cluster) -> None:
     """A pod without memory loses Ray with the worker, and returns under another id. A checkpoint clears the count."""
-    request = replace(request_, max_failures=1, workers=1)
     nodes = [node("0")]
 
     def run(attempt: Attempt) -> None:
         nodes[0] = node(str(attempt.number + 1))
         if attempt.number == 8:
-            checkpoint = request_.launch.run_dir / "checkpoints" / "step-7" / MANIFEST
+            checkpoint = cluster.folder / "checkpoints" / "step-7" / MANIFEST
             checkpoint.parent.mkdir(parents=True)
             checkpoint.touch()
         assert attempt.number < 30
         raise AttemptCrashed(0, "its process died (killed, or out of memory)")
 
-    with pytest.raises(
-        MachineError,
-        match=r"lost the node 10\.0\.0\.18 .* 11 crashes with the loss of a node .* out of memory may lose Ray",
-    ):
-        train(monkeypatch, request, nodes, run)
+    lost = r"lost the node 10\.0\.0\.18 .* 11 crashes with the loss of a node .* out of memory may lose Ray"
+    with pytest.raises(MachineError, match=lost):
+        cluster.train(nodes, run, max_failures=1, workers=1)
     assert nodes[0].id == "19", "eight crashes, a checkpoint, and eleven more"
 
 
-def test_the_log_of_the_worker_that_hangs_is_named(
-    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_of_the_worker_that_hangs_is_named(cluster: Cluster) -> None:
     """Its watchdog ends another worker first, whose log does not show the cause."""
-    request = replace(request_, max_failures=0)
-    monkeypatch.setattr(supervisor, "NODE_LOSS_SECONDS", 0.0)
-    logs = request_.launch.run_dir / "logs"
+    cluster.patch.setattr(supervisor, "NODE_LOSS_SECONDS", 0.0)
+    logs = cluster.folder / "logs"
     (logs / "worker-0.log").write_text("terminated\n")
     (logs / "worker-3.log").write_text("waits in a collective\n")
 
@@ -372,15 +322,12 @@ def test_the_log_of_the_worker_that_hangs_is_named(
         (logs / HANG_FILE).write_text(json.dumps(seen))
         raise AttemptCrashed(0, "killed")
 
-    with pytest.raises(
-        MachineError, match=r"worker-3\.log: worker 3 hangs, .* last line of the log: 'waits in a collective'"
-    ):
-        train(monkeypatch, request, [node("a"), node("b")], run)
+    hangs = r"worker-3\.log: worker 3 hangs, .* last line of the log: 'waits in a collective'"
+    with pytest.raises(MachineError, match=hangs):
+        cluster.train([node("a"), node("b")], run, max_failures=0)
 
 
-def test_a_node_with_two_crashes_is_left_out_and_named(
-    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_with_two_crashes_is_left_out_and_named(cluster: Cluster) -> None:
     attempts: list[Attempt] = []
 
     def run(attempt: Attempt) -> None:
@@ -388,7 +335,7 @@ def test_a_node_with_two_crashes_is_left_out_and_named(
         if attempt.number < 2:
             raise AttemptCrashed(1, "CUDA error: uncorrectable ECC error")
 
-    train(monkeypatch, replace(request_, workers=2), [node("a"), node("b")], run)
+    cluster.train([node("a"), node("b")], run, workers=2)
     assert [sorted(attempt.avoid) for attempt in attempts] == [[], [], ["b"]]
     restart, left_out = attempts[-1].training.events
     assert (restart["event"], left_out["event"]) == ("restart", "left_out")
@@ -419,15 +366,6 @@ def test_the_loss_of_a_node_explains_a_crash_of_the_last_minute_only() -> None:
     assert crashes.forgive(["a"]) == ["10.0.0.3"]
     assert not crashes.exhausted
     assert crashes.bad_nodes() == {}
-
-
-def test_the_first_crash_is_to_blame() -> None:
-    """The others report a peer that was gone by then."""
-    cause = supervisor.cause_of(
-        {3: WorkerError("crash", "ECC error"), 0: WorkerError("crash", "connection reset by peer")}
-    )
-    assert isinstance(cause, AttemptCrashed)
-    assert (cause.rank, cause.reason) == (3, "ECC error")
 
 
 # Growth
@@ -499,14 +437,12 @@ def test_a_stop_file_of_an_earlier_launch_stops_nothing(tmp_path: Path, monkeypa
     assert [second.restart_flag(attempt).is_set() for attempt in (0, 1, 2)] == [False, True, False]
 
 
-def test_a_restart_is_requested_of_the_attempt_that_runs(
-    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_is_requested_of_the_attempt_that_runs(cluster: Cluster) -> None:
     """The previous attempt's file is still visible: it once ended the run, like a stop that nobody had requested."""
     nodes = [node("a", 4), node("b", 4)]
     attempts: list[bool] = []
-    show(monkeypatch, lambda: nodes)
-    monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.002)
+    cluster.show(lambda: nodes)
+    cluster.patch.setattr(supervisor, "POLL_SECONDS", 0.002)
 
     def run(attempt: Attempt, started: Any) -> None:
         started([WorkerLocation("ab"[attempt.number], "10.0.0.1", 1, ())])  # the second leaves the node that goes
@@ -518,25 +454,20 @@ def test_a_restart_is_requested_of_the_attempt_that_runs(
                 threading.Event().wait(0.002)
             raise StoppedError("saved")
 
-    monkeypatch.setattr(supervisor, "run_attempt", run)
-    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # as with a cache of file attributes
-    supervisor.supervise(request_, keep_logs=lambda: None)
+    cluster.patch.setattr(supervisor, "run_attempt", run)
+    cluster.patch.setattr(Path, "unlink", lambda *_, **__: None)  # as with a cache of file attributes
+    supervisor.supervise(cluster.request, keep_logs=lambda: None)
     assert attempts == [False, False]
 
 
 # GPUs by name
 
 
-@pytest.mark.parametrize(
-    ("ids", "names"),
-    [
-        ([10, 9, 0], ("0", "9", "10")),
-        (["10", "9"], ("9", "10")),
-        (["GPU-b1c2", "GPU-0a1b"], ("GPU-0a1b", "GPU-b1c2")),
-        (["MIG-5c3e"], ("MIG-5c3e",)),
-        ([], ()),
-    ],
-)
+NAMES = [([10, 9, 0], ("0", "9", "10")), (["10", "9"], ("9", "10")), (["MIG-5c3e"], ("MIG-5c3e",)), ([], ())]
+NAMES += [(["GPU-b1c2", "GPU-0a1b"], ("GPU-0a1b", "GPU-b1c2"))]
+
+
+@pytest.mark.parametrize(("ids", "names"), NAMES)
 def test_gpus_have_the_names_that_ray_gives(
     monkeypatch: pytest.MonkeyPatch, ids: list[Any], names: tuple[str, ...]
 ) -> None:
