@@ -115,7 +115,10 @@ def _add_predictions(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="--texts: tokens of a sequence, for bits per character and accuracy (default: 128)",
     )
-    add_blimp(parser)
+    parser.add_argument("--blimp", type=local_path, metavar="DIR", help="score on BLiMP: folder with its .jsonl files")
+    parser.add_argument(
+        "--blimp-limit", type=positive_int, default=0, metavar="N", help="score only N pairs of each paradigm"
+    )
     parser.add_argument(
         "--precision",
         choices=("fp32", "bf16"),
@@ -129,16 +132,7 @@ def _add_predictions(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_blimp(parser: argparse.ArgumentParser) -> None:
-    """Add the options of BLiMP."""
-    parser.add_argument("--blimp", type=local_path, metavar="DIR", help="score on BLiMP: folder with its .jsonl files")
-    parser.add_argument(
-        "--blimp-limit", type=positive_int, default=0, metavar="N", help="score only N pairs of each paradigm"
-    )
-
-
-def add_finetunings(parser: argparse.ArgumentParser, *, prefix: str = "") -> None:
-    """Add --finetune, --no-random and, with `prefix` before their names, --data and --seeds of --finetune."""
+def _add_finetunings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--finetune",
         nargs="+",
@@ -149,13 +143,13 @@ def add_finetunings(parser: argparse.ArgumentParser, *, prefix: str = "") -> Non
         help="fine-tune with these configs, such as those in configs/finetune/transfer",
     )
     parser.add_argument(
-        f"--{prefix}data",
+        "--data",
         type=local_path,
         metavar="DIR",
         help="--finetune: folder that relative paths of data begin at",
     )
     parser.add_argument(
-        f"--{prefix}seeds",
+        "--seeds",
         type=positive_int,
         default=3,
         metavar="N",
@@ -166,10 +160,6 @@ def add_finetunings(parser: argparse.ArgumentParser, *, prefix: str = "") -> Non
         action="store_true",
         help="--finetune: leave out the same fine-tunings from random weights of the model's shape",
     )
-
-
-def _add_finetunings(parser: argparse.ArgumentParser) -> None:
-    add_finetunings(parser)
     parser.add_argument(
         "--parallel",
         type=positive_int,

@@ -12,17 +12,17 @@ _TEMPLATES = Path(__file__).parent / "templates"
 DATE = "%Y-%m-%d %H:%M UTC"  # for strftime
 
 
-def write_page(out: Path, template: str, *, beside: Path | None = None, **values: Any) -> Path:
+def write_page(out: Path, template: str, **values: Any) -> Path:
     """Render `template` with `values` and `written` (the current time) and write it to `out` atomically.
 
-    `beside` is a folder of further templates. `InputError` if `out` is a file that is no page, such as one of the run.
+    `InputError` if `out` is a file that is no page, such as one of the run.
     """
     import jinja2
 
     if out.is_file() and out.read_bytes().lstrip()[: len(_START)].lower() not in (b"", _START):
         raise InputError(f"{out}: exists and is not a page. Choose another name, or remove it.")
     templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([_TEMPLATES, *([beside] if beside else [])]),
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
