@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, Columns, KnownW
 from pretrain.corpus.vocabulary import vocabulary_size
 from pretrain.corpus.whole_documents import DocumentEncoder, measured
 from pretrain.storage.folders import files_of, read_stored_manifest
-from pretrain.storage.objects import ObjectStore
+from pretrain.storage.objects import AccessError, ObjectStore
 
 LOCK = "lock"  # in the work folder, held by the coordinating process
 TOKENIZER = "tokenizer.json"  # likewise
@@ -304,19 +304,31 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
     unknown = int(np.count_nonzero(part.items == state.unknown_id))
     with ShardWriter(Path(folder), name, dtype=state.dtype, **totals) as writer:
         writer.add(part.items, part.sentence_items, part.documents["sentences"])
-    address, objects = state.settings.address, ObjectStore()
-    if address and not files_of(read_stored_manifest(address, objects)).keys().isdisjoint(writer.hashes):
-        address = ""  # another machine has stored a corpus meanwhile, which stays whole
-    for file in writer.hashes if address else ():
-        objects.upload(Path(folder) / file, join(address, file))
+    stored = _stored(Path(folder), writer.hashes, state)
     result = {
         "hashes": writer.hashes,
-        "stored": address,
+        "stored": stored,
         "unknown": unknown,
         "lengths": {k: v.tolist() for k, v in lengths.items()},
     }
     write_json(state.work / f"{name}.shard.json", result)
     return result
+
+
+def _stored(folder: Path, names: Collection[str], state: _Process) -> str:
+    """Store the files of a shard; returns the address where they are, "" if they are not."""
+    address, objects = state.settings.address, ObjectStore()
+    try:
+        # Another machine may have stored a corpus meanwhile, which stays whole.
+        if not address or not files_of(read_stored_manifest(address, objects)).keys().isdisjoint(names):
+            return ""
+        for name in names:
+            objects.upload(folder / name, join(address, name))
+    except AccessError:
+        if not state.is_remote:
+            raise
+        return ""  # the coordinating process, which has read the address, stores it at the end
+    return address
 
 
 def _joined_in_order(choice: DocumentRange) -> Part:

@@ -163,15 +163,9 @@ class TestExportRun:
         corpus.mkdir()
         write_tokenizer(corpus, VOCABULARY)
         (corpus / "card.md").write_text("# Two novels\n\nwith 20,000 words\n")
-        config = PretrainConfig.model_validate(
-            {
-                "name": "tiny",
-                "corpus": {"dir": str(corpus)},
-                "model": SHAPE.model_dump(),
-                "optimizer": {"decay_timescale": 0.5},
-                "phases": [{"sequence_length": 32, "global_sequences": 4, "steps": 3000, "peak_learning_rate": 1e-3}],
-            }
-        )
+        phase = {"sequence_length": 32, "global_sequences": 4, "steps": 3000, "peak_learning_rate": 1e-3}
+        values = {"name": "tiny", "corpus": {"dir": str(corpus)}, "model": SHAPE.model_dump(), "phases": [phase]}
+        config = PretrainConfig.model_validate({**values, "optimizer": {"decay_timescale": 0.5}})
         run = tmp_path / "run"
         run.mkdir()
         (run / "config.yaml").write_text(dump(config))

@@ -20,17 +20,16 @@ from finetune.cli import main
 from pretrain.batches.masking import Masker
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.config import MaskingConfig, PretrainConfig, SourceConfig, VocabularyConfig
-from pretrain.corpus.byte_words import spelled, speller, word_edges
 from pretrain.corpus.extension import check_extension, extend_vocabulary, old_pieces, sampled_words
 from pretrain.corpus.prepare import prepare
-from pretrain.corpus.sentences import sentence_starts
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.sources import find_inputs
 from pretrain.corpus.sources.jsonl import Reader
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.tokenize import WordTable
 from pretrain.corpus.vocabulary import entries_of, load_vocabulary, save_tokenizer, vocabulary_size
-from pretrain.corpus.whole_documents import DocumentEncoder, measured
+from pretrain.corpus.whole_documents import DocumentEncoder
+from tests.corpus.preparing import document_tokens, encoded, masked_words, preparation
 from tests.corpus.test_released_tokenizers import assert_logits, odd_texts
 from tests.run.test_start import write_config
 
@@ -53,15 +52,6 @@ def library_ids(kind: PieceKind, text: str) -> list[int]:
     tokenizer = make_pieces(kind)
     tokenizer.encode_special_tokens = True
     return tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    starts = [sentence_starts(text, "en") for text in texts]
-    part = DocumentEncoder(tokenizer, WordTable()).encode(texts, starts, measured(texts), np.dtype(np.uint16))
-    ends = np.cumsum(part.documents["items"])
-    sentence_ends = np.append(0, np.cumsum(part.sentence_items))[np.cumsum(part.documents["sentences"])]
-    assert sentence_ends.tolist() == ends.tolist()
-    return [tokens.tolist() for tokens in np.split(part.items, ends[:-1])]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,9 +110,6 @@ def test_any_word_piece_is_taken_as_it_is() -> None:
     tokenizer.add_special_tokens(words[:5])
     assert encoded(tokenizer, ["The dogs <s> cat"]) == [[5, 6, 7, 3, 3]]
     assert special_ids(tokenizer) == {"pad": 1, "unk": 3, "cls": 0, "sep": 2, "mask": 4}
-
-
-# ---------------------------------------------------------------- added words
 
 
 @pytest.mark.parametrize("kind", ["xlm_roberta", "deberta_v3", "roberta", "modernbert"])
@@ -211,9 +198,6 @@ def test_compressed_text_is_counted_to_its_end(tmp_path: Path, monkeypatch: pyte
     assert sampled_words([(read, find_inputs(read, "x"))])["same"] == 999
 
 
-# ---------------------------------------------------------------- files
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_reads_the_written_files_with_the_same_ids(kind: PieceKind, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
@@ -245,55 +229,27 @@ def test_a_kind_and_its_file_must_agree(tmp_path: Path) -> None:
         prepare(config(tmp_path, "", {"kind": "released"}), quiet=True)
 
 
-# ---------------------------------------------------------------- masks
-
-
-def words_of(kind: PieceKind, text: str) -> list[str]:
-    """The words that the masking schemes see in `text`."""
-    tokenizer = make_pieces(kind)
-    ids, entries = tokenizer.encode(text, add_special_tokens=False).ids, entries_of(tokenizer)
-    spell = speller(entries)
-    assert spell is not None
-    edges, texts = word_edges(entries, spell), spelled([entries[number] for number in ids], spell)
-    words = [""]
-    for place, (number, shown) in enumerate(zip(ids, texts, strict=True)):
-        here, before = edges.first[number], edges.last[ids[place - 1]]
-        if place and (not edges.continues[number] or (here != before and here > 0 and before > 0)):
-            words.append("")
-        words[-1] += shown
-    return words
-
-
 def test_words_begin_at_blanks_and_between_letters_numbers_and_marks() -> None:
     text = "human beings (don't), 1948: \u062c\u0645\u064a\u0639"
     words = [" human", " beings", " (", "don", "'t", "),", " 1948", ":", " \u062c\u0645\u064a\u0639"]
     for kind in KINDS:
         expected = [words[0].strip() if kind == "mmbert" else words[0], *words[1:]]
-        assert "".join(words_of(kind, text)) == "".join(expected)
-    assert words_of("mmbert", "equal\n  rights\n\nfree") == ["equal", "\n", "  ", "rights", "\n\n", "free"]
-
-
-# ---------------------------------------------------------------- corpora
+        assert "".join(masked_words(make_pieces(kind), text)) == "".join(expected)
+    assert masked_words(make_pieces("mmbert"), "equal\n  rights\n\nfree") == [
+        "equal",
+        "\n",
+        "  ",
+        "rights",
+        "\n\n",
+        "free",
+    ]
 
 
 def config(folder: Path, path: str, vocabulary: dict[str, Any], **corpus: Any) -> PretrainConfig:
     source = {"kind": "files", "path": path} if path else {"kind": "jsonl", "path": str(folder / "a.jsonl")}
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents()))
-    return PretrainConfig.model_validate(
-        {
-            "name": "any",
-            "corpus": {
-                "dir": str(folder / "corpus"),
-                "sources": [source],
-                "vocabulary": vocabulary,
-                "processes": 1,
-                "min_document_words": 0,
-                "validation_fraction": 0,
-                **corpus,
-            },
-            "phases": [{"sequence_length": 32, "global_sequences": 8, "steps": 1, "peak_learning_rate": 1e-3}],
-        }
-    )
+    more = {"vocabulary": vocabulary, "min_document_words": 0, "validation_fraction": 0, **corpus}
+    return preparation(folder / "corpus", [SourceConfig.model_validate(source)], **more)
 
 
 def documents() -> list[str]:
@@ -301,20 +257,12 @@ def documents() -> list[str]:
     return [" ".join(lines[n:] + lines[:n]) + f"\n\n{CODE}" for n in range(len(lines))]
 
 
-def texts_of(shards: TokenShards) -> list[list[int]]:
-    return [
-        shard.tokens[int(begin) : int(end)].tolist()
-        for shard in shards.shards
-        for (_, begin), (_, end) in itertools.pairwise(shard.documents)
-    ]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_corpus_is_masked_by_ordinary_tokens(kind: PieceKind, tmp_path: Path) -> None:
     tokenizer = save_pieces(tmp_path / "start", kind)
     prepare(config(tmp_path, "", {"kind": "released", "path": str(tmp_path / "start")}), quiet=True)
     shards = open_shards(tmp_path / "corpus", "train")
-    assert sorted(texts_of(shards)) == sorted(library_ids(kind, text) for text in documents())
+    assert sorted(document_tokens(shards)) == sorted(tuple(library_ids(kind, text)) for text in documents())
     masker = Masker(shards, MaskingConfig(scheme="whole_words"), sequence_length=32, max_predictions=0)
     left_out = set(range(tokenizer.get_vocab_size())) - set(masker.ordinary.tolist())
     names = {tokenizer.id_to_token(number) for number in left_out}
@@ -322,9 +270,6 @@ def test_a_corpus_is_masked_by_ordinary_tokens(kind: PieceKind, tmp_path: Path) 
     assert names == {tokenizer.id_to_token(number) for number in special_ids(tokenizer).values()} | marked
     card = json.loads((tmp_path / "corpus" / "card.json").read_text())
     assert card["vocabulary"]["kind"] == "released"
-
-
-# ---------------------------------------------------------------- line breaks
 
 
 def python_files() -> list[Path]:
@@ -347,7 +292,7 @@ def code(tmp_path: Path) -> Path:
 
 def decoded(shards: TokenShards) -> set[str]:
     tokenizer = Tokenizer.from_file(str(shards.folder / "tokenizer.json"))
-    return {tokenizer.decode(tokens) for tokens in texts_of(shards)}
+    return {tokenizer.decode(tokens) for tokens in document_tokens(shards)}
 
 
 def contents(code: Path) -> set[str]:
@@ -372,9 +317,8 @@ def test_a_vocabulary_trained_on_code_has_its_indentation(code: Path, tmp_path: 
     assert decoded(shards) == {text if text.startswith(" ") else f" {text}" for text in contents(code)}
     tokenizer = Tokenizer.from_file(str(trained / "corpus" / "tokenizer.json"))
     assert {"\u010a", "\u010a\u0120\u0120\u0120", "\u0120return"} <= set(tokenizer.get_vocab())
-    tokens = texts_of(shards)
-    texts = contents(code)
-    assert sorted(tokens) == sorted(tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
+    expected = sorted(tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in contents(code))
+    assert sorted(document_tokens(shards)) == expected
     # Given, the vocabulary makes the same tokens at once.
     path = {"kind": "byte_bpe", "path": str(trained / "corpus")}
     prepare(config(given, str(code), path, line_breaks="keep"), quiet=True)
@@ -395,9 +339,6 @@ def test_a_vocabulary_without_line_breaks_is_refused(kind: Any, code: Path, tmp_
         vocabulary = {"kind": "released", "path": str(tmp_path / "start")}
     with pytest.raises(InputError, match=r"line_breaks: keep, but line breaks and indentation are no tokens"):
         prepare(config(tmp_path, str(code), vocabulary, line_breaks="keep"), quiet=True)
-
-
-# ---------------------------------------------------------------- runs
 
 
 def released_model(folder: Path, kind: PieceKind) -> Tokenizer:

@@ -29,9 +29,11 @@ from pretrain.corpus import stages
 from pretrain.corpus.description import WORK, describe
 from pretrain.corpus.prepare import prepare
 from pretrain.planning import estimate
+from pretrain.storage.objects import ObjectStore
 from tests.corpus.preparing import preparation
 from tests.corpus.test_prepare import text, write_wiki
 from tests.distributed import free_port
+from tests.object_store import BUCKET, FaultyProxy
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "0" * 64
@@ -324,3 +326,15 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 300) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.01)
+
+
+def test_a_corpus_is_stored_though_the_tasks_of_the_cluster_have_no_credentials(
+    folder: Path, address: str, proxy: FaultyProxy
+) -> None:
+    prepare(_config("local"), quiet=True)
+    there, objects = f"s3://{BUCKET}/corpora/cluster", ObjectStore()
+    prepare(_config(there, address), quiet=True)
+    shards = {path.name for path in Path("local").glob("*.npy")}
+    assert shards <= objects.listing(there).keys()
+    assert all(objects.read(f"{there}/{name}") == (Path("local") / name).read_bytes() for name in shards)
+    assert objects.read(f"{there}/manifest.json")

@@ -195,14 +195,8 @@ def test_a_wait_loads_nothing_heavy(dashboard: str) -> None:
         "loaded = {name.split('.')[0] for name in sys.modules}\n"
         "print({'ray', 'torch', 'pydantic', 'numpy', 'requests', 'psutil'} & loaded)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "RAY_AUTH_TOKEN": "secret"},
-    )
+    how: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "RAY_AUTH_TOKEN": "secret"}, **how)
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["mine: queued behind first", "mine: starts", "set()"]
 

@@ -631,14 +631,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("kuberay", ["place.service_account=Me"], "place.service_account is 'Me'; expected text like"),
     ],
 )
-def test_bad_input_is_one_line(
-    config: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    kind: str,
-    overrides: list[str],
-    error: str,
-) -> None:
+def test_bad_input_is_one_line(config: Path, monkeypatch, capsys, kind: str, overrides: list[str], error: str) -> None:
     code = run_command(monkeypatch, kind, config, *[word for one in overrides for word in ("--set", one)])
     captured = capsys.readouterr()
     assert code == 2
@@ -731,14 +724,8 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
         "ray",
         f'{record}until [[ -z $1 || $1 == -- ]]; do shift; done\n[[ -z $1 ]] || exec "${{@:2}}"\nexit 1\n',
     )
-    return with_programs(
-        folder,
-        SLURM_JOB_ID="1",
-        SLURM_JOB_NUM_NODES="2",
-        SLURM_CPUS_PER_TASK="16",
-        HOSTNAME="run-workers-1",
-        RAY_ADDRESS="127.0.0.1:1",
-    )
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "16"}
+    return with_programs(folder, **slurm, HOSTNAME="run-workers-1", RAY_ADDRESS="127.0.0.1:1")
 
 
 def scripts_of(kind: str, text: str) -> list[str]:
@@ -777,13 +764,8 @@ def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: 
     (tmp_path / "home").mkdir()
     for script in scripts_of(kind, text):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-        subprocess.run(
-            ["bash", "-c", script],
-            env={**stand_ins, "HOME": str(tmp_path / "home")},
-            cwd=work,
-            timeout=60,
-            capture_output=True,
-        )
+        environment = {**stand_ins, "HOME": str(tmp_path / "home")}
+        subprocess.run(["bash", "-c", script], env=environment, cwd=work, timeout=60, capture_output=True)
     assert not canary.exists()
     assert "-m finetune.cli pretrain " in (tmp_path / "calls").read_text()  # the script ran to its last line
     assert written_config(kind, text, Path(settings.storage) / value) == job.config

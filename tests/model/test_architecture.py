@@ -221,12 +221,8 @@ def make_released(shape: ModelConfig) -> Released:
     """A run of ours, as fine-tuning reads it, with an output layer."""
     state = {name: p.detach() for name, p in make_model(shape).named_parameters()}
     backbone = {name: p for name, p in state.items() if not name.startswith("heads.")}
-    head = {
-        "dense_weight": state["heads.pooler_weight"],
-        "dense_bias": state["heads.pooler_bias"],
-        "out_weight": torch.randn(3, shape.hidden),
-        "out_bias": torch.randn(3),
-    }
+    head = {f"dense_{kind}": state[f"heads.pooler_{kind}"] for kind in ("weight", "bias")}
+    head |= {"out_weight": torch.randn(3, shape.hidden), "out_bias": torch.randn(3)}
     return Released("bert", shape, backbone, head, {}, ())
 
 

@@ -145,15 +145,9 @@ def test_a_fork_has_a_group_and_a_past(parent: Path, corpus: Path, tmp_path: Pat
     assert not begin_fork(PretrainConfig.model_validate({**values, "fork_from": f"{parent}@2"})), "which is another"
     second = {**settings(corpus, tmp_path / "b"), "name": "b", "fork_from": f"{tmp_path / 'a'}@{FORKED}"}
     assert begin_fork(PretrainConfig.model_validate(second))
-    assert read_fork(tmp_path / "b") == {
-        "id": read_fork(tmp_path / "b")["id"],
-        "run": str(tmp_path / "a"),
-        "name": "trial",
-        "step": FORKED,
-        "run_id": read_fork(tmp_path / "a")["run_id"],
-        "group": "trial",
-        "earlier": [{"name": "trial", "step": FORKED}],
-    }
+    first, found = read_fork(tmp_path / "a"), read_fork(tmp_path / "b")
+    expected = {"run": str(tmp_path / "a"), "name": "trial", "step": FORKED, "run_id": first["run_id"]}
+    assert found == {**expected, "id": found["id"], "group": "trial", "earlier": [{"name": "trial", "step": FORKED}]}
     assert (tmp_path / "b" / FORK_FILE).is_file()
     trained = {**second, "run_dir": str(tmp_path / "b")}
     assert run_workers(1, starts, [Start(trained, resume=True)]) == [[""]]

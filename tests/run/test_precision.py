@@ -19,18 +19,12 @@ from pretrain.model import precision
 from pretrain.model.precision import DeviceCapabilities, PrecisionChoice, choose
 from pretrain.run import preflight, session
 from tests.distributed import run_workers
+from tests.starts import pretraining
 
 
 def run_config(folder: Path | str = "run", chosen: str = "auto") -> PretrainConfig:
-    return PretrainConfig.model_validate(
-        {
-            "name": "trial",
-            "run_dir": str(folder),
-            "corpus": {"dir": "corpus"},
-            "phases": [{"sequence_length": 32, "global_sequences": 8, "steps": 3, "peak_learning_rate": 1e-3}],
-            "engine": {"precision": chosen},
-        }
-    )
+    values = pretraining(Path("corpus"), Path(folder), [(32, 8, 3)], engine={"precision": chosen})
+    return PretrainConfig.model_validate(values)
 
 
 def gpu(major: int, minor: int) -> DeviceCapabilities:
@@ -271,17 +265,11 @@ def test_a_worker_takes_its_gpu_before_the_workers_connect(
     assert os.environ["LOCAL_RANK"] == str(number), "DeepSpeed's"
 
 
-@pytest.mark.parametrize(
-    ("error", "workers", "ended"),
-    [
-        (None, 2, True),
-        (StoppedError("stopped"), 2, True),
-        (DivergedError("diverged"), 2, True),
-        (InputError("a damaged shard"), 2, False),
-        (torch.OutOfMemoryError(), 2, False),
-        (InputError("a damaged shard"), 1, True),
-    ],
-)
+ENDS = [(None, 2, True), (StoppedError("stopped"), 2, True), (DivergedError("diverged"), 2, True)]
+ENDS += [(InputError("a damaged shard"), 2, False), (torch.OutOfMemoryError(), 2, False), (InputError("x"), 1, True)]
+
+
+@pytest.mark.parametrize(("error", "workers", "ended"), ENDS)
 def test_an_error_of_one_rank_does_not_wait_for_the_end_of_nccl(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None, workers: int, ended: bool
 ) -> None:

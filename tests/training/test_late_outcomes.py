@@ -20,16 +20,9 @@ BAD = {22 * 12: math.nan, 37 * 12: 30.0, **{step * 11: math.nan for step in rang
 
 
 def settings(corpus: Path, run_dir: Path) -> dict[str, Any]:
-    return pretraining(
-        corpus,
-        run_dir,
-        [(32, 12, 38), (32, 11, 32)],
-        model__layers=1,
-        checkpoint__every_steps=10,
-        evaluation__every_steps=15,
-        tracking__log_every_steps=4,
-        averaging__share=0.2,
-    )
+    often = {"checkpoint__every_steps": 10, "evaluation__every_steps": 15, "tracking__log_every_steps": 4}
+    phases = [(32, 12, 38), (32, 11, 32)]
+    return pretraining(corpus, run_dir, phases, model__layers=1, averaging__share=0.2, **often)
 
 
 def read_late(starts: list[Start]) -> list[tuple[str, int]]:

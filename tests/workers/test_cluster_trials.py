@@ -30,14 +30,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_all(trials: tuple[dict[str, Any], ...], **options: Any) -> list[TrialEvent]:
     events: list[TrialEvent] = []
-    run_trials(
-        "trial_targets:trial",
-        [TrialRequest(Path("run") / trial["name"], TrainingRequest(trial, True)) for trial in trials],
-        name="test",
-        run_dir=Path("run"),
-        poll=events.extend,
-        **options,
-    )
+    requests = [TrialRequest(Path("run") / trial["name"], TrainingRequest(trial, True)) for trial in trials]
+    where: dict[str, Any] = {"name": "test", "run_dir": Path("run"), "poll": events.extend}
+    run_trials("trial_targets:trial", requests, **where, **options)
     return events
 
 
