@@ -182,7 +182,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_continues(work: Pat
     process.send_signal(signal.SIGINT)
     out = process.communicate(timeout=300)[0]
     assert process.returncode == StoppedError.exit_code, out
-    assert "stopped with 2 runs to go. Run the same command to continue." in out
+    assert "stopped with 2 runs unfinished. Run the same command again to continue." in out
     assert list((work / "runs/tiny/seed-0/checkpoints").glob("*/manifest.json"))
     assert not (work / "runs/tiny/seed-1/logs").exists(), "another run was begun after the stop"
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
