@@ -109,11 +109,6 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
     return [filling(sentence, by_number[number], vocabulary) for number, sentence in enumerate(sentences)]
 
 
-def readable(tokens: Sequence[str]) -> str:
-    """WordPiece tokens as text: word pieces joined, and spaces around punctuation as in print."""
-    return "".join(_spaced(tokens))
-
-
 # ---- choosing sentences
 
 

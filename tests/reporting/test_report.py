@@ -24,7 +24,7 @@ from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
 from pretrain.reporting import charts, fill_mask, report
-from pretrain.reporting.fill_mask import MaskedSentence, fill, held_out_sentences, readable
+from pretrain.reporting.fill_mask import MaskedSentence, _spaced, fill, held_out_sentences
 from tests.tasks.refusals import refused
 
 WORDS = [f"{a}{b}{c}" for a in "bdfglm" for b in "aeiou" for c in "nrst"]
@@ -270,7 +270,7 @@ class TestFillings:
         ],
     )
     def test_readable(self, tokens: str, text: str) -> None:
-        assert readable(tokens.split()) == text
+        assert "".join(_spaced(tokens.split())) == text
 
 
 class TestCharts:

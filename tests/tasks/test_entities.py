@@ -31,6 +31,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.settings import load
 from pretrain.corpus.vocabulary import SPECIAL_TOKENS, bert_tokenizer
 from tests.tasks.refusals import refused
+from tests.tasks.test_entities_metrics import compare
 
 NOTHING = "\u200b"  # a zero-width space: a word of it becomes no token
 
@@ -978,8 +979,8 @@ def test_decoded_tags_are_valid_and_differ_from_the_most_probable_ones_only_wher
             assert 0 < entity["score"] <= 1
     scores = task.score(sentences, predictions)
     gold, tags = [list(one.tags or ()) for one in sentences], [one["tags"] for one in predictions]
-    assert scores["f1"] == metrics.compare(gold, tags).overall["f1"]
-    assert scores["strict_f1"] == metrics.compare(gold, tags, "iob2").overall["f1"]
+    assert scores["f1"] == compare(gold, tags).overall["f1"]
+    assert scores["strict_f1"] == compare(gold, tags, "iob2").overall["f1"]
 
 
 def test_scores_and_details_by_hand():

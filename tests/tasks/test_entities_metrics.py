@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,25 @@ from seqeval.metrics import accuracy_score, classification_report
 from seqeval.scheme import IOB2, IOBES
 
 from finetune.tasks.entities import metrics as metrics
-from finetune.tasks.entities.metrics import EntitySpans, compare, detect, find, scheme_violations, tagged, write
+from finetune.tasks.entities.metrics import (
+    EntityCounts,
+    EntitySpans,
+    count,
+    detect,
+    find,
+    scheme_violations,
+    tagged,
+    write,
+)
 
 TYPES = ("-PER", "-LOC", "-a-b")
 BARE = (*TYPES, "")  # seqeval calls the type of a bare prefix `_`
+
+
+def compare(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], rule: Any = "conlleval") -> EntityCounts:
+    """`count` for tags as text."""
+    truth = tagged(gold)
+    return count(truth, tagged(predicted, truth.names), rule)
 
 
 def tags_of(prefixes: str, types: tuple[str, ...] = TYPES) -> st.SearchStrategy[str]:

@@ -193,14 +193,6 @@ def count(gold: TaggedSentences, predicted: TaggedSentences, rule: Rule = "conll
     )
 
 
-def compare(
-    gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], rule: Rule = "conlleval"
-) -> EntityCounts:
-    """`count` for tags as text, one sequence per sentence."""
-    truth = tagged(gold)
-    return count(truth, tagged(predicted, truth.names), rule)
-
-
 def accuracy(gold: TaggedSentences, predicted: TaggedSentences) -> float:
     """Fraction of words whose whole tag is correct; 0 without words."""
     if not len(gold):
