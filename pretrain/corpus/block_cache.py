@@ -34,7 +34,7 @@ from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import disk_errors
 from pretrain.corpus.blocks import PARTS, block_digest, parts_of
 from pretrain.corpus.sparse_files import punch_hole, shared_array, try_lock, write_all
-from pretrain.storage.objects import ContentError, ObjectStore
+from pretrain.storage.objects import AccessError, ContentError, ObjectStore
 
 _SLOTS = 64  # processes of one machine
 _AT_ONCE = 16  # blocks on their way; S3 gives one connection some 90 MB/s
@@ -360,7 +360,15 @@ class BlockCache:
 
     def _read(self, array: StoredArray, place: _Place, block: int) -> bytes:
         begin, end = (byte - place.base + array.header for byte in place.range_of(block))
-        content = self._objects.read_range(join(self._address, array.name), begin, end)
+        where = join(self._address, array.name)
+        try:
+            content = self._objects.read_range(where, begin, end)
+        except AccessError:
+            raise
+        except InputError:
+            raise ContentError(
+                f"{where}: not found. Run `prepare` on a machine that has the full copy: it stores what was lost."
+            ) from None
         self.fetched_bytes += len(content)
         return content
 

@@ -136,8 +136,9 @@ def summary_line(folder: Path, what: str) -> str:
         added, saved = card["vocabulary"]["added"], card["vocabulary"]["saved_share"]
         vocabulary += f" ({added:,} words added, {saved:.1%} fewer tokens)"
     line = (
-        f"{folder}: {what}: {counted(totals['documents'], 'document')} ({totals['validation_documents']:,} held out, "
-        f"{counted(totals['duplicates'], 'duplicate')} and {totals['too_short']:,} too short left out"
+        f"{shown(folder)}: {what}: {counted(totals['documents'], 'document')} "
+        f"({totals['validation_documents']:,} held out, {counted(totals['duplicates'], 'duplicate')} and "
+        f"{totals['too_short']:,} too short left out"
         f"{_of_filters(', {:,} dropped by filters', totals)}), "
         f"{counted(totals['sentences'], 'sentence')}, {totals['tokens']:,} tokens in "
         f"{counted(totals['shards'], 'shard')}, {vocabulary}, unknown {100 * totals['unknown_rate']:.3f} %."

@@ -178,9 +178,9 @@ def kept_at_address(corpus: CorpusConfig) -> Iterator[bool]:
                 f"{corpus.dir}: another machine has stored a corpus there meanwhile, so this one is not stored. Run "
                 "the command again: it adds what that corpus lacks."
             )
-        folders.store(corpus.folder, corpus.dir, replaced=CARD_FILES)
+        lost = folders.store(corpus.folder, corpus.dir, replaced=CARD_FILES)
         _store_counts(corpus)
-        print(f"{corpus.dir}: stored")
+        print(f"{corpus.dir}: stored" + (f", and again what was lost there: {', '.join(lost)}" if lost else ""))
         theirs = (corpus.folder / MANIFEST).read_bytes()
     finally:
         here = (corpus.folder / MANIFEST).read_bytes() if (corpus.folder / MANIFEST).is_file() else None

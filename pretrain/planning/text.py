@@ -151,9 +151,9 @@ def _expected_phase_lines(
     for shard in text:
         tokens[shard.source] += len(shard.tokens)
     for number, phase in enumerate(config.phases):
-        if phase.sequence_length not in means or len(tokens) == 1:
+        if not means or len(tokens) == 1:
             return
-        samples, before = tokens / means[phase.sequence_length], read
+        samples, before = tokens / means.get(phase.sequence_length, expected_length(phase)), read
         whole = [max(1, round(one)) if one else 0 for one in samples.tolist()]  # 0: all of it is held out
         mix = plan_mix(replace(described, shards=text), phase, whole, list(before * samples), f"phases.{number}")
         shares = np.array(mix.shares) / sum(mix.shares)

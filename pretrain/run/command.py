@@ -6,6 +6,7 @@ import argparse
 import shlex
 from typing import Any
 
+from pretrain.common.addresses import shown
 from pretrain.common.commands import (
     add_command,
     add_config,
@@ -85,7 +86,7 @@ def _plan(arguments: argparse.Namespace) -> str:
     if config.fork_from and state == "new":
         step, _ = find_fork(config)
         state = f"new; forks from {config.fork_from}, so that {config.total_steps - step:,} steps are left"
-    return f"Run\n  {config.folder}: {state}\n\n{estimates}"
+    return f"Run\n  {shown(config.folder)}: {state}\n\n{estimates}"
 
 
 def _check_budget(arguments: argparse.Namespace) -> None:

@@ -76,8 +76,9 @@ def find_fork(config: PretrainConfig) -> tuple[int, Path]:
     name = _name(step)
     if name not in names:
         steps = sorted((int(one.removeprefix("step-")) for one in names), key=lambda one: abs(one - step))[:2]
-        nearest = f"the nearest are {' and '.join(map(str, sorted(steps)))}" if steps else "it has none at all"
-        nearest = nearest if is_remote(run) or folder.is_dir() else "there is no such run"
+        if not steps:
+            raise InputError(f"fork_from: {run} has no checkpoint: no run is there, or it has not written one yet.")
+        nearest = f"the nearest are {' and '.join(map(str, sorted(steps)))}"
         raise InputError(
             f"fork_from: {run} has no checkpoint of step {step}; {nearest}. checkpoint.keep_at keeps those of chosen "
             "steps."

@@ -108,12 +108,16 @@ def read_stored_manifest(address: str, objects: ObjectStore) -> bytes | None:
     return objects.read(join(address, MANIFEST))
 
 
-def store(folder: Path, address: str, objects: ObjectStore | None = None, *, replaced: Collection[str] = ()) -> None:
+def store(
+    folder: Path, address: str, objects: ObjectStore | None = None, *, replaced: Collection[str] = ()
+) -> list[str]:
     """Store the folder with a manifest at `address`, the manifest last; files that are there already are kept.
 
     An interrupted call goes on where it stopped. New files come first, and those that were lost there. Before others
     are replaced, the manifest that is there is deleted; if they are all among `replaced`, it only stops naming them, so
     that the rest can be fetched. At the end, files of an earlier manifest that this one has not are deleted.
+
+    Returns the files that were lost there.
 
     Raises `MachineError` if a file was lost there and is not here, or damaged.
     """
@@ -123,7 +127,7 @@ def store(folder: Path, address: str, objects: ObjectStore | None = None, *, rep
     sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
     lost = {name for name, size in sizes.items() if name not in there or there[name].bytes != size}
     if theirs == content and not lost:
-        return
+        return []
     others = [name for name, entry in manifest["files"].items() if before.get(name, entry) != entry]
     uploaded = _Uploaded(folder, address)
 
@@ -151,6 +155,7 @@ def store(folder: Path, address: str, objects: ObjectStore | None = None, *, rep
     uploaded.end()
     for name in before.keys() - manifest["files"].keys():
         objects.delete(join(address, name))
+    return sorted(lost & before.keys())
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ _RATES = ((384, 3e-4), (512, 2e-4), (768, 1e-4))
 
 
 def corpus_values(name: str, folder: Path, start: Path, sources: list[dict[str, Any]], share: float) -> dict[str, Any]:
-    """A config to prepare a corpus with; its phases are not used."""
+    """A config to prepare a corpus with; `with_length` gives its phase the run's length."""
     corpus = {
         "dir": str(folder),
         "sources": sources,
@@ -35,8 +35,15 @@ def corpus_values(name: str, folder: Path, start: Path, sources: list[dict[str, 
         "name": name,
         "start_from": str(start),
         "corpus": corpus,
+        "pairs": {"objective": "none"},
         "phases": [_phase(1, 1e-4, 8)],
     }
+
+
+def with_length(config: PretrainConfig) -> PretrainConfig:
+    """`config` with the length of the run, whose sequences the card of its corpus counts."""
+    length = min(_LENGTH, config.model.max_positions)
+    return config.model_copy(update={"phases": (config.phases[0].model_copy(update={"sequence_length": length}),)})
 
 
 def run_values(

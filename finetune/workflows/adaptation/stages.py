@@ -26,6 +26,7 @@ from finetune.workflows.adaptation.settings import (
     run_values,
     sequences_of,
     steps_of,
+    with_length,
     write_config,
 )
 from finetune.workflows.adaptation.texts import held_out_share, sources_of
@@ -131,7 +132,7 @@ class Stages:
         values = corpus_values(name, self._out / name, self._arguments.start_from, sources, held_out_share(size))
         if added_words:
             values["corpus"]["vocabulary"] = {"added_words": added_words}
-        config = pretraining.read_config(values, _of_corpus(self._arguments.set))
+        config = with_length(pretraining.read_config(values, _of_corpus(self._arguments.set)))
         for number, source in enumerate(config.corpus.sources):
             find_inputs(source, f"--set corpus.sources.{number}")  # refuses a table without the column of texts
         write_config(
