@@ -1,5 +1,7 @@
 """An objective in one file: masked tokens, and the position of every token."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
