@@ -141,7 +141,7 @@ def again(results: Path, rooms: list[str]) -> list[tuple[Mutant, str]]:
             one for one in mutants(row["room"], row["file"]) if (one.before, one.text) == (row["before"], row["text"])
         ]
         if same:
-            chosen.append((min(same, key=lambda one: abs(one.line - row["line"])), row["by"]))
+            chosen.append((min(same, key=lambda one: abs(one.start - row["start"])), row["by"]))
     return chosen
 
 
