@@ -102,8 +102,8 @@ def _config(corpus_dir: str, address: str = "", **changes: Any) -> PretrainConfi
 
 
 def _content(folder: str) -> dict[str, bytes]:
-    """All files, hidden ones too."""
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    """All files, hidden ones too, and those of counts."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 def test_the_cluster_filters_as_the_local_way_does(folder: Path, address: str) -> None:
@@ -271,7 +271,7 @@ def test_a_killed_command_takes_its_driver_along(folder: Path) -> None:
     """Even one that hangs and so does not see that nobody listens any more."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         script = (
-            "from test_corpus_ray import _config, prepare\n"
+            "from tests.corpus.test_corpus_ray import _config, prepare\n"
             f"prepare(_config('out', '127.0.0.1:{server.getsockname()[1]}'), quiet=True)\n"
         )
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
