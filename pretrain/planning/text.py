@@ -140,6 +140,8 @@ def _expected_phase_lines(
     config: PretrainConfig, manifest: dict[str, Any], counted: Sequence[Reading]
 ) -> Iterator[str]:
     """`phase_lines` of text that is not here, as if all its sources had sequences of the same mean length."""
+    if not counted or len(manifest["sources"]) == 1:
+        return
     means, nothing = {one.sequence_length: one.mean_length for one in counted}, np.zeros(1, np.uint16)
     described = shards_of(config.corpus.folder, {**manifest, "shards": []}, "train")
     text = [
@@ -151,11 +153,13 @@ def _expected_phase_lines(
     for shard in text:
         tokens[shard.source] += len(shard.tokens)
     for number, phase in enumerate(config.phases):
-        if not means or len(tokens) == 1:
-            return
         samples, before = tokens / means.get(phase.sequence_length, expected_length(phase)), read
         whole = [max(1, round(one)) if one else 0 for one in samples.tolist()]  # 0: all of it is held out
-        mix = plan_mix(replace(described, shards=text), phase, whole, list(before * samples), f"phases.{number}")
+        try:
+            mix = plan_mix(replace(described, shards=text), phase, whole, list(before * samples), f"phases.{number}")
+        except InputError as error:  # which only the run can know, since lengths are means
+            yield f"phases.{number}: by these means the run would be refused: {error}"
+            return
         shares = np.array(mix.shares) / sum(mix.shares)
         read = before + shares * phase.sequences / np.maximum(samples, 1)
         figures = zip(shares.tolist(), (read - before).tolist(), read.tolist(), mix.capped, strict=True)

@@ -113,7 +113,7 @@ def store(
 ) -> list[str]:
     """Store the folder with a manifest at `address`, the manifest last; files that are there already are kept.
 
-    An interrupted call goes on where it stopped. New files come first, and those that were lost there. Before others
+    An interrupted call continues where it stopped. New files come first, and those that were lost there. Before others
     are replaced, the manifest that is there is deleted; if they are all among `replaced`, it only stops naming them, so
     that the rest can be fetched. At the end, files of an earlier manifest that this one has not are deleted.
 
