@@ -67,12 +67,28 @@ def test_words_are_normalized_as_by_bert_one_by_one(lowercase: bool) -> None:
     assert found == dict(sorted((+expected).items()))
 
 
-def test_a_vocabulary_smaller_than_the_alphabet_still_fits() -> None:
-    counts = {bytes([letter]) + b"a": 5 for letter in range(97, 123)} | {
-        chr(n).encode(): 1 for n in range(0x400, 0x450)
-    }
-    tokenizer = train_vocabulary(counts, 64, lowercase=True, min_frequency=1)
-    assert tokenizer.get_vocab_size() <= 64
+def _entries_of_one_character(counts: dict[str, int], size: int) -> set[str]:
+    words = {word.encode(): count for word, count in counts.items()}
+    tokenizer = train_vocabulary(words, size, lowercase=True, min_frequency=1)
+    assert tokenizer.get_vocab_size() <= size
+    return {entry for entry in tokenizer.get_vocab() if len(entry.removeprefix("##")) == 1}
+
+
+def test_the_alphabet_covers_the_text_and_takes_at_most_half_of_the_entries() -> None:
+    chinese = {chr(0x4E00 + n): 1 + 4000 // (n + 1) for n in range(3000)}
+    counts, total = sorted(chinese.values(), reverse=True), sum(chinese.values())
+    found = _entries_of_one_character(chinese, 21128)
+    assert sum(chinese[character] for character in found) >= 0.9995 * total
+    assert sum(counts[: len(found) - 1]) < 0.9995 * total  # one character fewer does not cover it
+    assert len(_entries_of_one_character(chinese, 1000)) == 500
+    # Characters within words have "##" entries, too, which count.
+    inner = {"a" + character: count for character, count in chinese.items()}
+    assert len(_entries_of_one_character(inner, 1000)) in (499, 500)
+
+
+def test_rare_characters_beyond_the_covered_text_are_a_thousand_in_an_eighth_of_the_entries() -> None:
+    rare = {"a": 10**7, **{chr(0x4E00 + n): 1 for n in range(3000)}}
+    assert [len(_entries_of_one_character(rare, size)) for size in (400, 4000, 30000)] == [50, 500, 1000]
 
 
 def test_transformers_loads_what_is_written(tmp_path: Path) -> None:
