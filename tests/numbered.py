@@ -8,6 +8,7 @@ import numpy as np
 from corpora import shard_arrays
 
 from pretrain.batches.sampler import Sampler
+from pretrain.batches.source import SourceSamples
 from pretrain.config import PairsConfig
 from pretrain.corpus.shards import Shard, TokenShards
 
@@ -59,7 +60,7 @@ class Text:
         self.documents = documents
 
 
-def times_read(shards: TokenShards, made: Sampler, samples: np.ndarray) -> np.ndarray:
+def times_read(shards: TokenShards, made: Sampler | SourceSamples, samples: np.ndarray) -> np.ndarray:
     """How often samples read each token, in the order of the shards."""
     counts = np.zeros(sum(len(shard.tokens) for shard in shards.shards) + 1, np.int64)
     bases = np.cumsum([0, *(len(shard.tokens) for shard in shards.shards)])

@@ -182,17 +182,17 @@ class Finetuning:
         scored = {name: self._windows(members) for name, members in tests.items() if self.task.is_labeled(members)}
         return data_digest(self.task.labels, self._batches.windows, {**self._held_out_windows, **scored})
 
-    def batches(self, start_step: int, skipped: Sequence[tuple[int, int]]) -> Iterator[LabeledStep]:
+    def batches(self, start_step: int, skipped: dict[str, Any]) -> Iterator[LabeledStep]:
         count = self.config.training.examples_per_step
-        behind = sum(passed for _, passed in skipped)
+        behind = skipped.get("steps", 0)
         for step in range(start_step + behind, self.total_steps + behind):
             began = time.perf_counter()
             made = self._batches.step(step * count, count).to(self._device)
             self._stalled += time.perf_counter() - began
             yield made
 
-    def skip(self, step: int, count: int) -> list[tuple[int, int]]:
-        return [(step, count)]
+    def skip(self, step: int, failed: int, skipped: dict[str, Any]) -> dict[str, Any]:
+        return {"steps": skipped.get("steps", 0) + failed - step}
 
     def largest(self) -> LabeledStep:
         return self._batches.largest().to(self._device)

@@ -153,19 +153,30 @@ class _Epoch:
     samples: np.ndarray  # int64 [windows + 1]
 
 
+@dataclass(frozen=True)
+class OpenWindow:
+    """The blocks `first` to `last` - 1 in the order of an epoch: they are read together. None: a window ends there."""
+
+    epoch: int
+    first: int
+    last: int
+
+
 class SourceOrder:
     """The samples of one source in the order in which they are read, epoch after epoch, counted from 0.
 
     Args:
         counts: samples of each block, [N].
         key: of the order of its blocks.
-        window_blocks: blocks of a window at least, if the source has as many.
+        window_blocks: blocks of a window at least, if as many are left in the epoch.
+        open_window: with which reading continues; the rest of its epoch is divided from its end on.
     """
 
-    def __init__(self, counts: np.ndarray, key: np.uint64, window_blocks: int) -> None:
-        self.counts, self._key = counts, key
+    def __init__(
+        self, counts: np.ndarray, key: np.uint64, window_blocks: int, open_window: OpenWindow | None = None
+    ) -> None:
+        self.counts, self._key, self._window_blocks, self._open = counts, key, window_blocks, open_window
         self.samples = int(counts.sum(dtype=np.int64))
-        self.windows = max(1, len(counts) // window_blocks)
         self.epoch = lru_cache(maxsize=2)(self._epoch)
 
     def locate(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -184,23 +195,49 @@ class SourceOrder:
         bounds = self.epoch(epoch).bounds
         return self.epoch(epoch).order[bounds[window] : bounds[window + 1]].astype(np.int64)
 
-    def next_block(self, samples: int) -> tuple[int, int]:
-        """(epoch, place in its order of blocks) of the first window of which nothing is read after so many samples."""
-        epoch, within = divmod(samples, self.samples)
-        return epoch, int(self.epoch(epoch).bounds[np.searchsorted(self.epoch(epoch).samples, within)])
+    def following(self, epoch: int, window: int) -> np.ndarray:
+        """The blocks of the window after it, int64; that of the next epoch after the last."""
+        is_last = window + 2 == len(self.epoch(epoch).bounds)
+        return self.blocks(epoch + 1, 0) if is_last else self.blocks(epoch, window + 1)
 
-    def next_start(self, epoch: int, block: int) -> int:
-        """The first sample of the first window that begins at or after a place in an epoch's order of blocks."""
+    def largest_in_a_row(self) -> list[np.ndarray]:
+        """The blocks of windows that are as large together as any that one batch reads, int64 each."""
+        epoch = self._open.epoch + 1 if self._open else 0
+        last = self.blocks(epoch, len(self.epoch(epoch).bounds) - 2)
+        if self._open is None:
+            return [last, last]
+        there = int(np.searchsorted(self.epoch(self._open.epoch).bounds, self._open.first))
+        after = self.following(self._open.epoch, there)  # small at the end of the epoch: then a third one is read
+        return [self.blocks(self._open.epoch, there), after, max(after, last, key=len)]
+
+    def open_window(self, sample: int) -> OpenWindow:
+        """The window of which a part is read before a sample, with no blocks if the sample begins one."""
+        epoch, within = divmod(sample, self.samples)
         there = self.epoch(epoch)
-        return epoch * self.samples + int(there.samples[np.searchsorted(there.bounds, block)])
+        window = int(np.searchsorted(there.samples, within, side="right")) - 1
+        first = int(there.bounds[window])
+        return OpenWindow(epoch, first, int(there.bounds[window + 1]) if within > there.samples[window] else first)
+
+    def first_sample(self, epoch: int, block: int) -> int:
+        """The first sample of a place in an epoch's order of blocks."""
+        before = self.epoch(epoch).order[:block]
+        return epoch * self.samples + int(self.counts[before].sum(dtype=np.int64))
 
     def _epoch(self, number: int) -> _Epoch:
         count = len(self.counts)
         # All places are needed, so hashes are sorted. A Feistel network would walk long for a few blocks.
         order = np.argsort(draw(draw(self._key, number), np.arange(count))).astype(np.uint32)
-        bounds = np.arange(self.windows + 1) * count // self.windows
+        bounds = self._bounds(number)
         sums = np.concatenate(([0], np.cumsum(self.counts[order], dtype=np.int64)))
         return _Epoch(order, bounds, sums[bounds])
+
+    def _bounds(self, number: int) -> np.ndarray:
+        """Where windows begin in the order of an epoch, and its end."""
+        count, first, begun = len(self.counts), 0, []
+        if self._open is not None and number == self._open.epoch:
+            begun, first = [0, self._open.first], self._open.last
+        windows = max(1, (count - first) // self._window_blocks)
+        return np.unique(np.append(begun, first + np.arange(windows + 1) * (count - first) // windows)).astype(np.int64)
 
 
 def window_blocks_for(counts: np.ndarray, batch: float, share: float, most: int = WINDOW_BLOCKS) -> int:

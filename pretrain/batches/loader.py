@@ -30,7 +30,7 @@ from pretrain.batches.exchange import Counts, Exchange
 from pretrain.batches.filler import with_filler
 from pretrain.batches.masking import Masker
 from pretrain.batches.plan import SamplePlan
-from pretrain.batches.sampler import held_out_sampler, phase_sampler
+from pretrain.batches.sampler import Rollback, held_out_sampler, phase_sampler
 from pretrain.batches.source import Machine
 from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig, PretrainConfig
@@ -79,7 +79,7 @@ class Loader:
 
     Args:
         start_step: the first step of the phase to give a batch for.
-        skipped: samples of each phase that a rollback skips; phases without an entry skip none.
+        rollback: the run's last one.
         prefetch: batches to make ahead, at most.
         pinned: whether batches lie in page-locked memory, for a GPU.
         machines: on which the ranks are, equally many on each and neighbors; needs an exchange.
@@ -99,7 +99,7 @@ class Loader:
         rank: int,
         world_size: int,
         start_step: int = 0,
-        skipped: Sequence[int] = (),
+        rollback: Rollback | None = None,
         prefetch: int = 4,
         pinned: bool = False,
         machines: int = 1,
@@ -116,7 +116,7 @@ class Loader:
             rank=rank,
             world_size=world_size,
             machines=machines,
-            skipped=skipped,
+            rollback=rollback,
         )
         self._maker.check_batch()
         settings = config.phases[phase]
@@ -127,7 +127,7 @@ class Loader:
         self._closed = threading.Event()
         self.thread = threading.Thread(
             target=self._produce,
-            args=(settings, start_step, sum(skipped[phase : phase + 1])),
+            args=(settings, start_step),
             name=f"loader-{rank}",
             daemon=True,
         )
@@ -189,11 +189,11 @@ class Loader:
             share = self._placed(longer)
         return self._maker.whole(share, counts)
 
-    def _produce(self, phase: PhaseConfig, start_step: int, skipped: int) -> None:
+    def _produce(self, phase: PhaseConfig, start_step: int) -> None:
         last: BaseException | None = None
         try:
             for step in range(start_step, phase.steps):
-                first, sequences = skipped + phase.first_sample(step), phase.sequences_at(step)
+                first, sequences = phase.first_sample(step), phase.sequences_at(step)
                 exchanged = self._exchange is not None and self._maker.needs_exchange(sequences)
                 if exchanged:
                     open_ = self._put(self._placed(self._maker.share(first, sequences)))
@@ -282,8 +282,8 @@ def _on_all_ranks(batch: StepBatch, world_size: int) -> StepBatch:
 class BatchMaker:
     """Makes one rank's share of any batch, in the calling thread.
 
-    `held_out` batches are masked as at the end of the run, whatever the schedule of masking, and mixed as the corpus
-    says, so that losses compare. Their micro-batches hold at least two sequences, since any
+    `held_out` batches are masked by `masking.probability`, whatever the phases say, and mixed as the corpus says, so
+    that losses compare across phases and forks. Their micro-batches hold at least two sequences, since any
     number of those can be assigned to any number of ranks; without a backward pass they still take less memory than the
     training's.
     """
@@ -299,7 +299,7 @@ class BatchMaker:
         world_size: int,
         machines: int = 1,
         held_out: bool = False,
-        skipped: Sequence[int] = (),
+        rollback: Rollback | None = None,
     ) -> None:
         settings = config.phases[phase]
         length = settings.sequence_length
@@ -314,14 +314,14 @@ class BatchMaker:
         self._config, self._phase, self._folder = config, phase, shards.folder
         self._budget = max(config.engine.micro_batch_tokens, 2 * length if held_out else 0)
         self._paired = config.pairs.has_classifier
-        last = config.held_out_masking_share
-        self._masking_shares = (last, last) if held_out else config.masking_shares(phase)
+        share = config.masking.probability
+        self._masking_shares = (share, share) if held_out else config.masking_shares(phase)
         self._is_filled = config.engine.cuda_graphs and not held_out
         self._phase_sequences = settings.sequences
         self.sampler = (
             held_out_sampler(shards, config, phase)
             if held_out
-            else phase_sampler(shards, config, phase, seed=seed, skipped=skipped, machine=self._machine)
+            else phase_sampler(shards, config, phase, seed=seed, rollback=rollback, machine=self._machine)
         )
         self._masker = Masker(shards, config.masking, sequence_length=length, max_predictions=settings.max_predictions)
 
@@ -459,8 +459,7 @@ class BatchMaker:
     def _masking_share(self, plan: SamplePlan) -> np.ndarray:
         """Share of each sample's tokens to predict, float64 [B]: a function of its number alone (invariant 1)."""
         first, last = self._masking_shares
-        # After a rollback has skipped data, numbers go past the end of the phase.
-        return first + (last - first) * np.minimum(plan.number / self._phase_sequences, 1.0)
+        return first + (last - first) * (plan.number / self._phase_sequences)
 
 
 def _check_balance(config: PretrainConfig, phase: int, where: str, sequences: int, world_size: int) -> None:

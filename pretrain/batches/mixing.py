@@ -18,7 +18,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig
 from pretrain.corpus.shards import TokenShards
 
-_RESOLUTION = 1 << 30  # samples of a period, where shares are no whole numbers of samples of an epoch
+_RESOLUTION = 1 << 30  # samples of a period, unless every source gives a whole number of samples
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class SourceReading:
     epochs: float  # read by this phase
     until: float  # epochs read at its end since the start of the run, with windows that another length left
     capped: bool
+    left_out: int = 0  # tokens of a window that was open and that another sequence length cannot continue
 
     @property
     def line(self) -> str:
@@ -52,7 +53,9 @@ class SourceReading:
         parts = [f"{self.name} {self.token_share:.1%} of the tokens, {self.epochs:.2f} epochs"]
         if self.until > self.epochs + 0.005:
             parts.append(f"{self.until:.2f} since the start of the run")
-        return ", ".join([*parts, *(["capped by max_epochs"] if self.capped else [])])
+        parts += ["capped by max_epochs"] if self.capped else []
+        left = f"{self.left_out:,} tokens left out: another sequence_length cannot continue the window that was open"
+        return ", ".join([*parts, *([left] if self.left_out else [])])
 
 
 def plan_mix(
@@ -80,11 +83,10 @@ def plan_mix(
         given, capped = _capped(asked, np.where(own, left, np.inf))
         _check_cap(shards, phase, asked, given, np.where(own, left, np.inf), where)
     epoch = max(1, round(wanted.sum()))
-    if not capped.any() and (phase is None or phase.temperature == 1):
-        shares = [max(1, round(share)) if share else 0 for share in wanted.tolist()]
-        return Mix(tuple(shares), sum(shares), tuple(capped.tolist()))
-    parts = given / given.sum() * _RESOLUTION
-    return Mix(tuple(max(1, round(x)) if x else 0 for x in parts.tolist()), epoch, tuple(capped.tolist()))
+    given = given if capped.any() else wanted
+    if (given != np.round(given)).any():  # rounded up, many small sources would have shares that nobody asked for
+        given = given / given.sum() * _RESOLUTION
+    return Mix(tuple(max(1, round(x)) if x else 0 for x in given.tolist()), epoch, tuple(capped.tolist()))
 
 
 def _weights(shards: TokenShards, phase: PhaseConfig | None, samples: Sequence[int], where: str) -> list[float]:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -27,47 +30,90 @@ from pretrain.common.wording import counted
 from pretrain.config import PairsConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
-SAMPLER = 3
-"""Which samples a number means. A run with other ones cannot be resumed; 1 did not read every token, and 2 shuffled the
-samples of a window without regard to their blocks.
+SAMPLER = 4
+"""Which samples a number means. A run with other ones cannot be resumed: 1 did not read every token, 2 shuffled the
+samples of a window without regard to their blocks, and 3 lost the position in a source where the mixture changed.
 """
 
 
-def phase_sampler(
-    shards: TokenShards,
-    config: PretrainConfig,
-    phase: int,
-    *,
-    seed: int,
-    skipped: Sequence[int] = (),
-    machine: Machine = Machine(),  # noqa: B008 - frozen
-) -> Sampler:
-    """The samples of a phase, which go on where those of the phase before it end.
+@dataclass(frozen=True)
+class Rollback:
+    """Where the data of a run continue after its last rollback: before `step`, from `read` on."""
 
-    At another sequence length they go on with the next window of which nothing was read.
+    step: int
+    read: list[list[Any]]  # [name, fingerprint, *SourceProgress] of each source
+
+
+def rolled_back(
+    shards: TokenShards, config: PretrainConfig, step: int, failed: int, before: Rollback | None
+) -> Rollback:
+    """Return the rollback to `step` of a run of which the first `failed` steps have read their data.
 
     Args:
-        skipped: samples of each phase that a rollback skips; phases without an entry skip none.
+        before: the last rollback until then.
+    """
+    phase, within = config.phase_at(failed - 1)
+    sampler = phase_sampler(shards, config, phase, seed=config.seed, rollback=before)
+    read = sampler.read_after(config.phases[phase].first_sample(within + 1))
+    known = zip(_source_names(shards), read, strict=True)
+    return Rollback(step, [[*source, *astuple(progress)] for source, progress in known if progress is not None])
+
+
+def phase_sampler(shards: TokenShards, config: PretrainConfig, phase: int, **more: Any) -> Sampler:
+    """Return the samples of a phase; arguments and errors as of `phase_samplers`."""
+    return next(itertools.islice(phase_samplers(shards, config, **more), phase, None))
+
+
+def phase_samplers(
+    shards: TokenShards,
+    config: PretrainConfig,
+    *,
+    seed: int,
+    rollback: Rollback | None = None,
+    machine: Machine = Machine(),  # noqa: B008 - frozen
+) -> Iterator[Sampler]:
+    """Yield the samples of each phase, which continue each source where the phases before it have read to.
+
+    At another sequence length they continue at the end of the window that is open.
+
+    Args:
+        rollback: the last one of the run. Of its phase, samples are right from its step on.
         machine: only its samples can be planned (`Sampler.owners`).
 
     Raises `InputError` if the corpus has no sample for a phase.
     """
-    start: Sequence[SourceProgress | None] = ()
-    for number, settings in enumerate(config.phases[: phase + 1]):
-        sampler = Sampler(
+    phase_of, within = config.phase_at(rollback.step) if rollback else (len(config.phases), 0)
+    planned: Sequence[SourceProgress | None] = ()
+    resumed: tuple[int, Sequence[SourceProgress | None]] | None = None
+    for number, settings in enumerate(config.phases):
+        if rollback and number == phase_of:
+            resumed = settings.first_sample(within), _read_before(rollback, shards)
+        made = functools.partial(
+            Sampler,
             shards,
             config.pairs,
             sequence_length=settings.sequence_length,
             seed=seed,
             phase=settings,
             where=f"phases.{number}",
-            start=start,
+            start=planned,
             batch=settings.global_sequences,
             machine=machine,
         )
-        if number < phase:
-            start = sampler.read_after(settings.sequences + sum(skipped[number : number + 1]))
-    return sampler  # pyright: ignore[reportPossiblyUnbound]
+        sampler = made(resumed=resumed)
+        yield sampler
+        planned = (made() if resumed else sampler).read_after(settings.sequences)
+        resumed = resumed and (0, sampler.read_after(settings.sequences))
+
+
+def _read_before(rollback: Rollback, shards: TokenShards) -> list[SourceProgress | None]:
+    known = {(name, fingerprint): SourceProgress(*progress) for name, fingerprint, *progress in rollback.read}
+    return [known.get(source) for source in _source_names(shards)]
+
+
+def _source_names(shards: TokenShards) -> list[tuple[str, str]]:
+    """(name, fingerprint) of each source; replayed ones have no name."""
+    return [(source.get("name", ""), shards.source_fingerprint(n)) for n, source in enumerate(shards.sources)]
 
 
 def held_out_sampler(shards: TokenShards, config: PretrainConfig, phase: int) -> Sampler:
@@ -84,7 +130,8 @@ class Sampler:
 
     Args:
         phase: says how much is read of each source, otherwise the corpus does; `where` is its place in the config.
-        start: how far each source was read before, from `read_after`.
+        start: how far each source was read when the phase was planned, from `read_after`.
+        resumed: (first sample, how far each source was read before it), if that is not what was planned.
         batch: samples that are read together; windows are never smaller.
         block_tokens: tokens of a block; by default those of the corpus.
         window_blocks: blocks of the windows of all sources together, at least; by default `WINDOW_BLOCKS`.
@@ -103,6 +150,7 @@ class Sampler:
         phase: PhaseConfig | None = None,
         where: str = "",
         start: Sequence[SourceProgress | None] = (),
+        resumed: tuple[int, Sequence[SourceProgress | None]] | None = None,
         batch: int = 1,
         block_tokens: int = 0,
         window_blocks: int = 0,
@@ -125,6 +173,8 @@ class Sampler:
         counts = sample_counts(self._text, blocks, cutting, shards)
         shares = _uncapped_shares(shards, phase, [int(each.sum()) for each in counts], where)
         most = window_blocks or WINDOW_BLOCKS
+        start = list(start) or [None] * len(own)
+        first, self._start = resumed or (0, start)
         self.sources = [
             SourceSamples(
                 self._text,
@@ -136,18 +186,23 @@ class Sampler:
                 fingerprint=shards.source_fingerprint(number),
                 seed=seed,
                 window_blocks=window_blocks_for(its_counts, batch, share, most),
+                before=self._start[number],
                 machine=machine,
                 held=_streamed(shards, its_blocks),
             )
             for number, (one, its_blocks, its_counts, share) in enumerate(zip(own, blocks, counts, shares, strict=True))
         ]
-        self._start = list(start) or [None] * len(own)
-        self._first = [
-            source.first_after(before) if source.samples else 0
-            for source, before in zip(self.sources, self._start, strict=True)
-        ]
-        self.mix = plan_mix(shards, phase, [source.samples for source in self.sources], self._first, where)
+        # A rollback changes what is read, not the mixture.
+        read = self._samples_of(start)
+        self.mix = plan_mix(shards, phase, [source.samples for source in self.sources], read, where)
         self._mixture = Mixture(self.mix.shares)
+        self._before = self._mixture.counts(first)  # of each source, which others than `self` have read
+        self._first = [a - b for a, b in zip(self._samples_of(self._start), self._before, strict=True)]
+
+    def _samples_of(self, progress: Sequence[SourceProgress | None]) -> list[int]:
+        """The first sample of each source that reads nothing of what was read before."""
+        both = zip(self.sources, progress, strict=True)
+        return [source.first_after(before) if source.samples else 0 for source, before in both]
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
@@ -177,14 +232,11 @@ class Sampler:
     @property
     def identity(self) -> list[list[Any]]:
         """What decides which sample has a number: [name, fingerprint, share] of each source that is read."""
-        return [
-            [source.get("name", ""), self.shards.source_fingerprint(number), share]
-            for number, (source, share) in enumerate(zip(self.shards.sources, self._mixture.shares, strict=True))
-            if share
-        ]
+        both = zip(_source_names(self.shards), self._mixture.shares, strict=True)
+        return [[*source, share] for source, share in both if share]
 
-    def readings(self, samples: int) -> list[SourceReading]:
-        """What the first `samples` read of each source."""
+    def readings(self, samples: int, left_out: Sequence[int] = ()) -> list[SourceReading]:
+        """What the first `samples` read of each source; `left_out` as `left_out` returns it."""
         counts, tokens = np.array(self._mixture.counts(samples)), np.zeros(len(self.sources))
         for shard in self.shards.shards:
             tokens[shard.source] += len(shard.tokens)
@@ -197,6 +249,7 @@ class Sampler:
                 float(counts[number] / each[number]),
                 float((self._first[number] + counts[number]) / each[number]),
                 self.mix.capped[number],
+                left_out[number] if left_out else 0,
             )
             for number, source in enumerate(self.shards.sources)
             if counts[number]
@@ -213,12 +266,29 @@ class Sampler:
         return other
 
     def read_after(self, samples: int) -> list[SourceProgress | None]:
-        """How far each source is read after so many samples; the `start` of a sampler that goes on from there."""
+        """How far each source is read after so many samples; the `start` of a sampler that continues from there."""
         counts = self._mixture.counts(samples)
+        rows = zip(self.sources, self._first, counts, self._before, self._start, strict=True)
         return [
-            source.progress(first + count) if count else before
-            for source, first, count, before in zip(self.sources, self._first, counts, self._start, strict=True)
+            source.progress(first + count) if count > others else before
+            for source, first, count, others, before in rows
         ]
+
+    def left_out(self, samples: int, readers: list[SourceSamples | None]) -> list[int]:
+        """Tokens of the open window of each source that the first `samples` leave out, as they are cut otherwise.
+
+        Args:
+            readers: who has read each source last; those that these samples read become `self`'s.
+        """
+        left = [0] * len(self.sources)
+        for number, (source, count, before) in enumerate(
+            zip(self.sources, self._mixture.counts(samples), self._start, strict=True)
+        ):
+            reader = readers[number]
+            if count and reader and before and reader.cutting != source.cutting:
+                left[number] = reader.unread(before)
+            readers[number] = source if count else reader
+        return left
 
     def owners(self, samples: np.ndarray) -> np.ndarray:
         """The machine that each of `samples` belongs to, int64 [B]. Machines have the same number, to within a few."""

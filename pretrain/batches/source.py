@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from pretrain.batches.blocks import Blocks, SourceOrder, Units, Window
+from pretrain.batches.blocks import Blocks, OpenWindow, SourceOrder, Units, Window
 from pretrain.batches.cuts import Cutting
 from pretrain.batches.order import draw, permute, ranges, root_key
 from pretrain.batches.pairs import PairSpans, exchanged, swapped
@@ -23,7 +23,8 @@ from pretrain.corpus.block_cache import BlockCache, Lease
 _CELL_LENGTHS = 8  # samples whose Bs may be exchanged, in sequence lengths: most lengths of B occur several times
 _LAYERS_KEPT, _WINDOWS_KEPT = 2, 2
 _GOLDEN, _LOW_BITS = 0x9E3779B9, (1 << 32) - 1  # multiples of the golden ratio, of 2^32, fill any range evenly
-_OWNERS_AT_ONCE = 1 << 16  # samples
+_OWNERS_AT_ONCE, _COUNTED_AT_ONCE = 1 << 16, 1 << 14  # samples
+_WINDOW_BITS = 32  # of its number in an epoch
 _OFFSET_BITS = 44  # of a token offset within a shard
 _SHARE_BLOCKS = 16  # least blocks of a share of a window: shares have nearly the same number of tokens
 
@@ -32,12 +33,19 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class SourceProgress:
-    """How far a source was read: the next sample if sequences go on being cut alike, else the next unread block."""
+    """How far a source was read, whatever the plan by which it was read: invariant 1 holds across phases."""
 
-    cutting: Hashable
-    sample: int  # counted across epochs
+    cutting: str  # how its samples are cut; one that cuts otherwise reads from the end of the open window on
+    sample: int  # the next one, counted across epochs
     epoch: int
-    block: int  # in the order of the epoch
+    first: int  # of the blocks of the open window, in the order of the epoch
+    last: int  # one past the last; `first` if no window is open
+
+    def window(self, blocks: int, *, continued: bool) -> OpenWindow:
+        """The open window of a source of so many blocks, or where it ends."""
+        if continued:
+            return OpenWindow(self.epoch, self.first, self.last)
+        return OpenWindow(self.epoch + 1, 0, 0) if self.last == blocks else OpenWindow(self.epoch, self.last, self.last)
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class SourceSamples:
         counts: samples of each block, [N].
         fingerprint: of the source's tokens.
         window_blocks: blocks of a window, at least.
+        before: how far the source was read before.
         machine: only its samples can be planned (`owners`).
         held: the source's text if it is streamed.
     """
@@ -80,15 +89,18 @@ class SourceSamples:
         fingerprint: str,
         seed: int,
         window_blocks: int,
+        before: SourceProgress | None = None,
         machine: Machine = Machine(),
         held: StreamedBlocks | None = None,
     ) -> None:
         self._machine, self._held = machine, held
         self.in_use: list[_OpenWindow] | None = None  # if there is a list, windows that are read are put there
         self._text, self._blocks, self._cutting, self._pairs = text, blocks, cutting, pairs
+        self.cutting = str(cutting.identity)
+        window = before and before.window(len(counts), continued=before.cutting == self.cutting)
         # The order of blocks is the same for all lengths, so that a phase knows what others have read.
-        self.order = SourceOrder(counts, root_key(fingerprint, seed), window_blocks)
-        key = root_key(fingerprint, seed, str(cutting.identity))
+        self.order = SourceOrder(counts, root_key(fingerprint, seed), window_blocks, window)
+        key = root_key(fingerprint, seed, self.cutting)
         self._shuffle_key, self._cut_key, self._sample_key = draw(key, np.arange(3))
         self._shard = np.zeros(1 + max(shards, default=0), np.int64)  # counted within the source
         self._shard[shards] = np.arange(len(shards))
@@ -104,16 +116,18 @@ class SourceSamples:
         """The first sample that reads nothing of what was read before."""
         if before is None:
             return 0
-        return before.sample if before.cutting == self._identity else self.order.next_start(before.epoch, before.block)
+        return before.sample if before.cutting == self.cutting else self.order.first_sample(before.epoch, before.last)
 
-    def progress(self, samples: int) -> SourceProgress:
-        """How far the source is read after so many samples."""
-        epoch, block = self.order.next_block(samples)
-        return SourceProgress(self._identity, samples, epoch, block)
+    def progress(self, sample: int) -> SourceProgress:
+        """How far the source is read before a sample."""
+        window = self.order.open_window(sample)
+        return SourceProgress(self.cutting, sample, window.epoch, window.first, window.last)
 
-    @property
-    def _identity(self) -> Hashable:
-        return (*self._cutting.identity, self.order.windows)
+    def unread(self, before: SourceProgress) -> int:
+        """Tokens of the open window that were not read, where `before` is of `progress`; plans its other samples."""
+        end = self.order.first_sample(before.epoch, before.last) if before.first < before.last else before.sample
+        parts = range(before.sample, end, _COUNTED_AT_ONCE)
+        return sum(int(self.plan(np.arange(low, min(low + _COUNTED_AT_ONCE, end))).ordinary.sum()) for low in parts)
 
     def plan(self, samples: np.ndarray) -> SamplePlan:
         """Plan samples of this machine, int64 [B]."""
@@ -133,10 +147,10 @@ class SourceSamples:
     def _by_window(self, samples: np.ndarray) -> Iterator[tuple[np.ndarray, _OpenWindow, np.ndarray]]:
         """(rows of `samples`, their window, their numbers in it), int64 each."""
         epoch, window, within = self.order.locate(samples)
-        group = epoch * self.order.windows + window
+        group = (epoch << _WINDOW_BITS) + window
         for number in np.unique(group).tolist():
             here = np.flatnonzero(group == number)
-            window = self._open(*divmod(number, self.order.windows))
+            window = self._open(*divmod(number, 1 << _WINDOW_BITS))
             if self.in_use is not None:
                 self.in_use.append(window)
             yield here, window, within[here]
@@ -144,15 +158,16 @@ class SourceSamples:
     def _open(self, epoch: int, window: int) -> _OpenWindow:
         found = self._windows.get((epoch, window))
         if found is None:
-            numbers = self.order.blocks(epoch, window)
-            key = draw(draw(self._shuffle_key, epoch), window)
+            numbers, there = self.order.blocks(epoch, window), self.order.epoch(epoch)
+            # A window that the next phase continues has another number there.
+            key = draw(draw(self._shuffle_key, epoch), int(there.bounds[window]))
             samples = Window(numbers, self.order.counts[numbers], key)
             share, own = self._shares(numbers), self._own(numbers)
             self._windows.make_room()
             lease = self._hold(epoch, window, own) if self._held else None
             owner = self._owner(numbers, samples) if self._machine.count > 1 else np.zeros(0, np.int16)
             units = Units(self._text, self._blocks, numbers[own], self._cutting)
-            first = int(self.order.epoch(epoch).samples[window])
+            first = int(there.samples[window])
             found = _OpenWindow(epoch, first, samples, share, own, owner, units, lease)
             self._windows.put((epoch, window), found)
         return found
@@ -220,18 +235,17 @@ class SourceSamples:
         """Wait for this machine's blocks of a window, and let those of the next one come."""
         assert self._held is not None
         lease = self._held.cache.hold(self._held.numbers[self.order.blocks(epoch, window)[own]])
-        following = self.order.blocks(*divmod(epoch * self.order.windows + window + 1, self.order.windows))
+        following = self.order.following(epoch, window)
         self._held.cache.fetch_ahead(self._held.numbers[following[self._own(following)]])
         return lease
 
     def held_bytes(self) -> int:
-        """The most that this machine holds of the source at a time: two windows."""
+        """The most that this machine holds of the source at a time."""
         if self._held is None:
             return 0
         whole = self._held.cache.bytes_of(self._held.numbers)
-        window = self.order.blocks(0, self.order.windows - 1)  # as large as any
         largest = self._held.cache.largest(self._held.numbers)
-        return min(whole, 2 * (len(self._own(window)) + 1) * largest)
+        return min(whole, largest * sum(len(self._own(window)) + 1 for window in self.order.largest_in_a_row()))
 
     def _of_window(self, window: _OpenWindow, within: np.ndarray) -> SamplePlan:
         """Samples of a window; `within` int64 [B] counts in its order."""

@@ -195,7 +195,12 @@ class MaskingConfig(Section):
 
     EARLIER = "masking"
 
-    probability: float = Field(default=0.15, gt=0, lt=1, description="Share of each sequence's tokens to predict.")
+    probability: float = Field(
+        default=0.15,
+        gt=0,
+        lt=1,
+        description="Share of each sequence's tokens to predict. Evaluations take it, whatever phases say.",
+    )
     mask_share: float = Field(
         default=0.8,
         ge=0,

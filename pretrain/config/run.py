@@ -360,11 +360,12 @@ class PretrainConfig(RunConfig):
         own = self.phases[phase].weight_decay
         return self.optimizer.decay_over(self.phases[: phase + 1]) if own is None else own
 
-    def is_averaged(self, step: int) -> bool:
-        """Whether the weights after the 0-based `step` are averaged."""
+    def averaged_steps(self, step: int) -> int:
+        """Of how many steps the mean of the weights is after the 0-based `step`: those of its phase; 0 has no mean."""
         number, within = self.phase_at(step)
         phase = self.phases[number]
-        return phase.averaged_share > 0 and within >= phase.steps - max(1, round(phase.averaged_share * phase.steps))
+        averaged = max(1, round(phase.averaged_share * phase.steps)) if phase.averaged_share else 0
+        return max(0, within + 1 - (phase.steps - averaged))
 
     def masking_shares(self, phase: int) -> tuple[float, float]:
         """The share of tokens to predict at the beginning and at the end of a phase; linear in between.
@@ -373,11 +374,6 @@ class PretrainConfig(RunConfig):
         """
         first = self.phases[phase].masking_probability or self.masking.probability
         return first, self.phases[phase].final_masking_probability or first
-
-    @property
-    def held_out_masking_share(self) -> float:
-        """The share of tokens to predict in evaluations: that at the end of the run."""
-        return self.masking_shares(len(self.phases) - 1)[1]
 
     @property
     def largest_masking_share(self) -> float:

@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.batches.blocks import WINDOW_BLOCKS
 from pretrain.batches.mixing import SourceReading, plan_mix
 from pretrain.batches.reading import Reading, count_reading, count_readings
 from pretrain.batches.replay import with_replay
-from pretrain.batches.sampler import phase_sampler
+from pretrain.batches.sampler import Sampler, phase_samplers
+from pretrain.batches.source import SourceSamples
 from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.kinds import not_one_of
-from pretrain.config import PretrainConfig
+from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.corpus.description import describe
 from pretrain.corpus.prepare import CountReadings
 from pretrain.corpus.shards import Shard, TokenShards, open_shards, shards_of
@@ -78,8 +80,8 @@ def measured_phases(config: PretrainConfig) -> tuple[PhaseText, ...]:
         tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == "train")
         means = [counted[phase.sequence_length] for phase in config.phases]
         return tuple(PhaseText(mean, tokens / mean) for mean in means)
-    shards = _training_shards(config)
-    return tuple(_measured(shards, config, number) for number in range(len(config.phases)))
+    samplers = phase_samplers(_training_shards(config), config, seed=config.seed)
+    return tuple(_measured(*both) for both in zip(config.phases, samplers, strict=True))
 
 
 def read_text(config: PretrainConfig) -> RunText:
@@ -123,24 +125,30 @@ def reading_lines(config: PretrainConfig) -> list[str]:
 
 
 def phase_lines(shards: TokenShards, config: PretrainConfig) -> list[str]:
-    """What each phase reads of each source; [] for a corpus of one.
+    """What each phase reads of each source; of a corpus of one, only phases that leave something out.
 
     Raises `InputError` as `measured_phases`.
     """
-    if len(shards.sources) == 1:
-        return []
-    lines = []
-    for number, phase in enumerate(config.phases):
-        readings = phase_sampler(shards, config, number, seed=config.seed).readings(phase.sequences)
-        lines.append(f"phases.{number}: {'; '.join(one.line for one in readings)}")
-    return lines
+    return [
+        f"phases.{number}: {'; '.join(one.line for one in readings)}"
+        for number, readings in enumerate(phase_readings(shards, config))
+        if len(shards.sources) > 1 or readings[0].left_out
+    ]
+
+
+def phase_readings(shards: TokenShards, config: PretrainConfig) -> Iterator[list[SourceReading]]:
+    """Yield what each phase reads of each source; errors as of `measured_phases`."""
+    readers: list[SourceSamples | None] = [None] * len(shards.sources)
+    samplers = phase_samplers(shards, config, seed=config.seed)
+    for phase, sampler in zip(config.phases, samplers, strict=True):
+        yield sampler.readings(phase.sequences, sampler.left_out(phase.sequences, readers))
 
 
 def _expected_phase_lines(
     config: PretrainConfig, manifest: dict[str, Any], counted: Sequence[Reading]
 ) -> Iterator[str]:
     """`phase_lines` of text that is not here, as if all its sources had sequences of the same mean length."""
-    if not counted or len(manifest["sources"]) == 1:
+    if not counted:
         return
     means, nothing = {one.sequence_length: one.mean_length for one in counted}, np.zeros(1, np.uint16)
     described = shards_of(config.corpus.folder, {**manifest, "shards": []}, "train")
@@ -165,7 +173,11 @@ def _expected_phase_lines(
         figures = zip(shares.tolist(), (read - before).tolist(), read.tolist(), mix.capped, strict=True)
         own = zip(described.sources, figures, strict=True)
         lines = (SourceReading(source["name"], *one).line for source, one in own if one[0])
-        yield f"phases.{number}: about {'; '.join(lines)}"
+        if len(described.sources) > 1:
+            yield f"phases.{number}: about {'; '.join(lines)}"
+        if number and phase.sequence_length != config.phases[number - 1].sequence_length:
+            size = f"{WINDOW_BLOCKS} blocks of a million tokens together, or what a batch reads if that is more"
+            yield f"phases.{number}: another sequence_length leaves out the rest of the open windows, {size}."
 
 
 def _is_here(config: PretrainConfig, manifest: dict[str, Any]) -> bool:
@@ -211,9 +223,7 @@ def _training_shards(config: PretrainConfig) -> TokenShards:
     return with_replay(own, open_shards(local(adaptation.replay_corpus), "train"), adaptation.replay_share)
 
 
-def _measured(shards: TokenShards, config: PretrainConfig, number: int) -> PhaseText:
-    phase = config.phases[number]
-    sampler = phase_sampler(shards, config, number, seed=config.seed)
+def _measured(phase: PhaseConfig, sampler: Sampler) -> PhaseText:
     # Neighbors are planned together, so runs of them at even distances.
     count = min(phase.sequences, _SAMPLED)
     runs = min(_RUNS, count)

@@ -240,7 +240,7 @@ class Fit(Generic[S]):
                 stop = stop or earlier.stop
                 yield StepOutcome(stop=False, failure=earlier.failure)
             unread = launched
-            due = self.save_due or any(self.plan.due(number + 1)) or self.plan.averages(number)
+            due = self.save_due or any(self.plan.due(number + 1)) or self.plan.averages(number) > 0
             if stop or due or not reads_late(self.engine):
                 outcome = self.read_step(launched)
                 yield StepOutcome(stop or outcome.stop, outcome.failure)
@@ -277,8 +277,9 @@ class Fit(Generic[S]):
         if failed:
             self.saver.wait()  # raises on every rank
         applied = math.isfinite(norm)
-        if applied:
-            engine.average(self.plan.averages(launched.number))
+        averaged = self.plan.averages(launched.number)
+        if applied or averaged == 1:  # a first step that is left out still removes the mean of the phase before
+            engine.average(averaged if applied else 0)
         self.rate, self.epoch = launched.rate, step.epoch
         self._enter(launched.part)
         failure = self._count(step, norm if applied else math.inf, sums)
@@ -483,7 +484,7 @@ class Fit(Generic[S]):
         }
         restored.rollbacks, restored.failed_step = progress.rollbacks + 1, progress.step
         restored.bad_in_a_row = 0
-        restored.skipped = [*progress.skipped, *self.task.skip(first, count)]
+        restored.skipped = self.task.skip(first, progress.step, progress.skipped)
         for name in Progress.__dataclass_fields__:
             setattr(progress, name, getattr(restored, name))
         self.recorder.rewind(first)

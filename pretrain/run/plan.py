@@ -25,7 +25,7 @@ class TrainingPlan:
     )
     warmup_step: bool = True  # step the largest batch before the first step, so that one that is too large fails early
     weight_decay: Callable[[int], float | None] = lambda _: None  # of the 0-based step; None keeps the optimizer's
-    averages: Callable[[int], bool] = lambda _: False  # whether the weights after a 0-based step are averaged
+    averages: Callable[[int], int] = lambda _: 0  # of how many steps the mean of the weights is after a 0-based step
     evaluate_first: bool = False  # before the first step, for a run that does not begin from random weights
     peak_flops: float = math.nan  # matmul peak of all workers together, FLOP/s, measured when training starts
 

@@ -78,7 +78,7 @@ class Progress:
     recent: list[float] = field(default_factory=list)  # losses of the last steps, for `spikes.is_spike`
     rollbacks: int = 0  # without a checkpoint past `failed_step`
     failed_step: int = 0  # where the last rollback began
-    skipped: list[tuple[int, int]] = field(default_factory=list)  # see `TrainingTask.batches`
+    skipped: dict[str, Any] = field(default_factory=dict)  # by rollbacks, as `TrainingTask.skip` says
     window: Window = field(default_factory=Window)  # since the last record
     saved_tokens: int = 0  # those at the last checkpoint
 
@@ -92,8 +92,7 @@ class Progress:
         """The progress in a checkpoint's state.json."""
         state = as_now("progress", state)
         values = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
-        skipped = [(step, count) for step, count in state["skipped"]]
-        return cls(**{**values, "skipped": skipped, "window": Window(**values["window"])})
+        return cls(**{**values, "skipped": dict(values["skipped"]), "window": Window(**values["window"])})
 
 
 def checkpoint_state(engine: Engine, progress: Progress, extra_state: dict[str, Any]) -> dict[str, Any]:

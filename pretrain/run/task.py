@@ -33,15 +33,15 @@ class TrainingTask(Protocol[S]):
     over micro-batches and ranks.
     """
 
-    def batches(self, start_step: int, skipped: Sequence[tuple[int, int]]) -> Iterator[S]:
-        """The steps from the 0-based `start_step` on, to the end of training.
-
-        `skipped` has (step, count): before this step, the data of `count` steps were skipped.
-        """
+    def batches(self, start_step: int, skipped: dict[str, Any]) -> Iterator[S]:
+        """The steps from the 0-based `start_step` on, to the end of training; `skipped` is of `skip`, {} at first."""
         ...
 
-    def skip(self, step: int, count: int) -> list[tuple[int, int]]:
-        """The further entries of `skipped` that skip the data of `count` steps from `step` on."""
+    def skip(self, step: int, failed: int, skipped: dict[str, Any]) -> dict[str, Any]:
+        """What lets `batches` start again at `step` with the data after those of the first `failed` steps, as JSON.
+
+        `skipped` is what they were read with.
+        """
         ...
 
     def largest(self) -> S:

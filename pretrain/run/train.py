@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.exchange import Exchange
 from pretrain.batches.filler import with_filler
 from pretrain.batches.loader import BatchMaker, Loader, validation_batches
-from pretrain.batches.sampler import SAMPLER
+from pretrain.batches.sampler import SAMPLER, Rollback, rolled_back
 from pretrain.checkpoint import hf
 from pretrain.checkpoint.start import read_frozen
 from pretrain.common.addresses import is_remote
@@ -120,7 +121,7 @@ def _plan(config: PretrainConfig) -> TrainingPlan:
         evaluate_every_steps=config.evaluation.every_steps,
         checkpoint_every_steps=config.checkpoint.every_steps,
         weight_decay=lambda step: config.weight_decay(config.phase_at(step)[0]),
-        averages=config.is_averaged,
+        averages=config.averaged_steps,
         evaluate_first=bool(config.start_from),
     )
 
@@ -171,33 +172,23 @@ class Pretraining:
             if corpora.replay_corpus is not None:
                 self._general[number] = validation_batches(corpora.replay_corpus, config, number, **place)
 
-    def batches(self, start_step: int, skipped: Sequence[tuple[int, int]]) -> Iterator[StepBatch]:
+    def batches(self, start_step: int, skipped: dict[str, Any]) -> Iterator[StepBatch]:
         first_phase, phase_step = self._config.phase_at(start_step)
         self._steps = start_step
         if self._history is not None and self._engine.rank == 0:
             self._history.rewind(start_step)
-        # Data that a phase skipped shifts the later data of all phases.
-        behind = [0] * len(self._config.phases)  # in samples
-        for step, count in skipped:
-            number, within = self._config.phase_at(step)
-            phase = self._config.phases[number]
-            behind[number] += phase.first_sample(within + count) - phase.first_sample(within)
+        rollback = Rollback(**skipped) if skipped else None
         for number in range(first_phase, len(self._config.phases)):
-            self.open_loader(number, phase_step, behind)
+            self.open_loader(number, phase_step, rollback)
             assert self._loader is not None
             for _, step in zip(range(phase_step, self._config.phases[number].steps), self._loader, strict=False):
                 self._steps += 1
                 yield step.to(self._device)
             phase_step = 0
 
-    def skip(self, step: int, count: int) -> list[tuple[int, int]]:
-        skipped = []
-        while count:
-            number, within = self._config.phase_at(step)
-            here = min(count, self._config.phases[number].steps - within)
-            skipped.append((step, here))
-            step, count = step + here, count - here
-        return skipped
+    def skip(self, step: int, failed: int, skipped: dict[str, Any]) -> dict[str, Any]:
+        before = Rollback(**skipped) if skipped else None
+        return asdict(rolled_back(self._shards, self._config, step, failed, before))
 
     def largest(self) -> StepBatch:
         lengths = full_lengths(self._config, self._engine.world_size)
@@ -288,8 +279,8 @@ class Pretraining:
             if isinstance(module, Encoder):
                 module.use_rotary_bases(now.rotary_base, now.local_rotary_base)
 
-    def open_loader(self, phase: int, start_step: int, skipped: Sequence[int]) -> None:
-        """Go on with a phase; `skipped` as for `Loader`."""
+    def open_loader(self, phase: int, start_step: int, rollback: Rollback | None = None) -> None:
+        """Read from a step of a phase on; `rollback` as for `Loader`."""
         if self._loader is not None:
             self._stalled_before += self._loader.stall_seconds
             self._loader.close()
@@ -303,7 +294,7 @@ class Pretraining:
             rank=self._engine.rank,
             world_size=self._engine.world_size,
             start_step=start_step,
-            skipped=skipped,
+            rollback=rollback,
             pinned=self._device.type == "cuda",
             machines=self._machines,
             exchange=self._exchange,

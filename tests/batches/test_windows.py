@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from corpora import make_corpus
-from numbered import NEXT, SINGLE, epoch, numbered, random_documents, sampler, times_read
+from numbered import NEXT, SINGLE, epoch, numbered, random_documents, sampler
 
 from pretrain.batches.loader import BatchMaker
 from pretrain.batches.reading import count_reading
-from pretrain.batches.sampler import Sampler, phase_sampler
+from pretrain.batches.sampler import Sampler
 from pretrain.batches.source import Machine
 from pretrain.config import PretrainConfig
 from pretrain.corpus.prepare import prepare
@@ -28,36 +28,6 @@ def phases(*lengths_and_steps: tuple[int, int], **pairs: Any) -> PretrainConfig:
         for length, steps in lengths_and_steps
     ]
     return PretrainConfig.model_validate({"name": "x", "corpus": {"dir": "nowhere"}, "phases": made, "pairs": pairs})
-
-
-def read_by_phases(shards: TokenShards, config: PretrainConfig, skipped: tuple[int, ...] = ()) -> np.ndarray:
-    times = 0
-    for number, phase in enumerate(config.phases):
-        made = phase_sampler(shards, config, number, seed=0, skipped=skipped)
-        first = sum(skipped[number : number + 1])
-        times = times + times_read(shards, made, first + np.arange(phase.sequences))
-    return np.asarray(times)
-
-
-@pytest.mark.parametrize("pairs", [SINGLE, NEXT], ids=["single", "nsp"])
-def test_a_phase_goes_on_where_the_one_before_it_ends(pairs, monkeypatch):
-    """At the same length with the next sample; at another one with the next window of which nothing was read."""
-    monkeypatch.setattr("pretrain.batches.sampler.WINDOW_BLOCKS", 2)
-    monkeypatch.setattr("pretrain.corpus.blocks.BLOCK_TOKENS", 2000)
-    shards = numbered([[[10] * 20] * 300, [[10] * 7] * 300], sources=[0, 1], weights=(1.0, 1.0))  # 81,000 tokens
-    alike = phases((64, 40), (64, 40), (64, 40), **pairs)
-    assert read_by_phases(shards, alike).max() == 1
-    alone = numbered([[[10] * 20] * 300])
-    whole = phase_sampler(alone, phases((64, 120), **pairs), 0, seed=0)
-    assert np.array_equal(read_by_phases(alone, alike), times_read(alone, whole, np.arange(960)))
-    assert read_by_phases(shards, alike, (16, 0, 8)).max() == 1  # what a rollback skips is not read later
-    others = phases((64, 30), (128, 12), (32, 60), **pairs)
-    read = read_by_phases(shards, others)
-    assert read.max() == 1
-    planned = 0
-    for number, phase in enumerate(others.phases):
-        planned += int(phase_sampler(shards, others, number, seed=0).plan(np.arange(phase.sequences)).ordinary.sum())
-    assert read.sum() == planned
 
 
 @pytest.mark.parametrize("pairs", [SINGLE, NEXT], ids=["single", "nsp"])

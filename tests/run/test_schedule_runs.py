@@ -2,7 +2,6 @@
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +14,12 @@ from pretrain.checkpoint import hf, store
 from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
-from pretrain.objectives.masked import MaskedTokens
-from pretrain.run.continuation import Corpora
-from pretrain.run.train import Pretraining
 from tests.distributed import run_workers
 from tests.starts import Start, all_records, pretraining, records, starts
 
 STEPS = 6  # over both phases
 SIZES = [4, 4, 8, 12]  # of the first phase
-AVERAGED = 3  # the last steps
+AVERAGED = 2  # the last steps: the second phase, of which the first one's mean is no part
 
 
 def phase_of(**changes: Any) -> PhaseConfig:
@@ -87,35 +83,18 @@ def test_batches_of_a_ramp_follow_each_other_without_a_gap(corpus: Path, tmp_pat
 
     assert found() == [(0, 4), (4, 4), (8, 8), (16, 12)]
     assert found(start_step=2) == [(8, 8), (16, 12)]
-    assert found(start_step=2, skipped=[5]) == [(13, 8), (21, 12)]
-
-
-def test_a_rollback_in_a_ramp_passes_over_the_samples_of_its_steps(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = PretrainConfig.model_validate(settings(corpus, tmp_path))
-    shards, held_out = open_shards(corpus, "train"), open_shards(corpus, "validation")
-    engine: Any = SimpleNamespace(rank=0, world_size=1)
-    corpora = Corpora(own=shards, training=shards, held_out=held_out)
-    task = Pretraining(config, corpora, MaskedTokens(config, shards.vocabulary_size), engine, torch.device("cpu"))
-    opened: list[tuple[int, int, list[int]]] = []
-    task._loader = iter(())  # type: ignore[assignment]
-    monkeypatch.setattr(task, "open_loader", lambda *given: opened.append(given))
-    # The data of steps 1 and 2 (4 and 8 samples) and of step 4, the first of phase 1.
-    assert list(task.batches(1, [*task.skip(1, 2), *task.skip(4, 1)])) == []
-    assert opened == [(0, 1, [4 + 8, 6]), (1, 0, [4 + 8, 6])]
 
 
 # ---- whole runs
 
 
 def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
-    """A run of two phases with Muon, a ramp in the first one, and averaging from its last step on."""
+    """A run of two phases with Muon, a ramp in the first one, and averages of its last step and of the second one."""
     values = pretraining(corpus, run_dir, [(32, 12, 4), (64, 6, 2)], **changes)
-    values["phases"][0] |= {"ramp_from": 4, "ramp_steps": 3}
+    values["phases"][0] |= {"ramp_from": 4, "ramp_steps": 3, "averaged_share": 0.25}
+    values["phases"][1] |= {"averaged_share": 1.0}
     more = {
         "optimizer": {"name": "muon"},
-        "averaging": {"share": AVERAGED / STEPS},
         "checkpoint": {"every_steps": 1, "keep_last": 9},
         "engine": {**values["engine"], "micro_batch_tokens": 256, "zero_stage": 1},
     }
@@ -199,11 +178,11 @@ def test_a_checkpoint_without_an_average_is_refused(runs, tmp_path: Path) -> Non
 
 
 def test_a_run_without_averaging_keeps_none(corpus: Path, tmp_path: Path) -> None:
-    values = settings(corpus, tmp_path / "run")
+    values = pretraining(corpus, tmp_path / "run", [(32, 12, 4), (64, 6, 2)])
     for share, first in ((0.0, 6), (1.0, 0), (0.01, 5), (0.5, 3)):
         values["averaging"] = {"share": share}  # of all steps, as in earlier versions
         config = PretrainConfig.model_validate(values)
-        assert [step for step in range(STEPS) if config.is_averaged(step)] == list(range(first, STEPS))
+        assert [step for step in range(STEPS) if config.averaged_steps(step)] == list(range(first, STEPS))
 
 
 def test_a_run_decays_as_its_timescale_says(corpus: Path, tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from pretrain.batches.loader import BatchMaker
 from pretrain.checkpoint.store import read_weights
-from pretrain.config import SpikeConfig
+from pretrain.config import PretrainConfig, SpikeConfig
+from pretrain.corpus.shards import open_shards
 from pretrain.run import loop, stragglers
 from pretrain.run.spikes import REMEMBERED, LossScaleSearch, is_spike
 from pretrain.run.stragglers import RankTimes, find_stragglers
@@ -74,14 +76,32 @@ def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
     return pretraining(corpus, run_dir, [(32, 12, 40), (32, 12, 30)], **{**small, **changes})
 
 
-def starts_with_bad_data(given: list[tuple[Start, dict[int, float]]]) -> list[str]:
-    """Starts in which the losses of the batches that begin with these samples are multiplied."""
+Bad = dict[tuple[int, int], float]
+"""(first sample of the run's text, sequences) of a batch -> what its losses are multiplied by."""
+
+
+def starts_with_bad_data(given: list[tuple[Start, Bad]]) -> list[str]:
     return [_start_with_bad_data(start, bad) for start, bad in given]
 
 
-def _start_with_bad_data(start: Start, bad: dict[int, float]) -> str:
+def _first_key(step: Any) -> int:
+    return min(int(batch.token_keys.min()) for batch in step.micro_batches)
+
+
+def _start_with_bad_data(start: Start, batches: Bad) -> str:
     from pretrain.run import train
 
+    config = PretrainConfig.model_validate(start.config)
+    whole_run = config.phases[0].model_copy(update={"steps": 10**4})
+    maker = BatchMaker(
+        open_shards(config.corpus.folder, "train"),
+        config.model_copy(update={"phases": (whole_run,)}),
+        0,
+        seed=config.seed,
+        rank=0,
+        world_size=1,
+    )
+    bad = {_first_key(maker.make(*batch)): factor for batch, factor in batches.items()}
     whole, whole_totals = train.Pretraining.loss_weights, train.Pretraining.totals
 
     def totals(self: Any, output: Any) -> torch.Tensor:
@@ -89,8 +109,8 @@ def _start_with_bad_data(start: Start, bad: dict[int, float]) -> str:
         return whole_totals(self, output) * (factor if math.isfinite(factor) else 1.0)
 
     def loss_weights(self: Any, step: Any) -> tuple[float, ...]:
-        self.now = step.first_sample
-        return tuple(weight * bad.get(step.first_sample, 1.0) for weight in whole(self, step))
+        self.now = _first_key(step)
+        return tuple(weight * bad.get(self.now, 1.0) for weight in whole(self, step))
 
     train.Pretraining.loss_weights = loss_weights  # type: ignore[method-assign]
     train.Pretraining.totals = totals  # type: ignore[method-assign]
@@ -102,7 +122,7 @@ def _start_with_bad_data(start: Start, bad: dict[int, float]) -> str:
 
 def test_a_spike_is_rolled_back_and_its_data_skipped(corpus: Path, tmp_path: Path) -> None:
     whole, again = settings(corpus, tmp_path / "whole"), settings(corpus, tmp_path / "again")
-    bad = {37 * 12: 30.0}  # step 38 of the first phase
+    bad = {(37 * 12, 12): 30.0}  # step 38 of the first phase
     parts = [Start(again, stop_at=40), Start(again, resume=True, stop_at=12), Start(again, resume=True)]
     outcomes = run_workers(1, starts_with_bad_data, [(start, bad) for start in (Start(whole), *parts)])[0]
     assert [outcome[:12] for outcome in outcomes] == ["", "StoppedError", "StoppedError", ""]
@@ -116,7 +136,7 @@ def test_a_spike_is_rolled_back_and_its_data_skipped(corpus: Path, tmp_path: Pat
 
 def test_rollbacks_that_a_checkpoint_followed_do_not_end_a_run(corpus: Path, tmp_path: Path) -> None:
     config = pretraining(corpus, tmp_path / "run", [(32, 12, 40)], model__layers=1, checkpoint__every_steps=4)
-    bad = {number * 12: math.nan for first in (6, 20, 34, 48) for number in range(first, first + 5)}
+    bad = {(number * 12, 12): math.nan for first in (6, 20, 34, 48) for number in range(first, first + 5)}
     assert run_workers(1, starts_with_bad_data, [(Start(config), bad)]) == [[""]]
     events = [one for one in all_records(tmp_path / "run") if one.get("event") == "rollback"]
     assert [(one["step"], one["from_step"]) for one in events] == [(4, 11), (12, 18), (20, 26), (28, 34)]
@@ -124,7 +144,7 @@ def test_rollbacks_that_a_checkpoint_followed_do_not_end_a_run(corpus: Path, tmp
 
 def test_saves_and_stops_wait_for_a_good_step(corpus: Path, tmp_path: Path) -> None:
     config = settings(corpus, tmp_path / "run", checkpoint__keep_last=9, checkpoint__every_steps=6)
-    bad = {number * 12: math.nan for number in (5, 6, 12, 13)}  # steps 6, 7, 13 and 14
+    bad = {(number * 12, 12): math.nan for number in (5, 6, 12, 13)}  # steps 6, 7, 13 and 14
     (outcome,) = run_workers(1, starts_with_bad_data, [(Start(config, stop_at=13), bad)])[0]
     assert outcome.startswith("StoppedError: stopped at step 15 of 70; checkpoint step-00000015 is saved.")
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
@@ -171,8 +191,7 @@ def test_a_phase_may_begin_with_higher_losses(corpus: Path, tmp_path: Path) -> N
     """Longer sequences have them: BERT's second phase. No rollback could help."""
     phases = [(32, 12, 40), (32, 11, 30)]
     config = pretraining(corpus, tmp_path / "run", phases, model__layers=1, checkpoint__every_steps=10)
-    # Each phase counts from 0; these numbers are no batch's of the first.
-    second = {11 * number: 3.0 for number in range(30) if 11 * number % 12}
+    second = {(480 + 11 * number, 11): 3.0 for number in range(30)}
     assert run_workers(1, starts_with_bad_data, [(Start(config), second)]) == [[""]]
     found = records(tmp_path / "run")
     assert found[41]["loss"] > 2.5 * found[39]["loss"]
@@ -203,10 +222,9 @@ def with_nan(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tup
     given, keys = [], []
     for stage, precision in STAGES:
         shape = {"engine__zero_stage": stage, "engine__precision": precision}
-        # The second phase has no batch of these numbers.
-        for which, samples in (("one", [35]), ("many", range(33, 60))):
+        for which, batches in (("one", [35]), ("many", range(33, 60))):
             config = settings(corpus, root / f"{which}-{stage}-{precision}", **shape)
-            given.append((Start(config), {sample * 12: math.nan for sample in samples}))
+            given.append((Start(config), {(number * 12, 12): math.nan for number in batches}))
             keys.append((stage, precision, which))
     outcomes = run_workers(1, starts_with_bad_data, given)[0]
     folders = [Path(start.config["run_dir"]) for start, _ in given]

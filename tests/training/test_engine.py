@@ -432,12 +432,12 @@ def average_and_save(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, t
     engine = make_engine(1, "fp32", "muon")
     for step in range(2):
         take_steps(engine, range(step, step + 1))
-        engine.average(True)
+        engine.average(engine.averaged + 1)
     shapes = {name: list(shape) for name, shape in engine.shapes.items()}
     store.save(folder, 2, engine.fragments(), {"step": 2, "averaged": 2, "shapes": shapes}, engine.workers)
     saved = whole_state(engine)
     take_steps(engine, range(2, 3))
-    engine.average(True)
+    engine.average(3)
     after = whole_state(engine)
     engine.close()
     return saved, after
@@ -452,7 +452,7 @@ def load_averaged(checkpoint: Path) -> dict[int, tuple[dict[str, torch.Tensor], 
             engine.load(reader, {"updates": 2, "averaged": 2})
         loaded = whole_state(engine)
         take_steps(engine, range(2, 3))
-        engine.average(True)
+        engine.average(engine.averaged + 1)
         found[stage] = loaded, whole_state(engine)
         with store.CheckpointReader(checkpoint) as reader:
             engine.load(reader, {"updates": 2})

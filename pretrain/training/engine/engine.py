@@ -282,17 +282,18 @@ class Engine:
         yield from self.layout.fragments()
 
     @torch.no_grad()
-    def average(self, take: bool) -> None:
+    def average(self, number: int) -> None:
         """Take the current weights into their running mean, in fp32, which `fragments` has as "average".
 
-        Without `take` the mean is forgotten: it was that of an earlier phase.
+        Args:
+            number: of this step among those of the mean, from 1 on: 1 starts a new mean, 0 removes it.
         """
-        if not take and not self.averaged:
+        if not number and not self.averaged:
             return
-        self.averaged = self.averaged + 1 if take else 0
+        self.averaged = self.averaged + 1 if number > 1 else number
         for flat in self.layout.flats():
             state = self._optimizer.state[flat]
-            if not take:
+            if not number:
                 del state[AVERAGE]
             elif self.averaged == 1:
                 state[AVERAGE] = flat.detach().clone()
