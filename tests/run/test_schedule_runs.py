@@ -185,6 +185,14 @@ def test_a_run_without_averaging_keeps_none(corpus: Path, tmp_path: Path) -> Non
         assert [step for step in range(STEPS) if config.averaged_steps(step)] == list(range(first, STEPS))
 
 
+def test_a_mean_has_the_last_steps_of_its_phase_alone(corpus: Path, tmp_path: Path) -> None:
+    values = pretraining(corpus, tmp_path / "run", [(32, 12, 10), (32, 12, 8), (32, 12, 6)])
+    for phase, share in zip(values["phases"], (0.5, 1.0, 0.5), strict=True):
+        phase["averaged_share"] = share
+    config = PretrainConfig.model_validate(values)
+    assert [config.averaged_steps(step) for step in (4, 5, 9, 10, 17, 18, 20, 21, 23)] == [0, 1, 5, 1, 8, 0, 0, 1, 3]
+
+
 def test_a_run_decays_as_its_timescale_says(corpus: Path, tmp_path: Path) -> None:
     # 4 steps at 1e-3: 1 / (0.5 * 4 * 1e-3) = 500
     decays = {"timescale": {"decay_timescale": 0.5}, "decay": {"weight_decay": 500.0}, "default": {}}
