@@ -4,8 +4,11 @@ import contextlib
 import functools
 import itertools
 import os
+import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ MARKS_UNKNOWN_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 1
 # short text, which runs in one thread, to later runs with large batches.
 _TYPICAL = {"G": 8, "B": 64, "Q": 128, "L": 128, "K": 1024, "T": 1024, "M": 8192}
 _EQUAL = "KM"  # letters that stand for the same size in all arguments of a call
+_LINKING_SECONDS = 10.0  # more than a linker takes, and less than the next start of a run until it compiles
 
 
 @functools.cache
@@ -102,6 +106,29 @@ def _kind(argument: Any, letters: str) -> Any:
     return tuple(_kind(x, letters) for x in argument) if isinstance(argument, tuple) else argument
 
 
+@functools.cache
+def remove_unfinished(folder: Path) -> None:
+    """Delete libraries in Inductor's cache that a killed linker left unfinished: every later run would fail on them.
+
+    Inductor's compiler writes them where they are loaded from. A file of the last seconds may be another process's.
+    """
+    for path in folder.glob("*/*.so"):
+        with contextlib.suppress(OSError):
+            state = path.stat()
+            if time.time() - state.st_mtime > _LINKING_SECONDS and not _is_whole(path, state.st_size):
+                path.unlink()
+
+
+def _is_whole(library: Path, size: int) -> bool:
+    """Whether an ELF file (64 bits) has its last part, the table of sections, which its header names."""
+    with library.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64:
+        return False
+    (begin,), (each, count) = struct.unpack_from("<Q", header, 0x28), struct.unpack_from("<HH", header, 0x3A)
+    return 0 < begin <= size - each * count
+
+
 _configured = threading.local()
 
 
@@ -110,6 +137,9 @@ def _configure() -> None:
     if hasattr(_configured, "done"):
         return
     _configured.done = True
+    from torch._inductor.codecache import cache_dir
+
+    remove_unfinished(Path(cache_dir()))
     # Sizes that happen to be equal in the first batch must not be taken for one size: that compiles again later.
     torch.fx.experimental._config.use_duck_shape = False  # pyright: ignore[reportAttributeAccessIssue]
     torch._dynamo.config.recompile_limit = 32

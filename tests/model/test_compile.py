@@ -1,10 +1,13 @@
 """torch.compile: settings in every thread, code that no batch size shaped, launches without Python's lock."""
 
 import importlib
+import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch._functorch import config as functorch_config
@@ -12,7 +15,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 from pretrain.config import ModelConfig
-from pretrain.model.compile import MARKS_UNKNOWN_SIZES, program
+from pretrain.model.compile import MARKS_UNKNOWN_SIZES, program, remove_unfinished
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.positions import Rotation
 from pretrain.model.projection import FORM_AXES, form_qkv
@@ -135,3 +138,15 @@ def test_a_launch_that_waits_for_the_device_does_not_hold_pythons_lock() -> None
     code = f"import {imported}; print(c.use_static_cuda_launcher)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_libraries_that_a_killed_linker_left_are_removed(tmp_path: Path) -> None:
+    """Not those of another process that may be linking now."""
+    data, folder = Path(np.random.mtrand.__file__).read_bytes(), tmp_path / "ab"
+    folder.mkdir()
+    for name, content in {"whole": data, "empty": b"", "header": data[:64], "half": data[: len(data) // 2]}.items():
+        (folder / f"{name}.so").write_bytes(content)
+        os.utime(folder / f"{name}.so", (0, 0))
+    (folder / "now.so").touch()
+    remove_unfinished(tmp_path)
+    assert sorted(path.stem for path in folder.iterdir()) == ["now", "whole"]
