@@ -137,7 +137,7 @@ def _configure() -> None:
     if hasattr(_configured, "done"):
         return
     _configured.done = True
-    from torch._inductor.codecache import cache_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     remove_unfinished(Path(cache_dir()))
     # Sizes that happen to be equal in the first batch must not be taken for one size: that compiles again later.
