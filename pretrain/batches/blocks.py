@@ -202,13 +202,18 @@ class SourceOrder:
 
     def largest_in_a_row(self) -> list[np.ndarray]:
         """The blocks of windows that are as large together as any that one batch reads, int64 each."""
-        epoch = self._open.epoch + 1 if self._open else 0
-        last = self.blocks(epoch, len(self.epoch(epoch).bounds) - 2)
-        if self._open is None:
-            return [last, last]
-        there = int(np.searchsorted(self.epoch(self._open.epoch).bounds, self._open.first))
-        after = self.following(self._open.epoch, there)  # small at the end of the epoch: then a third one is read
-        return [self.blocks(self._open.epoch, there), after, max(after, last, key=len)]
+        begin, first = (self._open.epoch, self._open.first) if self._open else (0, 0)
+        bounds = {epoch: self._bounds(epoch) for epoch in range(begin, begin + 3)}
+        windows = [(epoch, n) for epoch, its in bounds.items() for n in range(len(its) - 1)]
+        windows = windows[np.searchsorted(bounds[begin], first) :]
+        sizes = np.concatenate([np.diff(its) for its in bounds.values()])[-len(windows) :]
+        together = sizes[:-1] + sizes[1:]
+        # A batch reads a third window if the one in the middle is small, as at the end of an epoch.
+        is_small = sizes[1:-1] < min(self._window_blocks, len(self.counts))
+        together[:-1] += np.where(is_small, sizes[2:], 0)
+        largest = int(np.argmax(together))
+        count = 3 if largest < len(is_small) and is_small[largest] else 2
+        return [self.blocks(*window) for window in windows[largest : largest + count]]
 
     def open_window(self, sample: int) -> OpenWindow:
         """The window of which a part is read before a sample, with no blocks if the sample begins one."""

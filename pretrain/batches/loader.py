@@ -323,7 +323,8 @@ class BatchMaker:
             if held_out
             else phase_sampler(shards, config, phase, seed=seed, rollback=rollback, machine=self._machine)
         )
-        self._masker = Masker(shards, config.masking, sequence_length=length, max_predictions=settings.max_predictions)
+        most = 0 if held_out else settings.max_predictions
+        self._masker = Masker(shards, config.masking, sequence_length=length, max_predictions=most)
 
     @property
     def samples_per_epoch(self) -> int:

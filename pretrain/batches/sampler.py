@@ -31,8 +31,9 @@ from pretrain.config import PairsConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
 SAMPLER = 4
-"""Which samples a number means. A run with other ones cannot be resumed: 1 did not read every token, 2 shuffled the
-samples of a window without regard to their blocks, and 3 lost the position in a source where the mixture changed.
+"""Which samples a number means, and what a `Rollback` holds. A run with other ones cannot be resumed: 1 did not read
+every token, 2 shuffled the samples of a window without regard to their blocks, and 3 lost the position in a source
+where the mixture changed.
 """
 
 
@@ -236,7 +237,7 @@ class Sampler:
         return [[*source, share] for source, share in both if share]
 
     def readings(self, samples: int, left_out: Sequence[int] = ()) -> list[SourceReading]:
-        """What the first `samples` read of each source; `left_out` as `left_out` returns it."""
+        """What the first `samples` read of each source, of which so many tokens are left out."""
         counts, tokens = np.array(self._mixture.counts(samples)), np.zeros(len(self.sources))
         for shard in self.shards.shards:
             tokens[shard.source] += len(shard.tokens)
@@ -274,21 +275,12 @@ class Sampler:
             for source, first, count, others, before in rows
         ]
 
-    def left_out(self, samples: int, readers: list[SourceSamples | None]) -> list[int]:
-        """Tokens of the open window of each source that the first `samples` leave out, as they are cut otherwise.
-
-        Args:
-            readers: who has read each source last; those that these samples read become `self`'s.
+    def left_out(self, source: int, reader: SourceSamples | None) -> int:
+        """Tokens of the open window of a source that these samples leave out, as they are cut otherwise than those of
+        `reader`, who has read it last.
         """
-        left = [0] * len(self.sources)
-        for number, (source, count, before) in enumerate(
-            zip(self.sources, self._mixture.counts(samples), self._start, strict=True)
-        ):
-            reader = readers[number]
-            if count and reader and before and reader.cutting != source.cutting:
-                left[number] = reader.unread(before)
-            readers[number] = source if count else reader
-        return left
+        before = self._start[source]
+        return reader.unread(before) if reader and before and reader.cutting != self.sources[source].cutting else 0
 
     def owners(self, samples: np.ndarray) -> np.ndarray:
         """The machine that each of `samples` belongs to, int64 [B]. Machines have the same number, to within a few."""

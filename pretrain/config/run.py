@@ -377,8 +377,9 @@ class PretrainConfig(RunConfig):
 
     @property
     def largest_masking_share(self) -> float:
-        """The largest share of tokens to predict in a sequence at any time."""
-        return max(share for phase in range(len(self.phases)) for share in self.masking_shares(phase))
+        """The largest share of tokens to predict in a sequence at any time, evaluations included."""
+        shares = (share for phase in range(len(self.phases)) for share in self.masking_shares(phase))
+        return max(self.masking.probability, *shares)
 
     def phase_at(self, step: int) -> tuple[int, int]:
         """(phase number, 0-based step within it) of the 0-based optimizer `step`."""

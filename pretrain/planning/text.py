@@ -141,7 +141,10 @@ def phase_readings(shards: TokenShards, config: PretrainConfig) -> Iterator[list
     readers: list[SourceSamples | None] = [None] * len(shards.sources)
     samplers = phase_samplers(shards, config, seed=config.seed)
     for phase, sampler in zip(config.phases, samplers, strict=True):
-        yield sampler.readings(phase.sequences, sampler.left_out(phase.sequences, readers))
+        counts = sampler.counts(phase.sequences)
+        left = [sampler.left_out(n, readers[n]) if count else 0 for n, count in enumerate(counts)]
+        yield sampler.readings(phase.sequences, left)
+        readers = [sampler.sources[n] if count else readers[n] for n, count in enumerate(counts)]
 
 
 def _expected_phase_lines(
@@ -175,9 +178,9 @@ def _expected_phase_lines(
         lines = (SourceReading(source["name"], *one).line for source, one in own if one[0])
         if len(described.sources) > 1:
             yield f"phases.{number}: about {'; '.join(lines)}"
-        if number and phase.sequence_length != config.phases[number - 1].sequence_length:
-            size = f"{WINDOW_BLOCKS} blocks of a million tokens together, or what a batch reads if that is more"
-            yield f"phases.{number}: another sequence_length leaves out the rest of the open windows, {size}."
+        if any(phase.sequence_length != earlier.sequence_length for earlier in config.phases[:number]):
+            most = f"less than twice its share of {WINDOW_BLOCKS} blocks of a million tokens, or than a batch if larger"
+            yield f"phases.{number}: another sequence_length leaves out the rest of a source's open window, {most}."
 
 
 def _is_here(config: PretrainConfig, manifest: dict[str, Any]) -> bool:

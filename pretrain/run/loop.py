@@ -278,7 +278,7 @@ class Fit(Generic[S]):
             self.saver.wait()  # raises on every rank
         applied = math.isfinite(norm)
         averaged = self.plan.averages(launched.number)
-        if applied or averaged == 1:  # a first step that is left out still removes the mean of the phase before
+        if applied or averaged <= 1:  # also a step that is left out ends the mean of the phase before
             engine.average(averaged if applied else 0)
         self.rate, self.epoch = launched.rate, step.epoch
         self._enter(launched.part)

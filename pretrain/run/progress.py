@@ -92,7 +92,10 @@ class Progress:
         """The progress in a checkpoint's state.json."""
         state = as_now("progress", state)
         values = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
-        return cls(**{**values, "skipped": dict(values["skipped"]), "window": Window(**values["window"])})
+        skipped = values["skipped"]
+        if isinstance(skipped, list):  # of a fine-tuning by an earlier version: [step, number of steps] of each
+            skipped = {"steps": sum(count for _, count in skipped)}
+        return cls(**{**values, "skipped": skipped, "window": Window(**values["window"])})
 
 
 def checkpoint_state(engine: Engine, progress: Progress, extra_state: dict[str, Any]) -> dict[str, Any]:

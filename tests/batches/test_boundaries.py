@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from numbered import NEXT, SINGLE, Text, numbered, times_read
 
+from pretrain.batches.blocks import OpenWindow, SourceOrder
 from pretrain.batches.loader import Loader
 from pretrain.batches.mixing import plan_mix
 from pretrain.batches.order import Mixture
@@ -188,6 +189,21 @@ def test_at_another_length_the_open_window_alone_is_left_out(shards: TokenShards
         assert sum(int((read == 0).sum()) for read in complete if len(read)) == left[source]
     assert 0 < left.sum() <= 2 * 2 * 12 * 700  # two changes, at windows of 12 blocks together, which blocks round up
     assert sum("tokens left out: another sequence_length" in line for line in phase_lines(shards, config)) >= 1
+
+
+def test_the_cache_holds_the_windows_that_a_batch_reads() -> None:
+    for blocks, window in ((10, 12), (40, 12), (47, 12), (300, 100)):
+        for first, last in ((0, 0), (0, 5), (3, blocks // 2), (blocks - 3, blocks), (blocks - 9, blocks - 4)):
+            counts, opened = np.full(blocks, 10), OpenWindow(1, first, last) if last else None
+            order = SourceOrder(counts, np.uint64(3), window, opened)
+            most, batch = sum(map(len, order.largest_in_a_row())), 10 * min(window, blocks)
+            begin = order.first_sample(1, first)
+            found = []
+            for sample in range(begin, begin + 25 * blocks):
+                epochs, windows, _ = order.locate(np.arange(sample, sample + batch, 10))
+                read = set(zip(epochs.tolist(), windows.tolist(), strict=True))
+                found.append(sum(len(order.blocks(*one)) for one in read))
+            assert max(found) == most
 
 
 @pytest.mark.parametrize("weight", [0.001, 0.7, 1.0])

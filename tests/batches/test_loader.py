@@ -215,7 +215,10 @@ def test_a_phase_keeps_a_share_of_its_own(shards):
 def test_held_out_sequences_have_one_share_whatever_the_phases_say(folder):
     """So losses compare across the phases of a run, and with a fork that has others."""
     held_out = open_shards(folder, "validation")
-    falls = [{"masking_probability": 0.3, "final_masking_probability": 0.1}, {"masking_probability": 0.05}]
+    falls = [
+        {"masking_probability": 0.3, "final_masking_probability": 0.1},
+        {"masking_probability": 0.05, "max_predictions": 2},
+    ]
     constant = run_config(phases=[{}, {}], evaluation=30, masking={"probability": 0.15})
     falling = run_config(phases=falls, evaluation=30, masking={"probability": 0.15})
     for phase in (0, 1):
