@@ -68,6 +68,30 @@ def test_a_step_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
+def test_every_other_benchmark_of_a_cpu_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`speedrun` and `law` run in the default suite, `gpu` needs a GPU."""
+    pytest.importorskip("accelerate")
+    corpus = str(make_corpus(tmp_path / "corpus", documents=100))
+    bert, reviews = make_bert(tmp_path / "bert"), write_reviews(tmp_path, train=16, dev=8)
+    task = write_config(tmp_path, start_from=str(bert), classification=reviews, engine={"precision": "fp32"})
+    small = ["--length", "64", "--sequences", "4"]
+    for words, expected in (
+        (["finetune", str(task), "--seeds", "1"], "trainer "),
+        (
+            ["workers", "--corpus", corpus, *small, "--steps", "20", "--zero", "1", "--workers", "1", "--rounds", "1"],
+            "of bare",
+        ),
+        (["scale", "--ranks", "2", *small, "--repeats", "1"], "max/mean"),
+        (
+            ["stream", "--terabytes", "0.002", "--ranks", "2", "--rate", "1e9", "--seconds", "0.1", "--steps", "0"],
+            "rank 1",
+        ),
+    ):
+        assert main(words) == 0, capfd.readouterr()
+        assert expected in capfd.readouterr().out
+
+
+@pytest.mark.slow
 def test_loader_and_preparation_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["loader", "--sequences", "2", "--repeats", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loader"][0]["sequences_per_second"]["ours"] > 0
