@@ -78,8 +78,6 @@ def write_card(
     totals = {key: sum(source[key] for source in sources) for key in _COUNTS}
     totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)  # pyright: ignore[reportArgumentType]
     totals["shards"] = len(shards)
-    if lost := sum(source.get("lost_to_held_out", 0) for source in sources):
-        totals["lost_to_held_out"] = lost
     case = {"lowercase": lowercase}
     if strip_accents not in (None, lowercase):
         case["strip_accents"] = bool(strip_accents)
@@ -106,11 +104,18 @@ def write_card(
     if filtered:  # cards without filters stay as they were before there were any
         card["filters"] = filtered
         totals["filtered"] = sum(entry["documents"] for entry in filtered if entry["dropped"])
+    totals |= _lost(sources)
     if evaluation:
         card["evaluation_sets"] = evaluation
     write_json(folder / "card.json", card)
     with atomic_open(folder / "card.md", "w") as file:
         file.write(_markdown(card))
+
+
+def _lost(sources: list[dict[str, Any]]) -> dict[str, int]:
+    """How many documents held-out ones replace; left out if there are none, as in cards of earlier versions."""
+    lost = sum(source.get("lost_to_held_out", 0) for source in sources)
+    return {"lost_to_held_out": lost} if lost else {}
 
 
 def _with_files(source: dict[str, Any], hashes: dict[str, str]) -> dict[str, Any]:

@@ -213,12 +213,13 @@ class Documents:
         documents, hashes = records["document"], records["hash"]
         drop = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(records)]
         first = np.maximum.accumulate(np.where(drop, 0, np.arange(len(records))))
-        lost, near = others & ~others[first], np.zeros(len(records), bool)
+        lost, (near, trained) = others & ~others[first], np.zeros((2, len(records)), bool)
         for its_hashes, are_trained in known:
             here = are_among(its_hashes, hashes)
             drop |= here
-            if are_trained:  # a corpus of an earlier version lists what its fraction holds out, too
-                self._trained += self._by_source(documents[here & ~others & (hashes[:, 0] >= self._below)])
+            trained |= here & are_trained
+        trained &= hashes[:, 0] >= self._below  # a corpus of an earlier version lists what its fraction holds out, too
+        self._trained += self._by_source(documents[trained & ~others])
         if near_duplicates:
             near = are_among(near_duplicates.hashes, hashes) & ~drop
             lost |= are_among(near_duplicates.lost, hashes) & near
