@@ -75,7 +75,7 @@ def write_card(
     corpus that this one grew from, whose sources come first and have no `hashes`; `not_compared` what was not compared.
     """
     earlier = (before or {}).get("sources", [])
-    totals = {key: sum(source[key] for source in sources) for key in _COUNTS}
+    totals = {key: sum(source[key] for source in sources) for key in _COUNTS} | _lost(sources)
     totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)  # pyright: ignore[reportArgumentType]
     totals["shards"] = len(shards)
     case = {"lowercase": lowercase}
@@ -104,7 +104,6 @@ def write_card(
     if filtered:  # cards without filters stay as they were before there were any
         card["filters"] = filtered
         totals["filtered"] = sum(entry["documents"] for entry in filtered if entry["dropped"])
-    totals |= _lost(sources)
     if evaluation:
         card["evaluation_sets"] = evaluation
     write_json(folder / "card.json", card)
