@@ -158,7 +158,7 @@ install() { # PYTHON PACKAGE
 }
 
 # Makes .venv, or adds to it, so that EXTRA's packages are there. Two at once: the second waits for the first.
-set_up() { # EXTRA: base, onnx, test, docs or bench
+set_up() { # EXTRA: base, test, docs or bench
     local extra=$1 package=$root python=""
     is_set_up "$extra" && return
     exec 9<"$lock"
@@ -205,13 +205,6 @@ run_tests() {
     exit 1
 }
 
-# Sets up .venv and becomes the console command.
-hand_over() { # EXTRA COMMAND [arguments]
-    set_up "$1"
-    shift
-    PYTHONSAFEPATH=1 BERTRAIN_PROGRAM=./launch.sh exec "$venv/bin/bertrain" "$@"
-}
-
 command=${1:---help}
 [[ $# -eq 0 ]] || shift
 case $command in
@@ -238,17 +231,13 @@ case $command in
         set_up bench
         PYTHONPATH=$root PYTHONSAFEPATH=1 BERTRAIN_PROGRAM=./launch.sh exec "$venv/bin/python" -m tests.bench "$@"
         ;;
-    export)
-        extra=base
-        [[ " $* " != *" --onnx "* ]] || extra=onnx
-        hand_over "$extra" export "$@"
-        ;;
     *)
         # With .venv in place, the console command names the nearest one.
         if ! is_command "$command" && ! is_set_up base; then
             printf "error: '%s' is not a command; ./launch.sh --help lists them.\n" "$command" >&2
             exit 2
         fi
-        hand_over base "$command" "$@"
+        set_up base
+        PYTHONSAFEPATH=1 BERTRAIN_PROGRAM=./launch.sh exec "$venv/bin/bertrain" "$command" "$@"
         ;;
 esac

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -35,6 +36,8 @@ from pretrain.batches.source import Machine
 from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
+
+logger = logging.getLogger(__name__)
 
 _LEAST_SEQUENCES = 16  # of held-out text whose loss is told apart
 _PREFETCH_TOKENS = 1 << 22  # of one rank; a token is 28 bytes here, so this is 120 MB
@@ -244,6 +247,10 @@ def validation_batches(
             "held_out: true) and prepare the corpus again."
         ) from error
     counts = maker.sampler.counts(min(config.evaluation.sequences, maker.samples_per_epoch))
+    without = sorted({shard.source for shard in shards.shards if not counts[shard.source]})
+    if without and not rank and not phase:
+        names = " and ".join(str(shards.sources[number].get("name", number)) for number in without)
+        logger.warning("held-out text of %s is not evaluated: too small a share. Raise evaluation.sequences.", names)
     batches = []
     for text, own in held_out_texts(shards, counts, max(_LEAST_SEQUENCES, world_size)):
         count = sum(own)

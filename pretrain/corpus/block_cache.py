@@ -20,9 +20,10 @@ import logging
 import mmap
 import os
 import shutil
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,10 @@ class Lease:
     def __init__(self, cache: BlockCache, blocks: np.ndarray) -> None:
         self._cache, self._blocks = cache, blocks
 
-    def __del__(self) -> None:
-        self._cache.release(self._blocks)
+    # As Python exits, modules may be cleared already; the kernel then frees the slot.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            self._cache.release(self._blocks)
 
 
 class BlockCache:

@@ -33,7 +33,7 @@ _BLOCK = 1 << 12  # characters whose classes are asked together
 _BLANKS_FOR_ENDS = bytes.maketrans(b"\n\0", b"  ")
 
 
-def byte_columns(texts: Sequence[str], table: WordTable) -> Columns:
+def byte_columns(texts: Sequence[str], table: WordTable, *, fold_case: bool = False) -> Columns:
     """Cut documents into columns of pieces, in the fields for words. A text has one sentence per line and no NUL.
 
     Lines of white space alone are no sentences. Words of a document are still counted as for a WordPiece.
@@ -60,7 +60,7 @@ def byte_columns(texts: Sequence[str], table: WordTable) -> Columns:
         documents=np.concatenate([[0], np.cumsum(filled)[document_ends]]),
         document_words=document_words(raw, word_starts, text_ends),
         document_bytes=np.diff(text_ends, prepend=0) - 1,
-        hashes=text_hashes(raw[1:], len(texts)),
+        hashes=text_hashes(raw[1:], len(texts), fold_case=fold_case),
     )
 
 

@@ -75,7 +75,7 @@ def write_card(
     corpus that this one grew from, whose sources come first and have no `hashes`; `not_compared` what was not compared.
     """
     earlier = (before or {}).get("sources", [])
-    totals = {key: sum(source[key] for source in sources) for key in _COUNTS}
+    totals = {key: sum(source[key] for source in sources) for key in _COUNTS} | _lost(sources)
     totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)  # pyright: ignore[reportArgumentType]
     totals["shards"] = len(shards)
     case = {"lowercase": lowercase}
@@ -111,6 +111,12 @@ def write_card(
         file.write(_markdown(card))
 
 
+def _lost(sources: list[dict[str, Any]]) -> dict[str, int]:
+    """How many documents held-out ones replace; left out if there are none, as in cards of earlier versions."""
+    lost = sum(source.get("lost_to_held_out", 0) for source in sources)
+    return {"lost_to_held_out": lost} if lost else {}
+
+
 def _with_files(source: dict[str, Any], hashes: dict[str, str]) -> dict[str, Any]:
     """A source with the number of its files and the first of their hashes."""
     first = list(hashes.items())[:_MAX_LISTED_FILES]
@@ -139,7 +145,8 @@ def summary_line(folder: Path, what: str) -> str:
         f"{shown(folder)}: {what}: {counted(totals['documents'], 'document')} "
         f"({totals['validation_documents']:,} held out, {counted(totals['duplicates'], 'duplicate')} and "
         f"{totals['too_short']:,} too short left out"
-        f"{_of_filters(', {:,} dropped by filters', totals)}), "
+        f"{_if_any(', {:,} dropped by filters', totals, 'filtered')}"
+        f"{_if_any(', {:,} of them copies of held-out text', totals, 'lost_to_held_out')}), "
         f"{counted(totals['sentences'], 'sentence')}, {totals['tokens']:,} tokens in "
         f"{counted(totals['shards'], 'shard')}, {vocabulary}, unknown {100 * totals['unknown_rate']:.3f} %."
     )
@@ -152,8 +159,15 @@ def summary_line(folder: Path, what: str) -> str:
 
 
 def _hints(card: dict[str, Any]) -> Iterator[str]:
-    """What to change if much of the text is lost."""
-    for source in card["sources"]:
+    """Sources of which nothing is left, and what to change if much of the text is lost."""
+    for number, source in enumerate(card["sources"]):
+        if source["documents_read"] and not source["documents"]:
+            filtered = sum(entry["by_source"][number] for entry in card.get("filters", []) if entry["dropped"])
+            yield (
+                f" {source['name']}: none of its {counted(source['documents_read'], 'document')} is left "
+                f"({counted(source['duplicates'], 'duplicate')}, {source['too_short']:,} too short, {filtered:,} "
+                f"dropped by filters){', so it is not evaluated' if source.get('held_out') else ''}."
+            )
         left_out = source.get("left_out")
         if left_out and left_out["characters"] > MOST_LEFT_OUT * left_out["read_characters"]:
             share = left_out["characters"] / left_out["read_characters"]
@@ -171,8 +185,8 @@ def _hints(card: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _of_filters(wording: str, totals: dict[str, Any]) -> str:
-    return wording.format(totals["filtered"]) if totals.get("filtered") else ""
+def _if_any(wording: str, totals: dict[str, Any], key: str) -> str:
+    return wording.format(totals[key]) if totals.get(key) else ""
 
 
 def _markdown(card: dict[str, Any]) -> str:
@@ -209,8 +223,10 @@ def _overview(card: dict[str, Any]) -> list[str]:
         f"{totals['unknown_tokens']:,} ({100 * totals['unknown_rate']:.4f} %). Language of the sentence splitter: "
         f"{card['language']}.",
         f"Read {totals['documents_read']:,} documents; left out {totals['duplicates']:,} exact duplicates and "
-        f"{totals['too_short']:,} that are too short{_of_filters(', and {:,} that filters drop', totals)}; held out "
+        f"{totals['too_short']:,} that are too short{_if_any(', and {:,} that filters drop', totals, 'filtered')}"
+        f"{_if_any('; {:,} of them are copies of held-out text', totals, 'lost_to_held_out')}; held out "
         f"{totals['validation_documents']:,} for validation.",
+        *_hints(card),
     ]
 
 

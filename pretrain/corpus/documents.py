@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
 from pretrain.common.wording import counted
-from pretrain.corpus.filters.near_duplicates import NearDuplicates, are_among
+from pretrain.corpus.filters.near_duplicates import NearDuplicates, are_among, load_hashes
 from pretrain.corpus.filters.report import MOST_EXAMPLES, Report
 from pretrain.corpus.inputs import LEFT_OUT, first_faults
 from pretrain.corpus.partitions import Partitions, partition_of
@@ -29,7 +30,7 @@ _MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence comes from another docum
 MOST_DOCUMENTS = 1 << 21  # compared at once: about 150 MB
 _KEPT = "kept"  # in the work folder: a byte for each document, in the order of the corpus
 _HASHED = np.dtype([("hash", "<u8", 2), ("document", "<u8")])
-_DROPPED = np.dtype([("document", "<u8"), ("near", "?")])
+_DROPPED = np.dtype([("document", "<u8"), ("near", "?"), ("lost", "?")])
 _KNOWN = np.dtype([("first", "<u8"), ("second", "<u8")])  # a hash, in an order
 _SAMPLE_BITS = 16  # of a hash: bins of the histogram that a sample is cut from
 _ORDER_BITS = 16  # of a place in the random order: bins that shards are cut from
@@ -130,18 +131,21 @@ class _DecidedPart:
 class Documents:
     """All documents in the order of the corpus."""
 
-    def __init__(self, work: Path, read: list[ChunkSummary], held_out: Sequence[bool]) -> None:
+    def __init__(self, work: Path, read: list[ChunkSummary], fraction: float, held_out: Mapping[int, str]) -> None:
         self._work = work
         self._read = read
         self._parts = [(part, summary.source) for summary in read for part in summary.parts]
         self._first = np.cumsum([0, *(count_documents(work / part) for part, _ in self._parts)])
         self._count = int(self._first[-1])
-        self._held_out_sources = {number for number, is_held_out in enumerate(held_out) if is_held_out}
+        self._fraction, self._below = fraction, np.uint64(fraction * 2**64)
+        self._held_out_sources = held_out
         # As a corpus that is only evaluated on may be.
-        self._only_held_out = bool(held_out) and all(held_out[summary.source] for summary in read)
+        self._only_held_out = all(summary.source in held_out for summary in read)
         self._last_held_out = -1  # the highest hash of those that are held out
         self._near: NearDuplicates | None = None
-        self._near_counts = np.zeros(1 + max((one.source for one in read), default=-1), np.int64)
+        # By source: near-duplicates, documents that held-out ones replace, held-out ones that are trained on already.
+        numbers = 1 + max([*(one.source for one in read), *held_out], default=-1)
+        self._near_counts, self._lost, self._trained = np.zeros((3, numbers), np.int64)
 
     @classmethod
     def load(
@@ -149,28 +153,35 @@ class Documents:
         work: Path,
         summaries: list[ChunkSummary],
         validation_fraction: float,
-        held_out: Sequence[bool] = (),
+        held_out: Mapping[int, str] = MappingProxyType({}),
         near_duplicates: NearDuplicates | None = None,
         faults: Sequence[dict[str, Any]] = (),
-        known: Sequence[Path] = (),
+        known: Sequence[tuple[Path, bool]] = (),
     ) -> Documents:
         """Read the tables of all part files and decide which documents are kept and which are held out.
 
-        `held_out` says of each source whether all of its documents are, besides `validation_fraction` of the others.
+        All documents of the sources `held_out`, number -> name, are held out, and `validation_fraction` of the others.
         `near_duplicates` are not kept. `faults` of the input, entries of `Problems`, explain an empty corpus. Documents
-        whose hashes are in the files `known`, which `write_hashes` wrote, are in the corpus already and not kept.
+        whose hashes are in the files `known`, which `write_hashes` wrote, are in the corpus already and not kept; True
+        beside a file says that they are for training.
+
+        Raises `InputError` if no document is left, or if the corpus trains on documents of a source that is held out.
         """
-        documents = cls(work, summaries, held_out)
+        documents = cls(work, summaries, validation_fraction, held_out)
         if not documents._count:
             raise _empty(summaries, faults)
-        documents._drop(near_duplicates, [_hashes(path) for path in known])
-        documents._hold_out(validation_fraction)
+        documents._drop(near_duplicates, [(load_hashes(path), is_trained) for path, is_trained in known])
+        documents._refuse_trained()
+        documents._hold_out()
         return documents
 
     # ------------------------------------------------------------ decisions
 
-    def _drop(self, near_duplicates: NearDuplicates | None, known: Sequence[np.ndarray]) -> None:
-        """Keep the first of every group of equal documents, unless it is known or nearly equal to an earlier one."""
+    def _drop(self, near_duplicates: NearDuplicates | None, known: Sequence[tuple[np.ndarray, bool]]) -> None:
+        """Keep the first of every group of equal documents, unless it is known or nearly equal to one before it.
+
+        Documents of sources that are held out come before all others.
+        """
         self._near = near_duplicates
         count = max(1, -(-self._count // MOST_DOCUMENTS))
         hashed = Partitions(self._work / "hashed", _HASHED, count)
@@ -181,7 +192,7 @@ class Documents:
             hashed.add(records, partition_of(hashes[:, 0], count))
         dropped = Partitions(self._work / "dropped", _DROPPED, count)
         for records in hashed.drain():
-            found = _dropped(records, near_duplicates, known)
+            found = self._dropped(records, near_duplicates, known)
             dropped.add(found, found["document"] // np.uint64(MOST_DOCUMENTS))
         with atomic_open(self._work / _KEPT) as file:
             for number, found in enumerate(dropped.drain()):
@@ -189,16 +200,55 @@ class Documents:
                 kept = np.ones(min(MOST_DOCUMENTS, self._count - start), bool)
                 kept[found["document"] - np.uint64(start)] = False
                 kept.tofile(file)
-                self._count_near(found["document"][found["near"]])
+                self._near_counts += self._by_source(found["document"][found["near"]])
+                self._lost += self._by_source(found["document"][found["lost"]])
 
-    def _count_near(self, documents: np.ndarray) -> None:
-        parts = np.searchsorted(self._first, documents, "right") - 1
+    def _dropped(
+        self, records: np.ndarray, near_duplicates: NearDuplicates | None, known: Sequence[tuple[np.ndarray, bool]]
+    ) -> np.ndarray:
+        """Those of the documents that are not kept, _DROPPED; all with an equal hash are among `records`."""
+        others, hashes = ~np.isin(self._sources(records["document"]), [*self._held_out_sources]), records["hash"]
+        order = np.lexsort((records["document"], others, hashes[:, 1], hashes[:, 0]))
+        records, others = records[order], others[order]
+        documents, hashes = records["document"], records["hash"]
+        drop = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(records)]
+        first = np.maximum.accumulate(np.where(drop, 0, np.arange(len(records))))
+        lost, (near, trained) = others & ~others[first], np.zeros((2, len(records)), bool)
+        for its_hashes, are_trained in known:
+            here = are_among(its_hashes, hashes)
+            drop |= here
+            trained |= here & are_trained
+        trained &= hashes[:, 0] >= self._below  # a corpus of an earlier version lists what its fraction holds out, too
+        self._trained += self._by_source(documents[trained & ~others])
+        if near_duplicates:
+            near = are_among(near_duplicates.hashes, hashes) & ~drop
+            lost |= are_among(near_duplicates.lost, hashes) & near
+            drop |= near
+        found = np.zeros(int(drop.sum()), _DROPPED)
+        found["document"], found["near"], found["lost"] = documents[drop], near[drop], lost[drop]
+        return found
+
+    def _sources(self, documents: np.ndarray) -> np.ndarray:
         sources = np.array([source for _, source in self._parts], np.int64)
-        self._near_counts += np.bincount(sources[parts], minlength=len(self._near_counts))
+        return sources[np.searchsorted(self._first, documents, "right") - 1]
 
-    def _hold_out(self, fraction: float) -> None:
+    def _by_source(self, documents: np.ndarray) -> np.ndarray:
+        return np.bincount(self._sources(documents), minlength=len(self._lost))
+
+    def _refuse_trained(self) -> None:
+        near = self._near.trained if self._near else {}
+        found = {name: (int(self._trained[n]), near.get(n, 0)) for n, name in self._held_out_sources.items()}
+        which = [f"{name}: {equal:,} equal, {like:,} similar" for name, (equal, like) in found.items() if equal + like]
+        if which:
+            count = counted(sum(map(sum, found.values())), "document")
+            raise InputError(
+                f"corpus.sources: {count} to hold out ({'; '.join(which)}): the corpus trains on this text. Remove it "
+                "from the source, or prepare all sources together into another corpus.dir."
+            )
+
+    def _hold_out(self) -> None:
         """Hold out the documents whose hash is below the fraction, or those with the lowest ones."""
-        below = np.uint64(fraction * 2**64)
+        below, fraction = self._below, self._fraction
         held_out, lowest = 0, np.zeros(0, np.uint64)
         for part in self._decided():
             first = part.table["hash"][part.kept, 0]
@@ -276,8 +326,8 @@ class Documents:
             return np.uint64((place << int(shift)) - 1)
         return ordered["hash"][max(1, fitting) - 1, 1]
 
-    def write_hashes(self, source: int, path: Path) -> None:
-        """Write the hashes of all documents of a source to `path`: uint64 [D, 2], ascending.
+    def write_hashes(self, source: int, path: Path, *, trained: bool) -> None:
+        """Write the hashes of a source's documents for training, or of all others, to `path`: uint64 [D, 2], ascending.
 
         Of those that are not kept, the corpus has an equal or nearly equal one.
         """
@@ -285,8 +335,8 @@ class Documents:
         begin, end = (int(self._first[own[0]]), int(self._first[own[-1] + 1])) if own else (0, 0)
         count = max(1, -(-(end - begin) // MOST_DOCUMENTS))
         found = Partitions(self._work / "signatures", _KNOWN, count)
-        for number in own:
-            hashes = np.ascontiguousarray(load_documents(self._work / self._parts[number][0])["hash"])
+        for part in self._decided(begin, end):
+            hashes = np.ascontiguousarray(part.table["hash"][part.of_split("train") == trained])
             found.add(hashes.view(_KNOWN).reshape(-1), partition_of(hashes[:, 0], count))
         with atomic_open(path) as file:
             for hashes in found.drain():
@@ -377,7 +427,7 @@ class Documents:
             own = [summary for summary in self._read if summary.source == number]
             read = sum(summary.documents for summary in own)
             unfiltered[number] = read - sum(summary.dropped for summary in own)
-            names = ("too_short", "duplicates", "documents", "validation_documents")
+            names = ("too_short", "duplicates", "lost_to_held_out", "documents", "validation_documents")
             result.append({"documents_read": read} | dict.fromkeys((*names, *_SUMS), 0))
         for part in self._decided():
             figures = result[part.source]
@@ -390,6 +440,7 @@ class Documents:
         for number, figures in enumerate(result):
             figures["too_short"] = unfiltered[number]
             figures["duplicates"] -= self._near_of(number)
+            figures["lost_to_held_out"] = int(self._lost[number]) if number < len(self._lost) else 0
         return result
 
 
@@ -408,25 +459,6 @@ def _empty(read: Sequence[ChunkSummary], faults: Sequence[dict[str, Any]]) -> In
         advice = f"Lower corpus.min_document_words, for which {documents - dropped:,} are too short"
     found = f" Faults in the input: {first_faults(faults)}." if faults else ""
     return InputError(f"corpus.sources: none of {documents:,} documents remains.{found} {advice}.")
-
-
-def _dropped(records: np.ndarray, near_duplicates: NearDuplicates | None, known: Sequence[np.ndarray]) -> np.ndarray:
-    """Those of the documents that are not kept, _DROPPED; all with an equal hash are among `records`."""
-    hashes = records["hash"]
-    records = records[np.lexsort((records["document"], hashes[:, 1], hashes[:, 0]))]
-    hashes = records["hash"]
-    copy = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(records)]
-    for one in known:
-        copy |= are_among(one, hashes)
-    near = near_duplicates.are(hashes) & ~copy if near_duplicates else np.zeros(len(records), bool)
-    found = np.zeros(int((copy | near).sum()), _DROPPED)
-    found["document"], found["near"] = records["document"][copy | near], near[copy | near]
-    return found
-
-
-def _hashes(path: Path) -> np.ndarray:
-    """What `write_hashes` wrote, memory-mapped; an empty file cannot be."""
-    return np.memmap(path, np.uint64, "r").reshape(-1, 2) if path.stat().st_size else np.zeros((0, 2), np.uint64)
 
 
 def are_held_out(table: np.ndarray, last: int, *, whole: bool) -> np.ndarray:

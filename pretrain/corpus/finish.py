@@ -147,7 +147,7 @@ class Prepared:
         entries = []
         for (number, source), hashes in zip(self.sources.items(), self.hashes, strict=True):
             results = [result for shard, result in zip(self.plan, self.results, strict=True) if shard.source == number]
-            left_out = self.documents.left_out(number)
+            left_out, lost = self.documents.left_out(number), figures[number].pop("lost_to_held_out")
             entries.append(
                 {
                     **source_facts(source),
@@ -156,6 +156,8 @@ class Prepared:
                     "input_bytes": sum(item.bytes for item in self.inputs[number]),
                     **figures[number],
                     **({"left_out": left_out} if left_out else {}),
+                    **({"lost_to_held_out": lost} if lost else {}),
+                    **({"held_out": True} if source.held_out else {}),
                     **card.shard_figures(results),
                 }
             )

@@ -1,8 +1,10 @@
 """A corpus that grows: the sources that it has stay as they are, further ones are prepared with its vocabulary.
 
-Each source keeps the signatures of its documents: their hashes (`source-00003.hashes`, uint64 [D, 2], ascending) and,
-where near-duplicates are searched, their sketches. New documents are compared with them, so a text that the corpus has,
-for training or held out, is not taken again. The manifest is replaced last, in one rename.
+Each source keeps the signatures of its documents: their hashes (uint64 [D, 2], ascending; `source-00003.hashes` for
+training, `.others` for those that are held out or left out) and, where near-duplicates are searched, their sketches.
+New documents are compared with them, so a text that the corpus has is not taken again. If it is for training and is to
+be held out now, that is an error. Corpora of earlier versions have no `.others`, and ignore case in all hashes. The
+manifest is replaced last, in one rename.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from pretrain.corpus.manifest import by_source, readable_manifest, source_name, 
 from pretrain.corpus.shards import source_fingerprint
 
 _CARD = "card-before.json"  # in the work folder
-_HASHES, _SKETCHES = ".hashes", near_duplicates.SUFFIX
+_HASHES, _OTHERS, _SKETCHES = ".hashes", ".others", near_duplicates.SUFFIX
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,21 @@ class Growth:
         return {number: self.folder / name for number, name in names.items() if name in self.manifest["files"]}
 
     @property
-    def hashes(self) -> list[Path]:
-        """Of the documents of each source that has them."""
-        return list(self.signatures(_HASHES).values())
+    def hashes(self) -> list[tuple[Path, bool]]:
+        """Those of the documents of each source that has them, and whether these are for training."""
+        own, others = by_source(self.manifest["settings"])[1], self.signatures(_OTHERS).values()
+        trained = {path: not own.get(n, {}).get("held_out") for n, path in self.signatures(_HASHES).items()}
+        return [*trained.items(), *((path, False) for path in others)]
+
+    @property
+    def trained(self) -> tuple[Path, ...]:
+        """The files of hashes of documents for training."""
+        return tuple(path for path, are_trained in self.hashes if are_trained)
+
+    @property
+    def ignores_case(self) -> bool:
+        """Whether hashes of the corpus are of an earlier version, which ignored case."""
+        return not self.signatures(_HASHES).keys() <= self.signatures(_OTHERS).keys()
 
     def link_sketches(self, work: Path) -> None:
         """Put the sketches that the corpus has into the work folder, before those of the new documents."""
@@ -136,8 +150,9 @@ def expect_all(folder: Path, manifest: dict[str, Any], numbers: list[int], damag
 
 def write_signatures(folder: Path, work: Path, documents: Documents, source: int, *, nearly: bool) -> list[str]:
     """Write the signatures of a source that was prepared in `work`; the names of the files."""
-    names = [f"{_stem(source)}{_HASHES}"]
-    documents.write_hashes(source, folder / names[0])
+    names = [f"{_stem(source)}{suffix}" for suffix in (_HASHES, _OTHERS)]
+    for name, trained in zip(names, (True, False), strict=True):
+        documents.write_hashes(source, folder / name, trained=trained)
     parts = sorted(work.glob(f"{source:03d}-*{_SKETCHES}")) if nearly else []
     if parts:
         names.append(f"{_stem(source)}{_SKETCHES}")

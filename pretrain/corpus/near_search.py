@@ -9,6 +9,7 @@ from pretrain.corpus.filters.near_duplicates import (
     MOST_DOCUMENTS,
     ROWS,
     NearDuplicates,
+    Precedence,
     SketchFiles,
     merge_pairs,
 )
@@ -19,7 +20,9 @@ _RESULT = "near_duplicates.hashes"
 _KEY_BYTES = 8
 
 
-def find_near_duplicates(pool: Pool, work: Path, settings: NearDuplicatesConfig, bar: StageBar) -> None:
+def find_near_duplicates(
+    pool: Pool, work: Path, settings: NearDuplicatesConfig, precedence: Precedence, bar: StageBar
+) -> None:
     """Compare the documents whose sketches are in the folder `work`, if that is asked for and not done yet."""
     result = work / _RESULT
     if not settings.enabled or result.exists():
@@ -29,14 +32,14 @@ def find_near_duplicates(pool: Pool, work: Path, settings: NearDuplicatesConfig,
         return
     shares = -(-documents // MOST_DOCUMENTS)
     calls = [
-        (f"pairs-{band:04d}-{share:04d}-{shares:04d}.npy", band, share, shares)
+        (f"pairs-{band:04d}-{share:04d}-{shares:04d}.npy", band, share, shares, precedence)
         for band in range(BANDS)
         for share in range(shares)
     ]
     with bar.stage("finding near-duplicates", _KEY_BYTES * documents * BANDS) as advance:
         for _ in pool.run(stages.find_pairs, calls, lambda name, *_: (work / name).exists() or None):
             advance(_KEY_BYTES * documents // shares)
-    merge_pairs([work / name for name, *_ in calls], work, BANDS * ROWS, result)
+    merge_pairs([work / name for name, *_ in calls], work, BANDS * ROWS, result, precedence)
 
 
 def near_duplicates(work: Path, settings: NearDuplicatesConfig) -> NearDuplicates | None:

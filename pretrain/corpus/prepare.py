@@ -51,6 +51,7 @@ from pretrain.corpus.documents import ChunkSummary, Documents, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary, sampled_words
 from pretrain.corpus.filters import check_filters
 from pretrain.corpus.filters.evaluation_sets import TABLE, write_table
+from pretrain.corpus.filters.near_duplicates import Precedence
 from pretrain.corpus.finish import CountReadings, Prepared
 from pretrain.corpus.growth import Growth, expect_all, known_at_addresses
 from pretrain.corpus.inputs import CHUNK_BYTES, Chunk, Input, Problems
@@ -75,10 +76,8 @@ from pretrain.corpus.shards import token_dtype, verify_shards
 from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stored import kept_at_address
-from pretrain.corpus.vocabulary import save_tokenizer, trained
+from pretrain.corpus.vocabulary import forget_rarest, is_uncased, save_tokenizer, trained
 from pretrain.storage.folders import note_stored
-
-_MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; above it the rarest are dropped
 
 
 def prepare(
@@ -248,7 +247,9 @@ class _Preparation:
         summaries = self._read(pool)
         if self._growth and self._corpus.filters.near_duplicates.enabled:
             self._growth.link_sketches(self._work)
-        find_near_duplicates(pool, self._work, self._corpus.filters.near_duplicates, self._bar)
+        trained = self._growth.trained if self._growth else ()
+        precedence = Precedence(tuple(self._held_out), self._corpus.validation_fraction, trained)
+        find_near_duplicates(pool, self._work, self._corpus.filters.near_duplicates, precedence, self._bar)
         hashes = self._end_hashing(hashing)
         tokenizer = self._tokenizer or self._vocabulary(pool, summaries)
         if self._tokenizer is None:
@@ -292,9 +293,11 @@ class _Preparation:
     # ------------------------------------------------------------ settings
 
     def _pool(self) -> Pool:
+        is_old = self._growth is not None and self._growth.ignores_case
         settings = stages.PreparationSettings(
             work=str(self._work),
             lowercase=self._corpus.vocabulary.lowercase,
+            folds_case=is_old or is_uncased(self._corpus.vocabulary, self._tokenizer),
             language=self._corpus.language,
             min_document_words=self._corpus.min_document_words,
             vocabulary_given=self._tokenizer is not None,
@@ -320,7 +323,7 @@ class _Preparation:
         """Go on with what the work folder has. Raises `InputError` if that was begun with other settings."""
         path, growth = self._work / "settings.json", self._growth
         # Part files are known by their chunk.
-        now = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random"}
+        now = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random", "duplicates": "held-out first"}
         if self._corpus.vocabulary.added_words:
             now["words_added"] = "first"
         if growth:
@@ -418,21 +421,27 @@ class _Preparation:
             for _, (words, numbers) in pool.run(stages.count_words, sampled()):
                 for word, number in zip(words, numbers.tolist(), strict=True):
                     counts[word] += number
-                _forget_rarest(counts)
+                forget_rarest(counts)
                 advance(sizes.popleft())
         with self._bar.stage("training the vocabulary", 0):
             tokenizer = trained(counts, settings)
         save_tokenizer(self._work, tokenizer)
         return tokenizer
 
+    @property
+    def _held_out(self) -> dict[int, str]:
+        return {number: source_name(source) for number, source in self._sources.items() if source.held_out}
+
     def _documents(self, summaries: list[ChunkSummary]) -> Documents:
-        held_out = [False] * max(self._sources, default=-1) + [False]
-        for number, source in self._sources.items():
-            held_out[number] = source.held_out
         near = near_duplicates(self._work, self._corpus.filters.near_duplicates)
         fraction, faults = self._corpus.validation_fraction, self._problems.entries()
         known = self._growth.hashes if self._growth else ()
-        return Documents.load(self._work, summaries, fraction, held_out, near, faults, known)
+        try:
+            return Documents.load(self._work, summaries, fraction, self._held_out, near, faults, known)
+        except InputError:
+            if self._growth:  # the corpus stays as it is, and can grow by other sources
+                shutil.rmtree(self._work, ignore_errors=True)
+            raise
 
     def _tokenize(self, pool: Pool, summaries: list[ChunkSummary]) -> None:
         """Part files of words become part files of tokens, under the new names in `summaries`."""
@@ -469,15 +478,6 @@ class _Preparation:
 
 def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def _forget_rarest(counts: collections.Counter[bytes]) -> None:
-    """Keep memory bounded: drop the words that occurred once, then twice, ... until few enough are left."""
-    least = 1
-    while len(counts) > _MAX_COUNTED_WORDS:
-        for word in [word for word, count in counts.items() if count <= least]:
-            del counts[word]
-        least += 1
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ class PreparationSettings:
     vocabulary_given: bool
     byte_level: bool = False  # whether the vocabulary is a byte-level BPE
     released: bool = False  # whether it is one of another maker, which is given whole documents
+    folds_case: bool = False  # whether documents that differ in case alone are equal
     keeps_lines: bool = False  # whether line breaks and indentation are tokens
     unknown_id: int = -1  # of the released one
     filters: FiltersConfig = field(default_factory=FiltersConfig)
@@ -350,11 +351,11 @@ def _chosen(name: str, bits: np.ndarray) -> Part:
     return part.select(np.unpackbits(bits, count=len(part.documents)).astype(bool))
 
 
-def find_pairs(name: str, band: int, share: int, shares: int) -> None:
+def find_pairs(name: str, band: int, share: int, shares: int, precedence: near_duplicates.Precedence) -> None:
     """Compare the sketches of all parts in one band; `name` is the file of the work folder to write."""
     state = _state()
     threshold = state.settings.filters.near_duplicates.threshold
-    near_duplicates.find_pairs(state.work, state.work / name, band, share, shares, threshold)
+    near_duplicates.find_pairs(state.work, state.work / name, band, share, shares, threshold, precedence)
 
 
 def hash_files(paths: Sequence[str]) -> list[str]:
@@ -407,9 +408,11 @@ def _batch(texts: list[str], sketches: Sketches | None, state: _Process, splitti
     sentences = map(splitting.split, texts)
     if settings.byte_level:
         # A byte-level vocabulary would spell the white space around a sentence.
-        cut = byte_columns(["\n".join(map(str.strip, lines)) for lines in sentences], state.table)
+        texts = ["\n".join(map(str.strip, lines)) for lines in sentences]
+        cut = byte_columns(texts, state.table, fold_case=settings.folds_case)
     else:
-        cut = columns(["\n".join(lines) for lines in sentences], state.table, lowercase=settings.lowercase)
+        case = {"lowercase": settings.lowercase, "fold_case": settings.folds_case}
+        cut = columns(["\n".join(lines) for lines in sentences], state.table, **case)
     part = replace(_numbered(cut), sketches=sketches)
     long_enough = part.documents["words"] >= state.settings.min_document_words
     part = part.select(long_enough & (part.documents["sentences"] > 0))
@@ -420,7 +423,7 @@ def _batch(texts: list[str], sketches: Sketches | None, state: _Process, splitti
 def _whole_documents(texts: list[str], sketches: Sketches | None, state: _Process, splitting: _Splitting) -> Part:
     """The documents of `texts` that are long enough, tokenized whole if there is a vocabulary."""
     settings = state.settings
-    table = measured(texts)
+    table = measured(texts, fold_case=settings.folds_case)
     starts = list(map(splitting.starts, texts))
     long_enough = table["words"] >= settings.min_document_words
     kept = [number for number, its_starts in enumerate(starts) if its_starts and long_enough[number]]

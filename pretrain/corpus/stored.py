@@ -33,7 +33,7 @@ from pretrain.storage import folders
 from pretrain.storage.objects import ObjectStore
 
 _ARRAYS_READ_BY_BLOCK = tuple(f"train-*.{part}.npy" for part in ("tokens", "sentences", "documents"))
-_SIGNATURES = ("source-*.hashes", "source-*.sketches")  # which only a preparation reads
+_SIGNATURES = ("source-*.hashes", "source-*.others", "source-*.sketches")  # which only a preparation reads
 _SMALL_AT_ONCE = 16  # tables of blocks on their way, of some kilobytes each
 _STREAMED = ".streamed"  # folder of a corpus: its manifest, and the blocks that are here
 

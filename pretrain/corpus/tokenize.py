@@ -12,6 +12,7 @@ with `split_special_tokens=True`).
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,8 @@ def _character_classes() -> bytes:
 
 _CLASSES = _character_classes()
 _LOWER = bytes(range(256)).lower()
+# UTF-8 of what a text that is not composed has: combining marks, leading jamo, voiced marks of kana.
+_DECOMPOSED = (b"\xcc", b"\xcd", b"\xe1\x84", b"\xe3\x82\x99", b"\xe3\x82\x9a")
 _LOW_BYTES = np.array(
     [(1 << 8 * n) - 1 for n in range(9)], np.uint64
 )  # keeps the first n bytes of a little-endian word
@@ -72,8 +75,11 @@ class Columns:
     hashes: np.ndarray
 
 
-def columns(texts: Sequence[str], table: WordTable, *, lowercase: bool) -> Columns:
-    """Cut documents into columns of words. Each text holds its sentences one per line and no NUL."""
+def columns(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold_case: bool | None = None) -> Columns:
+    """Cut documents into columns of words. Each text holds its sentences one per line and no NUL.
+
+    `fold_case` is that of `text_hashes`, None as `lowercase`.
+    """
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     # The first byte class decides everything; lower-casing ASCII first halves the distinct words and is what
     # BertNormalizer would do to these bytes anyway.
@@ -93,7 +99,7 @@ def columns(texts: Sequence[str], table: WordTable, *, lowercase: bool) -> Colum
         documents=np.concatenate([[0], np.cumsum(filled)[document_ends]]),
         document_words=document_words(text, blank_words, text_ends),
         document_bytes=np.diff(text_ends, prepend=-1) - 1,
-        hashes=text_hashes(raw, len(texts)),
+        hashes=text_hashes(raw, len(texts), fold_case=lowercase if fold_case is None else fold_case),
     )
 
 
@@ -116,9 +122,11 @@ def _word_bounds(kinds: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.flatnonzero(starts), np.flatnonzero(ends) + 1, np.flatnonzero(blank_starts)
 
 
-def text_hashes(raw: bytes, count: int) -> np.ndarray:
-    """uint64 [count, 2]: BLAKE2b of each text without its ASCII blanks and letter case."""
-    folded = raw.translate(_LOWER, b" \t\r\n").split(b"\0")[:count]
+def text_hashes(raw: bytes, count: int, *, fold_case: bool) -> np.ndarray:
+    """uint64 [count, 2]: BLAKE2b of each text without its ASCII blanks, composed (NFC), in lower case if asked for."""
+    folded = raw.translate(_LOWER if fold_case else None, b" \t\r\n").split(b"\0")[:count]
+    if any(lead in raw for lead in _DECOMPOSED):
+        folded = [unicodedata.normalize("NFC", text.decode()).encode() for text in folded]
     digests = b"".join(hashlib.blake2b(text, digest_size=16).digest() for text in folded)
     return np.frombuffer(digests, "<u8").reshape(count, 2)
 

@@ -22,6 +22,8 @@ from pretrain.corpus.released import (
 )
 from pretrain.corpus.special_tokens import SPECIAL_TOKENS, special_ids
 
+_MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; above it the rarest are dropped
+
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
 _LINE_FEED, _RETURN = "\u010a", "\u010d"  # GPT-2's characters for the bytes that end the lines of a vocab.txt
 # Characters, most frequent first, are entries until they cover this share of the text, up to half of all entries with
@@ -110,6 +112,21 @@ def numbered(path: Path, entries: Sequence[str]) -> dict[str, int]:
     vocabulary = {entry: number for number, entry in enumerate(entries)}
     _check_specials(path, vocabulary)
     return vocabulary
+
+
+def forget_rarest(counts: Counter[bytes]) -> None:
+    """Keep memory bounded: drop the words that occurred once, then twice, ... until few enough are left."""
+    least = 1
+    while len(counts) > _MAX_COUNTED_WORDS:
+        for word in [word for word, count in counts.items() if count <= least]:
+            del counts[word]
+        least += 1
+
+
+def is_uncased(settings: VocabularyConfig, tokenizer: Tokenizer | None) -> bool:
+    """Whether texts that differ in case alone have the same tokens. `tokenizer` is None if it is to be trained."""
+    normalizer: Any = tokenizer.normalizer if tokenizer else None
+    return "A" not in normalizer.normalize_str("A") if normalizer else settings.lowercase
 
 
 def load_vocabulary(

@@ -28,7 +28,7 @@ _BLANKS = b" \t\r\n"
 _Sentences = tuple[np.ndarray, np.ndarray]  # tokens of a document, and tokens of each of its sentences, uint32 [S]
 
 
-def measured(texts: Sequence[str]) -> np.ndarray:
+def measured(texts: Sequence[str], *, fold_case: bool = False) -> np.ndarray:
     """The DOCUMENT table of `texts`, without what depends on the tokenizer; a text has no NUL."""
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     text = np.frombuffer(raw, np.uint8)
@@ -37,7 +37,7 @@ def measured(texts: Sequence[str]) -> np.ndarray:
     begins[1:] &= ~solid[:-1]
     ends = np.flatnonzero(text == 0)
     table = np.zeros(len(texts), DOCUMENT)
-    table["hash"] = text_hashes(raw, len(texts))
+    table["hash"] = text_hashes(raw, len(texts), fold_case=fold_case)
     table["words"] = document_words(raw, np.flatnonzero(begins), ends)
     table["bytes"] = np.diff(ends, prepend=-1) - 1
     return table

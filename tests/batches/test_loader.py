@@ -156,7 +156,7 @@ def test_the_rehearsed_micro_batch_is_as_large_as_any(shards, budget):
     assert max(sum(micro.lengths) for step in load(shards, config)[0] for micro in step.micro_batches) > budget - 8
 
 
-def test_validation_batches_are_fixed(folder, shards):
+def test_validation_batches_are_fixed(folder, shards, caplog):
     held_out = open_shards(folder, "validation")
     known = BatchMaker(held_out, run_config(), 0, seed=0, rank=0, world_size=1).samples_per_epoch
     expected = None
@@ -172,6 +172,9 @@ def test_validation_batches_are_fixed(folder, shards):
     everything = validation_batches(held_out, run_config(evaluation=10**6), 0, rank=0, world_size=1)
     assert sum(batch.sequences for batch in everything) == known
     assert validation_batches(replace(shards, shards=[]), run_config(), 0, rank=0, world_size=1) == []
+    assert "not evaluated" not in caplog.text
+    validation_batches(held_out, run_config(evaluation=1), 0, rank=0, world_size=1)
+    assert "held-out text of source-0 is not evaluated" in caplog.text
 
 
 def masked_share(shards: TokenShards, config: PretrainConfig, phase: int, step: int) -> float:

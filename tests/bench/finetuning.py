@@ -140,7 +140,7 @@ def summary(result: dict[str, Any]) -> str:
 def _run_ours(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     path = write_result(config, seed, folder)
-    _call(["finetune", "finetune", str(path), "--no-ray"])
+    _call(["finetune.cli", "finetune", str(path), "--no-ray"])
     scores = json.loads((folder / SCORES).read_text())
     training = [record for record in read_records(folder) if is_training(record)]
     warm = next(record for record in training if record["step"] >= _WARM_UP * training[-1]["step"])

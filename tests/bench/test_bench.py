@@ -67,6 +67,33 @@ def test_a_step_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert row["tokens_per_second"]["ours"] > 0
 
 
+SMALL_RUNS = {
+    "finetune": (["run.yaml", "--seeds", "1"], "trainer "),
+    "workers": (["--corpus", "corpus", "--steps", "20", "--zero", "1", "--workers", "1", "--rounds", "1"], "of bare"),
+    "scale": (["--ranks", "2", "--repeats", "1"], "max/mean"),
+    "stream": (["--terabytes", "0.002", "--ranks", "2", "--rate", "1e9", "--seconds", "0.1", "--steps", "0"], "rank 1"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL_RUNS)
+def test_every_other_benchmark_of_a_cpu_runs(name, tmp_path, monkeypatch, capsys) -> None:
+    """`speedrun` and `law` run in the default suite, `gpu` needs a GPU."""
+    monkeypatch.chdir(tmp_path)
+    words, expected = SMALL_RUNS[name]
+    if name in ("workers", "scale"):
+        words = [*words, "--length", "64", "--sequences", "4"]
+    if name == "workers":
+        make_corpus(tmp_path / "corpus", documents=100)
+    if name == "finetune":
+        pytest.importorskip("accelerate")
+        reviews, training = write_reviews(tmp_path, train=64, dev=8), {"examples_per_step": 4, "epochs": 1.0}
+        bert = str(make_bert(tmp_path / "bert"))
+        write_config(tmp_path, start_from=bert, classification=reviews, training=training, engine={"precision": "fp32"})
+    assert main([name, *words]) == 0, capsys.readouterr().err
+    assert expected in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_loader_and_preparation_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["loader", "--sequences", "2", "--repeats", "1", "--json"]) == 0

@@ -126,7 +126,13 @@ def test_text_that_the_corpus_has_is_not_taken_again(tmp_path: Path, first: Sour
     (other,) = [seed for seed in OLD if tokens(folder, text(seed)) == min(documents(folder, "train", 0))]
     texts = [text(seed) for seed in (*NEW, seed, other, NEW[0])]
     again = source(write_lines(tmp_path / "again.jsonl", texts))
-    evaluated = source(write_lines(tmp_path / "evaluated.jsonl", [text(other), text(900)]), held_out=True)
+    before = content(folder)
+    trained = source(write_lines(tmp_path / "trained.jsonl", [text(other), text(900)]), held_out=True)
+    with pytest.raises(InputError, match=r"1 document to hold out \(trained: 1 equal, 0 similar\): "):
+        prepare(config(folder, first, again, trained), quiet=True)
+    assert content(folder) == before
+    assert not (folder / ".work").exists()
+    evaluated = source(write_lines(tmp_path / "evaluated.jsonl", [text(seed), text(900)]), held_out=True)
     prepare(config(folder, first, again, evaluated), quiet=True)
     assert documents(folder, "validation", 0) == held_out, "the old ones win"
     assert documents(folder, "train", 1) | documents(folder, "validation", 1) == {tokens(folder, text(n)) for n in NEW}
@@ -167,6 +173,10 @@ def test_near_duplicates_of_old_text_are_found(tmp_path: Path, first: SourceConf
     card = json.loads((folder / "card.json").read_text())
     assert [entry["by_source"] for entry in card["filters"]] == [[0, 9, 1]]
     assert card["sources"][2]["duplicates"] == 1, "the text of one that was left out"
+    texts = [changed[2], long(3), long(4) + " The end.", *map(long, range(200, 209))]
+    dev = source(write_lines(tmp_path / "dev.jsonl", texts), held_out=True)
+    with pytest.raises(InputError, match=r"2 documents to hold out \(dev: 1 equal, 1 similar\)"):
+        prepare(config(folder, old, more, third, dev, filters=filters), quiet=True)
 
 
 def test_sources_are_known_by_name_and_content_not_by_place(tmp_path, first, second, folder) -> None:
@@ -217,8 +227,7 @@ def test_what_a_corpus_without_signatures_cannot_compare_is_said(tmp_path, first
     from pretrain.common.files import put_manifest, read_manifest
 
     old = read_manifest(folder)
-    (folder / "source-00000.hashes").unlink()
-    old["files"] = {name: entry for name, entry in old["files"].items() if not name.endswith(".hashes")}
+    old["files"] = {name: entry for name, entry in old["files"].items() if not name.startswith("source-")}
     put_manifest(folder, old)
     again = source(write_lines(tmp_path / "again.jsonl", [text(seed) for seed in (*NEW, OLD[0])]))
     prepare(config(folder, first, again))

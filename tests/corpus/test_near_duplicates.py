@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pretrain.config import FiltersConfig, NearDuplicatesConfig
+from pretrain.config import FiltersConfig, NearDuplicatesConfig, SourceConfig
 from pretrain.corpus.filters import Filters
 from pretrain.corpus.filters import near_duplicates as near
 from pretrain.corpus.filters.report import Report
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
-from tests.corpus.preparing import card, content, document_tokens
+from pretrain.corpus.whole_documents import measured
+from tests.corpus.preparing import card, content, document_tokens, preparation
 from tests.corpus.test_filters import filtered, prose, write_lines
 
 ON = {"near_duplicates": {"enabled": True}}
@@ -55,7 +56,8 @@ def search(texts: list[str], folder: Path, *, per_part: int = 400, shares: int =
     pairs = np.zeros(0, near.PAIR)
     for band in range(near.BANDS):
         for share in range(shares):
-            near.find_pairs(folder, folder / "pairs.npy", band, share, shares, config.near_duplicates.threshold)
+            threshold = config.near_duplicates.threshold
+            near.find_pairs(folder, folder / "pairs.npy", band, share, shares, threshold, near.Precedence())
             pairs = np.append(pairs, np.load(folder / "pairs.npy"))
     pairs = pairs[np.lexsort((pairs["earlier"], pairs["document"]))[::-1]]
     return {int(pair["document"]): int(pair["earlier"]) for pair in pairs}
@@ -132,6 +134,41 @@ def test_the_first_document_stays_across_sources(sources: Path, tmp_path: Path) 
         (tmp_path / name).write_bytes((sources / name).read_bytes())
     prepare(filtered(tmp_path, tmp_path / "plain", {}, vocabulary={"path": str(tmp_path / "one")}), quiet=True)
     assert _documents(tmp_path / "one") == _documents(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(("names", "processes"), [("thd", 2), ("dht", 1), ("htd", 1)])
+def test_held_out_text_wins(names: str, processes: int, tmp_path: Path) -> None:
+    """t has copies and near copies of h, which is held out, and so has d, in another form."""
+    held_out = [f"{prose(seed)}\nCaf\u00e9." for seed in range(20)]
+    copies = [text.replace("\u00e9", "e\u0301") + "  \n" for text in held_out[:10]]
+    copies += [changed(text, 0.05, 5) for text in held_out[10:]]
+    write_lines(tmp_path / "h.jsonl", held_out)
+    write_lines(tmp_path / "t.jsonl", [*copies, *(prose(seed) for seed in range(100, 130)), *copies])
+    write_lines(tmp_path / "d.jsonl", held_out[5:15][:: -1 if names[0] == "d" else 1])
+    sources = [
+        SourceConfig(kind="jsonl", name=name, path=str(tmp_path / f"{name}.jsonl"), held_out=name != "t")
+        for name in names
+    ]
+    given = {"filters": ON, "processes": processes, "validation_fraction": 0}
+    line = prepare(preparation(tmp_path / "out", sources, **given), quiet=True)
+    found = {source["name"]: source for source in card(tmp_path / "out")["sources"]}
+    assert (found["t"]["documents"], found["t"]["lost_to_held_out"]) == (30, 30)
+    assert found["h"]["validation_documents"] + found["d"]["validation_documents"] == 20
+    assert "30 of them copies of held-out text" in line
+    assert ("d: none of its 10 documents is left (10 duplicates" in line) == (names != "dht")
+
+
+def test_validation_documents_win_over_similar_ones(tmp_path: Path) -> None:
+    texts = [prose(seed) for seed in range(40)]
+    similar = [changed(text, 0.05, 5) for text in texts]
+    write_lines(tmp_path / "texts.jsonl", [*similar, *texts])
+    source = SourceConfig(kind="jsonl", path=str(tmp_path / "texts.jsonl"))
+    prepare(preparation(tmp_path / "out", [source], filters=ON, validation_fraction=0.3), quiet=True)
+    hashes = measured([*texts, *similar], fold_case=True)["hash"]
+    one, other = near.Precedence(fraction=0.3).below(hashes).reshape(2, 40)
+    (found,) = card(tmp_path / "out")["sources"]
+    assert found["documents"] == 40
+    assert found["validation_documents"] == (one | other).sum() > other.sum()
 
 
 @pytest.mark.parametrize("vocabulary", ["trained", "given", "bytes"])

@@ -94,6 +94,24 @@ def test_samples_are_those_of_a_full_copy_and_the_cache_keeps_its_size(proxy, tm
     assert sum(512 * path.stat().st_blocks for path in files) < corpus.cache + 4096 * 40
 
 
+LEFT = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from pretrain.corpus.block_cache import BlockCache, Lease, StoredArray, StoredShard
+from pretrain.corpus.blocks import BLOCK, PARTS
+shard = StoredShard({name: StoredArray(name, 136, 128, 8) for name in PARTS}, np.zeros(1, BLOCK))
+cache = BlockCache("s3://bucket/corpus", Path(sys.argv[1]), [shard], most_bytes=1000)
+os.kept, np.kept = (Lease(cache, np.array([0])) for _ in range(2))  # in modules that are cleared later
+"""
+
+
+def test_a_lease_that_is_left_when_python_exits_is_silent(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEFT, str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 READER = """
 import sys
 import numpy as np

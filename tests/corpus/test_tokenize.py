@@ -181,6 +181,8 @@ def test_equal_documents_have_equal_hashes() -> None:
     hashes = columns(texts, WordTable(), lowercase=True).hashes
     assert (hashes[0] == hashes[1]).all()
     assert len({tuple(pair) for pair in hashes.tolist()}) == 3
+    cased = columns([*texts, "Cafe\u0301", "Caf\u00e9", "caf\u00e9"], WordTable(), lowercase=False).hashes
+    assert len({tuple(pair) for pair in cased.tolist()}) == 6, "only the composed one is equal to another"
 
 
 def test_splitting_keeps_every_character_and_paragraphs_apart() -> None:

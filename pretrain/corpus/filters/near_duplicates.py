@@ -4,8 +4,10 @@ While documents are read, each gets a sketch: one number for every band, which d
 share, and the lowest 8 bits of all minima (Li & Koenig 2010). The sketches of a part are a file. Afterwards each call
 of `find_pairs` compares the documents of one band, or of a share of it by hash, and names the pairs that are similar.
 
-A document is dropped if an earlier one in the order of the corpus is similar, whether that one is kept or not. It is
-compared with two of the documents that share a band with it: the first, and the one right before it.
+A document is dropped if one before it is similar, whether that one is kept or not. First come the documents of a
+corpus that grows, then those that are held out, then all others in the order of the corpus. A document is compared with
+the first and the one right before it of those that share a band with it, and with up to `_ANCHORS` that are not for
+training.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import bisect
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +35,34 @@ WORDS = 3  # of a sequence
 BANDS, ROWS = 32, 4  # ROWS: minima in a band
 _SEED = 42
 MOST_DOCUMENTS = 1 << 23  # of a call of `find_pairs`: about 0.4 GB of memory
+_ANCHORS = 8
 _PAIRS_AT_ONCE = 4096  # compared, so that their minima fit the cache
 _EXCERPT_BYTES = 96
+_FEW = 1000  # known hashes for each that is looked up, above which their pages are read one by one
 _CHANCE = 1 / 256  # that the lowest 8 bits of different minima are equal
 _HASH = np.dtype([("first", "<u8"), ("second", "<u8")])
-PAIR = np.dtype([("document", "<u8"), ("earlier", "<u8"), ("equal", "<u4"), ("hash", "<u8", 2)])
+_KNOWN, _HELD_OUT, _VALIDATION, _TRAINING = range(4)  # ranks: of similar documents, the one of the lowest rank stays
+_RANKS = [("rank", "u1"), ("earlier_rank", "u1")]
+PAIR = np.dtype([("document", "<u8"), ("earlier", "<u8"), ("equal", "<u4"), ("hash", "<u8", 2), *_RANKS])
+
+
+@dataclass(frozen=True)
+class Precedence:
+    """Which documents come before those for training.
+
+    Attributes:
+        held_out: numbers of the sources that are held out as a whole.
+        fraction: of the documents of all others that is held out, by hash.
+        trained: files of the hashes of known documents that are for training.
+    """
+
+    held_out: tuple[int, ...] = ()
+    fraction: float = 0
+    trained: tuple[Path, ...] = ()
+
+    def below(self, hashes: np.ndarray) -> np.ndarray:
+        """bool [D]: which documents with uint64 [D, 2] `hashes` the fraction holds out."""
+        return hashes[:, 0] < np.uint64(self.fraction * 2**64)
 
 
 @dataclass(frozen=True)
@@ -125,6 +151,7 @@ class SketchFiles:
         named = sorted((tuple(map(int, path.stem.split("-"))), path) for path in work.glob("*" + SUFFIX))
         self._paths = [path for _, path in named]
         self.first = np.cumsum([0, *(len(_mapped(path, 0)) for path in self._paths)])
+        self._sources = np.array([place[0] for place, _ in named], np.int64)
         self._known = sum(len(place) == 1 for place, _ in named)
         self.known = int(self.first[self._known])
 
@@ -146,6 +173,16 @@ class SketchFiles:
         keys, documents = zip(*(found[number] for number in sorted(found)), strict=True)
         return np.concatenate(keys), np.concatenate(documents)
 
+    def sources(self, documents: np.ndarray) -> np.ndarray:
+        """int64 [D]: the number of the source of each document."""
+        return self._sources[np.searchsorted(self.first, documents, "right") - 1]
+
+    def ranks(self, documents: np.ndarray, hashes: np.ndarray, precedence: Precedence) -> np.ndarray:
+        """uint8 [D]: the ranks of documents with these hashes."""
+        held_out = np.isin(self.sources(documents), precedence.held_out)
+        conditions = [documents < np.uint64(self.known), held_out, precedence.below(hashes)]
+        return np.select(conditions, [_KNOWN, _HELD_OUT, _VALIDATION], _TRAINING).astype(np.uint8)
+
     def rows(self, number: int, documents: np.ndarray) -> np.ndarray:
         """Rows of the array `number` (0 hashes, 2 minima, 3 excerpts) for ascending document numbers."""
         documents = documents.astype(np.int64)
@@ -165,15 +202,16 @@ def _mapped(path: Path, number: int) -> np.ndarray:
     return np.memmap(path, dtype, "r", place, shape)
 
 
-def find_pairs(work: Path, out: Path, band: int, share: int, shares: int, threshold: float) -> None:
-    """Write the documents that are similar to an earlier one in one band to `out`: PAIR, ascending.
+def find_pairs(
+    work: Path, out: Path, band: int, share: int, shares: int, threshold: float, precedence: Precedence
+) -> None:
+    """Write the documents that are similar to one before them in one band to `out`: PAIR, ascending.
 
-    Only keys that are `share` modulo `shares` are compared.
+    Only keys that are `share` modulo `shares` are compared. A document has one pair, or if its source is held out also
+    all with known documents.
     """
     files = SketchFiles(work)
-    later, earlier = _candidates(files, *files.band(band, share, shares))
-    is_new = later >= np.uint64(files.known)
-    later, earlier = later[is_new], earlier[is_new]
+    later, earlier, *ranks = _candidates(files, *files.band(band, share, shares), precedence)
     involved, place = np.unique(np.concatenate([later, earlier]), return_inverse=True)
     minima = files.rows(2, involved)
     equal = _equal_bits(minima, place[: len(later)], place[len(later) :])
@@ -181,8 +219,10 @@ def find_pairs(work: Path, out: Path, band: int, share: int, shares: int, thresh
     pairs = np.zeros(int(similar.sum()), PAIR)
     pairs["document"], pairs["earlier"], pairs["equal"] = later[similar], earlier[similar], equal[similar]
     pairs["hash"] = files.rows(0, involved)[place[: len(later)][similar]]
+    pairs["rank"], pairs["earlier_rank"] = (its[similar] for its in ranks)
+    pairs = _ordered(pairs)
     with atomic_open(out) as file:
-        np.save(file, _earliest(pairs), allow_pickle=False)
+        np.save(file, pairs[_are_first(pairs) | _are_with_known(pairs)], allow_pickle=False)
 
 
 def _equal_bits(minima: np.ndarray, some: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -194,10 +234,18 @@ def _equal_bits(minima: np.ndarray, some: np.ndarray, others: np.ndarray) -> np.
     return equal
 
 
-def _earliest(pairs: np.ndarray) -> np.ndarray:
-    """The pair with the earliest other document for each document."""
-    pairs = pairs[np.lexsort((pairs["earlier"], pairs["document"]))]
-    return pairs[np.append(True, pairs["document"][1:] != pairs["document"][:-1])[: len(pairs)]]
+def _ordered(pairs: np.ndarray) -> np.ndarray:
+    return pairs[np.lexsort((pairs["earlier"], pairs["earlier_rank"], pairs["document"]))]
+
+
+def _are_first(pairs: np.ndarray) -> np.ndarray:
+    """bool: the first of the ordered pairs of each document."""
+    return np.append(True, pairs["document"][1:] != pairs["document"][:-1])[: len(pairs)]
+
+
+def _are_with_known(pairs: np.ndarray) -> np.ndarray:
+    """bool: pairs of a document of a held-out source and a known one."""
+    return (pairs["rank"] == _HELD_OUT) & (pairs["earlier_rank"] == _KNOWN)
 
 
 def _similarity(equal: np.ndarray, size: int) -> np.ndarray:
@@ -205,53 +253,92 @@ def _similarity(equal: np.ndarray, size: int) -> np.ndarray:
     return (equal / size - _CHANCE) / (1 - _CHANCE)
 
 
-def _candidates(files: SketchFiles, keys: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(document, earlier one) for each document that is not the first with its key; copies do not count."""
-    order = np.argsort(keys, kind="stable")  # documents ascend within a key
+def _candidates(
+    files: SketchFiles, keys: np.ndarray, documents: np.ndarray, precedence: Precedence
+) -> tuple[np.ndarray, ...]:
+    """(new document, one before it, their ranks) for documents that share a key; copies do not count."""
+    order = np.argsort(keys, kind="stable")
     keys, documents = keys[order], documents[order]
     same = np.append(False, keys[1:] == keys[:-1])[: len(keys)]
     shared = same | np.append(same[1:], False)
     keys, documents = keys[shared], documents[shared]
-    kept = ~_copies(files, keys, documents)
-    keys, documents = keys[kept], documents[kept]
-    begins = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
-    first = np.repeat(begins, np.diff(np.append(begins, len(keys))))
-    place = np.arange(len(keys))
-    others, before = place[place > first], place[place > first + 1]
-    pairs = np.concatenate([others, before]), np.concatenate([first[others], before - 1])
-    return documents[pairs[0]], documents[pairs[1]]
-
-
-def _copies(files: SketchFiles, keys: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """bool: documents with the text of an earlier one, which are left out anyway. They share every key with it."""
     ascending, place = np.unique(documents, return_inverse=True)
-    hashes = files.rows(0, ascending)[place]
-    order = np.lexsort((documents, hashes[:, 1], hashes[:, 0], keys))
+    hashes = files.rows(0, ascending)
+    ranks = files.ranks(ascending, hashes, precedence)
+    order = np.lexsort((documents, ranks[place], keys))
+    keys, place = keys[order], place[order]
+    kept = ~_copies(keys, hashes[place])
+    keys, documents, ranks = keys[kept], ascending[place[kept]], ranks[place[kept]]
+    later, earlier = _compared(keys, ranks)
+    is_new = ranks[later] != _KNOWN
+    later, earlier = later[is_new], earlier[is_new]
+    return documents[later], documents[earlier], ranks[later], ranks[earlier]
+
+
+def _compared(keys: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Places of pairs among documents in the order of their keys and ranks: (later, earlier)."""
+    begins = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
+    sizes = np.diff(np.append(begins, len(keys)))
+    anchors = np.add.reduceat(ranks != _TRAINING, begins).clip(1, _ANCHORS) if len(keys) else sizes
+    first, anchors, place = np.repeat(begins, sizes), np.repeat(anchors, sizes), np.arange(len(keys))
+    others = [place[(place > first + n) & (anchors > n)] for n in range(anchors.max(initial=0))]
+    before = place[place > first + anchors]
+    earlier = [first[some] + n for n, some in enumerate(others)]
+    return np.concatenate([*others, before]), np.concatenate([*earlier, before - 1])
+
+
+def _copies(keys: np.ndarray, hashes: np.ndarray) -> np.ndarray:
+    """bool: documents with the text of one before, which are left out anyway. They share every key with it."""
+    order = np.lexsort((hashes[:, 1], hashes[:, 0], keys))
     copies = np.zeros(len(keys), bool)
     now, before = order[1:], order[:-1]
     copies[now] = (keys[now] == keys[before]) & (hashes[now] == hashes[before]).all(axis=1)
     return copies
 
 
-def merge_pairs(found: Sequence[Path], work: Path, size: int, out: Path) -> None:
+def merge_pairs(found: Sequence[Path], work: Path, size: int, out: Path, precedence: Precedence) -> None:
     """Write the result to `out` from what all calls of `find_pairs` wrote; sketches have `size` minima.
 
-    `out` has the hashes of the documents to drop, uint64 [N, 2], ascending; beside it is a report of them.
+    `out` has the hashes of the documents to drop, uint64 [N, 2], ascending. Beside it is the same for those of them
+    that are for training and similar to one that is held out, and a report.
     """
     files = SketchFiles(work)
     every = [np.load(path, mmap_mode="r", allow_pickle=False) for path in found]
     shares = max(1, -(-int(files.first[-1]) // MOST_DOCUMENTS))
-    by_hash = Partitions(out.with_suffix(".partitions"), _HASH, shares)
+    chosen = {path: Partitions(path.with_suffix(".partitions"), _HASH, shares) for path in (out, _lost(out))}
     examples: list[dict[str, Any]] = []
+    trained: Counter[str] = Counter()
     for block in range(shares):
-        pairs = _earliest(np.concatenate([_of_block(pairs, block) for pairs in every]))
+        pairs = _ordered(np.concatenate([_of_block(pairs, block) for pairs in every]))
+        trained.update(_similar_to_trained(files, pairs[_are_with_known(pairs)], precedence))
+        pairs = pairs[_are_first(pairs)]
         examples += [_example(files, pair, size) for pair in pairs[: MOST_EXAMPLES - len(examples)]]
-        hashes = np.ascontiguousarray(pairs["hash"]).view(_HASH).reshape(-1)
-        by_hash.add(hashes, partition_of(hashes["first"], shares))
-    write_json(out.with_suffix(".json"), {"examples": examples})
-    with atomic_open(out) as file:
-        for hashes in by_hash.drain():
-            np.sort(hashes, order=["first", "second"]).tofile(file)
+        is_lost = (pairs["rank"] == _TRAINING) & np.isin(pairs["earlier_rank"], (_HELD_OUT, _VALIDATION))
+        for partitions, some in zip(chosen.values(), (pairs, pairs[is_lost]), strict=True):
+            hashes = np.ascontiguousarray(some["hash"]).view(_HASH).reshape(-1)
+            partitions.add(hashes, partition_of(hashes["first"], shares))
+    write_json(out.with_suffix(".json"), {"examples": examples, "trained": trained})
+    for path, partitions in chosen.items():
+        with atomic_open(path) as file:
+            for hashes in partitions.drain():
+                np.sort(hashes, order=["first", "second"]).tofile(file)
+
+
+def _lost(out: Path) -> Path:
+    return out.with_suffix(".lost")
+
+
+def _similar_to_trained(files: SketchFiles, pairs: np.ndarray, precedence: Precedence) -> Counter[str]:
+    """Source -> its documents in pairs with known documents that are similar to one that is for training."""
+    earlier, place = np.unique(pairs["earlier"], return_inverse=True)
+    hashes = files.rows(0, earlier)
+    order = np.argsort(hashes[:, 0])
+    is_trained = np.zeros(len(earlier), bool)
+    for path in precedence.trained:
+        is_trained[order] |= are_among(load_hashes(path), hashes[order])
+    is_trained &= ~precedence.below(hashes)
+    documents = np.unique(pairs["document"][is_trained[place]])
+    return Counter(map(str, files.sources(documents).tolist()))
 
 
 def _of_block(pairs: np.ndarray, block: int) -> np.ndarray:
@@ -272,21 +359,31 @@ def _example(files: SketchFiles, pair: np.void, size: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """The documents to drop: hashes uint64 [N, 2], ascending; examples as a `Report` has them."""
+    """The documents to drop.
+
+    Attributes:
+        hashes: uint64 [N, 2], ascending.
+        lost: the same of those that held-out documents replace.
+        examples: as a `Report` has them.
+        trained: source that is held out -> its documents that are similar to known ones that are trained on.
+    """
 
     hashes: np.ndarray
+    lost: np.ndarray
     examples: list[dict[str, Any]]
+    trained: dict[int, int]
 
     @classmethod
     def load(cls, path: Path) -> NearDuplicates:
         """What `merge_pairs` wrote."""
         report = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        hashes = np.memmap(path, np.uint64, "r") if path.stat().st_size else np.zeros(0, np.uint64)
-        return cls(hashes.reshape(-1, 2), report["examples"])
+        trained = {int(source): count for source, count in report["trained"].items()}
+        return cls(load_hashes(path), load_hashes(_lost(path)), report["examples"], trained)
 
-    def are(self, hashes: np.ndarray) -> np.ndarray:
-        """bool [D]: whether documents with `hashes`, uint64 [D, 2] with the first ascending, are to be dropped."""
-        return are_among(self.hashes, hashes)
+
+def load_hashes(path: Path) -> np.ndarray:
+    """uint64 [N, 2] of a file, memory-mapped; an empty file cannot be."""
+    return np.memmap(path, np.uint64, "r").reshape(-1, 2) if path.stat().st_size else np.zeros((0, 2), np.uint64)
 
 
 def are_among(known: np.ndarray, hashes: np.ndarray) -> np.ndarray:
@@ -295,7 +392,8 @@ def are_among(known: np.ndarray, hashes: np.ndarray) -> np.ndarray:
         return np.zeros(0, bool)
     begin = bisect.bisect_left(known, hashes[0, 0], key=lambda row: row[0])
     end = bisect.bisect_right(known, hashes[-1, 0], lo=begin, key=lambda row: row[0])
-    known = np.array(known[begin:end])
+    few = len(hashes) * _FEW < end - begin
+    known = known[begin:end] if few else np.array(known[begin:end])
     if not len(known):
         return np.zeros(len(hashes), bool)
     place = np.searchsorted(known[:, 0], hashes[:, 0]).clip(max=len(known) - 1)
