@@ -153,7 +153,7 @@ def _start_ray(request: DriverRequest) -> None:
             log_to_driver=False,
             _temp_dir=f"{request.launch.ray_dir}/{RAY_FOLDER}",
         )
-        _end_log_monitor()
+        _trim_node()
     except Exception as error:
         logger.exception("ray.init")
         _keep_ray_logs(request.launch)
@@ -163,12 +163,18 @@ def _start_ray(request: DriverRequest) -> None:
         ) from None
 
 
-def _end_log_monitor() -> None:
-    """End the process that reads the workers' logs ten times a second to print them here, which we do not ask for."""
+def _trim_node() -> None:
+    """End the process that reads the workers' logs ten times a second to print them here, which we do not ask for.
+
+    In the end, kill the others at once: they do not get the SIGTERM after which Ray waits for a second each.
+    """
     with contextlib.suppress(ImportError, AttributeError):  # another version of Ray: there is no public way
         from ray._private import worker
 
-        worker._global_node.kill_log_monitor(check_alive=False)  # pyright: ignore[reportAttributeAccessIssue]
+        node: Any = worker._global_node  # pyright: ignore[reportAttributeAccessIssue]
+        kill = node.kill_all_processes
+        node.kill_log_monitor(check_alive=False)
+        node.kill_all_processes = lambda **_: kill(check_alive=False)
 
 
 def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
