@@ -388,7 +388,6 @@ _OTHER_CODES = {
     0: "Done.",
     1: "A check of a measurement found something, such as `bench prepare --check-ids` a difference. Or a bug, with "
     "its traceback.",
-    130: "Interrupted before there was anything to save.",
 }
 
 

@@ -76,7 +76,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "XDG_STATE_HOME": str(self.state)}
+        return {**os.environ, "XDG_STATE_HOME": str(self.state), "PYTHONPATH": str(ROOT / "tests")}
 
     @property
     def described(self) -> dict[str, Any]:

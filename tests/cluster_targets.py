@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -78,3 +79,9 @@ def deaf(request: TrainingRequest, worker: Worker) -> None:
 def fine(request: TrainingRequest, worker: Worker) -> None:
     """Come to an end."""
     count_start(request, worker)
+
+
+def slow_step(hook: str, record: dict[str, Any]) -> None:
+    """A callback that makes every step last."""
+    if hook == "step_end":
+        time.sleep(2)

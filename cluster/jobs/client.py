@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 import time
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.jobs.job_queue import FINISHED, QUEUED
+from cluster.jobs.job_queue import DONE, FINISHED, QUEUED
 from cluster.workers import local
 from cluster.workers.address import (
     answers_without_token,
@@ -32,8 +33,9 @@ from cluster.workers.nodes import nodes_fit
 from cluster.workers.processes import JOB_ENTRYPOINT
 from pretrain.common.addresses import RUNS_VARIABLE, is_remote, local_run, runs
 from pretrain.common.commands import program
-from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.common.errors import DivergedError, InputError, MachineError, NothingSavedError, RunError, StoppedError
 from pretrain.common.extensions import carrying
+from pretrain.common.files import UNTRAINED, checkpoint_names
 from pretrain.common.worker import WAITING_FILE
 
 if TYPE_CHECKING:
@@ -51,7 +53,9 @@ _MEANING = {
     MachineError.exit_code: "the machine or cluster was unsuitable; see its log",
     DivergedError.exit_code: "training diverged; see its log",
     StoppedError.exit_code: "stopped, its state is saved; submit it again to continue",
+    NothingSavedError.exit_code: "stopped, no step is saved; submit it again to start",
 }
+_SAVED = re.compile(r"[Cc]heckpoint (step-\d+) is saved")
 
 
 @dataclass(frozen=True)
@@ -222,6 +226,26 @@ class Jobs:
         self.get(name)
         return self._log(name)
 
+    def end_of(self, job: JobDetails) -> tuple[int, str]:
+        """(Exit code of a process that followed a job to its end, its state); a stopped training says what is saved.
+
+        That is in the last line of its log, or in its run folder, if that is on this machine.
+        """
+        metadata, code = job.metadata or {}, job.driver_exit_code
+        if job.status != "STOPPED" or "resumes" not in metadata:
+            code = {"SUCCEEDED": 0, "STOPPED": StoppedError.exit_code}.get(job.status, code or MachineError.exit_code)
+            return code, state(job)
+        last = ""
+        with contextlib.suppress(MachineError):  # there is no log of a job that had not started
+            last = self._log(str(job.submission_id)).rstrip().rpartition("\n")[2]
+        if last == f"{job.submission_id}: {DONE}":
+            return 0, "stopped, but had finished"
+        said = _SAVED.search(last)
+        newest = said[1] if said else max(checkpoint_names(local_run(metadata["run_dir"])), default=UNTRAINED)
+        if newest == UNTRAINED:
+            return NothingSavedError.exit_code, "stopped; no step is saved"
+        return StoppedError.exit_code, f"stopped; checkpoint {newest} is saved"
+
     def _log(self, name: str) -> str:
         with self.answering():
             return self.client.get_job_logs(name)
@@ -391,15 +415,6 @@ def state(job: JobDetails, queued: str = "") -> str:
     if word == "failed" and job.message:
         return f"failed: {' '.join(job.message.split())[:200]}"
     return word
-
-
-def exit_code(job: JobDetails) -> int:
-    """The exit code of a process that followed the job until it finished."""
-    if job.status == "SUCCEEDED":
-        return 0
-    if job.status == "STOPPED":
-        return StoppedError.exit_code
-    return job.driver_exit_code or MachineError.exit_code
 
 
 def progress(job: JobDetails) -> list[str]:

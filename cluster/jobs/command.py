@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pretrain.common.commands import add_address, add_command, add_follow, local_path, positive_int, program
-from pretrain.common.errors import printable
+from pretrain.common.errors import NothingSavedError, printable
 from pretrain.common.wording import counted
 
 if TYPE_CHECKING:
@@ -106,11 +106,11 @@ def _logs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _stop(arguments: argparse.Namespace) -> None:
-    from cluster.jobs import client
-
-    job = _jobs(arguments).stop(arguments.job)
-    print(f"{arguments.job}: {client.state(job)}")
+def _stop(arguments: argparse.Namespace) -> int:
+    jobs = _jobs(arguments)
+    code, state = jobs.end_of(jobs.stop(arguments.job))
+    print(f"{arguments.job}: {state}")
+    return code if code == NothingSavedError.exit_code else 0
 
 
 def _delete(arguments: argparse.Namespace) -> None:
@@ -127,8 +127,6 @@ def _jobs(arguments: argparse.Namespace) -> Jobs:
 
 def follow_log(cluster: Jobs, name: str) -> int:
     """Print the job's output until it finishes; returns its exit code. Ctrl-C leaves it running."""
-    from cluster.jobs import client
-
     try:
         for piece in cluster.follow(name):
             sys.stdout.write(piece)
@@ -137,8 +135,9 @@ def follow_log(cluster: Jobs, name: str) -> int:
     except KeyboardInterrupt:
         print(f"\n{name}: still running. `stop {name}` stops it, `logs -f {name}` follows it again.", file=sys.stderr)
         return 130
-    print(f"{name}: {client.state(job)}", file=sys.stderr)
-    return client.exit_code(job)
+    code, state = cluster.end_of(job)
+    print(f"{name}: {state}", file=sys.stderr)
+    return code
 
 
 # ---------------------------------------------------------------- their parsers

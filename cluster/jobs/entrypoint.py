@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from cluster.jobs.job_queue import wait_in_queue
+from cluster.jobs.job_queue import DONE, wait_in_queue
 from cluster.workers.target import change_folder, resolve
 from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.commands import exit_code
@@ -29,6 +29,8 @@ def run(metadata: Mapping[str, str]) -> None:
         wait_in_queue(name)
     config["scheduling"]["address"] = os.environ["RAY_ADDRESS"]
     print(resolve(metadata["target"])(config, **({"resume": True} if "resumes" in metadata else {})))
+    if "resumes" in metadata:
+        print(f"{name}: {DONE}")
 
 
 if __name__ == "__main__":

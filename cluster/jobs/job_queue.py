@@ -24,6 +24,7 @@ from pretrain.common.errors import InputError, MachineError, StoppedError
 
 FINISHED = ("STOPPED", "SUCCEEDED", "FAILED")
 QUEUED = "queued behind "  # the last line of a waiting job's output is `NAME: queued behind OTHERS`
+DONE = "finished"  # the last line of a training that has ended is `NAME: finished`
 
 _ANSWER_SECONDS = 10.0
 _SILENCE_SECONDS = 600.0  # of the cluster's head, while a job waits; a lost head ends the job anyway

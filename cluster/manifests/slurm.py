@@ -165,9 +165,9 @@ fi
 rm -f "$run/ray-token"
 srun rm -rf "$RAY_TMPDIR" || rm -rf "$RAY_TMPDIR" # srun starts nothing in a job that is canceled
 
-# 75: stopped with everything saved. After a warning the job continues later. Stopped by hand, it is canceled: an exit
-# code would make it FAILED, or start jobs that depend on its success.
-if [[ $code == 75 && -z $ended ]]; then
+# 75: stopped with everything saved; 130: before there was a step to save. After a warning the job continues later.
+# Stopped by hand, it is canceled: an exit code would make it FAILED, or start jobs that depend on its success.
+if [[ ($code == 75 || $code == 130) && -z $ended ]]; then
     trap '' TERM
     if [[ -n $warned ]]; then
         scontrol requeue "$SLURM_JOB_ID"

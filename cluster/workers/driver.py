@@ -22,7 +22,7 @@ from typing import Any
 
 from cluster.workers.address import token_refused
 from cluster.workers.capacity import wait_for_capacity
-from cluster.workers.launch import LOGS, RAY_FOLDER, RAY_LOG, end_session
+from cluster.workers.launch import LOGS, RAY_FOLDER, RAY_LOG, STOP_SIGNALS, end_session
 from cluster.workers.nodes import NodeSize, cpus_that_fit, nodes_fit, usable_nodes
 from cluster.workers.outcomes import as_data, one_line
 from cluster.workers.request import DriverRequest, Launch, LaunchRequest, R
@@ -54,11 +54,10 @@ _RAY_ENVIRONMENT = {
 
 def main(request_path: str, kind: type[R], work: Callable[[R], None]) -> None:
     """Do `work` with the request of class `kind` at this path, and write its outcome to the request's file."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as `start_session` does
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     request = kind.from_json(Path(request_path).read_text(encoding="utf-8"))
     exit_with_parent(request.launch.launcher, request.launch.ray_dir)
-    # Stopping a job signals all processes below it; the launcher above this one decides what follows.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ.update(_RAY_ENVIRONMENT)
     error: RunError | None = None
     try:
@@ -107,7 +106,6 @@ def ray_session(request: R, fit: Callable[[Callable[[], Sequence[NodeSize]], str
     choose_token(request.address)  # Ray reads it while it is imported
     import ray
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the import has set a handler of its own
     if request.address:
         with _ends_on_stop(request.launch):
             join_ray(request.address, lambda error: _write_outcome(request.launch, error))
@@ -155,7 +153,7 @@ def _start_ray(request: DriverRequest) -> None:
             log_to_driver=False,
             _temp_dir=f"{request.launch.ray_dir}/{RAY_FOLDER}",
         )
-        _end_log_monitor()
+        _trim_node()
     except Exception as error:
         logger.exception("ray.init")
         _keep_ray_logs(request.launch)
@@ -165,12 +163,18 @@ def _start_ray(request: DriverRequest) -> None:
         ) from None
 
 
-def _end_log_monitor() -> None:
-    """End the process that reads the workers' logs ten times a second to print them here, which we do not ask for."""
+def _trim_node() -> None:
+    """End the process that reads the workers' logs ten times a second to print them here, which we do not ask for.
+
+    In the end, kill the others at once: they do not get the SIGTERM after which Ray waits for a second each.
+    """
     with contextlib.suppress(ImportError, AttributeError):  # another version of Ray: there is no public way
         from ray._private import worker
 
-        worker._global_node.kill_log_monitor(check_alive=False)  # pyright: ignore[reportAttributeAccessIssue]
+        node: Any = worker._global_node  # pyright: ignore[reportAttributeAccessIssue]
+        kill = node.kill_all_processes
+        node.kill_log_monitor(check_alive=False)
+        node.kill_all_processes = lambda **_: kill(check_alive=False)
 
 
 def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,7 +32,7 @@ from cluster.workers.request import DriverRequest, Launch, LaunchRequest
 from pretrain.common.commands import program
 from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.common.files import append_open, disk_errors
-from pretrain.common.worker import Flag, TrainingRequest, clear_stop, stop_signals
+from pretrain.common.worker import STOP_SIGNALS, Flag, TrainingRequest, clear_stop, stop_signals
 
 LOGS = "logs"
 RAY_LOG = "ray.log"
@@ -155,14 +155,7 @@ def _run_driver(
     folder = request.launch.ray_dir
     (folder / "request.json").write_text(request.to_json(), encoding="utf-8")
     with append_open(request.launch.run_dir / LOGS / RAY_LOG) as log:
-        child = subprocess.Popen(
-            [interpreter(folder), "-m", module, str(folder / "request.json")],
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        child = start_session([interpreter(folder), "-m", module, str(folder / "request.json")], log)
         signals.on_second = lambda: end_session(child.pid)
         try:
             _wait(child, folder, poll)
@@ -181,6 +174,27 @@ def _wait(child: subprocess.Popen[bytes], folder: Path, poll: Callable[[Path], N
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_POLL_SECONDS)
     poll(folder)
+
+
+def start_session(command: Sequence[str], log: Any, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """Start a driver of Ray as the leader of a session; its output goes to `log`.
+
+    Stopping a job or a service signals all its processes; the launcher decides what follows. So the driver and all that
+    it starts never get these signals. A handler could not do that: `ray.init` sets its own, which ends the process.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        return subprocess.Popen(
+            command,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=pass_fds,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def check_address(address: str) -> None:
@@ -301,10 +315,7 @@ class Signals:
 def _raise_outcome(launch: Launch, exit_code: int | None, ended_at_once: bool) -> None:
     """Return if the run is done, else raise its error."""
     if ended_at_once:
-        raise StoppedError(
-            f"{launch.run_dir}: stopped immediately, without a final checkpoint. "
-            "--resume continues from the newest one."
-        )
+        raise StoppedError(f"{launch.run_dir}: stopped immediately, without a final checkpoint.{StoppedError.CONTINUE}")
     try:
         outcome = json.loads(launch.outcome.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,11 +1,11 @@
 """How a worker or a driver finished, as plain data: a user's exceptions need not survive pickling, strings do."""
 
-from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.common.errors import DivergedError, InputError, MachineError, NothingSavedError, RunError, StoppedError
 
 CRASH = "crash"
 
 _ERRORS: dict[str, type[RunError]] = {
-    kind.__name__: kind for kind in (RunError, InputError, MachineError, DivergedError, StoppedError)
+    kind.__name__: kind for kind in (RunError, InputError, MachineError, DivergedError, StoppedError, NothingSavedError)
 }
 
 

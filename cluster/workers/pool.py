@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.workers.driver import choose_token, exit_with_parent, join_ray
-from cluster.workers.launch import check_address, end_session, environment, last_line
+from cluster.workers.launch import check_address, end_session, last_line, start_session
 from cluster.workers.outcomes import as_data, error_from, one_line
 from cluster.workers.target import change_folder
 from pretrain.common.errors import MachineError, RunError
@@ -127,15 +127,8 @@ class RayPool(Executor):
             self._log.parent.mkdir(parents=True, exist_ok=True)
             log = append_open(self._log)
         with log, theirs:
-            self._child = subprocess.Popen(
-                [sys.executable, "-c", _DRIVER, str(theirs.fileno()), str(os.getpid())],
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            command = [sys.executable, "-c", _DRIVER, str(theirs.fileno()), str(os.getpid())]
+            self._child = start_session(command, log, pass_fds=[theirs.fileno()])
         try:
             self._connection.send(request)
             kind, error = self._connection.recv()

@@ -123,8 +123,8 @@ class _Supervisor:
             raise StoppedError(
                 f"{self._run_dir}: the cluster had no capacity for {counted(self._request.fewest_workers, 'worker')} "
                 "for "
-                f"{waiting_seconds(self._request):.0f} s (scheduling.wait_for_nodes_seconds). "
-                "--resume continues from the newest checkpoint when there are enough nodes."
+                f"{waiting_seconds(self._request):.0f} s (scheduling.wait_for_nodes_seconds). Add nodes first."
+                f"{StoppedError.CONTINUE}"
             )
         self._events += capacity.events()
         self._usable = [node.id for node in capacity.nodes]
@@ -140,8 +140,8 @@ class _Supervisor:
         self._keep_logs()
         if self._request.launch.stop_flag().is_set():
             raise StoppedError(
-                f"{self._run_dir}: the workers crashed while stopping ({reason}). "
-                "--resume continues from the newest checkpoint."
+                f"{self._run_dir}: the workers crashed while stopping ({reason}), and later steps are lost."
+                f"{StoppedError.CONTINUE}"
             ) from None
         newest = _newest_step(self._run_dir)
         self._crashes.add(monitor.nodes, monitor.node_of(rank), progressed=newest > self._newest_step)

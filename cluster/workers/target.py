@@ -5,6 +5,7 @@ import faulthandler
 import importlib
 import io
 import os
+import signal
 import sys
 import time
 import traceback
@@ -18,7 +19,8 @@ from cluster.workers.request import Attempt
 from pretrain.common.addresses import RUNS_VARIABLE
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import disk_errors, open_regular
-from pretrain.common.worker import Worker
+from pretrain.common.interrupts import Interrupted
+from pretrain.common.worker import STOP_SIGNALS, Worker
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,18 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
                 threads=request.cpus_per_worker,
                 flags=(launch.stop_flag(), attempt.restart_flag()),
             )
+            if not request.in_ray:  # Ray's workers end by signals
+                worker.listen()
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked by `start_session`
             if worker.stop_requested():
-                # Seen only by this rank: raised, so that Ray ends the others too.
-                raise WorkerError(
-                    "StoppedError", f"{launch.run_dir}: stopped before the first step. --resume continues."
-                )
+                raise Interrupted
             change_folder(launch.working_dir)
-            resolve(request.target)(attempt.training, worker)
+            worker.interrupts.stuck = lambda: os._exit(StoppedError.exit_code)
+            with worker.interrupts:
+                resolve(request.target)(attempt.training, worker)
+        except Interrupted:
+            # Seen only by this rank: raised, so that Ray ends the others too.
+            raise WorkerError("StoppedError", f"{launch.run_dir}: {StoppedError.BETWEEN}") from None
         except (StoppedError, DivergedError) as error:
             return as_data(error)
         except RunError as error:

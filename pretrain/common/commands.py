@@ -7,13 +7,14 @@ import os
 import select
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pretrain.common.addresses import check_address, is_remote
-from pretrain.common.errors import InputError, RunError, printable
+from pretrain.common.errors import InputError, NothingSavedError, RunError, StoppedError, printable
 from pretrain.common.examples import config_path
 from pretrain.common.files import check_local, find_run
 from pretrain.common.wording import did_you_mean
@@ -45,9 +46,10 @@ def exit_code(run: Callable[[], int | None]) -> int:
     """Call `run` and return its exit code, 0 for None.
 
     A `RunError` is printed as `error: ...` and gives its own exit code. A bug keeps its traceback. A reader of the
-    output that ends, such as `head`, ends the command quietly, with the code of SIGPIPE.
+    output that ends, such as `head`, ends the command quietly, with the code of SIGPIPE. SIGTERM is a Ctrl-C.
 
-    One of torchrun's processes that has failed beside others ends at once, as `_has_group` says why.
+    One of torchrun's processes that has failed beside others ends at once, as `_has_group` says why; so does one that
+    was stopped, which torch would let wait for compilations in progress, for up to five minutes.
     """
     try:
         code = _exit_code(run)
@@ -56,7 +58,8 @@ def exit_code(run: Callable[[], int | None]) -> int:
             raise
         traceback.print_exc()
         code = 1
-    if code and _has_group():
+    stopped = code in (StoppedError.exit_code, NothingSavedError.exit_code)
+    if code and (_has_group() or (stopped and "torch._inductor.async_compile" in sys.modules)):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -70,7 +73,11 @@ def _has_group() -> bool:
 
 
 def _exit_code(run: Callable[[], int | None]) -> int:
+    before = signal.getsignal(signal.SIGTERM)
+    ends = before == signal.SIG_DFL and threading.current_thread() is threading.main_thread()
     try:
+        if ends:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         code = run() or 0
         sys.stdout.flush()
         return code
@@ -86,6 +93,9 @@ def _exit_code(run: Callable[[], int | None]) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
         return 128 + signal.SIGPIPE
+    finally:
+        if ends:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _output_is_cut() -> bool:

@@ -1,7 +1,7 @@
 """The errors that end a run, and their exit codes.
 
 Exit codes: 0 success, 2 invalid user input, 3 the machine or cluster is unsuitable, 4 training diverged, 75 stopped and
-resumable. Any other exception is a bug and keeps its traceback.
+resumable, 130 stopped with nothing saved. Any other exception is a bug and keeps its traceback.
 """
 
 import unicodedata
@@ -46,8 +46,15 @@ class StoppedError(RunError):
 
     exit_code = 75
     CONTINUE = " Continue with --resume."  # the end of a message
+    BETWEEN = "stopped before the next step." + CONTINUE  # the message where no step was in progress
 
     def again(self) -> "StoppedError":
         """The error of a command that resumes what it began by itself."""
         message = " ".join(str(self).removesuffix(self.CONTINUE).split())
-        return StoppedError(f"{message} Run the same command again to continue.")
+        return type(self)(f"{message} Run the same command again to continue.")
+
+
+class NothingSavedError(StoppedError):
+    """Interrupted, or stopped on request, before there was anything to save."""
+
+    exit_code = 130

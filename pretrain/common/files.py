@@ -26,6 +26,7 @@ from pretrain.common.errors import InputError, MachineError
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+UNTRAINED = "step-00000000"  # the checkpoint with which a new run tries its largest batch
 CHECKPOINT_NAME = re.compile(r"step-(\d{8})")
 _OWN_HASH = "manifest_sha256"
 # One slash is enough: pathlib reduces two slashes to one.

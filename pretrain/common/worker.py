@@ -16,6 +16,7 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import disk_errors
+from pretrain.common.interrupts import Interrupts
 
 # In the run folder: the run saves a checkpoint and finishes.
 STOP_FILE = "stop"
@@ -100,6 +101,10 @@ def clear_stop(run_dir: Path, *, remove: bool = True) -> int:
             return os.fstat(file.fileno()).st_mtime_ns
 
 
+# That may request a stop.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 def stop_signals() -> list[signal.Signals]:
     """The signals that request a stop: a closed terminal's, too, unless it is ignored, as under nohup."""
     hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
@@ -161,6 +166,10 @@ class Worker:
     threads: int = 0  # CPU threads for torch; 0 keeps torch's default
     flags: tuple[Flag, ...] = ()  # any of them requests a stop
     _signaled: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+    interrupts: Interrupts = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.interrupts = Interrupts(self.stop_requested)
 
     def stop_requested(self) -> bool:
         """Whether this process received one of the `stop_signals`, or a flag is set. Costs one stat per flag.

@@ -1,16 +1,18 @@
 """Start a training run: in this process, as one of torchrun's processes, or in workers that Ray starts and restarts."""
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic
+from typing import Any, Generic, NoReturn
 
 from pretrain.common import records
 from pretrain.common.addresses import is_remote, local_run
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.common.interrupts import Interrupted
 from pretrain.common.records import Metric
 from pretrain.common.wording import counted
 from pretrain.common.worker import TrainingRequest, Worker, torchrun_place
@@ -41,6 +43,14 @@ class RunKind(Generic[R]):
 def start_run(
     kind: RunKind[R], config: R, before: R | None = None, *, resume: bool, ray: bool = False, no_ray: bool = False
 ) -> bool:
+    """`_start_run`; a Ctrl-C or SIGTERM that comes when no workers run is a stop, too."""
+    try:
+        return _start_run(kind, config, before, resume=resume, ray=ray, no_ray=no_ray)
+    except KeyboardInterrupt:
+        raise _stopped(config) from None
+
+
+def _start_run(kind: RunKind[R], config: R, before: R | None, *, resume: bool, ray: bool, no_ray: bool) -> bool:
     """Check that the run can start, record it in its folder and train it to the end; `api.train` has the options.
 
     Under torchrun only the first process checks, records and prints. The others only train.
@@ -166,12 +176,24 @@ def _train_and_follow(kind: RunKind[R], config: R, resume: bool, steps: int, *, 
     try:
         with live.follow(config.folder, steps, metrics=kind.metrics), kind.beside(config):
             _train(kind, config, resume, alone=alone, ray=ray)
-    except (StoppedError, DivergedError) as error:
+    except (StoppedError, DivergedError) as ended:
+        error = preflight.with_saved(config.folder, ended) if isinstance(ended, StoppedError) else ended
         try:
             records.note_end(config.folder, "stop" if isinstance(error, StoppedError) else "diverged", str(error))
         except (RunError, OSError) as reason:  # the exit code tells job scripts how the run ended
             print(f"warning: the end of the run is not recorded: {reason}", file=sys.stderr)
-        raise
+        raise error from None
+
+
+def _stopped(config: RunConfig) -> StoppedError:
+    return preflight.with_saved(config.folder, StoppedError(f"{config.folder}: {StoppedError.BETWEEN}"))
+
+
+def _give_up(config: RunConfig) -> NoReturn:
+    """End this process, which a library holds although a stop is requested and there is nothing to save."""
+    error = _stopped(config)
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
 
 
 def _train(kind: RunKind[R], config: R, resume: bool, *, alone: bool, ray: bool = False) -> None:
@@ -181,7 +203,12 @@ def _train(kind: RunKind[R], config: R, resume: bool, *, alone: bool, ray: bool 
         with process_restored():
             worker = Worker.from_environment()
             worker.heed_stop_file(config.folder)
-            getattr(importlib.import_module(module), function)(training, worker)
+            worker.interrupts.stuck = functools.partial(_give_up, config)
+            try:
+                with worker.interrupts:
+                    getattr(importlib.import_module(module), function)(training, worker)
+            except Interrupted:
+                raise _stopped(config) from None
         return
     from cluster.workers.launch import run
 

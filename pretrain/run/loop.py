@@ -9,9 +9,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, NoReturn
+from typing import Any, Generic, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from torch import Tensor
 from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import DivergedError, StoppedError
-from pretrain.common.transfers import PendingCopy, to_device, to_host
+from pretrain.common.interrupts import Interrupted, Interrupts
+from pretrain.common.transfers import to_device, to_host
 from pretrain.common.wording import counted
 from pretrain.run.callbacks import Callbacks
 from pretrain.run.forward_backward import ForwardBackward, seed_device
@@ -27,6 +27,7 @@ from pretrain.run.plan import TrainingPlan
 from pretrain.run.progress import AveragedWeights, Progress, Stopwatch, Window, checkpoint_state, restore
 from pretrain.run.session import newest_checkpoint, stored_run
 from pretrain.run.spikes import REMEMBERED, LossScaleSearch, is_spike
+from pretrain.run.steps import LaunchedStep, StepOutcome, TrainingFailure
 from pretrain.run.stragglers import RankTimes
 from pretrain.run.task import Recorder, S, TrainingTask
 from pretrain.storage.runs import SAVE_RETRY_SECONDS
@@ -35,6 +36,7 @@ from pretrain.training.engine import Engine
 logger = logging.getLogger(__name__)
 
 LONG_SECONDS = 1800.0  # the most that an evaluation, a save without retries or a rollback may take
+_STOP_SECONDS = 5.0  # that a stop waits for the step in progress, which may be compiled for minutes
 _STORAGE = "the run folder's storage"
 _MAX_BAD_STEPS = 5  # in a row, with a loss or gradient that is not finite, before the run rolls back
 _MAX_ROLLBACKS = 3  # without a checkpoint past the step that failed, before the run stops as diverged
@@ -51,6 +53,7 @@ def fit(
     recorder: Recorder,
     stop_requested: Callable[[], bool],
     callbacks: Callbacks | None = None,
+    interrupts: Interrupts | None = None,
 ) -> None:
     """Train from `progress` to the end of `plan`, with a checkpoint at least at the end.
 
@@ -60,7 +63,7 @@ def fit(
         DivergedError: steps without a finite loss or gradient, or loss spikes, after as many rollbacks as are allowed.
         MachineError: a checkpoint could not be written; earlier ones are untouched.
     """
-    training = Fit(engine, task, plan, progress, checkpoints, extra_state, recorder, callbacks)
+    training = Fit(engine, task, plan, progress, checkpoints, extra_state, recorder, callbacks, interrupts)
     try:
         if plan.evaluate_first:
             # A fine-tuning may return to its first weights, a continued pretraining may not.
@@ -77,41 +80,6 @@ def fit(
     training.log_storage_trouble()
     if engine.averaged:
         training.evaluate_average()
-
-
-@dataclass(frozen=True)
-class TrainingFailure:
-    """The last steps were harmful, and training must go back to a checkpoint."""
-
-    reason: str  # one clause, for messages
-    remedy: str = ""  # continues "Lower the learning rate"
-
-
-class StepOutcome(NamedTuple):
-    """The outcome of one step, the same on all ranks."""
-
-    stop: bool  # training is to stop after this step
-    failure: TrainingFailure | None
-
-
-@dataclass(frozen=True)
-class LaunchedStep(Generic[S]):
-    """A step that the device has been given, and whose numbers may not be there yet.
-
-    Attributes:
-        number: of the step, from 0 on.
-        step: its batches.
-        rate: its learning rate.
-        part: the validation set of its phase.
-        numbers: fp64 [n + 5]: the totals; stops, failed saves, FLOPs, seconds waited for data, of all ranks; the
-            gradients' norm.
-    """
-
-    number: int
-    step: S
-    rate: float
-    part: str
-    numbers: PendingCopy
 
 
 class _PatientRecorder:
@@ -142,8 +110,11 @@ class Fit(Generic[S]):
         extra_state: dict[str, Any],
         recorder: Recorder,
         callbacks: Callbacks | None = None,
+        interrupts: Interrupts | None = None,
     ) -> None:
         self.callbacks = callbacks or Callbacks()
+        self.interrupts = interrupts or Interrupts(lambda: False)
+        self.first_step = self.saved_step = progress.step
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
         self.checkpoints, self.extra_state = checkpoints, extra_state
         self.recorder: Recorder = _PatientRecorder(recorder, engine)
@@ -167,11 +138,22 @@ class Fit(Generic[S]):
 
         Saves and stops wait for the next good step, and a bad last step is a failure.
         """
-        progress, plan = self.progress, self.plan
+        progress = self.progress
         self.engine.module.train()
-        seed_device(self.engine, plan.config.seed, progress.step + progress.rollbacks)
+        seed_device(self.engine, self.plan.config.seed, progress.step + progress.rollbacks)
         self.stopwatch.lap()
-        stopping = self.save_due = False
+        self.save_due = False
+        try:
+            return self._take_steps(stop_requested)
+        except Interrupted:
+            if progress.bad_in_a_row or progress.step == self.saved_step:
+                raise
+            self.save()
+            self.stop()
+
+    def _take_steps(self, stop_requested: Callable[[], bool]) -> TrainingFailure | None:
+        """`train`, which `Interrupted` may end between two steps."""
+        progress, plan, stopping = self.progress, self.plan, False
         for stop, failure in self.outcomes(stop_requested):
             progress.step += 1
             if failure is not None:
@@ -207,13 +189,21 @@ class Fit(Generic[S]):
             f"is saved.{StoppedError.CONTINUE}"
         )
 
+    def interruptible(self) -> contextlib.AbstractContextManager[None]:
+        """Wraps what leaves the state as it was after the last step, so that a stop need not wait for it.
+
+        Several ranks would first have to agree, unless there is nothing to save.
+        """
+        alone = self.engine.world_size == 1 or self.progress.step == self.first_step
+        return self.interrupts.after(_STOP_SECONDS if alone else math.inf)
+
     def steps(self) -> Iterator[S]:
         """The task's steps from here on. A wait for one is not a hang: a phase may have to open its data."""
         steps = self.task.batches(self.progress.step, self.progress.skipped)
         part = None
         while True:
             began = time.perf_counter()
-            with self.engine.watch.awaiting("a batch"):
+            with self.engine.watch.awaiting("a batch"), self.interruptible():
                 step = next(steps, None)
             if step is None:
                 return
@@ -231,30 +221,36 @@ class Fit(Generic[S]):
         step, or a stop was requested, its outcome is read at once. So progress and weights are of the same step.
         """
         stop, unread = False, None
-        for number, step in enumerate(self.steps(), self.progress.step):
-            with self.engine.watch.awaiting(_STORAGE):
-                requested = stop_requested() or bool(self.callbacks.stop_reason)  # the first reads files
-            launched = self.launch_step(number, step, requested)
-            if unread is not None:
-                earlier = self.read_step(unread)
-                stop = stop or earlier.stop
-                yield StepOutcome(stop=False, failure=earlier.failure)
-            unread = launched
-            due = self.save_due or any(self.plan.due(number + 1)) or self.plan.averages(number) > 0
-            if stop or due or not reads_late(self.engine):
-                outcome = self.read_step(launched)
-                yield StepOutcome(stop or outcome.stop, outcome.failure)
-                unread = None
+        try:
+            for number, step in enumerate(self.steps(), self.progress.step):
+                with self.engine.watch.awaiting(_STORAGE):
+                    requested = stop_requested() or bool(self.callbacks.stop_reason)  # the first reads files
+                launched = self.launch_step(number, step, requested)
+                if unread is not None:
+                    earlier = self.read_step(unread)
+                    stop = stop or earlier.stop
+                    yield StepOutcome(stop=False, failure=earlier.failure)
+                unread = launched
+                due = self.save_due or any(self.plan.due(number + 1)) or self.plan.averages(number) > 0
+                if stop or due or not reads_late(self.engine):
+                    outcome = self.read_step(launched)
+                    yield StepOutcome(stop or outcome.stop, outcome.failure)
+                    unread = None
+        except Interrupted:
+            if unread is not None:  # its weights are there already
+                yield StepOutcome(stop=True, failure=self.read_step(unread).failure)
+            raise
 
     def launch_step(self, number: int, step: S, stop_here: bool) -> LaunchedStep[S]:
         """Launch an optimizer step; `stop_here` is whether a stop was requested on this rank."""
         engine, task = self.engine, self.task
         totals: Tensor | None = None
         flops, weights = 0.0, task.loss_weights(step)
-        for position, micro_batch in enumerate(step.micro_batches):
-            added = self.forward_backward.run(micro_batch, weights, last=position == len(step.micro_batches) - 1)
-            totals = added if totals is None else totals + added
-            flops += task.flops(micro_batch)
+        with self.interruptible():  # they may be compiled
+            for position, micro_batch in enumerate(step.micro_batches):
+                added = self.forward_backward.run(micro_batch, weights, last=position == len(step.micro_batches) - 1)
+                totals = added if totals is None else totals + added
+                flops += task.flops(micro_batch)
         assert totals is not None
         rate = self.plan.learning_rate(number)
         stalled = task.stalled_seconds()
@@ -419,7 +415,7 @@ class Fit(Generic[S]):
     def save(self) -> None:
         """Save a checkpoint of this step, in the background."""
         began = time.perf_counter()
-        self.save_due = False
+        self.save_due, self.saved_step = False, self.progress.step
         self.progress.window.seconds += self.stopwatch.lap()
         current = self.validation is not None and self.validation[0] == self.progress.step
         extra_state = {

@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, NothingSavedError, StoppedError
 from pretrain.common.extensions import hashes
 from pretrain.common.files import (
     MANIFEST,
+    UNTRAINED,
     atomic_open,
     checkpoint_names,
     disk_errors,
@@ -160,6 +161,15 @@ def is_finished(config: PretrainConfig) -> bool:
         verify_manifest(last)
         return True
     return False
+
+
+def with_saved(folder: Path, error: StoppedError) -> StoppedError:
+    """The error with the name of the run's latest checkpoint; a `NothingSavedError` if no step is saved."""
+    newest = max(checkpoint_names(folder), default=UNTRAINED)
+    if isinstance(error, NothingSavedError) or (newest > UNTRAINED and newest in str(error)):
+        return error
+    kind, saved = (StoppedError, f"Checkpoint {newest}") if newest > UNTRAINED else (NothingSavedError, "No step")
+    return kind(f"{str(error).removesuffix(error.CONTINUE)} {saved} is saved.{error.CONTINUE}")
 
 
 def run_state(folder: Path, *, finished: bool) -> str:

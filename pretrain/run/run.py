@@ -11,6 +11,7 @@ from typing import Any, Generic
 
 from pretrain.checkpoint import store
 from pretrain.common.errors import DivergedError, RunError, StoppedError
+from pretrain.common.interrupts import Interrupted
 from pretrain.common.records import read_records
 from pretrain.common.run_files import read_fork
 from pretrain.common.worker import TrainingRequest, Worker
@@ -101,6 +102,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, request: Training
                 recorder=tracker,
                 stop_requested=worker.stop_requested,
                 callbacks=callbacks,
+                interrupts=worker.interrupts,
             )
         with engine.watch.allow(LONG_SECONDS):
             training.finish(tracker)
@@ -118,7 +120,8 @@ def run(training: Training[S], engine: Engine, worker: Worker, request: Training
 def _end_record(step: int, folder: Path) -> dict[str, Any]:
     """What callbacks get at the end of a run, of the error that ends it now, if any."""
     error = sys.exc_info()[1]
-    outcome = {StoppedError: "stopped", DivergedError: "diverged", type(None): "finished"}.get(type(error), "failed")
+    outcomes = {StoppedError: "stopped", Interrupted: "stopped", DivergedError: "diverged", type(None): "finished"}
+    outcome = outcomes.get(type(error), "failed")
     return {"step": step, "outcome": outcome, "error": str(error or ""), "folder": str(folder)}
 
 

@@ -29,6 +29,7 @@ from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import (
     CHECKPOINT_NAME,
     MANIFEST,
+    UNTRAINED,
     atomic_open,
     checkpoint_names,
     is_signed,
@@ -44,7 +45,6 @@ from pretrain.storage.objects import RETRY_SECONDS, AccessError, ContentError, O
 SAVE_RETRY_SECONDS = 60.0  # how long a save that fails is tried again, on a disk and at an address
 INDEX, WRITER = "index.json", "writer.json"
 _STATE, _MODEL, _LOCK = "state.json", "model", ".fetch.lock"
-_UNTRAINED = "step-00000000"  # the checkpoint with which a new run tries its largest batch
 _FETCHED = ".fetched.json"  # names of the files of a released model that were fetched
 _FETCHING = ".fetching"  # a file that is there until the run's small files have been fetched behind a checkpoint
 
@@ -308,7 +308,7 @@ class StoredRun:
         """
         self._check_claim()
         newest, self._manifests = self._newest_intact(), None  # the workers have stored others
-        if newest > _UNTRAINED and newest not in self.names():
+        if newest > UNTRAINED and newest not in self.names():
             checkpoint = self._folder / "checkpoints" / newest
             self.put(checkpoint, [name for name in read_manifest(checkpoint)["files"] if name != _STATE])
             self.publish(checkpoint)
@@ -321,7 +321,7 @@ class StoredRun:
 
     def _results(self) -> set[bytes]:
         """The manifests of what training made in the local folder: checkpoints and the model of a fine-tuning."""
-        checkpoints = [f"checkpoints/{name}" for name in checkpoint_names(self._folder) if name > _UNTRAINED]
+        checkpoints = [f"checkpoints/{name}" for name in checkpoint_names(self._folder) if name > UNTRAINED]
         manifests = (_content(self._folder / name / MANIFEST) for name in (*checkpoints, _MODEL))
         return {manifest for manifest in manifests if manifest is not None}
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pretrain.common import interrupts
+from pretrain.common.interrupts import Interrupted
 from pretrain.common.worker import Flag, Worker
 
 
@@ -123,6 +127,26 @@ def test_a_closed_terminal_is_ignored_under_nohup() -> None:
     worker = Worker.from_environment({})
     os.kill(os.getpid(), signal.SIGHUP)
     assert not worker.stop_requested()
+
+
+@pytest.mark.parametrize("patience", [0.0, 0.02])
+def test_a_stop_interrupts_a_wait_only_where_nothing_is_lost(patience: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(interrupts, "_STUCK_SECONDS", 0.05)
+    before, stuck = signal.getsignal(signal.SIGUSR2), threading.Event()
+    worker = Worker.from_environment({})
+    worker.interrupts.stuck = stuck.set
+    with worker.interrupts:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted), worker.interrupts.after(patience) if patience else contextlib.nullcontext():
+            threading.Event().wait()  # as for a compiler
+        assert not threading.Event().wait(0.1), "what ends the work is not interrupted"
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # as in a library that does not return to Python
+        worker.interrupts.patience = 0.0
+        stuck.wait()
+        with pytest.raises(Interrupted):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+    assert signal.getsignal(signal.SIGUSR2) is before
 
 
 def test_second_interrupt_ends_the_process() -> None:

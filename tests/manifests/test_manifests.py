@@ -501,18 +501,19 @@ def until_it_has_begun(job: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "called"),
+    ("asked", "code", "called"),
     [
-        ("USR1", ["scontrol requeue 4711"]),  # SLURM's warning before the time limit
-        ("stop", ["scancel 4711"]),  # else SLURM would say FAILED
-        ("TERM", []),  # scancel
-        ("USR1 TERM", []),
+        ("USR1", 75, ["scontrol requeue 4711"]),  # SLURM's warning before the time limit
+        ("USR1", 130, ["scontrol requeue 4711"]),  # before the first step
+        ("stop", 75, ["scancel 4711"]),  # else SLURM would say FAILED
+        ("TERM", 75, []),  # scancel
+        ("USR1 TERM", 75, []),
     ],
 )
 def test_slurm_queues_itself_again_after_a_warning_only(
-    slurm_job: Any, tmp_path: Path, asked: str, called: list[str]
+    slurm_job: Any, tmp_path: Path, asked: str, code: int, called: list[str]
 ) -> None:
-    wait = "touch begun\nuntil [[ -e runs/my-run/stop ]]; do sleep 0.05; done\nsleep 0.5\nexit 75\n"
+    wait = f"touch begun\nuntil [[ -e runs/my-run/stop ]]; do sleep 0.05; done\nsleep 0.5\nexit {code}\n"
     job = slurm_job(wait)
     until_it_has_begun(job, tmp_path)
     if asked == "stop":
@@ -521,7 +522,7 @@ def test_slurm_queues_itself_again_after_a_warning_only(
         for name in asked.split():
             job.send_signal(signal.Signals[f"SIG{name}"])
             time.sleep(0.1)
-    assert job.wait(60) == 75
+    assert job.wait(60) == code
     calls = (tmp_path / "calls").read_text().splitlines()
     assert [line for line in calls if line.startswith("sc")] == called
 

@@ -15,6 +15,7 @@ import torch
 from cluster.workers import supervisor
 from pretrain.common.errors import MachineError
 from pretrain.common.files import allow_open_files
+from pretrain.common.interrupts import Interrupts
 from pretrain.common.worker import HANG_FILE, Worker
 from pretrain.run import loop, session
 from pretrain.run.plan import TrainingPlan
@@ -99,6 +100,7 @@ def test_the_first_batch_of_a_loader_is_not_a_stall(tmp_path: Path) -> None:
     run: Any = object.__new__(loop.Fit)
     run.engine, run.progress = Engine(tmp_path), Progress()
     run.task = SimpleNamespace(batches=batches, validation_set=lambda: f"phase {phase}")
+    run.interrupts, run.first_step = Interrupts(lambda: False), 0
     run.stragglers = SimpleNamespace(waited_once=lambda seconds: waits.append(run.progress.step))
     for start in (0, 1):
         waits.clear()

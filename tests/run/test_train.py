@@ -324,6 +324,32 @@ def test_a_stop_saves_and_exits_75_and_resume_continues(config_file: Path, tmp_p
     assert load_config(tmp_path / "run/config.yaml").name == "trial"
 
 
+@pytest.mark.parametrize("passes", [0, 12])
+def test_a_stop_during_a_compilation_saves_the_steps_before_it(config_file: Path, tmp_path: Path, passes: int) -> None:
+    """The pass after so many compiles for ever, and the run gets SIGTERM meanwhile."""
+    script = f"""if True:
+        import os, signal, sys, threading
+        from pretrain.run import forward_backward, loop
+        loop._STOP_SECONDS, launch, done = 0.0, forward_backward.ForwardBackward.launch, []
+        def slow(*arguments, **options):
+            if len(done) == {passes}:
+                os.kill(os.getpid(), signal.SIGTERM)
+                threading.Event().wait()
+            done.append(True)
+            return launch(*arguments, **options)
+        forward_backward.ForwardBackward.launch = slow
+        from finetune.cli import main
+        sys.exit(main(sys.argv[1:]))"""
+    start = [sys.executable, "-c", script, "pretrain", str(config_file), "--no-ray"]
+    ended = subprocess.run(start, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    steps = len(losses(tmp_path / "run")) if passes else 0
+    saved = f"stopped at step {steps} of 80; checkpoint step-{steps:08d}" if passes else "the next step. No step"
+    assert ended.stderr.endswith(f"{saved} is saved. Continue with --resume.\n")
+    assert ended.returncode == (75 if passes else 130)
+    assert (tmp_path / f"run/checkpoints/step-{steps:08d}/manifest.json").is_file()
+    assert steps > 0 or not passes
+
+
 @pytest.mark.slow
 def test_a_worker_killed_under_ray_costs_no_step(config_file: Path, tmp_path: Path) -> None:
     """Two Ray workers; one is killed with SIGKILL; the run ends with the losses of a run of one process."""

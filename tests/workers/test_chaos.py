@@ -109,16 +109,19 @@ def test_lost_head_and_resubmission(corpus: Path, undisturbed: Path, tmp_path: P
 
 
 def test_stop_saves_the_current_step(corpus: Path, one_node: Cluster, undisturbed: Path, tmp_path: Path) -> None:
-    values = settings(corpus, tmp_path / "stopped", steps=300)
-    run_dir = one_node.submit(values)
-    wait_for_step(run_dir, 40)
+    """A step takes longer than the second within which Ray lets a driver end by a signal, and none was saved before."""
+    slow = {"checkpoint": {"every_steps": 10**6}, "callbacks": ["cluster_targets:slow_step"]}
+    run_dir = one_node.submit(settings(corpus, tmp_path / "stopped", steps=300, **slow))
+    wait_for_step(run_dir, 4)
     began = time.time()
-    one_node.command("stop", "stopped")
+    said = one_node.command("stop", "stopped")
     seconds = time.time() - began
-    assert newest_checkpoint(run_dir) == last_step(run_dir) >= 40
+    assert newest_checkpoint(run_dir) == last_step(run_dir) >= 4
+    assert said == f"stopped: stopped; checkpoint step-{last_step(run_dir):08d} is saved\n"
+    assert events(run_dir, "stop")
     assert one_node.state_of("stopped") == "stopped"
-    one_node.command("stop", "stopped")  # once more changes nothing
-    one_node.submit(values)
+    assert one_node.command("stop", "stopped") == said, "once more changes nothing"
+    one_node.submit(settings(corpus, tmp_path / "stopped", steps=300))
     assert one_node.wait_end("stopped") == "succeeded"
     assert_equal(run_dir, undisturbed)
     report("10 stop", seconds=round(seconds, 1))
@@ -292,7 +295,7 @@ def test_ten_jobs_run_in_order(corpus: Path, one_node: Cluster, tmp_path: Path) 
     runs = [tmp_path / f"queued-{number}" for number in range(10)]
     for run_dir in runs:
         one_node.submit(settings(corpus, run_dir, steps=5))
-    one_node.command("stop", "queued-9")  # one that waits can be stopped
+    one_node.command("stop", "queued-9", code=130)  # one that waits can be stopped
     assert one_node.state_of("queued-9") == "stopped"
     for run_dir in runs[:9]:
         assert one_node.wait_end(run_dir.name, 300) == "succeeded"

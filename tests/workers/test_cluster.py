@@ -22,7 +22,7 @@ from ray.exceptions import AuthenticationError
 
 from cluster.workers import actors, capacity, driver, supervisor, target
 from cluster.workers.actors import PROCESS_TITLE, WorkerGroup, WorkerLocation, WorkersFailedError
-from cluster.workers.launch import Signals, end_session, last_line, run
+from cluster.workers.launch import Signals, drive, end_session, last_line, run
 from cluster.workers.nodes import Node, cpus_that_fit, nodes_fit
 from cluster.workers.outcomes import CRASH, WorkerError, as_data, error_from, one_line
 from cluster.workers.request import Attempt, LaunchRequest
@@ -119,6 +119,47 @@ def test_one_worker_is_restarted_without_ray(folder: Path) -> None:
     assert _starts(folder) == ["resume=False", "resume=True"]
     assert (folder / "seen").read_text() == f"no ray, {CORES} threads"
     assert not any((folder / "run/logs").glob("ray/*"))
+
+
+_STAND_IN = """
+import signal, sys, time
+from pathlib import Path
+from cluster.workers.driver import main
+from cluster.workers.request import LaunchRequest
+
+def work(request):
+    for stage in ("during", "after"):
+        if stage == "during":  # as `ray.init` does
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+        Path(stage).touch()
+        while Path(stage).exists():
+            time.sleep(0.01)
+
+main(sys.argv[1], LaunchRequest, work)
+"""
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_driver_outlives_signals_whatever_handlers_a_library_sets(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its first moment on: whoever stops a job signals all its processes, and the launcher decides."""
+    (folder / "stand_in.py").write_text(_STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    sent: list[str] = []
+
+    def poll(_: Path) -> None:
+        for stage in ("start", "during", "after"):
+            if stage not in sent and (stage == "start" or (folder / stage).exists()):
+                for child in psutil.Process().children():
+                    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                        child.send_signal(number)
+                sent.append(stage)
+                (folder / stage).unlink(missing_ok=True)
+
+    usual = request_of(folder)
+    drive("stand_in", lambda launch: replace(usual, launch=launch), address="", run_dir=folder / "run", poll=poll)
+    assert sent == ["start", "during", "after"]
 
 
 class Launched:

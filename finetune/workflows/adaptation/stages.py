@@ -55,6 +55,8 @@ def run(arguments: argparse.Namespace) -> None:
         Stages(arguments).run()
     except StoppedError as error:
         raise error.again() from None
+    except KeyboardInterrupt:
+        raise StoppedError(f"{arguments.out}: stopped.").again() from None
     except (MachineError, DivergedError):  # after an error of the input, the same command would be refused again
         print(f"The adaptation stopped. Run the same command again to continue it in {arguments.out}.")
         raise

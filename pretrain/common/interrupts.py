@@ -1,0 +1,89 @@
+"""Ends a long computation for a requested stop, where there is nothing to save or only the steps before it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pretrain.common.errors import RunError
+
+_POLL_SECONDS = 0.5
+_STUCK_SECONDS = 6.0  # for the main thread to return from a library, such as from waiting for another machine
+_SIGNAL = signal.SIGUSR2  # a signal also ends waits for locks and for other programs, as for a C++ compiler
+
+
+class Interrupted(BaseException):
+    """A stop was requested. Not an `Exception`, which libraries catch."""
+
+
+class Interrupts:
+    """While entered in the main thread, a stop raises `Interrupted` there when it has waited for `patience` seconds.
+
+    Attributes:
+        patience: 0 from the entry on, while there is nothing to save; inf never interrupts.
+        stuck: called in another thread if `patience` is 0 and the main thread does not return from a library.
+    """
+
+    def __init__(self, requested: Callable[[], bool]) -> None:
+        self.patience = math.inf
+        self.stuck: Callable[[], None] = lambda: None
+        self._requested = requested
+        self._since = math.inf  # when the request was seen
+        self._left = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="stop-watch")
+        self._handler: Any = None
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self.patience = 0.0
+            self._handler = signal.signal(_SIGNAL, self._interrupt)
+            self._watcher.start()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        patience, self.patience = self.patience, math.inf
+        if self._watcher.is_alive():
+            self._left.set()
+            self._watcher.join()  # no signal comes after it
+            signal.signal(_SIGNAL, self._handler)
+        self._check(error, patience)
+
+    @contextlib.contextmanager
+    def after(self, seconds: float) -> Iterator[None]:
+        """The block may be interrupted after `seconds`; what follows may not."""
+        self.patience = seconds
+        try:
+            yield
+        except Exception as error:
+            self._check(error, seconds)
+            raise
+        finally:
+            self.patience = math.inf
+
+    def _check(self, error: BaseException | None, patience: float) -> None:
+        """Raise `Interrupted` if a library failed since the signal of a stop also ended a program, as a compiler."""
+        is_library = isinstance(error, Exception) and not isinstance(error, RunError)
+        if is_library and patience < math.inf and self._requested():
+            raise Interrupted from error
+
+    def _watch(self) -> None:
+        while not self._left.wait(_POLL_SECONDS):
+            if self.patience < math.inf and self._requested():
+                self._since = min(self._since, time.monotonic())
+                if self._is_due():
+                    signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
+                if self.patience == 0 and time.monotonic() - self._since > _STUCK_SECONDS:
+                    self.stuck()
+
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._since >= self.patience
+
+    def _interrupt(self, *_: object) -> None:
+        if self._is_due():
+            self.patience = math.inf  # what ends the work is not interrupted
+            raise Interrupted

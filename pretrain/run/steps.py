@@ -1,0 +1,42 @@
+"""One step of the training loop: what was launched, and its outcome."""
+
+from dataclasses import dataclass
+from typing import Generic, NamedTuple
+
+from pretrain.common.transfers import PendingCopy
+from pretrain.run.task import S
+
+
+@dataclass(frozen=True)
+class TrainingFailure:
+    """The last steps were harmful, and training must go back to a checkpoint."""
+
+    reason: str  # one clause, for messages
+    remedy: str = ""  # continues "Lower the learning rate"
+
+
+class StepOutcome(NamedTuple):
+    """The outcome of one step, the same on all ranks."""
+
+    stop: bool  # training is to stop after this step
+    failure: TrainingFailure | None
+
+
+@dataclass(frozen=True)
+class LaunchedStep(Generic[S]):
+    """A step that the device has been given, and whose numbers may not be there yet.
+
+    Attributes:
+        number: of the step, from 0 on.
+        step: its batches.
+        rate: its learning rate.
+        part: the validation set of its phase.
+        numbers: fp64 [n + 5]: the totals; stops, failed saves, FLOPs, seconds waited for data, of all ranks; the
+            gradients' norm.
+    """
+
+    number: int
+    step: S
+    rate: float
+    part: str
+    numbers: PendingCopy
