@@ -20,7 +20,6 @@ NAVIGATION = {
         "guides/large-corpora",
         "guides/pretraining",
         "guides/recipes",
-        "guides/budget",
         "guides/adapt",
         "guides/evaluating-pretrained",
         "guides/finetuning",
@@ -55,7 +54,6 @@ NAVIGATION = {
     "Measurements": [
         "benchmarks/index",
         "benchmarks/speedrun",
-        "benchmarks/scaling-law",
         "benchmarks/parity",
         "benchmarks/lab-notes",
         "reliability",

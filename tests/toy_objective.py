@@ -44,7 +44,6 @@ class PlaceModel(PretrainingModel):
 
 class Places(MaskedTokens):
     setting = "objective"
-    gist = "learns positions"
     metrics: ClassVar[Mapping[str, Metric]] = {
         **MaskedTokens.metrics,
         "place_loss": Metric("nats", "Cross-entropy of the position.", "Loss of places"),

@@ -1,11 +1,11 @@
-"""Counts, scores and tables as people read them."""
+"""Counts, scores and times as people read them."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,18 +21,6 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The question "did you mean X?" with the nearest of `names`; "" if none is similar."""
     nearest = difflib.get_close_matches(name, list(names), n=1)
     return f"did you mean {nearest[0]}?" if nearest else ""
-
-
-def aligned(rows: Sequence[Sequence[str]], right_aligned: Iterable[int]) -> list[str]:
-    """Lines of padded columns; the columns numbered in `right_aligned` are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if number in right_aligned else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def shown_scores(scores: Mapping[str, float], metric: str = "accuracy") -> dict[str, float]:

@@ -76,7 +76,7 @@ def check_weights(config: PretrainConfig) -> None:
 
 def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
     """What `prepare` would read, for --dry-run: dir, state, whether its sources were compared with those
-    of a finished corpus, processes, bytes, those of text by a guess, and the files of every source.
+    of a finished corpus, processes, bytes, and the files of every source.
 
     `tokenizer` as for `prepare`.
 
@@ -109,7 +109,6 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
             "kind": source.kind,
             "files": sum(len(item.paths) for item in inputs),
             "bytes": sum(item.bytes for item in inputs),
-            "text_bytes": sum(map(sources.reader(source).text_bytes, inputs)),
             "weight": source.weight,
         }
         for source, inputs in zip(corpus.sources, found, strict=True)
@@ -121,6 +120,5 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
         "processes": processes(config),
         "address": config.scheduling.address,
         "bytes": sum(rows[place]["bytes"] for place in new),
-        "text_bytes": sum(row["text_bytes"] for row in rows),
         "sources": rows,
     }

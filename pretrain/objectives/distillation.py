@@ -45,7 +45,6 @@ class Distillation(MaskedTokens):
     """Learning from a teacher; `build` and `check` raise `InputError` if it does not fit the student."""
 
     setting = "distillation.teacher"
-    gist = "learns from a teacher"
     frozen_role = "teacher"
     metrics: ClassVar[Mapping[str, Metric]] = {
         **MaskedTokens.metrics,

@@ -73,7 +73,6 @@ class Objective(ABC):
     """
 
     setting: ClassVar[str] = ""  # of the config that chooses the objective
-    gist: ClassVar[str] = ""  # what a run with it does
     metrics: ClassVar[Mapping[str, Metric]] = {}  # what it records, as it is shown; `loss` is everybody's
     frozen_role: ClassVar[str] = ""  # what the frozen model is, if there is one; `setting` then names it
     model: nn.Module
@@ -182,22 +181,12 @@ class Objective(ABC):
 
     def executed_flops(self, lengths: Sequence[float], masked: float) -> float:
         """What is executed: `model_flops`, and what the backward pass computes again; without the optimizer's."""
-        checkpointing = self.config.engine.activation_checkpointing
-        return self.model_flops(lengths, masked) + self._again(lengths, masked, checkpointing=checkpointing)
-
-    def repeated_flops(self, lengths: Sequence[float], masked: float) -> float:
-        """What activation checkpointing adds to `executed_flops`; 0 without it."""
-        if not self.config.engine.activation_checkpointing:
-            return 0.0
-        with_it, without = (self._again(lengths, masked, checkpointing=one) for one in (True, False))
-        return with_it - without
-
-    def _again(self, lengths: Sequence[float], masked: float, *, checkpointing: bool) -> float:
         rows = self.last_rows(sum(lengths), len(lengths), masked)
-        return sum(
-            cost.recomputed_flops(shape, lengths, of_last, checkpointing=checkpointing)
+        again = sum(
+            cost.recomputed_flops(shape, lengths, of_last, checkpointing=self.config.engine.activation_checkpointing)
             for shape, of_last in zip(self.shapes, rows, strict=True)
         )
+        return self.model_flops(lengths, masked) + again
 
     # ---- what remains
 

@@ -42,7 +42,6 @@ class ReplacedTokens(Objective):
     """ELECTRA's objective."""
 
     setting = "electra"
-    gist = "learns from replaced tokens"
     metrics: ClassVar[Mapping[str, Metric]] = {
         **MLM,
         "rtd_loss": Metric(

@@ -103,7 +103,6 @@ class Cluster:
     device: Device
     peak_flops: float  # of all workers together, FLOP/s
     gpu: Gpu | None = None  # None for this machine
-    kind: str = ""  # name of the GPU in `roofline.GPUS`
 
 
 def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
@@ -114,7 +113,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     where = f"--on {text}"
     if text == "here":
         device, peak = measure_peak(config.engine.resolved_precision)
-        return Cluster("this machine", config.scheduling.workers, device, peak * used_devices(config))
+        return Cluster("this machine", config.scheduling.workers, device, peak * _used_devices(config))
     match = re.fullmatch(r"(?:(\d{1,9})\s*[xX]\s*)?([A-Za-z0-9]+)", text.strip())
     names = {name.upper(): name for name in GPUS}
     count = int(match[1] or 1) if match else 0
@@ -127,7 +126,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     gpu = GPUS[name]
     if why := unsupported(config.engine, gpu.capability):
         raise InputError(f"{where}: {why}; {name} has {gpu.capability[0]}.{gpu.capability[1]}.")
-    return Cluster(f"{count} x {name}", count, "cuda", count * gpu.peak_flops, gpu, name)
+    return Cluster(f"{count} x {name}", count, "cuda", count * gpu.peak_flops, gpu)
 
 
 def measure_peak(precision: Precision) -> tuple[Device, float]:
@@ -140,7 +139,7 @@ def measure_peak(precision: Precision) -> tuple[Device, float]:
     return device, matmul_peak(device, precision)
 
 
-def used_devices(config: PretrainConfig) -> int:
+def _used_devices(config: PretrainConfig) -> int:
     """GPUs of this machine that the run uses, one for each worker; 1 for CPUs, whose cores all workers share."""
     import torch
 

@@ -23,7 +23,7 @@ from pretrain.model.precision import resolve_precision
 from pretrain.planning.estimate import ASSUMED_MFU, parse_cluster
 from pretrain.planning.work import Work, frozen_shape, phase_work, vocabulary_size
 
-TRAINING_SHARE = 0.95  # of the time; evaluations and checkpoints take the rest, 2 to 3 % in the demo
+_TRAINING_SHARE = 0.95  # of the time; evaluations and checkpoints take the rest, 2 to 3 % in the demo
 _TIMED_SECONDS = 15  # of training, about
 _TIMED_STEPS = (4, 60)  # fewest, most
 _UNTIMED_STEPS = 2  # the first, slower ones
@@ -42,7 +42,7 @@ class Pace:
 
     def minutes(self, work: Sequence[Work]) -> float:
         """Of a run whose phases have the work `work`, with evaluations and checkpoints."""
-        return self.per_flop * sum(one.executed for one in work) / TRAINING_SHARE / 60
+        return self.per_flop * sum(one.executed for one in work) / _TRAINING_SHARE / 60
 
 
 def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None = None) -> PretrainConfig:
@@ -51,7 +51,7 @@ def fit(config: PretrainConfig, minutes: float, lengths: Sequence[float] | None 
     Batches and rates stay; warm-up, decay, ramps, evaluations and checkpoints are scaled with the steps.
 
     Args:
-        lengths: mean tokens of a sequence of each phase; None takes those that are assumed.
+        lengths: mean tokens of a sequence of each phase; without them, those that are assumed.
 
     Raises:
         InputError: `minutes` is not above 0, or other processes than this one's would train.

@@ -132,20 +132,16 @@ def step_times(objective: Objective, phase: PhaseConfig, work: Work, gpu: Gpu, w
     return StepTimes(
         products=more * batch.micro_batches * _product_seconds(config, vocabulary, batch, gpu, itemsize) + muon,
         attention=more * batch.micro_batches * _attention_seconds(config, batch, gpu),
-        memory=step_bytes(objective, phase, work, workers) / (_MEMORY_SHARE * gpu.memory),
+        memory=_step_bytes(objective, batch, work, workers) / (_MEMORY_SHARE * gpu.memory),
         launches=_launches(config, batch.micro_batches, workers) * LAUNCH_SECONDS,
         network=_network_seconds(config, objective.trained * itemsize, batch.micro_batches, gpu, workers),
         loader=_loader_seconds(batch, workers),
     )
 
 
-def step_bytes(objective: Objective, phase: PhaseConfig, work: Work, workers: int) -> float:
-    """What one of `workers` reads and writes in a mean step beside its products, in bytes; arguments as `step_times`.
-
-    The kernels between the products, sums of gradients, and the optimizer.
-    """
+def _step_bytes(objective: Objective, batch: CountedBatch, work: Work, workers: int) -> float:
+    """Bytes that a rank reads and writes in a step between its products, to sum gradients, and in the optimizer."""
     config = objective.config
-    batch = CountedBatch.of(config, phase, work, workers)
     itemsize = 4 if config.engine.precision == "fp32" else 2
     states = workers if config.engine.zero_stage else 1
     between = _memory_bytes(config, objective.vocabulary, batch, itemsize) * batch.micro_batches

@@ -4,7 +4,6 @@ Sequences are planned, not read: a dry run needs no torch and takes a moment.
 """
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +21,6 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.kinds import not_one_of
 from pretrain.config import PhaseConfig, PretrainConfig
-from pretrain.corpus.description import describe
 from pretrain.corpus.prepare import CountReadings
 from pretrain.corpus.shards import Shard, TokenShards, open_shards, shards_of
 from pretrain.corpus.stored import fetch_without_tokens, is_streamed, prepared_manifest
@@ -32,9 +30,6 @@ from pretrain.planning.work import expected_length
 # 0.5 % (one deviation).
 _SAMPLED = 16384
 _RUNS = 8
-# Bytes of raw text for each token, if the corpus is not prepared: those of Wikipedia and novels in English with a
-# vocabulary of 16,000.
-BYTES_PER_TOKEN = 4.4
 
 
 @dataclass(frozen=True)
@@ -42,26 +37,7 @@ class PhaseText:
     """Means of the sequences of one phase."""
 
     mean_length: float  # tokens
-    samples_per_epoch: float  # infinite if unknown
-
-
-@dataclass(frozen=True)
-class RunText:
-    """The text of a run.
-
-    Attributes:
-        phases: one for each of the config's.
-        source: where the figures come from, as a sentence.
-        is_prepared: whether the corpus is, so that a run can be timed.
-    """
-
-    phases: tuple[PhaseText, ...]
-    source: str
-    is_prepared: bool
-
-    @property
-    def lengths(self) -> list[float]:
-        return [phase.mean_length for phase in self.phases]
+    samples_per_epoch: float
 
 
 def measured_phases(config: PretrainConfig) -> tuple[PhaseText, ...]:
@@ -84,27 +60,9 @@ def measured_phases(config: PretrainConfig) -> tuple[PhaseText, ...]:
     return tuple(_measured(*both) for both in zip(config.phases, samplers, strict=True))
 
 
-def read_text(config: PretrainConfig) -> RunText:
-    """The text of the config's corpus: measured if it is prepared, else estimated from the size of its sources."""
-    folder = config.corpus.dir
-    if phases := measured_phases(config):
-        tokens = phases[0].samples_per_epoch * phases[0].mean_length
-        return RunText(phases, f"{folder}: {tokens / 1e6:,.4g} million tokens in an epoch", True)
-    lengths = [expected_length(phase) for phase in config.phases]
-    try:
-        size, why = describe(config)["text_bytes"], ", and its size is not known"
-    except InputError as error:  # the run can be planned before its text is there
-        size, why = math.inf, f", and cannot be prepared yet ({error})"
-    if not 0 < size < math.inf:
-        phases = tuple(PhaseText(length, math.inf) for length in lengths)
-        return RunText(phases, f"{folder}: not prepared{why}. Assumed: text that does not repeat.", False)
-    tokens = size / BYTES_PER_TOKEN
-    phases = tuple(PhaseText(length, max(1.0, tokens / length)) for length in lengths)
-    guess = (
-        f"{tokens / 1e6:,.4g} million tokens in an epoch, one for each {BYTES_PER_TOKEN} of about {size / 1e6:,.4g} "
-        "million bytes of text"
-    )
-    return RunText(phases, f"{folder}: not prepared. Assumed: {guess}. `prepare` it, and they are counted.", False)
+def mean_lengths(config: PretrainConfig) -> list[float]:
+    """Return the mean tokens of a sequence of each phase; [] and errors as of `measured_phases`."""
+    return [phase.mean_length for phase in measured_phases(config)]
 
 
 def reading_lines(config: PretrainConfig) -> list[str]:

@@ -42,7 +42,6 @@ class Work:
     masked: float  # predicted tokens of a mean sequence
     flops: float  # useful
     executed: float  # with the optimizer's
-    repeated: float  # of these, what activation checkpointing adds
 
 
 def phase_work(
@@ -60,10 +59,10 @@ def phase_work(
     masked = min(share * mean, most)
     sequences = phase.sequences
     objective = objective_of(config, vocabulary, frozen)
-    counts = (objective.useful_flops, objective.repeated_flops, objective.executed_flops)
-    useful, repeated, executed = (sequences * count([mean], masked) for count in counts)
+    counts = (objective.useful_flops, objective.executed_flops)
+    useful, executed = (sequences * count([mean], masked) for count in counts)
     executed += phase.steps * optimizer_flops(config)
-    return Work(phase.steps, sequences, sequences * mean, mean, masked, useful, executed, repeated)
+    return Work(phase.steps, sequences, sequences * mean, mean, masked, useful, executed)
 
 
 def frozen_shape(config: PretrainConfig) -> ModelConfig | None:
@@ -81,10 +80,10 @@ def frozen_shape(config: PretrainConfig) -> ModelConfig | None:
 
 def vocabulary_size(config: PretrainConfig) -> int:
     """Rows of the word embeddings for the entries of the vocabulary."""
-    return config.model.rows(vocabulary_entries(config))
+    return config.model.rows(_vocabulary_entries(config))
 
 
-def vocabulary_entries(config: PretrainConfig) -> int:
+def _vocabulary_entries(config: PretrainConfig) -> int:
     """Entries of the prepared corpus's vocabulary, else of the given one, else of that to train."""
     manifest = prepared_manifest(config.corpus)
     given = Path(config.corpus.vocabulary.path).expanduser()

@@ -176,7 +176,7 @@ def start_tokenizer_of(config: PretrainConfig) -> dict[str, Any]:
 def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run: bool = False) -> PretrainConfig:
     """The config with as many steps as fit into the given minutes here; a resumed run keeps those it began with."""
     from pretrain.planning import pace
-    from pretrain.planning.text import read_text
+    from pretrain.planning.text import mean_lengths
 
     if config.fork_from:
         raise InputError("--minutes: changes the length of phases that a fork has in common. Leave it out.")
@@ -185,7 +185,7 @@ def fit_minutes(config: PretrainConfig, minutes: float, *, resume: bool, dry_run
     preflight.check_corpus(config)
     if not dry_run:
         preflight.check_run_folder(config, None, changed_for_resume, resume=resume)
-    return pace.fit(config, minutes, read_text(config).lengths)
+    return pace.fit(config, minutes, mean_lengths(config))
 
 
 def _lengths(config: PretrainConfig) -> Iterator[str]:

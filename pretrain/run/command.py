@@ -13,12 +13,10 @@ from pretrain.common.commands import (
     add_dry_run,
     add_run_options,
     add_workers,
-    local_path,
     overrides,
     program,
     run_options,
 )
-from pretrain.common.errors import InputError
 
 
 def add_to(commands: Any) -> None:
@@ -45,7 +43,6 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 
 def _pretrain(arguments: argparse.Namespace) -> None:
-    _check_budget(arguments)
     if arguments.dry_run:
         print(_plan(arguments))
         return
@@ -58,18 +55,15 @@ def _pretrain(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> str:
-    """What a dry run prints: a recommendation for a budget, or the run's state and what it would cost."""
+    """Return what a dry run prints: the run's state and what it would cost."""
     from pretrain.planning import estimate
-    from pretrain.planning.recommend import recommendation
-    from pretrain.planning.text import measured_phases, reading_lines
+    from pretrain.planning.text import mean_lengths, reading_lines
     from pretrain.run import api, preflight
     from pretrain.run.fork import find_fork
 
     resume = arguments.resume
     start = {"start_from": arguments.start_from, "fork_from": arguments.fork}
     config = api.read_config(arguments.config, overrides(arguments), **start, resume=resume, dry_run=True)
-    if arguments.budget is not None:
-        return recommendation(config, arguments.budget, arguments.on, arguments.law)
     if arguments.minutes is not None:
         config = api.fit_minutes(config, arguments.minutes, resume=resume, dry_run=True)
     state = preflight.run_state(config.folder, finished=preflight.is_finished(config))
@@ -79,7 +73,7 @@ def _plan(arguments: argparse.Namespace) -> str:
         config,
         on=arguments.on,
         mean_length=length,
-        measured=[phase.mean_length for phase in measured_phases(config)] if length is None else [],
+        measured=mean_lengths(config) if length is None else [],
         readings=reading_lines(config),
         show_config=arguments.show_config,
     )
@@ -87,20 +81,6 @@ def _plan(arguments: argparse.Namespace) -> str:
         step, _ = find_fork(config)
         state = f"new; forks from {config.fork_from}, so that {config.total_steps - step:,} steps are left"
     return f"Run\n  {shown(config.folder)}: {state}\n\n{estimates}"
-
-
-def _check_budget(arguments: argparse.Namespace) -> None:
-    """Refuse options that do not go together."""
-    if arguments.budget is None:
-        if arguments.law is not None:
-            raise InputError("--law: has no effect without --budget.")
-        return
-    if not arguments.dry_run:
-        raise InputError("--budget: recommends a size, and trains nothing. Give --dry-run with it.")
-    for name in ("minutes", "mean_length"):
-        if getattr(arguments, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise InputError(f"{option}: has no effect with --budget. Leave one of them out.")
 
 
 # ---------------------------------------------------------------- their parsers
@@ -133,7 +113,6 @@ def _add_pretrain(commands: Any) -> None:
   ./launch.sh pretrain configs/pretrain/bert-mini.yaml --resume
   ./launch.sh pretrain anneal.yaml --fork runs/bert-mini@8000
   ./launch.sh pretrain configs/pretrain/mini.yaml --minutes 60
-  ./launch.sh pretrain configs/pretrain/mini.yaml --dry-run --budget 2h --on here
   ./launch.sh pretrain configs/pretrain/adapt.yaml --from bert-base-uncased/
   ./launch.sh pretrain configs/pretrain/bert-large-phase1-phase2.yaml --dry-run --on 8xH100
   ./launch.sh pretrain my.yaml --set phases.0.steps=100 --set engine.zero_stage=2
@@ -158,17 +137,6 @@ def _add_pretrain(commands: Any) -> None:
         "--on",
         metavar="CLUSTER",
         help="with --dry-run: estimate the time on this cluster, such as 8xH100, or `here` to measure this machine",
-    )
-    parser.add_argument(
-        "--budget",
-        metavar="TIME|FLOP",
-        help="with --dry-run: recommend the size, batch, steps and rate for this budget, such as 2h, 30m or 0.5e15",
-    )
-    parser.add_argument(
-        "--law",
-        type=local_path,
-        metavar="FILE",
-        help="with --budget: scaling law that `bench law` fitted (default: the published one)",
     )
     parser.add_argument(
         "--mean-length",

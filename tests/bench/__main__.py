@@ -21,7 +21,6 @@ BENCHMARKS = {
     "scale": ("tests.bench.scale", "work of one rank for a step, by the number of ranks, simulated"),
     "stream": ("tests.bench.stream", "loaders on several machines that stream a made-up corpus of 1 TB"),
     "speedrun": ("tests.bench.speedrun.command", "what a config learns per FLOP on a fixed text"),
-    "law": ("tests.bench.law.command", "the scaling law of speedrun's runs, for --dry-run --budget"),
 }
 
 

@@ -27,7 +27,6 @@ from pretrain.batches.batch import StepBatch
 from pretrain.checkpoint.start import read_frozen
 from pretrain.common.commands import positive_int, program
 from pretrain.common.errors import InputError
-from pretrain.common.wording import aligned
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
 from pretrain.objectives import objective_of
@@ -39,6 +38,7 @@ from pretrain.run.forward_backward import ForwardBackward
 from pretrain.run.train import full_batch
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
+from tests.bench import aligned
 from tests.bench.baselines import bench_config
 
 _WARM_UP = 5  # steps that compile the model and allocate memory

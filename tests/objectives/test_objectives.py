@@ -10,11 +10,9 @@ from corpora import make_corpus
 
 from pretrain.checkpoint import hf, store
 from pretrain.checkpoint.released import read_released
-from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, load_config
 from pretrain.objectives import REGISTRY, MaskedTokens, objective_metrics, objective_of
 from pretrain.planning import estimate
-from pretrain.planning.recommend import recommendation
 from pretrain.reporting import report
 from pretrain.reporting.dashboard import write_dashboard
 from tests.distributed import run_workers
@@ -89,8 +87,6 @@ def test_its_cost_is_planned(run: Path) -> None:
     flops = [float(work_of(one).split()[7]) for one in (config, plain.config)]
     assert flops[0] == pytest.approx(flops[1] + more / 52 * config.phases[0].global_sequences * 25.6, rel=0.01)
     assert f"{places.trained:,}" in estimate.dry_run(config)
-    with pytest.raises(InputError, match="objective: learns positions"):
-        recommendation(config, "1e14", "", None)
 
 
 def work_of(config: PretrainConfig) -> str:

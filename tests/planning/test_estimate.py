@@ -331,6 +331,15 @@ def test_this_machine_is_measured_as_it_trains(monkeypatch: pytest.MonkeyPatch, 
     assert found == ["high" if capability == (9, 0) else "highest"]
 
 
+@pytest.mark.parametrize(("workers", "used"), [(1, 1), (4, 4), (16, 8)])
+def test_a_run_uses_one_gpu_for_each_worker(monkeypatch: pytest.MonkeyPatch, workers: int, used: int):
+    """Of the machine's eight."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr(estimate, "measure_peak", lambda *_: ("cuda", 7e14))
+    config = make_config(scheduling={"workers": workers}, engine={"precision": "bf16"})
+    assert estimate.parse_cluster("here", config).peak_flops == used * 7e14
+
+
 @pytest.mark.parametrize(
     ("model", "embeddings", "heads"),
     [

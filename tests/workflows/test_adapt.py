@@ -22,7 +22,6 @@ from pretrain.common.files import write_manifest
 from pretrain.common.run_files import COMPARED
 from pretrain.config import ModelConfig, load_config
 from pretrain.planning import pace
-from pretrain.planning.text import PhaseText
 from pretrain.reporting.gains import gain_lines, gains
 from pretrain.run import api
 from pretrain.run.continuation import Corpora
@@ -328,7 +327,7 @@ def test_a_batch_that_training_refused_can_be_corrected(tmp_path: Path, monkeypa
     [(1_000, 0.0, 100), (500_000, 0.0, 1285), (2_000_000, 0.5, 5140), (2 * 10**9, 0.0, 50_000)],
 )
 def test_steps_follow_from_the_prepared_text(tmp_path, monkeypatch, tokens, replay, expected) -> None:
-    monkeypatch.setattr(settings, "measured_phases", lambda _: [PhaseText(121.6, 100)])
+    monkeypatch.setattr(settings, "mean_lengths", lambda _: [121.6])
     write_manifest(tmp_path, {"shards": [{"split": "train", "tokens": tokens}, {"split": "validation", "tokens": 9}]})
     path = tmp_path / "run.yaml"
     arguments = options("x", "--from", "y", "--out", str(tmp_path))

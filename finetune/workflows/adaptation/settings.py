@@ -10,7 +10,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, read_manifest
 from pretrain.config import ModelConfig, PretrainConfig, load_config
 from pretrain.planning import pace
-from pretrain.planning.text import measured_phases
+from pretrain.planning.text import mean_lengths, measured_phases
 
 CONFIG_FILE = "adapt.yaml"
 _LENGTH = 128
@@ -98,7 +98,7 @@ def steps_of(config: PretrainConfig, arguments: argparse.Namespace) -> int:
     """Steps of a run: as given, as many as fit the given minutes here, or by the size of the prepared text."""
     if arguments.steps:
         return arguments.steps
-    lengths = [phase.mean_length for phase in measured_phases(config)]
+    lengths = mean_lengths(config)
     if arguments.minutes:
         return pace.fit(config, arguments.minutes, lengths).total_steps
     phase, shards = config.phases[0], read_manifest(config.corpus.folder)["shards"]

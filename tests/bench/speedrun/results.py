@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
-from pretrain.common.wording import aligned, counted
+from pretrain.common.wording import counted
+from tests.bench import aligned
 from tests.bench.speedrun.scores import Scores
 from tests.bench.speedrun.trial import budget_text
 
@@ -36,7 +37,7 @@ LOG_HEADINGS = ("date", *_OTHERS, *_ELSEWHERE, "machine", "commit", "remarks", *
 _NONE = "-"
 
 
-def short_commit(commit: str | None) -> str:
+def _short_commit(commit: str | None) -> str:
     """The commit with a short hash; keeps the suffix -dirty."""
     return re.sub(r"([0-9a-f]{7})[0-9a-f]{33}", r"\1", commit) if commit else "unknown"
 
@@ -141,7 +142,7 @@ def log_row(trial: Trial) -> str:
     """The trial as a row of the Markdown table that ends docs/benchmarks/speedrun.md."""
     machine = f"{counted(trial.machine.get('cpu_cores', 0), 'core')} of {trial.machine.get('cpu')}"
     gpus = ", ".join(filter(None, trial.machine.get("gpus", [])))
-    commit = short_commit(trial.machine.get("git_commit"))
+    commit = _short_commit(trial.machine.get("git_commit"))
     values = {"date": trial.date, **dict(zip(HEADINGS, cells(trial), strict=True))}
     values |= {"machine": gpus or machine, "commit": commit, "remarks": trial.remarks}
     return "| " + " | ".join(values.get(heading, _NONE).replace("|", "\\|") for heading in LOG_HEADINGS) + " |"

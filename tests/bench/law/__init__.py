@@ -1,1 +1,0 @@
-"""`bench law`: the scaling law of the runs of `bench speedrun`."""
