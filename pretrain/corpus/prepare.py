@@ -38,7 +38,7 @@ from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest,
 from pretrain.common.settings import import_named
 from pretrain.config import PretrainConfig
 from pretrain.corpus import card, sources, stages
-from pretrain.corpus.byte_level import is_byte_level
+from pretrain.corpus.byte_level import is_own_byte_level, joining_lines
 from pretrain.corpus.description import (
     WORK,
     check_line_breaks,
@@ -154,8 +154,8 @@ class _Preparation:
             check_extension(tokenizer, added)
         check_line_breaks(corpus, tokenizer)
         self._settings = fingerprint_settings(corpus, self._all_inputs, tokenizer, known)
-        self._byte_level = is_byte_level(tokenizer) if tokenizer else corpus.vocabulary.kind == "byte_bpe"
         self._released = tokenizer is not None and takes_whole_documents(tokenizer)
+        tokenizer = self._without_line_ends(tokenizer) if tokenizer else None
         self._declared, self._unknown_id = {}, -1
         if tokenizer is not None and self._released:
             self._declared = dict(declared) if self._of_start else given_settings(corpus)
@@ -233,8 +233,8 @@ class _Preparation:
         if not new:
             return
         self._growth = Growth(self._folder, manifest)
-        self._tokenizer = tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
-        self._byte_level, self._released = is_byte_level(tokenizer), takes_whole_documents(tokenizer)
+        self._tokenizer = tokenizer = self._without_line_ends(Tokenizer.from_file(str(self._folder / "tokenizer.json")))
+        self._released = takes_whole_documents(tokenizer)
         self._declared = declared_settings(self._folder) if self._released else {}
         if self._released:
             self._unknown_id = special_ids(tokenizer, self._declared).get("unk", -1)
@@ -291,16 +291,22 @@ class _Preparation:
 
     # ------------------------------------------------------------ settings
 
+    def _without_line_ends(self, tokenizer: Tokenizer) -> Tokenizer:
+        """The same tokenizer, for which line ends are blanks unless the corpus keeps them, if it is of our making."""
+        return tokenizer if self._corpus.line_breaks == "keep" else joining_lines(tokenizer)
+
     def _pool(self) -> Pool:
+        trains_bytes = self._tokenizer is None and self._corpus.vocabulary.kind == "byte_bpe"
+        is_own = trains_bytes or (self._tokenizer and is_own_byte_level(json.loads(self._tokenizer.to_str())))
         settings = stages.PreparationSettings(
             work=str(self._work),
             lowercase=self._corpus.vocabulary.lowercase,
             language=self._corpus.language,
             min_document_words=self._corpus.min_document_words,
             vocabulary_given=self._tokenizer is not None,
-            byte_level=self._byte_level,
+            byte_level=trains_bytes,
             released=self._released,
-            keeps_lines=self._corpus.line_breaks == "keep",
+            joins_lines=bool(is_own) and self._corpus.line_breaks != "keep",
             unknown_id=self._unknown_id,
             filters=self._corpus.filters,
             address=self._corpus.dir if is_remote(self._corpus.dir) else "",
@@ -323,6 +329,8 @@ class _Preparation:
         now = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random"}
         if self._corpus.vocabulary.added_words:
             now["words_added"] = "first"
+        if self._released or self._corpus.vocabulary.kind == "byte_bpe":
+            now["texts"] = "whole"
         if growth:
             now = by_source(now)[0] | self._new | {"grows": growth.identity}
         before = _read_json(path)
@@ -421,7 +429,7 @@ class _Preparation:
                 _forget_rarest(counts)
                 advance(sizes.popleft())
         with self._bar.stage("training the vocabulary", 0):
-            tokenizer = trained(counts, settings)
+            tokenizer = self._without_line_ends(trained(counts, settings))
         save_tokenizer(self._work, tokenizer)
         return tokenizer
 
