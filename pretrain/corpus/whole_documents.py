@@ -89,7 +89,10 @@ class DocumentEncoder:
         within = cut.documents[1:-1]
         found = zip(np.split(tokens, offsets[within]), np.split(counts, within), strict=True)
         plain = _all_of(self.division.are_plain(cut.pieces), cut)
-        return {n: one for n, one, is_plain in zip(numbers, found, plain, strict=True) if is_plain}
+        # A piece may have no token, and so a sentence.
+        return {
+            n: (ids, ends[ends > 0]) for n, (ids, ends), is_plain in zip(numbers, found, plain, strict=True) if is_plain
+        }
 
     def _from_library(self, text: str, starts: Sequence[int], dtype: np.dtype) -> _Sentences:
         encoding = self._whole.encode(text, add_special_tokens=False)

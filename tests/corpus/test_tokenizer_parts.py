@@ -136,7 +136,7 @@ def of_added(kind: str, number: int) -> Tokenizer:
 CHANGES = {of_normalizer: NORMALIZERS, of_divider: DIVIDERS, of_decoder: range(4), of_added: range(16)}
 # Of them, those whose documents are encoded as wholes; all others are BERT's to the letter.
 WHOLE = {
-    "bert": {of_normalizer: 15, of_divider: len(DIVIDERS) - 1, of_decoder: 0, of_added: 16},
+    "bert": {of_normalizer: 16, of_divider: len(DIVIDERS) - 1, of_decoder: 0, of_added: 16},
     **{kind: {make: len(names) for make, names in CHANGES.items()} for kind in BASES[1:]},
 }
 
