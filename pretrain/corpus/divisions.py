@@ -123,7 +123,7 @@ def division_of(tokenizer: Tokenizer, table: WordTable) -> Division | None:
         adds_blank = bool(cut.get("add_prefix_space"))
         return Gpt2Division(BytePairs(tokenizer, table), tokenizer.normalizer, adds_blank=adds_blank)
     division: Division | None = None
-    if _divides_at_blanks(described):
+    if _divides_at_blanks(described) and _knows_all_blanks(tokenizer):
         division = WordDivision(tokenizer, table)
     elif _joins_no_words(described):
         division = RunDivision(tokenizer, table, line_tokens(described))
@@ -169,6 +169,14 @@ def _divides_at_blanks(described: dict[str, Any]) -> bool:
         and last["split"]
         and all(one["type"] == "WhitespaceSplit" for one in before)
     )
+
+
+def _knows_all_blanks(tokenizer: Tokenizer) -> bool:
+    """Whether tabs and line ends separate words as blanks do: Metaspace alone leaves them in words."""
+    normalizer: Any = tokenizer.normalizer
+    divider: Any = tokenizer.pre_tokenizer
+    text = "a\tb\rc\nd"
+    return len(divider.pre_tokenize_str(normalizer.normalize_str(text) if normalizer else text)) == 4
 
 
 def _replaces_blanks(normalizer: dict[str, Any]) -> bool:
