@@ -17,9 +17,10 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import sha256_file, write_json
 from pretrain.common.setting_errors import shortened
 from pretrain.config import CorpusConfig, load_config
+from pretrain.corpus.released import class_stem, refuse_python
 from pretrain.corpus.special_tokens import declared_settings, special_ids
 from pretrain.corpus.stored import fetch_without_tokens
-from pretrain.corpus.vocabulary import bert_tokenizer, numbered, read_vocabulary, tokenizer_digest
+from pretrain.corpus.vocabulary import bert_tokenizer, numbered, read_vocabulary, tokenizer_digest, vocabulary_size
 
 _SENTENCE_PIECES = ("sentencepiece.bpe.model", "spm.model")
 # Besides tokenizer.json and tokenizer_config.json, which `copy_tokenizer` writes itself.
@@ -72,18 +73,18 @@ def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
 
 def _read_files(folder: Path, rows: int | None) -> Tokenizer:
     declared = _declared(folder)
+    refuse_python(folder)
     if (folder / "tokenizer.json").is_file():
         tokenizer = _from_json(folder / "tokenizer.json", declared)
     elif (folder / "vocab.txt").is_file():
         _check_class(folder, declared, _WORD_PIECES)
         tokenizer = _from_vocabulary(folder / "vocab.txt", declared)
-        _add_tokens(tokenizer, folder, declared)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         _check_class(folder, declared, _BYTE_PAIRS)
         tokenizer = _from_merges(folder, declared)
-        _add_tokens(tokenizer, folder, declared)
     else:
         raise InputError(_missing(folder))
+    _add_tokens(tokenizer, folder, declared)
     last = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if rows is not None and last >= rows:
         raise InputError(
@@ -238,10 +239,9 @@ _BYTE_PAIRS = ("Roberta", "GPT2", "Bart", "Deberta", "Longformer", "LED", "PreTr
 
 
 def _check_class(folder: Path, declared: dict[str, Any], known: tuple[str, ...]) -> None:
-    """Refuse other classes: some split words first, as Japanese ones do, so the files alone give other tokens."""
+    """Refuse classes that are not `known`: some split words first, so the files alone give other tokens."""
     name = declared.get("tokenizer_class", f"{known[0]}Tokenizer")
-    stem = re.sub(r"(Tokenizer(Fast)?|Backend)$", "", str(name))
-    if stem not in known:
+    if class_stem(name) not in known:
         raise InputError(
             f"{folder / 'tokenizer_config.json'}: tokenizer_class is {name}, which does not tokenize like BERT, "
             "and there is no tokenizer.json. Write one with transformers (save_pretrained of a fast "
@@ -276,29 +276,39 @@ _KINDS = {
 
 
 def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) -> None:
-    """Add the tokens that the vocabulary's own file does not hold: markers of a task or a domain."""
+    """Add the tokens that the tokenizer's own file does not hold: markers of a task or a domain, with their flags."""
     path, config, special_map = (
         folder / name for name in ("added_tokens.json", "tokenizer_config.json", "special_tokens_map.json")
     )
-    added_tokens = read_json(path) if path.is_file() else {}
-    listed = {token: _number(number, token, path) for token, number in added_tokens.items()}
     described = declared.get("added_tokens_decoder", {})
+    listed = {
+        token: _number(number, token, path) for token, number in (read_json(path) if path.is_file() else {}).items()
+    }
+    flags: dict[str, dict[str, Any]] = {}
     for number, token in described.items():
         listed[_content(token, config)] = _number(number, token, config)
+        flags[_content(token, config)] = token if isinstance(token, dict) else {}
     marked = [token for token in described.values() if isinstance(token, dict) and token.get("special")]
     specials = _contents([*marked, *declared.get("additional_special_tokens", [])], config)
     if special_map.is_file():
         specials |= _contents(read_json(special_map).get("additional_special_tokens") or [], special_map)
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for token, number in sorted(listed.items(), key=lambda item: item[1]):
-        if tokenizer.token_to_id(token) is not None:
+        if token in known:
             continue
-        if number != tokenizer.get_vocab_size():
+        expected = tokenizer.token_to_id(token)
+        expected = vocabulary_size(tokenizer) if expected is None else expected
+        if number != expected:
             raise InputError(
-                f"{folder}: the added token {token!r} has the id {number}, but the next free one is "
-                f"{tokenizer.get_vocab_size()}. Add the model's own tokenizer files to the folder."
+                f"{folder}: the added token {token!r} has the id {number}, but the next free one is {expected}. Add "
+                "the model's own tokenizer files to the folder."
             )
-        added = AddedToken(token, special=token in specials, normalized=token not in specials)
+        given = {flag: flags.get(token, {})[flag] for flag in _FLAGS if flag in flags.get(token, {})}
+        added = AddedToken(token, special=token in specials, **{"normalized": token not in specials, **given})
         (tokenizer.add_special_tokens if token in specials else tokenizer.add_tokens)([added])
+
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def _casing(declared: dict[str, Any]) -> dict[str, Any]:

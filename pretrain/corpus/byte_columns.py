@@ -9,9 +9,7 @@ marks; before the last of several blanks. An apostrophe stays with the letters a
 follows. So the pre-tokens of a text are those of its pieces, and the ids of every distinct piece, which the library
 itself works out, can be kept (`tokenize.BytePairs`). What a letter is, is asked of the library, too.
 
-Every sentence of `byte_columns` begins with a blank, as `byte_level.byte_tokenizer` adds it: "The" at the beginning is
-the same token as " The" within a text, and sentences end to end have the tokens of the text with single blanks between
-them. `document_pieces` adds nothing.
+Line ends are white space like any other, and no blank is added.
 """
 
 import functools
@@ -21,8 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import pre_tokenizers
 
-from pretrain.corpus.tokenize import END_OF_DOCUMENT, PADDING, Columns, WordTable, text_hashes
-from pretrain.corpus.word_counts import document_words
+from pretrain.corpus.tokenize import END_OF_DOCUMENT, PADDING, WordTable
 
 # Classes of bytes, in this order: white space, ends, and what pieces are made of.
 _BLANK, _TAB, _OTHER_SPACE, _SENTENCE_END, _DOCUMENT_END = range(5)
@@ -30,38 +27,6 @@ LETTER, NUMBER, MARK = range(5, 8)
 _TWO, _THREE, _FOUR, _CONTINUATION = range(8, 12)  # bytes of a character that is not ASCII
 _APOSTROPHE, _LINE_FEED = ord("'"), ord("\n")
 _BLOCK = 1 << 12  # characters whose classes are asked together
-_BLANKS_FOR_ENDS = bytes.maketrans(b"\n\0", b"  ")
-
-
-def byte_columns(texts: Sequence[str], table: WordTable, *, fold_case: bool = False) -> Columns:
-    """Cut documents into columns of pieces, in the fields for words. A text has one sentence per line and no NUL.
-
-    Lines of white space alone are no sentences. Words of a document are still counted as for a WordPiece.
-    """
-    # A NUL comes first, too, so that every sentence has a byte before it that can stand for its blank.
-    raw = (END_OF_DOCUMENT + END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
-    text = np.frombuffer(raw, np.uint8)
-    kinds = _kinds(raw, text)
-    line_ends = np.flatnonzero((kinds == _SENTENCE_END) | (kinds == _DOCUMENT_END))
-    starts, ends = _piece_bounds(kinds, text, line_ends)
-    letters = np.frombuffer(raw.translate(_BLANKS_FOR_ENDS) + bytes(PADDING), np.uint8)
-    pieces = table.intern(letters, starts, ends - starts)
-
-    line_ends = line_ends[1:]
-    pieces_before = np.searchsorted(starts, line_ends)
-    filled = np.diff(pieces_before, prepend=0) > 0
-    document_ends = kinds[line_ends] == _DOCUMENT_END
-    text_ends = line_ends[document_ends]
-    solid = (kinds >= LETTER) | (kinds == _OTHER_SPACE)
-    word_starts = np.flatnonzero(solid[1:] & ~solid[:-1]) + 1
-    return Columns(
-        words=pieces,
-        sentences=np.concatenate([[0], pieces_before[filled]]),
-        documents=np.concatenate([[0], np.cumsum(filled)[document_ends]]),
-        document_words=document_words(raw, word_starts, text_ends),
-        document_bytes=np.diff(text_ends, prepend=0) - 1,
-        hashes=text_hashes(raw[1:], len(texts), fold_case=fold_case),
-    )
 
 
 @dataclass(frozen=True)
@@ -82,7 +47,7 @@ Bounds = tuple[np.ndarray, np.ndarray]  # start and end byte of each piece
 
 def _whole_bounds(raw: bytes, text: np.ndarray) -> Bounds:
     kinds = _kinds(raw.replace(b"\n", b"\t"), text)
-    return _piece_bounds(kinds, text, np.flatnonzero(kinds == _DOCUMENT_END), own_blank=False)
+    return _piece_bounds(kinds, text, np.flatnonzero(kinds == _DOCUMENT_END))
 
 
 def document_pieces(
@@ -118,12 +83,8 @@ def document_pieces(
     return DocumentPieces(pieces, np.append(sentences[distinct], len(pieces)), documents)
 
 
-def _piece_bounds(kinds: np.ndarray, text: np.ndarray, line_ends: np.ndarray, *, own_blank: bool = True) -> Bounds:
-    """Start and end byte of each piece.
-
-    `own_blank`: a line without white space at its beginning takes the end of the line before for its blank, and a line
-    of white space alone has no piece.
-    """
+def _piece_bounds(kinds: np.ndarray, text: np.ndarray, line_ends: np.ndarray) -> Bounds:
+    """Start and end byte of each piece; `line_ends` are the places of NULs."""
     solid, at_end = kinds >= LETTER, np.zeros(len(kinds), bool)
     at_end[line_ends] = True
     space = ~(solid | at_end)
@@ -135,29 +96,10 @@ def _piece_bounds(kinds: np.ndarray, text: np.ndarray, line_ends: np.ndarray, *,
     starts[here] |= changes
     # Of several blanks the last one belongs to what follows, the others are a pre-token of their own.
     starts[1:-1] |= (kinds[1:-1] == _BLANK) & space[:-2] & solid[2:]
-    if own_blank:
-        _start_lines(starts, kinds, solid, space, line_ends[:-1])
-    else:
-        starts[line_ends[:-1] + 1] = ~at_end[line_ends[:-1] + 1]
+    starts[line_ends[:-1] + 1] = ~at_end[line_ends[:-1] + 1]
     bounds = np.flatnonzero(starts | at_end)
     first = np.flatnonzero(starts[bounds])
     return bounds[first], bounds[first + 1]
-
-
-def _start_lines(
-    starts: np.ndarray, kinds: np.ndarray, solid: np.ndarray, space: np.ndarray, line_ends: np.ndarray
-) -> None:
-    """Set `starts` of the first piece of each line; lines without a word have none. A line's own blank is its first."""
-    first = line_ends + 1
-    begun = solid[first]
-    blank = np.flatnonzero(space[first])
-    if blank.size:
-        words = np.flatnonzero(~space)
-        following = words[np.searchsorted(words, first[blank])]
-        begun[blank] = solid[following]
-    own = kinds[first] == _BLANK
-    starts[line_ends[begun & ~own]] = True
-    starts[first[begun & own]] = True
 
 
 # ---------------------------------------------------------------- classes

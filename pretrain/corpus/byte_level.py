@@ -1,6 +1,7 @@
-"""Byte-level BPE vocabularies (Radford et al. 2019, section 2.2): trained, taken over, and read token by token.
+"""Byte-level BPE vocabularies (Radford et al. 2019, section 2.2): trained, and read token by token.
 
-Every text can be spelled, so there is no unknown token, and nothing is normalized. A blank belongs to the word after it
+Every text can be spelled, so there is no unknown token, and nothing is normalized, except that line ends become one
+blank each unless a corpus keeps them (`joining_lines`). A blank belongs to the word after it
 ("\u0120word"). A text's first word gets one, too: it is then the same token at the beginning as within a text, which
 words given one by one and short texts need (RoBERTa and ModernBERT lack it: their weak spot in named entities).
 tokenizers' own `add_prefix_space` would also put a blank after each special token ("[MASK]." would end in " ."), so
@@ -10,29 +11,57 @@ the pre-tokenizer is Metaspace, which knows what comes first, with a blank for i
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pretrain.common.errors import InputError
 
 BLANK = "\u0120"  # the character that stands for the byte of a blank
 _END_OF_PIECE = "\0"
-_OWN = ["BPE", "Metaspace", "ByteLevel"]  # the parts of `byte_tokenizer`
+_LINE_END = r"[ \t\r]*\n[ \t\r\n]*"
+LINE_JOINER = {"type": "Replace", "pattern": {"Regex": _LINE_END}, "content": " "}
 _PIECES_PER_TEXT = 100
 
 
 def is_byte_level(tokenizer: Tokenizer) -> bool:
     """Whether it is a byte-level BPE."""
-    kinds = part_kinds(json.loads(tokenizer.to_str()))
-    return kinds[0] == "BPE" and "ByteLevel" in kinds
+    parts: list[Any] = [one for one in (tokenizer.normalizer, tokenizer.pre_tokenizer) if one is not None]
+    return isinstance(tokenizer.model, models.BPE) and any(b'"ByteLevel"' in one.__getstate__() for one in parts)
 
 
 def is_own_byte_level(described: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json is one of `byte_tokenizer`."""
-    return part_kinds(described) == _OWN
+    """Whether the tokens of a text in a tokenizer.json are those of a `byte_tokenizer`, with or without line ends."""
+    if described["model"]["type"] != "BPE" or described["normalizer"] not in (None, LINE_JOINER):
+        return False
+    names = [token["content"] for token in described["added_tokens"]]
+    entries = described["model"]["vocab"]
+    if not {"[CLS]", "[SEP]", *names} <= entries.keys() or max(entries.values()) >= len(entries):
+        return False
+    own = json.loads(byte_tokenizer({name: entries[name] for name in {*names, "[CLS]", "[SEP]"}}, [], names).to_str())
+    for free in ("vocab", "merges", "ignore_merges"):
+        own["model"][free] = described["model"][free]
+    return all(own[part] == described[part] for part in ("model", "pre_tokenizer", "added_tokens"))
+
+
+def joining_lines(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer, in which line ends and the blanks around them are one blank, if it is a `byte_tokenizer`."""
+    text = tokenizer.to_str()
+    if not is_own_byte_level(json.loads(text)):
+        return tokenizer
+    joining = Tokenizer.from_str(text)
+    joining.normalizer = normalizers.Replace(Regex(_LINE_END), " ")  # pyright: ignore[reportAttributeAccessIssue]
+    return joining
+
+
+def without_line_ends(text: str) -> str:
+    """`text` as the tokenizer that `joining_lines` returns normalizes it."""
+    if "\n" not in text:
+        return text
+    blanks = " \t\r"
+    first, *inner, last = text.split("\n")
+    return " ".join([first.rstrip(blanks), *filter(None, (line.strip(blanks) for line in inner)), last.lstrip(blanks)])
 
 
 def byte_tokenizer(
@@ -130,43 +159,6 @@ def _pre_tokens(counts: dict[bytes, int]) -> dict[str, int]:
         for word, _ in divide(piece.decode()):
             words[word] += count
     return dict(sorted(words.items()))
-
-
-def byte_level_from_json(path: Path, text: str, special_tokens: Sequence[str]) -> Tokenizer:
-    """The tokenizer that the `text` of a tokenizer.json describes: made by `train_byte_level`, or a released one.
-
-    A released one is taken as it is, without truncation and padding.
-
-    Raises `InputError`, which names `path`, if it is no byte-level BPE, or its tokens are random.
-    """
-    try:
-        parts: dict[str, Any] = json.loads(text)
-        tokenizer = Tokenizer.from_str(text)
-        model, kinds = parts["model"], part_kinds(parts)
-    except Exception as error:  # tokenizers raises bare Exception
-        raise InputError(f"{path}: not a tokenizer.json of a byte-level BPE ({error}).") from None
-    if kinds != _OWN:
-        _check_released(path, model)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
-    merges = [
-        (merge[0], merge[1]) if isinstance(merge, list) else tuple(merge.split(" ", 1)) for merge in model["merges"]
-    ]
-    missing = [token for token in special_tokens if token not in model["vocab"]]
-    if missing:
-        raise InputError(f"{path}: {', '.join(missing)} missing. Pretraining needs {' '.join(special_tokens)}.")
-    added = [token["content"] for token in parts["added_tokens"] if token["content"] not in special_tokens]
-    if added:
-        raise InputError(f"{path}: has the added token {added[0]!r}, which `prepare` cannot take over. Remove it.")
-    return byte_tokenizer(model["vocab"], merges, special_tokens, ignore_merges=bool(model.get("ignore_merges")))
-
-
-def _check_released(path: Path, model: dict[str, Any]) -> None:
-    if missing := sorted(set(pre_tokenizers.ByteLevel.alphabet()).difference(model["vocab"])):
-        raise InputError(f"{path}: has no entry for {len(missing)} of the 256 bytes. Choose another vocabulary.")
-    if model.get("dropout"):
-        raise InputError(f"{path}: its BPE has a dropout of {model['dropout']}, so its tokens are random. Set it to 0.")
 
 
 def part_kinds(parts: dict[str, Any]) -> list[str]:

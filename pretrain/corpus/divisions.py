@@ -31,14 +31,21 @@ _WORDS_PER_TEXT = 100
 
 
 class Gpt2Division:
-    """Pieces of a byte-level BPE. `adds_blank`: a text gets a blank unless it begins with one."""
+    """Pieces of a byte-level BPE.
 
-    def __init__(self, known: KnownWords | None, normalizer: Any = None, *, adds_blank: bool) -> None:
+    `adds_blank`: a text gets a blank unless it begins with one. `line_ends`: they are tokens.
+    """
+
+    def __init__(
+        self, known: KnownWords | None, normalizer: Any = None, *, adds_blank: bool, line_ends: bool = True
+    ) -> None:
         self.known = known
-        self._normalizer, self._adds_blank = normalizer, adds_blank
+        self._normalizer, self._adds_blank, self._line_ends = normalizer, adds_blank, line_ends
 
     def fits(self, text: str) -> bool:
         """Whether a text without added tokens may be cut."""
+        if not self._line_ends and "\n" in text:
+            return False
         return self._normalizer is None or text.isascii() or self._normalizer.normalize_str(text) == text
 
     def cut(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: WordTable) -> DocumentPieces:
@@ -109,11 +116,14 @@ def division_of(tokenizer: Tokenizer, table: WordTable) -> Division | None:
     """How documents can be cut for a tokenizer, whose pieces `table` numbers; None if it is not known."""
     described = json.loads(tokenizer.to_str())
     cut = described["pre_tokenizer"] or {}
-    if is_own_byte_level(described) or _divides_as_gpt2(described):
-        adds_blank = is_own_byte_level(described) or bool(cut.get("add_prefix_space"))
+    if is_own_byte_level(described):
+        line_ends = described["normalizer"] is None
+        return Gpt2Division(BytePairs(tokenizer, table), adds_blank=True, line_ends=line_ends)
+    if _divides_as_gpt2(described):
+        adds_blank = bool(cut.get("add_prefix_space"))
         return Gpt2Division(BytePairs(tokenizer, table), tokenizer.normalizer, adds_blank=adds_blank)
     division: Division | None = None
-    if _divides_at_blanks(described):
+    if _divides_at_blanks(described) and _knows_all_blanks(tokenizer):
         division = WordDivision(tokenizer, table)
     elif _joins_no_words(described):
         division = RunDivision(tokenizer, table, line_tokens(described))
@@ -159,6 +169,14 @@ def _divides_at_blanks(described: dict[str, Any]) -> bool:
         and last["split"]
         and all(one["type"] == "WhitespaceSplit" for one in before)
     )
+
+
+def _knows_all_blanks(tokenizer: Tokenizer) -> bool:
+    """Whether tabs and line ends separate words as blanks do: Metaspace alone leaves them in words."""
+    normalizer: Any = tokenizer.normalizer
+    divider: Any = tokenizer.pre_tokenizer
+    text = "a\tb\rc\nd"
+    return len(divider.pre_tokenize_str(normalizer.normalize_str(text) if normalizer else text)) == 4
 
 
 def _replaces_blanks(normalizer: dict[str, Any]) -> bool:

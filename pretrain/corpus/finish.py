@@ -19,8 +19,9 @@ from pretrain.corpus.documents import Documents, ShardPlan
 from pretrain.corpus.filters.evaluation_sets import set_names
 from pretrain.corpus.growth import Growth, grown_filters, grown_sets, write_signatures
 from pretrain.corpus.inputs import Input, Problems
-from pretrain.corpus.manifest import content_state, make_manifest, source_facts, with_card
+from pretrain.corpus.manifest import content_state, make_manifest, source_facts, source_name, with_card
 from pretrain.corpus.released import kind_of
+from pretrain.corpus.samples import compare
 from pretrain.corpus.shards import TokenShards, shards_of, source_fingerprints
 from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
 
@@ -66,6 +67,7 @@ class Prepared:
         before: dict[str, Any] = growth.manifest if growth else {"sources": [], "shards": [], "files": {}}
         if not growth:
             save_tokenizer(folder, self.tokenizer, self.declared)
+        self._compare_samples(self.tokenizer if growth else Tokenizer.from_file(str(folder / "tokenizer.json")))
         new = [{"name": s.name, "split": s.split, "source": s.source, **s.totals} for s in self.plan]
         signatures = [
             write_signatures(folder, self.work, self.documents, number, nearly=self._nearly) for number in self.sources
@@ -86,6 +88,14 @@ class Prepared:
             growth.begin_card()
         self._write_card(manifest, self._readings(manifest, count_readings), say)
         put_manifest(folder, with_card(folder, manifest))
+
+    def _compare_samples(self, tokenizer: Tokenizer) -> None:
+        """Raise `InputError` if sampled documents have other tokens than the corpus's tokenizer gives them."""
+        names = {number: f"{self.corpus.folder}: source {source_name(one)}" for number, one in self.sources.items()}
+        shards = zip(self.plan, self.results, strict=True)
+        compare(
+            tokenizer, [(names[shard.source], one) for shard, result in shards for one in result.get("sampled", ())]
+        )
 
     @property
     def _nearly(self) -> bool:

@@ -13,12 +13,13 @@ from pretrain.common.errors import InputError
 from pretrain.common.extensions import hashes, is_own
 from pretrain.common.files import MANIFEST, read_manifest, sha256_file
 from pretrain.config import CorpusConfig, SourceConfig
+from pretrain.corpus.byte_level import LINE_JOINER
 from pretrain.corpus.card import CARD_FILES
 from pretrain.corpus.filters import filter_settings
 from pretrain.corpus.inputs import Input
 from pretrain.corpus.shards import FORMAT, source_fingerprint, token_dtype
 from pretrain.corpus.special_tokens import special_ids
-from pretrain.corpus.vocabulary import TOKENIZER_FILES, vocabulary_size
+from pretrain.corpus.vocabulary import TOKENIZER_FILES, tokens_digest, vocabulary_size
 
 VOCABULARY_BYTES = 1 << 30  # of text, at most, on which a vocabulary is trained; sampled by document hash
 _OTHER_FILES = ("config.json", "*.safetensors", "pytorch_model*.bin")  # of models
@@ -121,7 +122,7 @@ def fingerprint_settings(
     if vocabulary.strip_accents not in (None, vocabulary.lowercase):  # corpora from before it stay as they are
         settings["corpus.vocabulary.strip_accents"] = vocabulary.strip_accents
     if tokenizer is not None:
-        settings["corpus.vocabulary.path"] = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+        settings["corpus.vocabulary.path"] = tokens_digest(tokenizer)
     else:
         for key in ("size", "min_frequency"):
             settings[f"corpus.vocabulary.{key}"] = getattr(vocabulary, key)
@@ -356,9 +357,11 @@ def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, *, extended: bool =
 
 
 def _steps_before_model(tokenizer: Tokenizer) -> list[Any]:
-    """What a tokenizer does to text before its vocabulary is used."""
+    """What a tokenizer does to text before its vocabulary is used; whether it has line ends is the corpus's choice."""
     described = json.loads(tokenizer.to_str())
-    return [described["normalizer"], described["pre_tokenizer"]]
+    normalizer = None if described["normalizer"] == LINE_JOINER else described["normalizer"]
+    added = [token for token in described["added_tokens"] if not token["special"]]
+    return [normalizer, described["pre_tokenizer"], added]
 
 
 def source_facts(source: SourceConfig) -> dict[str, Any]:

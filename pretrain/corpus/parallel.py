@@ -7,6 +7,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import types
@@ -20,7 +21,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pretrain.common.errors import MachineError
+from pretrain.common.errors import MachineError, StoppedError
 from pretrain.corpus import stages
 from pretrain.corpus.inputs import Chunk
 
@@ -181,3 +182,21 @@ def _is_ready(result: Any) -> bool:
 def _without_data(item: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments without the text that a chunk may carry, so that memory stays bounded."""
     return tuple(replace(part, data=None) if isinstance(part, Chunk) else part for part in item)
+
+
+@contextlib.contextmanager
+def stoppable(folder: Path) -> Iterator[None]:
+    """Turn Ctrl-C and SIGTERM into a `StoppedError`; finished work stays on disk."""
+
+    def stop(signum: int, frame: types.FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    in_main = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, stop) if in_main else None
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise StoppedError(f"{folder}: stopped. Run the same command again; it resumes.") from None
+    finally:
+        if in_main:
+            signal.signal(signal.SIGTERM, previous)

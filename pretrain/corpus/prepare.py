@@ -20,10 +20,7 @@ import collections
 import contextlib
 import json
 import shutil
-import signal
-import threading
 import time
-import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,12 +30,12 @@ from tokenizers import Tokenizer
 
 from pretrain.common.addresses import is_remote
 from pretrain.common.earlier import as_now
-from pretrain.common.errors import InputError, StoppedError
+from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest, write_json
 from pretrain.common.settings import import_named
 from pretrain.config import PretrainConfig
 from pretrain.corpus import card, sources, stages
-from pretrain.corpus.byte_level import is_byte_level
+from pretrain.corpus.byte_level import is_own_byte_level, joining_lines
 from pretrain.corpus.description import (
     WORK,
     check_line_breaks,
@@ -70,7 +67,7 @@ from pretrain.corpus.manifest import (
     source_name,
 )
 from pretrain.corpus.near_search import find_near_duplicates, near_duplicates
-from pretrain.corpus.parallel import Pool, result_of
+from pretrain.corpus.parallel import Pool, result_of, stoppable
 from pretrain.corpus.released import takes_whole_documents
 from pretrain.corpus.shards import token_dtype, verify_shards
 from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
@@ -153,8 +150,8 @@ class _Preparation:
             check_extension(tokenizer, added)
         check_line_breaks(corpus, tokenizer)
         self._settings = fingerprint_settings(corpus, self._all_inputs, tokenizer, known)
-        self._byte_level = is_byte_level(tokenizer) if tokenizer else corpus.vocabulary.kind == "byte_bpe"
         self._released = tokenizer is not None and takes_whole_documents(tokenizer)
+        tokenizer = self._without_line_ends(tokenizer) if tokenizer else None
         self._declared, self._unknown_id = {}, -1
         if tokenizer is not None and self._released:
             self._declared = dict(declared) if self._of_start else given_settings(corpus)
@@ -172,11 +169,11 @@ class _Preparation:
         else:
             check_filters(self._corpus.filters)
             if self._corpus.vocabulary.added_words and not self._growth:
-                with _stoppable(self._folder), self._bar:
+                with stoppable(self._folder), self._bar:
                     self._extend()
             # The pool comes first: forked processes would hold the lock, too, and catch signals meant for this one.
             pool = self._pool()
-            with pool, self._locked_work(), _stoppable(self._folder), self._bar:
+            with pool, self._locked_work(), stoppable(self._folder), self._bar:
                 # Another process may have finished it since.
                 if self._manifest_bytes() == manifest or not self._is_finished():
                     self._stages(pool)
@@ -232,8 +229,8 @@ class _Preparation:
         if not new:
             return
         self._growth = Growth(self._folder, manifest)
-        self._tokenizer = tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
-        self._byte_level, self._released = is_byte_level(tokenizer), takes_whole_documents(tokenizer)
+        self._tokenizer = tokenizer = self._without_line_ends(Tokenizer.from_file(str(self._folder / "tokenizer.json")))
+        self._released = takes_whole_documents(tokenizer)
         self._declared = declared_settings(self._folder) if self._released else {}
         if self._released:
             self._unknown_id = special_ids(tokenizer, self._declared).get("unk", -1)
@@ -292,8 +289,14 @@ class _Preparation:
 
     # ------------------------------------------------------------ settings
 
+    def _without_line_ends(self, tokenizer: Tokenizer) -> Tokenizer:
+        """The same tokenizer, for which line ends are blanks unless the corpus keeps them, if it is of our making."""
+        return tokenizer if self._corpus.line_breaks == "keep" else joining_lines(tokenizer)
+
     def _pool(self) -> Pool:
         is_old = self._growth is not None and self._growth.ignores_case
+        trains_bytes = self._tokenizer is None and self._corpus.vocabulary.kind == "byte_bpe"
+        is_own = trains_bytes or (self._tokenizer and is_own_byte_level(json.loads(self._tokenizer.to_str())))
         settings = stages.PreparationSettings(
             work=str(self._work),
             lowercase=self._corpus.vocabulary.lowercase,
@@ -301,9 +304,9 @@ class _Preparation:
             language=self._corpus.language,
             min_document_words=self._corpus.min_document_words,
             vocabulary_given=self._tokenizer is not None,
-            byte_level=self._byte_level,
+            byte_level=trains_bytes,
             released=self._released,
-            keeps_lines=self._corpus.line_breaks == "keep",
+            joins_lines=bool(is_own) and self._corpus.line_breaks != "keep",
             unknown_id=self._unknown_id,
             filters=self._corpus.filters,
             address=self._corpus.dir if is_remote(self._corpus.dir) else "",
@@ -326,6 +329,8 @@ class _Preparation:
         now = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random", "duplicates": "held-out first"}
         if self._corpus.vocabulary.added_words:
             now["words_added"] = "first"
+        if self._released or self._corpus.vocabulary.kind == "byte_bpe":
+            now["texts"] = "whole"
         if growth:
             now = by_source(now)[0] | self._new | {"grows": growth.identity}
         before = _read_json(path)
@@ -424,7 +429,7 @@ class _Preparation:
                 forget_rarest(counts)
                 advance(sizes.popleft())
         with self._bar.stage("training the vocabulary", 0):
-            tokenizer = trained(counts, settings)
+            tokenizer = self._without_line_ends(trained(counts, settings))
         save_tokenizer(self._work, tokenizer)
         return tokenizer
 
@@ -478,21 +483,3 @@ class _Preparation:
 
 def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-@contextlib.contextmanager
-def _stoppable(folder: Path) -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM into a `StoppedError`; finished work stays on disk."""
-
-    def stop(signum: int, frame: types.FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    in_main = threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGTERM, stop) if in_main else None
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise StoppedError(f"{folder}: stopped. Run the same command again; it resumes.") from None
-    finally:
-        if in_main:
-            signal.signal(signal.SIGTERM, previous)

@@ -1,18 +1,19 @@
-"""Which tokenizers there are: the two kinds that `prepare` trains and has its own way for, and all others.
+"""Which tokenizers there are, and which of them have a fast way to tokens.
 
-`wordpiece` is BERT's, `byte_bpe` any byte-level BPE. `released` is every other tokenizer.json, such as the Unigram of
-XLM-R and DeBERTa-v3 or the BPE of Gemma and mmBERT; it is taken as it is and encodes whole documents, as the byte-level
-BPE of another maker does (`whole_documents`).
+`wordpiece` is BERT's, `byte_bpe` any byte-level BPE, `released` every other tokenizer.json, such as the Unigram of
+XLM-R and DeBERTa-v3 or the BPE of Gemma and mmBERT. Each is taken as it is. Whole documents are encoded with it, as
+the library does (`whole_documents`), unless `is_bert` says that words alone have the same tokens (`tokenize`).
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pretrain.common.errors import InputError
-from pretrain.corpus.byte_level import is_own_byte_level, part_kinds
+from pretrain.corpus.byte_level import is_byte_level, part_kinds
 from pretrain.corpus.special_tokens import SPECIAL_TOKENS
 
 _BERT_PARTS = ["WordPiece", "BertNormalizer", "BertPreTokenizer"]
@@ -23,38 +24,90 @@ _LINES = "a\n    b\n\tc\n\n\nd  e\r\n"
 
 def kind_of(tokenizer: Tokenizer) -> str:
     """`VocabularyConfig.kind`: wordpiece, byte_bpe or released."""
-    described = json.loads(tokenizer.to_str())
-    if is_bert(described):
+    if isinstance(tokenizer.model, models.WordPiece) and _is_wordpiece(json.loads(tokenizer.to_str())):
         return "wordpiece"
-    kinds = part_kinds(described)
-    return "byte_bpe" if kinds[0] == "BPE" and "ByteLevel" in kinds else "released"
+    return "byte_bpe" if is_byte_level(tokenizer) else "released"
 
 
 def takes_whole_documents(tokenizer: Tokenizer) -> bool:
-    """Whether it is another maker's: neither BERT's WordPiece nor a byte-level BPE made by `prepare`."""
-    described = json.loads(tokenizer.to_str())
-    return not is_bert(described) and not is_own_byte_level(described)
+    """Whether documents are encoded as wholes: it is not exactly BERT's."""
+    return not isinstance(tokenizer.model, models.WordPiece) or not is_bert(json.loads(tokenizer.to_str()))
 
 
-def is_bert(described: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json is BERT's: WordPiece with its division, normalizer and special tokens."""
+def _is_wordpiece(described: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json is a WordPiece with BERT's parts and special tokens, of any settings."""
     model = described["model"]
     if part_kinds(described) != _BERT_PARTS or not set(SPECIAL_TOKENS) <= set(model["vocab"]):
         return False
     return (model["continuing_subword_prefix"], model["max_input_chars_per_word"]) == ("##", MAX_WORD_CHARACTERS)
 
 
+def is_bert(described: dict[str, Any]) -> bool:
+    """Whether the tokens of a tokenizer.json are those of `vocabulary.bert_tokenizer`, which `tokenize` finds by word.
+
+    Words are cut at ideographs, no text has an added token, and a further entry would have the id after the last.
+    """
+    model, normalizer, added = described["model"], described["normalizer"], described["added_tokens"]
+    return (
+        _is_wordpiece(described)
+        and model["unk_token"] == "[UNK]"
+        and normalizer["clean_text"]
+        and normalizer["handle_chinese_chars"]
+        and max(model["vocab"].values()) < len(model["vocab"])
+        and all(token["special"] and token["content"] in SPECIAL_TOKENS for token in added)
+    )
+
+
 def released_from_json(path: Path, text: str) -> Tokenizer:
     """The tokenizer that the `text` of a tokenizer.json describes as it is, without truncation and padding.
 
-    Raises `InputError`, which names `path`, if its tokens are random.
+    Raises `InputError`, which names `path`, if it cannot be read, or its tokens are random, or bytes have none.
     """
-    tokenizer = Tokenizer.from_str(text)
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise InputError(f"{path}: not a tokenizer.json ({error}).") from None
     if dropout := json.loads(text)["model"].get("dropout"):
         raise InputError(f"{path}: its BPE has a dropout of {dropout}, so its tokens are random. Set it to 0.")
+    missing = set(pre_tokenizers.ByteLevel.alphabet()).difference(tokenizer.get_vocab())
+    if missing and is_byte_level(tokenizer):
+        raise InputError(f"{path}: has no entry for {len(missing)} of the 256 bytes. Choose another vocabulary.")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+# Classes of transformers and of models' own code that are Python: they divide or map text before an entry is found.
+_PYTHON = (
+    *("bertjapanese", "bertweet", "phobert", "bartpho", "biogpt", "canine", "byt5", "esm", "flaubert", "prophetnet"),
+    *("rocbert", "tapas", "xlm", "cpm", "ctrl", "fsmt", "gptneoxjapanese", "kobert", "distilkobert"),
+)
+
+
+def class_stem(name: object) -> str:
+    """The name of a class of tokenizers without its ending."""
+    return re.sub(r"(Tokenizer(Fast)?|Backend)$", "", str(name))
+
+
+def refuse_python(folder: Path) -> None:
+    """Raise `InputError` if the tokenizer of a model's `folder` is one in Python, of which files tell only a part.
+
+    It is named in tokenizer_config.json or config.json. `auto_map` without a tokenizer is of the model, and no matter.
+    """
+    for name in ("tokenizer_config.json", "config.json"):
+        try:
+            read = json.loads((folder / name).read_text(encoding="utf-8"))
+            mapped = (read.get("auto_map") or {}).get("AutoTokenizer")
+        except (OSError, ValueError, AttributeError, RecursionError):
+            continue  # damaged files are reported where they are needed
+        own = next(filter(None, mapped), None) if isinstance(mapped, list) else mapped
+        words = read.get("word_tokenizer_type") or "basic"
+        if own or words != "basic" or class_stem(read.get("tokenizer_class")).lower() in _PYTHON:
+            found = own or read.get("tokenizer_class") or f"BertJapaneseTokenizer (word_tokenizer_type: {words})"
+            raise InputError(
+                f"{folder / name}: {found} is a tokenizer in Python, for which the files cannot stand. Choose a model "
+                "with another tokenizer. If its tokenizer.json gives the same tokens, take the name out."
+            )
 
 
 def keeps_lines(tokenizer: Tokenizer) -> bool:

@@ -1,11 +1,43 @@
 """Documents to sentences with `sentencex` (Wikimedia): paragraphs are boundaries; long quotations are split too."""
 
 import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import sentencex
 
 _LONG_SENTENCE_CHARACTERS = 240  # about twice the mean; quotations in longer ones are cut into sentences
 _QUOTATION_MARKS = '"“”„«»‘’'
+_BATCH_BYTES = 2 << 20  # text cut into columns at once: less costs more calls, more does not fit the cache
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How documents are cut: into the text of their sentences, and where these start in characters."""
+
+    split: Callable[[str], list[str]]
+    starts: Callable[[str], list[int]]
+
+
+def splitting_of(language: str, *, by_lines: bool) -> Splitting:
+    """The splitting of documents in a language; `by_lines`: each line is a sentence."""
+    if by_lines:
+        return Splitting(lambda text: text.split("\n"), line_starts)
+    return Splitting(lambda text: split_sentences(text, language), lambda text: sentence_starts(text, language))
+
+
+def batches_of(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Lists of documents with about _BATCH_BYTES characters each."""
+    batch: list[str] = []
+    total = 0
+    for text in texts:
+        batch.append(text)
+        total += len(text)
+        if total >= _BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def split_sentences(document: str, language: str) -> list[str]:
@@ -25,20 +57,32 @@ def split_sentences(document: str, language: str) -> list[str]:
 
 
 def sentence_starts(document: str, language: str) -> list[int]:
-    """Where the sentences of `document` start, in characters, ascending from 0; [] if it is white space alone.
+    """`starts_of` the sentences of `document`."""
+    return starts_of(split_sentences(document, language), document)
 
-    The white space between two sentences belongs to the second, and that at the document's ends to the first and last.
+
+def starts_of(sentences: Sequence[str], text: str) -> list[int]:
+    """Where sentences start in a text, in characters, ascending from 0; [] if it is white space alone.
+
+    The white space between two sentences belongs to the second, and that at the text's ends to the first and last. The
+    text may have other white space than the sentences where these have line ends.
     """
     starts, end = [], 0
-    for sentence in split_sentences(document, language):
-        # Within quotations, sentences may have line ends, which `split_sentences` doubles.
-        lines = [line for part in sentence.split("\n") if (line := part.strip())]
-        places = [place for line in lines[:1] if (place := document.find(line, end)) >= 0]
-        if not places:
+    for sentence in sentences:
+        line, lines = sentence.strip(), []
+        if "\n" in line:  # within quotations, sentences may have line ends, which `split_sentences` doubles
+            line, *lines = [one for part in line.split("\n") if (one := part.strip())]
+        if not line:
+            continue
+        # str.find takes ten times as long, and there is a blank between most sentences.
+        is_next = text.startswith(line, end + 1) and text[end].isspace()
+        place = end + 1 if is_next else text.find(line, end)
+        if place < 0:
             continue
         starts.append(end)
+        end = place + len(line)
         for line in lines:
-            end = max(end, document.find(line, end) + len(line))
+            end = max(end, text.find(line, end) + len(line))
     return starts
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from pretrain.common.errors import MachineError
 from pretrain.common.files import sha256_file, write_json
 from pretrain.common.memory import hold_freed_memory
 from pretrain.config import FiltersConfig
-from pretrain.corpus.byte_columns import byte_columns
+from pretrain.corpus import samples
+from pretrain.corpus.byte_level import without_line_ends
 from pretrain.corpus.divisions import Gpt2Division
 from pretrain.corpus.documents import DocumentRange
 from pretrain.corpus.filters import Filters, near_duplicates
@@ -30,7 +31,7 @@ from pretrain.corpus.filters.near_duplicates import Sketches
 from pretrain.corpus.filters.report import Report
 from pretrain.corpus.inputs import Chunk, Problems
 from pretrain.corpus.parts import DOCUMENT, Part, random_order
-from pretrain.corpus.sentences import line_starts, sentence_starts, split_sentences
+from pretrain.corpus.sentences import Splitting, batches_of, splitting_of, starts_of
 from pretrain.corpus.shards import ShardWriter, token_dtype
 from pretrain.corpus.sources import cut_stream, documents, reader
 from pretrain.corpus.special_tokens import special_ids
@@ -43,7 +44,6 @@ from pretrain.storage.objects import AccessError, ObjectStore
 LOCK = "lock"  # in the work folder, held by the coordinating process
 TOKENIZER = "tokenizer.json"  # likewise
 HISTOGRAM_BINS = 33  # bin b counts lengths of b bits: 1, 2-3, 4-7, ...
-_BATCH_BYTES = 2 << 20  # text cut into columns at once: less costs more calls, more does not fit the cache
 _PART_BYTES = 32 << 20  # text per part file at most
 
 
@@ -56,11 +56,11 @@ class PreparationSettings:
     language: str
     min_document_words: int
     vocabulary_given: bool
-    byte_level: bool = False  # whether the vocabulary is a byte-level BPE
-    released: bool = False  # whether it is one of another maker, which is given whole documents
+    byte_level: bool = False  # whether a byte-level BPE is trained
+    released: bool = False  # whether the vocabulary is given, and whole documents are encoded with it
     folds_case: bool = False  # whether documents that differ in case alone are equal
-    keeps_lines: bool = False  # whether line breaks and indentation are tokens
-    unknown_id: int = -1  # of the released one
+    joins_lines: bool = False  # whether line ends are blanks of whole documents
+    unknown_id: int = -1  # of the given one
     filters: FiltersConfig = field(default_factory=FiltersConfig)
     address: str = ""  # where shards are stored as soon as they are written
 
@@ -231,9 +231,10 @@ def _read_chunk(chunk: Chunk) -> dict[str, Any]:
     """Read, split, cut and (with a vocabulary) tokenize one chunk into part files; its summary comes last."""
     state = _state()
     problems, report = Problems(), Report()
-    splitting = _splitting(chunk, state.settings.language)
+    splitting = splitting_of(state.settings.language, by_lines=reader(chunk.config).lines_are_sentences)
     names: list[str] = []
     batches: list[Part] = []
+    sample: list[tuple[np.ndarray, str]] = []
     read = size = 0
 
     def flush() -> None:
@@ -241,6 +242,7 @@ def _read_chunk(chunk: Chunk) -> dict[str, Any]:
         part = _joined(batches, state)
         if len(part.documents):
             names.append(f"{chunk.name}-{len(names):04d}.{'tokens' if state.settings.vocabulary_given else 'words'}")
+            samples.save(state.work / names[-1], part, sample)
             part.ordered(np.argsort(random_order(part.documents["hash"]), kind="stable")).save(state.work / names[-1])
             if part.sketches:  # in the order of the input: of two near-duplicates the first is kept
                 path = (state.work / names[-1]).with_suffix(near_duplicates.SUFFIX)
@@ -254,7 +256,10 @@ def _read_chunk(chunk: Chunk) -> dict[str, Any]:
         texts, sketches = state.filters.keep(texts, report)
         if not texts:
             continue
-        batches.append(_batch(texts, sketches, state, splitting))
+        part, texts = _batch(texts, sketches, state, splitting)
+        if not batches:
+            sample = [(part.documents["hash"][number], texts[number]) for number in samples.choose(texts)]
+        batches.append(part)
         size += sum(map(len, texts))
         if size >= _PART_BYTES:
             flush()
@@ -289,7 +294,7 @@ def tokenize_part(part: str, words_part: str) -> None:
     state.renew()
     words = Part.load(state.work / words_part)
     numbers = state.table.intern_words(words.distinct)[words.items]
-    _tokenized(numbers, words, state).save(state.work / part)
+    _tokenized(numbers, words, state)[0].save(state.work / part)
 
 
 def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder: str) -> dict[str, Any]:
@@ -300,7 +305,7 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
     """
     state = _state()
     state.load_tokenizer()
-    part = _joined_in_order(choice)
+    part, sampled = _joined_in_order(choice)
     lengths = {"document": _histogram(part.documents["items"]), "sentence": _histogram(part.sentence_items)}
     unknown = int(np.count_nonzero(part.items == state.unknown_id))
     with ShardWriter(Path(folder), name, dtype=state.dtype, **totals) as writer:
@@ -310,6 +315,7 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
         "hashes": writer.hashes,
         "stored": stored,
         "unknown": unknown,
+        "sampled": samples.bounded(sampled, len(part.items)),
         "lengths": {k: v.tolist() for k, v in lengths.items()},
     }
     write_json(state.work / f"{name}.shard.json", result)
@@ -332,17 +338,22 @@ def _stored(folder: Path, names: Collection[str], state: _Process) -> str:
     return address
 
 
-def _joined_in_order(choice: DocumentRange) -> Part:
-    """The chosen documents of all parts of a source."""
+def _joined_in_order(choice: DocumentRange) -> tuple[Part, list[samples.Sampled]]:
+    """The chosen documents of all parts of a source, and those that are sampled."""
     work = _state().work
-    parts = [Part.load_some(work / name, numbers) for name, numbers in choice.documents(work) if len(numbers)]
+    parts: list[Part] = []
+    sampled: list[samples.Sampled] = []
+    for place, (name, numbers) in enumerate(choice.documents(work)):
+        if len(numbers):
+            parts.append(Part.load_some(work / name, numbers))
+            sampled += samples.found(work / name, parts[-1]) if place < samples.MAX_PARTS else []
     joined = Part(
         np.concatenate([part.items for part in parts]),
         np.concatenate([part.sentence_items for part in parts]),
         np.concatenate([part.documents for part in parts]),
         [],
     )
-    return joined.ordered(np.argsort(random_order(joined.documents["hash"]), kind="stable"))
+    return joined.ordered(np.argsort(random_order(joined.documents["hash"]), kind="stable")), sampled
 
 
 def _chosen(name: str, bits: np.ndarray) -> Part:
@@ -372,73 +383,55 @@ def _histogram(lengths: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------- documents to parts
 
 
-def batches_of(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Lists of documents with about _BATCH_BYTES characters each."""
-    batch: list[str] = []
-    total = 0
-    for text in texts:
-        batch.append(text)
-        total += len(text)
-        if total >= _BATCH_BYTES:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
-
-
-@dataclass(frozen=True)
-class _Splitting:
-    """How documents are cut: into the text of their sentences, and where these start in characters."""
-
-    split: Callable[[str], list[str]]
-    starts: Callable[[str], list[int]]
-
-
-def _splitting(chunk: Chunk, language: str) -> _Splitting:
-    if reader(chunk.config).lines_are_sentences:
-        return _Splitting(lambda text: text.split("\n"), line_starts)
-    return _Splitting(lambda text: split_sentences(text, language), lambda text: sentence_starts(text, language))
-
-
-def _batch(texts: list[str], sketches: Sketches | None, state: _Process, splitting: _Splitting) -> Part:
-    """The documents of `texts` that are long enough, tokenized if there is a vocabulary."""
+def _batch(
+    texts: list[str], sketches: Sketches | None, state: _Process, splitting: Splitting
+) -> tuple[Part, list[str]]:
+    """The documents of `texts` that are long enough, tokenized if there is a vocabulary, and their texts."""
     settings = state.settings
-    if settings.released or settings.keeps_lines:
+    if settings.released or settings.byte_level:
         return _whole_documents(texts, sketches, state, splitting)
-    sentences = map(splitting.split, texts)
-    if settings.byte_level:
-        # A byte-level vocabulary would spell the white space around a sentence.
-        texts = ["\n".join(map(str.strip, lines)) for lines in sentences]
-        cut = byte_columns(texts, state.table, fold_case=settings.folds_case)
-    else:
-        case = {"lowercase": settings.lowercase, "fold_case": settings.folds_case}
-        cut = columns(["\n".join(lines) for lines in sentences], state.table, **case)
+    case = {"lowercase": settings.lowercase, "fold_case": settings.folds_case}
+    cut = columns(["\n".join(splitting.split(text)) for text in texts], state.table, **case)
     part = replace(_numbered(cut), sketches=sketches)
-    long_enough = part.documents["words"] >= state.settings.min_document_words
-    part = part.select(long_enough & (part.documents["sentences"] > 0))
-    given = state.settings.vocabulary_given
-    return _tokenized(part.items, part, state) if given else part
+    long_enough = part.documents["words"] >= settings.min_document_words
+    return _selected(part, texts, long_enough & (part.documents["sentences"] > 0), state)
 
 
-def _whole_documents(texts: list[str], sketches: Sketches | None, state: _Process, splitting: _Splitting) -> Part:
-    """The documents of `texts` that are long enough, tokenized whole if there is a vocabulary."""
+def _selected(part: Part, texts: list[str], keep: np.ndarray, state: _Process) -> tuple[Part, list[str]]:
+    """The documents of which `keep` is true, with token ids if there is a vocabulary; documents may be without any."""
+    part, texts = part.select(keep), [texts[number] for number in np.flatnonzero(keep)]
+    if not state.settings.vocabulary_given or state.settings.released:
+        return part, texts
+    tokenized, filled = _tokenized(part.items, part, state)
+    return tokenized, [texts[number] for number in np.flatnonzero(filled)]
+
+
+def _whole_documents(
+    texts: list[str], sketches: Sketches | None, state: _Process, splitting: Splitting
+) -> tuple[Part, list[str]]:
+    """The documents of `texts` that are long enough, tokenized whole if there is a vocabulary, and their texts."""
     settings = state.settings
     table = measured(texts, fold_case=settings.folds_case)
-    starts = list(map(splitting.starts, texts))
+    if settings.joins_lines:
+        read = list(map(without_line_ends, texts))
+        starts = [starts_of(splitting.split(text), one) for text, one in zip(texts, read, strict=True)]
+    else:
+        read, starts = texts, list(map(splitting.starts, texts))
     long_enough = table["words"] >= settings.min_document_words
     kept = [number for number, its_starts in enumerate(starts) if its_starts and long_enough[number]]
-    texts, starts = [texts[number] for number in kept], [starts[number] for number in kept]
+    texts, read = [texts[number] for number in kept], [read[number] for number in kept]
+    starts = [starts[number] for number in kept]
     sketches = sketches.select(np.array(kept, np.int64)) if sketches else None
     if settings.released:
-        part = replace(state.documents().encode(texts, starts, table[kept], state.dtype), sketches=sketches)
-        # Those of control characters alone have no token.
-        return part.select(part.documents["sentences"] > 0)
-    part = replace(_in_pieces(texts, starts, table[kept], state.table), sketches=sketches)
-    return _tokenized(part.items, part, state) if settings.vocabulary_given else part
+        part = state.documents().encode(read, starts, table[kept], state.dtype)
+    else:
+        part = _in_pieces(read, starts, table[kept], state.table)
+    # Those of control characters alone have no token.
+    return _selected(replace(part, sketches=sketches), texts, part.documents["sentences"] > 0, state)
 
 
 def _in_pieces(texts: list[str], starts: list[list[int]], table: np.ndarray, numbers: WordTable) -> Part:
-    """Documents cut for a byte-level vocabulary of our own, whose text begins with a blank."""
+    """Documents cut for a byte-level vocabulary that is trained, whose text begins with a blank."""
     if not texts:
         return Part(np.zeros(0, np.int32), np.zeros(0, np.uint32), table, [])
     cut = Gpt2Division(None, adds_blank=True).cut(texts, starts, numbers)
@@ -477,10 +470,11 @@ def _with_own_words(part: Part, table: WordTable) -> Part:
     return replace(part, items=own_number[part.items], distinct=table.words(np.flatnonzero(used)))
 
 
-def _tokenized(numbers: np.ndarray, words: Part, state: _Process) -> Part:
+def _tokenized(numbers: np.ndarray, words: Part, state: _Process) -> tuple[Part, np.ndarray]:
     """The part `words` with token ids; `numbers` has the numbers of its items in the process's table.
 
-    Sentences and documents that have no token left (control characters) are dropped.
+    Sentences and documents that have no token left (control characters) are dropped. Also returns which of the
+    documents stay, bool.
     """
     known = state.words()
     offsets = np.concatenate([[0], np.cumsum(words.sentence_items, dtype=np.int64)])
@@ -493,4 +487,5 @@ def _tokenized(numbers: np.ndarray, words: Part, state: _Process) -> Part:
     table["items"] = np.diff(token_offsets[sentences_before])
     filled_documents = table["sentences"] > 0
     sketches = words.sketches.select(filled_documents) if words.sketches else None
-    return Part(tokens, sentence_tokens[sentence_tokens > 0], table[filled_documents], [], sketches)
+    part = Part(tokens, sentence_tokens[sentence_tokens > 0], table[filled_documents], [], sketches)
+    return part, filled_documents

@@ -273,7 +273,7 @@ class WordPieces(KnownWords):
 
 
 class BytePairs(KnownWords):
-    """The tokens of the pieces of `byte_columns` in a byte-level BPE vocabulary."""
+    """The tokens of the pieces of `byte_columns.document_pieces` in a byte-level BPE vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         super().__init__(table)

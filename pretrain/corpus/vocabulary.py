@@ -12,15 +12,15 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, sha256_file, write_json
 from pretrain.config import VocabularyConfig
-from pretrain.corpus.byte_level import byte_level_from_json, is_byte_level, part_kinds, repeated, train_byte_level
+from pretrain.corpus.byte_level import is_byte_level, repeated, train_byte_level
 from pretrain.corpus.released import (
     MAX_WORD_CHARACTERS,
-    is_bert,
     kind_of,
+    refuse_python,
     released_from_json,
     takes_whole_documents,
 )
-from pretrain.corpus.special_tokens import SPECIAL_TOKENS, special_ids
+from pretrain.corpus.special_tokens import SPECIAL_TOKENS, declared_settings, special_ids
 
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; above it the rarest are dropped
 
@@ -51,6 +51,14 @@ def tokenizer_digest(folder: Path) -> str:
     """SHA-256 of the files that `save_tokenizer` wrote, as hexadecimal digits: vocabulary, casing and normalizer."""
     digests = {name: sha256_file(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def tokens_digest(tokenizer: Tokenizer) -> str:
+    """SHA-256 of what decides the tokens of a text, as hexadecimal digits."""
+    if not takes_whole_documents(tokenizer):
+        normalizer: Any = tokenizer.normalizer
+        tokenizer = bert_tokenizer(tokenizer.get_vocab(with_added_tokens=False), normalizer)
+    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
 def bert_tokenizer(vocabulary: dict[str, int], normalizer: normalizers.BertNormalizer) -> Tokenizer:
@@ -94,12 +102,7 @@ def given_entries(path: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
         if path.suffix != ".json":
             return split_entries(text)
-        described = json.loads(_canonical(text))
-        if not is_bert(described):
-            return entries_of(Tokenizer.from_str(text))
-        # Beside BERT's, added tokens are not taken over.
-        vocabulary: dict[str, int] = described["model"]["vocab"]
-        return sorted(vocabulary, key=vocabulary.__getitem__)
+        return entries_of(Tokenizer.from_str(text))
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{path}: cannot be read as a vocabulary ({error}).") from None
 
@@ -110,7 +113,9 @@ def numbered(path: Path, entries: Sequence[str]) -> dict[str, int]:
     if repeated:
         raise InputError(f"{path}: token {repeated[0]!r} occurs twice. Every line must be a distinct token.")
     vocabulary = {entry: number for number, entry in enumerate(entries)}
-    _check_specials(path, vocabulary)
+    missing = [token for token in SPECIAL_TOKENS if token not in vocabulary]
+    if missing:
+        raise InputError(f"{path}: {', '.join(missing)} missing. BERT needs {' '.join(SPECIAL_TOKENS)}.")
     return vocabulary
 
 
@@ -139,6 +144,7 @@ def load_vocabulary(
     Raises `InputError` if it is missing, damaged, of another kind, or contradicts `lowercase` or `strip_accents`.
     """
     path = path.expanduser()
+    refuse_python(path if path.is_dir() else path.parent)
     if path.is_dir():
         path = path / ("tokenizer.json" if (path / "tokenizer.json").exists() else "vocab.txt")
     try:
@@ -157,49 +163,40 @@ def load_vocabulary(
     if tokenizer is not None:
         return tokenizer
     vocabulary = numbered(path, split_entries(text))
+    if added := sorted(set(_added_tokens(path.parent)) - vocabulary.keys()):
+        raise InputError(
+            f"{path}: lacks the added token {added[0]!r} of the files beside it. Write a tokenizer.json with "
+            "transformers (save_pretrained of a fast tokenizer)."
+        )
     return bert_tokenizer(vocabulary, normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents))
+
+
+def _added_tokens(folder: Path) -> list[str]:
+    """The tokens that the files beside a vocab.txt add to it."""
+    path = folder / "added_tokens.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    described = declared_settings(folder).get("added_tokens_decoder", {})
+    return [*known, *(token["content"] for token in described.values())]
 
 
 def tokenizer_from_json(path: Path, text: str, *, lowercase: bool, strip_accents: bool | None = None) -> Tokenizer:
     """The tokenizer that the `text` of a tokenizer.json of any kind describes; errors as in `load_vocabulary`."""
-    try:
-        text = _canonical(text)
-        described: dict[str, Any] = json.loads(text)
-        kinds, model = part_kinds(described), described["model"]
-    except Exception as error:  # tokenizers raises bare Exception
-        raise InputError(f"{path}: not a tokenizer.json ({error}).") from None
-    if kinds[0] == "BPE" and "ByteLevel" in kinds:
-        return byte_level_from_json(path, text, SPECIAL_TOKENS)
-    if not is_bert(described):
-        return released_from_json(path, text)
-    settings = dict(described["normalizer"])
-    settings.pop("type")
-    if settings["lowercase"] != lowercase:
+    tokenizer = released_from_json(path, text)
+    if kind_of(tokenizer) != "wordpiece":
+        return tokenizer
+    normalizer: Any = tokenizer.normalizer
+    if normalizer.lowercase != lowercase:
         raise InputError(
             f"corpus.vocabulary.lowercase: {str(lowercase).lower()}, but {path} has "
-            f"{str(settings['lowercase']).lower()}. Make them agree."
+            f"{str(normalizer.lowercase).lower()}. Make them agree."
         )
-    strips = lowercase if settings["strip_accents"] is None else settings["strip_accents"]
+    strips = lowercase if normalizer.strip_accents is None else normalizer.strip_accents
     if strip_accents not in (None, strips):
         raise InputError(
             f"corpus.vocabulary.strip_accents: {str(strip_accents).lower()}, but {path} has {str(strips).lower()}. "
             "Make them agree."
         )
-    _check_specials(path, model["vocab"])
-    return bert_tokenizer(model["vocab"], normalizers.BertNormalizer(**settings))
-
-
-def _canonical(text: str) -> str:
-    """A tokenizer.json as the library writes it today. Files of its first years name no `type` of the model."""
-    return Tokenizer.from_str(text).to_str()
-
-
-def _check_specials(path: Path, vocabulary: dict[str, int]) -> None:
-    missing = [token for token in SPECIAL_TOKENS if token not in vocabulary]
-    if missing:
-        raise InputError(f"{path}: {', '.join(missing)} missing. BERT needs {' '.join(SPECIAL_TOKENS)}.")
-    if sorted(vocabulary.values()) != list(range(len(vocabulary))):
-        raise InputError(f"{path}: the ids are not 0 to {len(vocabulary) - 1} without gaps.")
+    return tokenizer
 
 
 # ---------------------------------------------------------------- training
@@ -305,7 +302,7 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer, declared: Mapping[str, An
     ids = special_ids(tokenizer, declared)
     names = {f"{role}_token": tokenizer.id_to_token(number) for role, number in ids.items()}
     settings = {**_settings(tokenizer), "model_max_length": 512, **(declared or {}), **names}
-    if kind_of(tokenizer) == "released":
+    if takes_whole_documents(tokenizer) and not is_byte_level(tokenizer):
         # Other classes of transformers take the entries alone, and have steps before the model of their own.
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     write_json(folder / "tokenizer_config.json", settings)
@@ -315,9 +312,8 @@ def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
     """What tokenizer_config.json says of a kind of vocabulary."""
     normalizer: Any = tokenizer.normalizer
     if takes_whole_documents(tokenizer):
-        return {"tokenizer_class": "PreTrainedTokenizerFast"}
-    if is_byte_level(tokenizer):
-        return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        clean = {"clean_up_tokenization_spaces": False} if is_byte_level(tokenizer) else {}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **clean}
     return {
         "tokenizer_class": "BertTokenizer",
         "do_lower_case": normalizer.lowercase,

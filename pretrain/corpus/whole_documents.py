@@ -23,7 +23,7 @@ from pretrain.corpus.parts import DOCUMENT, Part
 from pretrain.corpus.tokenize import END_OF_DOCUMENT, WordTable, text_hashes
 from pretrain.corpus.word_counts import document_words
 
-_BLANKS = b" \t\r\n"
+_SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
 
 _Sentences = tuple[np.ndarray, np.ndarray]  # tokens of a document, and tokens of each of its sentences, uint32 [S]
 
@@ -32,7 +32,7 @@ def measured(texts: Sequence[str], *, fold_case: bool = False) -> np.ndarray:
     """The DOCUMENT table of `texts`, without what depends on the tokenizer; a text has no NUL."""
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     text = np.frombuffer(raw, np.uint8)
-    solid = ~np.isin(text, np.frombuffer(_BLANKS + b"\0", np.uint8))
+    solid = np.frombuffer(raw.translate(_SOLID), bool)
     begins = solid.copy()
     begins[1:] &= ~solid[:-1]
     ends = np.flatnonzero(text == 0)
@@ -47,14 +47,10 @@ class DocumentEncoder:
     """Encodes documents with a tokenizer of another maker; distinct pieces are kept in a `WordTable`."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
-        described = json.loads(tokenizer.to_str())
-        described["post_processor"] = None
-        _hide_special(described)
-        self._whole = Tokenizer.from_str(json.dumps(described))
-        self._whole.encode_special_tokens = True
+        self._whole = without_special(tokenizer)
         self._table = table
         self.division = division_of(self._whole, table)
-        self._added = _shortest(_outside_division(described))
+        self._added = _shortest(_outside_division(json.loads(self._whole.to_str())))
 
     def encode(self, texts: Sequence[str], starts: Sequence[Sequence[int]], table: np.ndarray, dtype: np.dtype) -> Part:
         """A part of token ids; documents without a token are left out.
@@ -93,7 +89,10 @@ class DocumentEncoder:
         within = cut.documents[1:-1]
         found = zip(np.split(tokens, offsets[within]), np.split(counts, within), strict=True)
         plain = _all_of(self.division.are_plain(cut.pieces), cut)
-        return {n: one for n, one, is_plain in zip(numbers, found, plain, strict=True) if is_plain}
+        # A piece may have no token, and so a sentence.
+        return {
+            n: (ids, ends[ends > 0]) for n, (ids, ends), is_plain in zip(numbers, found, plain, strict=True) if is_plain
+        }
 
     def _from_library(self, text: str, starts: Sequence[int], dtype: np.dtype) -> _Sentences:
         encoding = self._whole.encode(text, add_special_tokens=False)
@@ -110,24 +109,28 @@ def _all_of(pieces: np.ndarray, cut: DocumentPieces) -> list[bool]:
     return (np.diff(false[cut.sentences[cut.documents]]) == 0).tolist()
 
 
-def _hide_special(described: dict[str, Any]) -> None:
-    """Rename the entries of special tokens in a tokenizer.json so that no text has them.
+def without_special(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer, for which special tokens in a text are ordinary characters.
 
-    A Unigram or WordPiece takes an entry wherever its characters stand, as in a text that explains `<mask>`. BPE makes
-    entries of pairs, and has none for these.
+    A Unigram or WordPiece takes an entry wherever its characters stand, as in a text that explains `<mask>`. Those of
+    special tokens are therefore renamed so that no text has them, not even pieces joined by a NUL. BPE makes entries of
+    pairs, and has none for these.
     """
-    model = described["model"]
-    special = {token["content"] for token in described["added_tokens"] if token["special"]}
-    if model["type"] == "BPE":
-        return
-    described["added_tokens"] = [token for token in described["added_tokens"] if not token["special"]]
-    if model["type"] == "Unigram":
-        model["vocab"] = [[f"\0{entry}" if entry in special else entry, score] for entry, score in model["vocab"]]
-    else:
-        model["vocab"] = {
-            f"\0{entry}" if entry in special and entry != model.get("unk_token") else entry: number
-            for entry, number in model["vocab"].items()
-        }
+    described = json.loads(tokenizer.to_str())
+    described["post_processor"] = None
+    model, added = described["model"], described["added_tokens"]
+    if model["type"] != "BPE":
+        renamed = {token["content"]: f"\0\0{token['content']}" for token in added if token["special"]}
+        for token in added:
+            token["content"] = renamed.get(token["content"], token["content"])
+        if model["type"] == "Unigram":
+            model["vocab"] = [[renamed.get(entry, entry), score] for entry, score in model["vocab"]]
+        else:
+            model["vocab"] = {renamed.get(entry, entry): number for entry, number in model["vocab"].items()}
+            model["unk_token"] = renamed.get(model["unk_token"], model["unk_token"])
+    changed = Tokenizer.from_str(json.dumps(described))
+    changed.encode_special_tokens = True
+    return changed
 
 
 def _outside_division(described: dict[str, Any]) -> list[str]:

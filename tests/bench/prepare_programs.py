@@ -18,9 +18,8 @@ from pretrain.common.files import read_manifest
 from pretrain.config import PretrainConfig, SourceConfig
 from pretrain.corpus import prepare, sources
 from pretrain.corpus.inputs import Problems
-from pretrain.corpus.sentences import split_sentences
+from pretrain.corpus.sentences import batches_of, split_sentences
 from pretrain.corpus.shards import token_dtype
-from pretrain.corpus.stages import batches_of
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, WordPieces, WordTable, columns
 from pretrain.corpus.vocabulary import load_vocabulary
 

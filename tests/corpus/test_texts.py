@@ -20,7 +20,6 @@ from finetune.workflows.adaptation.texts import sources_of
 from pretrain.common.errors import InputError
 from pretrain.config import SourceConfig
 from pretrain.corpus import inputs, records
-from pretrain.corpus.byte_columns import byte_columns
 from pretrain.corpus.formats import kind_of
 from pretrain.corpus.inputs import Problems
 from pretrain.corpus.prepare import prepare
@@ -127,7 +126,6 @@ def test_words_are_counted_in_scripts_without_blanks(text: str, words: int) -> N
     table, texts = WordTable(), ["two words", text, "one"]
     for counted in (
         columns(texts, table, lowercase=True).document_words,
-        byte_columns(texts, table).document_words,
         measured(texts)["words"],
     ):
         assert counted.tolist() == [2, words, 1]

@@ -1,0 +1,230 @@
+"""Whatever a tokenizer is made of, a corpus has the tokens that it gives, or the tokenizer is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from piece_tokenizers import CODE, LANGUAGES, character_map, make_pieces
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.common.errors import InputError
+from pretrain.corpus import samples
+from pretrain.corpus.prepare import prepare
+from pretrain.corpus.released import kind_of, takes_whole_documents
+from pretrain.corpus.tokenize import WordPieces, WordTable, columns
+from pretrain.corpus.vocabulary import bert_tokenizer, load_vocabulary
+from tests.corpus.preparing import encoded
+from tests.corpus.test_any_tokenizer import TRAPS, config
+from tests.corpus.test_byte_bpe import trained
+from tests.corpus.test_released_tokenizers import odd_texts
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+LETTERS = sorted({letter for text in (*LANGUAGES.values(), CODE) for letter in text.lower() if not letter.isspace()})
+WORDS = [*SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS), "the", "dog", "\u5927\u5b66", "covid"]
+ENTRIES = {word: number for number, word in enumerate(dict.fromkeys(WORDS))}
+NORMALIZERS: dict[str, Any] = {
+    **{f"bert {name}": {name: value} for name, value in (("clean_text", False), ("handle_chinese_chars", False))},
+    **{f"bert accents {value}": {"strip_accents": value} for value in (None, True, False)},
+    "bert cased": {"lowercase": False},
+    "nothing": None,
+    **{one: getattr(normalizers, one)() for one in ("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "StripAccents")},
+    "Strip": normalizers.Strip(),
+    "Prepend": normalizers.Prepend("\u2581"),
+    "Replace": normalizers.Replace(Regex(r"\s+"), " "),
+    "ByteLevel": normalizers.ByteLevel(),
+    "Precompiled": character_map(),
+    "Sequence": normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),  # pyright: ignore[reportAttributeAccessIssue]
+}
+DIVIDERS: dict[str, Any] = {
+    "nothing": None,
+    **{one: getattr(pre_tokenizers, one)() for one in ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")},
+    **{one: getattr(pre_tokenizers, one)() for one in ("Punctuation", "Digits", "UnicodeScripts", "FixedLength")},
+    **{f"Metaspace {one}": pre_tokenizers.Metaspace(prepend_scheme=one) for one in ("always", "never", "first")},
+    "Metaspace whole": pre_tokenizers.Metaspace(split=False),
+    **{f"ByteLevel {one}": pre_tokenizers.ByteLevel(add_prefix_space=one) for one in (True, False)},
+    "ByteLevel whole": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    "CharDelimiterSplit": pre_tokenizers.CharDelimiterSplit("|"),
+    **{f"Split {one}": pre_tokenizers.Split(" ", one) for one in ("removed", "isolated", "merged_with_next")},
+    "Sequence": pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Digits(True)]),  # pyright: ignore[reportAttributeAccessIssue]
+}
+DECODERS = [decoders.WordPiece(cleanup=False), decoders.BPEDecoder(), decoders.ByteLevel(), decoders.Metaspace()]
+ADDED = [
+    {flag: True, "normalized": normalized, "special": special}
+    for flag in ("single_word", "lstrip", "rstrip", "normalized")
+    for normalized in (True, False)
+    for special in (True, False)
+]
+BASES = ("bert", "byte", "unigram", "gemma")
+
+
+@functools.cache
+def texts() -> list[str]:
+    more = [
+        "covid covids acovid Covid COVID <drug>\u3000covid .",
+        "\u6771\u4eac\u5927\u5b66\u3067 \u5927 \u5b66",
+        "a\u3002The  b",
+    ]
+    found = [*LANGUAGES.values(), *TRAPS, *more, "a\u3002The  b", *odd_texts(480, seed=8)]
+    return [text.replace("the", "covid ", 1) if number % 9 == 0 else text for number, text in enumerate(found)]
+
+
+def base(kind: str) -> Tokenizer:
+    if kind == "bert":
+        return bert_tokenizer(ENTRIES, normalizers.BertNormalizer())
+    return Tokenizer.from_str((trained() if kind == "byte" else make_pieces(_PIECES[kind])).to_str())
+
+
+_PIECES: dict[str, Any] = {"unigram": "xlm_roberta", "gemma": "mmbert"}
+
+
+def stored(tokenizer: Tokenizer) -> list[list[int]]:
+    """The tokens that a corpus has of each text."""
+    if takes_whole_documents(tokenizer):
+        return encoded(tokenizer, texts())
+    table, normalizer = WordTable(), tokenizer.normalizer
+    lowercase = normalizer.lowercase  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    cut = columns([text.replace("\n", " ") for text in texts()], table, lowercase=lowercase)
+    tokens, ends = WordPieces(tokenizer, table).tokens(cut.words, cut.sentences, np.dtype(np.uint16))
+    filled = np.diff(cut.documents) > 0
+    found = iter(np.split(tokens, ends[1:-1]))
+    return [next(found).tolist() if one else [] for one in filled]
+
+
+def differing(tokenizer: Tokenizer) -> list[str]:
+    """The texts whose stored tokens are not those of the tokenizer.json; special tokens are characters there, too."""
+    library = Tokenizer.from_str(tokenizer.to_str())
+    library.encode_special_tokens = True
+    expected = [library.encode(text, add_special_tokens=False).ids for text in texts()]
+    pairs = zip(texts(), stored(Tokenizer.from_str(tokenizer.to_str())), expected, strict=True)
+    names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    is_bpe = isinstance(tokenizer.model, models.BPE)  # others have entries for them, which a corpus does not use
+    return [text for text, found, ids in pairs if found != ids and (is_bpe or not any(n in text for n in names))]
+
+
+def of_normalizer(kind: str, name: str) -> Tokenizer:
+    tokenizer, normalizer = base(kind), NORMALIZERS[name]
+    tokenizer.normalizer = normalizers.BertNormalizer(**normalizer) if isinstance(normalizer, dict) else normalizer
+    return tokenizer
+
+
+def of_divider(kind: str, name: str) -> Tokenizer:
+    tokenizer = base(kind)
+    tokenizer.pre_tokenizer = DIVIDERS[name]
+    return tokenizer
+
+
+def of_decoder(kind: str, number: int) -> Tokenizer:
+    tokenizer = base(kind)
+    tokenizer.decoder = DECODERS[number]
+    return tokenizer
+
+
+def of_added(kind: str, number: int) -> Tokenizer:
+    tokenizer, flags = base(kind), ADDED[number]
+    add = tokenizer.add_special_tokens if flags["special"] else tokenizer.add_tokens
+    add([AddedToken("covid", **flags), AddedToken("\u5927", **flags)])
+    tokenizer.add_tokens(["<drug>"])  # its id follows those of special tokens
+    return tokenizer
+
+
+CHANGES = {of_normalizer: NORMALIZERS, of_divider: DIVIDERS, of_decoder: range(4), of_added: range(16)}
+# Of them, those whose documents are encoded as wholes; all others are BERT's to the letter.
+WHOLE = {
+    "bert": {of_normalizer: 16, of_divider: len(DIVIDERS) - 1, of_decoder: 0, of_added: 16},
+    **{kind: {make: len(names) for make, names in CHANGES.items()} for kind in BASES[1:]},
+}
+
+
+@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("make", CHANGES)
+def test_every_part_and_flag_is_followed(kind: str, make: Any) -> None:
+    made = {name: make(kind, name) for name in CHANGES[make]}
+    assert {name: found for name, one in made.items() if (found := differing(one))} == {}
+    assert sum(map(takes_whole_documents, made.values())) == WHOLE[kind][make]
+
+
+def write_bert(folder: Path, vocabulary: str = "tokenizer.json", **declared: Any) -> Path:
+    folder.mkdir()
+    if vocabulary == "tokenizer.json":
+        tokenizer = base("bert")
+        tokenizer.add_tokens(["remdesivir"])
+        tokenizer.add_special_tokens(["<drug>"])
+        tokenizer.save(str(folder / vocabulary))
+    (folder / "vocab.txt").write_text("\n".join(ENTRIES))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True, **declared}))
+    return folder
+
+
+@pytest.mark.parametrize("vocabulary", ["tokenizer.json", "vocab.txt"])
+def test_added_tokens_of_a_bert_are_kept_with_their_flags(tmp_path: Path, vocabulary: str) -> None:
+    from transformers import AutoTokenizer
+
+    size = len(ENTRIES)
+    flags = {"lstrip": False, "rstrip": False}
+    added = {
+        str(ENTRIES["covid"]): {"content": "covid", "single_word": True, "normalized": True, "special": False, **flags},
+        str(size): {"content": "remdesivir", "single_word": False, "normalized": True, "special": False, **flags},
+        str(size + 1): {"content": "<drug>", "single_word": False, "normalized": False, "special": True, **flags},
+    }
+    folder = write_bert(tmp_path / "a", vocabulary, added_tokens_decoder=added, tokenizer_class="BertTokenizer")
+    tokenizer = read_tokenizer(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert theirs("remdesivir", add_special_tokens=False)["input_ids"] == [size]
+    for text in ("Covid covids acovid", "<drug> REMDESIVIRx the", "a<drug>remdesivir"):
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.encode(text, add_special_tokens=False).ids == ids
+    path = str(folder / "tokenizer.json") if vocabulary == "tokenizer.json" else ""
+    prepare(config(tmp_path, "", {"path": path} if path else {}), tokenizer=None if path else tokenizer, quiet=True)
+    assert len((tmp_path / "corpus/vocab.txt").read_text().split("\n")) - 1 == size + 2
+    assert kind_of(tokenizer) == "wordpiece"
+
+
+@pytest.mark.parametrize(
+    ("declared", "shared"),
+    [
+        ({"word_tokenizer_type": "mecab"}, {}),
+        ({}, {"tokenizer_class": "BertJapaneseTokenizer"}),
+        ({"tokenizer_class": "KoBertTokenizer"}, {}),
+        ({"auto_map": {"AutoTokenizer": ["tokenization_kobert.KoBertTokenizer", None]}}, {}),
+        ({}, {"auto_map": {"AutoTokenizer": "own.Tokenizer"}}),
+    ],
+)
+def test_a_tokenizer_in_python_is_refused_by_its_class(tmp_path: Path, declared: Any, shared: Any) -> None:
+    for vocabulary in ("tokenizer.json", "vocab.txt"):
+        folder = write_bert(tmp_path / vocabulary, vocabulary, **declared)
+        (folder / "config.json").write_text(json.dumps(shared))
+        with pytest.raises(InputError, match="is a tokenizer in Python, for which the files cannot stand"):
+            read_tokenizer(folder)
+        with pytest.raises(InputError, match="is a tokenizer in Python"):
+            load_vocabulary(folder, lowercase=True)
+
+
+def test_code_of_a_model_alone_means_nothing(tmp_path: Path) -> None:
+    folder = write_bert(tmp_path / "a", "vocab.txt", word_tokenizer_type="basic")
+    (folder / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "modeling_pooled.Pooled"}}))
+    assert read_tokenizer(folder).get_vocab_size() == len(ENTRIES)
+
+
+def test_other_tokens_than_those_of_the_tokenizer_json_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = of_normalizer("bert", "bert handle_chinese_chars")
+    monkeypatch.setattr("pretrain.corpus.prepare.takes_whole_documents", lambda _: False)
+    with pytest.raises(
+        InputError, match=r"source jsonl-a: the corpus and its tokenizer\.json give a text other tokens"
+    ):
+        prepare(config(tmp_path, "", {}), tokenizer=tokenizer, quiet=True)
+    assert not (tmp_path / "corpus/manifest.json").exists()
+
+
+def test_a_sample_is_bounded() -> None:
+    assert samples.choose(["a" * 9000, "b" * 10_000]) == [0]
+    assert len(samples.choose(["a"] * 1000)) <= 16
+    assert len(samples.bounded([("a" * 8000, [1])] * 99, tokens=1000)) == 2
+    assert samples.bounded([("a" * 100_000, [1])], tokens=1000)
