@@ -74,7 +74,7 @@ _HUB_ERRORS = {
 }
 _OURS = ("pretrain", "finetune", "cluster")
 _UNREACHABLE = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH)
-_MISCONFIGURED = {"SSLCertVerificationError", "OfflineModeIsEnabled", "UnsupportedProtocol", "InvalidURL", "ProxyError"}
+_MISCONFIGURED = {"SSLCertVerificationError", "OfflineModeIsEnabled", "UnsupportedProtocol", "InvalidURL"}
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -381,14 +381,16 @@ def is_of_storage(error: BaseException) -> bool:
 def _is_final(address: str, error: Exception) -> bool:
     """Whether no retry helps: not the network is at fault, or the store was never reached by this process."""
     refused = 400 <= _status(error) < 500 and _status(error) not in _RETRIED_STATUS
-    if refused or isinstance(error, (ValueError, TypeError, ImportError)):
+    if refused or isinstance(error, (ValueError, TypeError, ImportError, LookupError, AttributeError)):
         return True
-    return not getattr(_system(address), "has_answered", False) and any(
-        isinstance(one, socket.gaierror)
-        or getattr(one, "errno", 0) in _UNREACHABLE
-        or type(one).__name__ in _MISCONFIGURED
-        for one in _chain(error)
-    )
+    is_first = not getattr(_system(address), "has_answered", False)
+    return any(type(one).__name__ in _MISCONFIGURED or (is_first and _is_unreachable(one)) for one in _chain(error))
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Whether a name does not resolve, or nothing accepts connections there, or a proxy makes none."""
+    is_refused = getattr(error, "errno", 0) in _UNREACHABLE or type(error).__name__ == "ProxyError"
+    return is_refused or isinstance(error, socket.gaierror)
 
 
 def _package(module: str) -> str:

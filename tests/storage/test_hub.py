@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
+import fsspec
 import httpx2
 import pytest
 from huggingface_hub import constants
@@ -34,7 +36,7 @@ class Hub:
         self.failures: list[tuple[Any, ...]] = []  # the next answers
 
     def answer(self, path: str, _: Any) -> tuple[Any, ...]:
-        parts = path.split("?")[0].strip("/").split("/")
+        parts = unquote(path.split("?")[0]).strip("/").split("/")
         if self.failures:
             return self.failures.pop(0)
         if parts[0] != "api":
@@ -44,7 +46,7 @@ class Hub:
         folder = "".join(f"{part}/" for part in parts[6:])
         sizes = {name: len(json.dumps(value)) for name, value in self.files.items() if name.startswith(folder)}
         rows = [{"type": "file", "oid": name, "size": size, "path": name} for name, size in sizes.items()]
-        return (200, rows) if rows or not folder else (404, "", "EntryNotFound")
+        return (200, rows) if rows or not folder else (404, {}, "EntryNotFound")
 
 
 @pytest.fixture
@@ -56,6 +58,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     fetched_model.cache_clear()
     with serving(made.answer) as url:
         monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
         yield made
 
 
@@ -79,7 +82,7 @@ def test_one_set_of_weights_is_fetched(hub: Hub, capfd: Any, there: Any, weights
 
 
 def test_what_was_fetched_is_used_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    hub.files, hub.failures = {"config.json": {}}, [(503, ""), (429, "")]
+    hub.files, hub.failures = {"config.json": {}}, [(503, {}), (429, {})]
     folder = fetched_model(MODEL)
     assert [record.message.endswith("; retrying for 300 s") for record in caplog.records[:2]] == [True, True]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -98,16 +101,21 @@ LOG_IN = r"accept its terms at http://127\S*/owner/name, if it has any, and set 
         ("http://127.0.0.1:9", (), 3, r"; 1 attempt in .*Connection refused\)\. Check the network, HTTPS_PROXY and"),
         ("http://nowhere.invalid", (), 3, r"; 1 attempt in .*\. Check the network"),
         ("nowhere", (), 3, r"; 1 attempt in .*missing an 'http://'.*\. Check the network"),
-        ("", (401, "", "GatedRepo"), 2, rf"^error: hf://owner/name: gated or private; {LOG_IN}"),
-        ("", (401, ""), 2, rf"the Hub has no such repository, or it is private\. Check its name; {LOG_IN}"),
-        ("", (404, "", "RevisionNotFound"), 2, "^error: hf://owner/name: the repository has no such revision"),
-        ("", (200, []), 2, r"name@main/folder: no config\.json, tokenizer or weights are stored there"),
+        ("", (401, {}, "GatedRepo"), 2, rf"^error: hf://owner/name: gated or private; {LOG_IN}"),
+        (
+            "",
+            (401, {}, "RepoNotFound"),
+            2,
+            rf"the Hub has no such repository, or it is private\. Check its name; {LOG_IN}",
+        ),
+        ("", (404, {}, "RevisionNotFound"), 2, "^error: hf://owner/name: the repository has no such revision"),
+        ("", (), 2, r"name@main/folder: no config\.json, tokenizer or weights are stored there"),
     ],
 )
 def test_what_cannot_be_fetched_is_one_line(hub: Hub, monkeypatch, capfd, endpoint, failure, code, message) -> None:
     if endpoint:
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    hub.failures = [failure] * 99
+    hub.failures = [failure] * 99 if failure else []
     assert main(["evaluate-pretrained", f"{MODEL}@main/folder"]) == code
     (line,) = capfd.readouterr().err.splitlines()
     assert re.search(message, line), line
@@ -122,7 +130,8 @@ def test_errors_of_a_library_are_the_store_s_and_a_bug_keeps_its_traceback(hub: 
             tried(work)
     for work in (
         lambda: httpx2.URL("http://[a"),
-        lambda: httpx2.Client(proxy="a://b"),
+        lambda: fsspec.filesystem("a"),
+        lambda: httpx2.get("a"),
         lambda: Path("/nowhere").iterdir().__next__(),
     ):
         with pytest.raises(Exception, match=MODEL):
