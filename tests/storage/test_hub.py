@@ -129,7 +129,6 @@ def test_errors_of_a_library_are_the_store_s_and_a_bug_keeps_its_traceback(hub: 
         with pytest.raises((ValueError, KeyError, TypeError)):
             tried(work)
     for work in (
-        lambda: httpx2.URL("http://[a"),
         lambda: fsspec.filesystem("a"),
         lambda: httpx2.get("a"),
         lambda: Path("/nowhere").iterdir().__next__(),
