@@ -9,13 +9,14 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def serving(answer: Callable[[str, Mapping[str, str]], tuple[int, Any]]) -> Iterator[str]:
-    """The URL of a server; `answer(path, headers)` gives the status and the value of each GET."""
+def serving(answer: Callable[[str, Mapping[str, str]], tuple[Any, ...]]) -> Iterator[str]:
+    """The URL of a server; `answer(path, headers)` gives the status and the value of each GET, and the Hub's code."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, value = answer(self.path, self.headers)  # type: ignore[arg-type]
+            status, value, *code = answer(self.path, self.headers)  # type: ignore[arg-type]
             self.send_response(status)
+            self.send_header("X-Error-Code", "".join(code))
             self.send_header("Content-Type", "application/json")
             self.end_headers()
             self.wfile.write(json.dumps(value).encode())

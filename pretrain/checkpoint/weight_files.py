@@ -25,9 +25,9 @@ from pretrain.common.files import (
     sha256_file,
     write_manifest,
 )
+from pretrain.storage.released import TORCH_SUFFIXES, WEIGHT_FILES
 
-WEIGHTS = "model.safetensors"
-_KNOWN = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHTS = WEIGHT_FILES[0]
 
 
 def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
@@ -39,7 +39,7 @@ def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     Raises:
         InputError: there are no weights, or they are damaged, incomplete or hold more than tensors.
     """
-    path = next((folder / name for name in _KNOWN if (folder / name).is_file()), None) or _only_torch_file(folder)
+    path = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None) or _only_torch_file(folder)
     if path.name.endswith(".index.json"):
         return path, _read_shards(path)
     return path, _read_file(path)
@@ -112,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _only_torch_file(folder: Path) -> Path:
-    files = [path for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".ckpt")]
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in TORCH_SUFFIXES]
     if len(files) == 1:
         return files[0]
     if any(folder.glob("*.index")):
@@ -122,7 +122,7 @@ def _only_torch_file(folder: Path) -> Path:
         )
     several = f"; has {', '.join(path.name for path in files)}, and only one may be there" if files else ""
     raise InputError(
-        f"{folder}: has none of {', '.join(_KNOWN)}{several}. Give a folder with config.json and the weights."
+        f"{folder}: has none of {', '.join(WEIGHT_FILES)}{several}. Give a folder with config.json and the weights."
     )
 
 

@@ -33,6 +33,7 @@ from pretrain.common.files import (
     signed,
     write_json,
 )
+from pretrain.common.wording import make_console
 from pretrain.storage.objects import ListedObject, ObjectStore, bytes_to_fetch
 
 AT_ONCE = 4  # files on their way
@@ -177,19 +178,35 @@ def fetch_files(address: str, suffixes: tuple[str, ...] = (), objects: ObjectSto
         those have changed.
     """
     objects = objects or ObjectStore()
-    found = find(address, suffixes, objects)
+    return fetch_found(address, find(address, suffixes, objects), objects)
+
+
+def fetch_found(
+    address: str, found: Mapping[str, ListedObject], objects: ObjectStore, *, shown: bool = False
+) -> list[Path]:
+    """As `fetch_files`, for objects that `find` found; with a bar if `shown`."""
     root = local(_root(address))
-    missing = [name for name, facts in found.items() if not _is_current(local(name), facts)]
-    _check_space(root, sum(bytes_to_fetch(local(name), found[name]) for name in missing))
-
-    def download(name: str) -> Path:
-        path = local(name)
-        if not _is_current(path, found[name]):  # another process may have brought it
-            objects.download(name, path, found[name])
-        return path
-
     with alone(root):
-        return sorted(_all(download, list(found)))
+        missing = [name for name, facts in found.items() if not _is_current(local(name), facts)]
+        needed = sum(bytes_to_fetch(local(name), found[name]) for name in missing)
+        _check_space(root, needed)
+        with _bar(f"fetching {address}", needed if shown else 0) as advance:
+            _all(lambda name: objects.download(name, local(name), found[name], advance=advance), missing)
+    return sorted(local(name) for name in found)
+
+
+@contextlib.contextmanager
+def _bar(title: str, total: int) -> Iterator[Callable[[int], object]]:
+    """A bar over `total` bytes on stderr, if there are any; yields what to call with the bytes done."""
+    if not total:
+        yield lambda _: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=make_console(stderr=True)) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda count: progress.update(task, advance=count)
 
 
 def find(address: str, suffixes: tuple[str, ...] = (), objects: ObjectStore | None = None) -> dict[str, ListedObject]:

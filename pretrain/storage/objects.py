@@ -5,17 +5,21 @@ that grow exponentially and vary at random, until a total time is over. What no 
 credentials or a missing bucket, is an `InputError` at once.
 """
 
+import errno
 import functools
 import hashlib
+import importlib.metadata
 import itertools
 import logging
 import math
 import os
 import random
 import re
+import socket
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,8 +62,19 @@ _NO_CREDENTIALS = (
     "RefreshError",
 )
 _REFUSED_STATUS = (401, 403)
-_NO_BUCKET = re.compile(r"(bucket|container) (does not exist|was not found)|NoSuchBucket", re.IGNORECASE)
-_LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "requests", "httpx", "azure", "gcsfs", "google", "huggingface_hub")
+_RETRIED_STATUS = (408, 425, 429)  # of 4xx
+_NO_BUCKET = re.compile(r"(bucket|container) (does not exist|was not found)|NoSuchBucket|Invalid bucket", re.IGNORECASE)
+# Errors of the Hub's client, and what is said of them. Its answer for a missing repository is that for a private one.
+_LOG_IN = "accept its terms at {page}, if it has any, and set HF_TOKEN or run `hf auth login`."
+_HUB_ERRORS = {
+    "GatedRepoError": f"gated or private; {_LOG_IN}",
+    "HfUriError": "not an address of the Hub. Give one such as hf://owner/name or hf://owner/name@revision/folder.",
+    "RevisionNotFoundError": "the repository has no such revision. Check what follows the @.",
+    "RepositoryNotFoundError": f"the Hub has no such repository, or it is private. Check its name; {_LOG_IN}",
+}
+_OURS = ("pretrain", "finetune", "cluster")
+_UNREACHABLE = (errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH)
+_MISCONFIGURED = {"SSLCertVerificationError", "OfflineModeIsEnabled", "UnsupportedProtocol", "InvalidURL"}
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -135,17 +150,25 @@ class ObjectStore:
 
         self._retried(address, "stored", work)
 
-    def download(self, address: str, path: Path, expected: ListedObject, sha256: str = "") -> None:
+    def download(
+        self,
+        address: str,
+        path: Path,
+        expected: ListedObject,
+        sha256: str = "",
+        advance: Callable[[int], object] = lambda _: None,
+    ) -> None:
         """Fetch an object of `expected` size to `path`, which appears complete or not at all.
 
         A download that was cut goes on where it ended, also in another process. The content must have the given
-        SHA-256, or else the tag of `expected` still after the last byte; `ContentError` if it has not.
+        SHA-256, or else the tag of `expected` still after the last byte; `ContentError` if it has not. `advance` is
+        called with the bytes of each chunk.
         """
         part = _part_file(path, expected, sha256)
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             for retries_left in (1, 0):
-                self._append(address, part, expected.bytes)
+                self._append(address, part, expected.bytes, advance)
                 if sha256_file(part) == sha256 if sha256 else self._tag(address) == expected.tag:
                     break
                 part.unlink()
@@ -217,11 +240,11 @@ class ObjectStore:
     def _tag(self, address: str) -> str:
         return self._retried(address, "read", lambda: self._facts(address)).tag
 
-    def _append(self, address: str, part: Path, size: int) -> None:
+    def _append(self, address: str, part: Path, size: int, advance: Callable[[int], object]) -> None:
         """Add what `part` lacks of the object's `size` bytes."""
         with part.open("ab") as file:
             while (position := file.tell()) < size:
-                file.write(self.read_range(address, position, min(size, position + _CHUNK_BYTES)))
+                advance(file.write(self.read_range(address, position, min(size, position + _CHUNK_BYTES))))
             file.flush()
             os.fsync(file.fileno())
 
@@ -230,20 +253,23 @@ class ObjectStore:
         wait = _FIRST_WAIT_SECONDS
         for attempt in itertools.count(1):
             try:
-                return work()
+                result = work()
+                _system(address).has_answered = True
+                return result
             except Exception as error:
                 _refuse_permanent(address, what, error)
-                if not _is_of_storage(error):
+                if not is_of_storage(error):
                     raise
                 now = time.monotonic()
                 failing_since = now if attempt == 1 else failing_since
                 left = failing_since + self._retry_seconds - now
-                if left <= 0:
+                if left <= 0 or _is_final(address, error):
                     raise MachineError(
-                        f"{address}: cannot be {what}; {attempt} attempts in {now - began:.0f} s "
-                        f"({_one_line(error)}). Check the network and the object store, then run the command again."
+                        f"{address}: cannot be {what}; {attempt} attempt{'s'[: attempt - 1]} in {now - began:.0f} s "
+                        f"({_one_line(error)}). Check the network, HTTPS_PROXY and the object store, then run the "
+                        "command again."
                     ) from error
-                logger.info("%s: %s; retrying", address, _one_line(error))
+                logger.warning("%s: cannot be %s: %s; retrying for %.0f s", address, what, _one_line(error), left)
             time.sleep(min(left, wait * random.uniform(0.5, 1.0)))
             wait = min(_LONGEST_WAIT_SECONDS, 2 * wait)
         raise AssertionError("unreachable")
@@ -281,6 +307,7 @@ def _systems(_process: int, scheme: str, account: tuple[tuple[str, Any], ...]) -
     # Not fsspec's own cache, which may keep a file system for each thread: every save has a new one.
     import fsspec
 
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what is retried here
     options = {**_OPTIONS.get(scheme, {}), **dict(account)}
     return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
 
@@ -308,31 +335,75 @@ def _listed(facts: dict[str, Any]) -> ListedObject:
 
 
 def _refuse_missing_bucket(address: str, error: BaseException) -> None:
-    """Raise `AccessError` if the bucket is what was not found."""
+    """Raise `AccessError` if the bucket, or the repository of the Hub, is what was not found."""
+    names = {type(one).__name__ for one in _chain(error)}
+    if found := next((text for name, text in _HUB_ERRORS.items() if name in names), ""):
+        name = re.sub(r"hf://((datasets/|spaces/)?[^/]+/[^/@]+).*", r"\1", address)
+        raise AccessError(f"hf://{name}: {found.format(page=f'{_system(address).endpoint}/{name}')}") from None
     if _NO_BUCKET.search(str(error)):
         raise AccessError(f"{address}: {_one_line(error)}. Create the bucket, or correct its name.") from None
 
 
 def _refuse_permanent(address: str, what: str, error: Exception) -> None:
     """Raise `InputError` for what no retry can change."""
-    scheme = scheme_of(address)
-    status = next((getattr(error, name, None) for name in ("status", "status_code", "code") if hasattr(error, name)), 0)
+    _refuse_missing_bucket(address, error)
     names = {type(one).__name__ for one in (error, error.__cause__) if one is not None}
-    if isinstance(error, PermissionError) or status in _REFUSED_STATUS or names & set(_NO_CREDENTIALS):
+    is_refused = _status(error) in _REFUSED_STATUS or "with credentials" in str(error)  # the latter of adlfs
+    if isinstance(error, PermissionError) or is_refused or names & set(_NO_CREDENTIALS):
         raise AccessError(
             f"{address}: cannot be {what}: {_one_line(error)}. Check the credentials and their permissions "
-            f"({_CREDENTIALS[scheme]})."
+            f"({_CREDENTIALS[scheme_of(address)]})."
         ) from error
     if isinstance(error, FileNotFoundError):
-        _refuse_missing_bucket(address, error)
         raise InputError(f"{address}: not found ({_one_line(error)}). Check the address.") from error
 
 
-def _is_of_storage(error: Exception) -> bool:
-    """Whether the network or the store may have caused it, and not a bug."""
-    libraries = {one.__module__.partition(".")[0] for one in type(error).__mro__}
-    return isinstance(error, (OSError, EOFError)) or bool(libraries & set(_LIBRARIES))
+def _status(error: Exception) -> int:
+    """The HTTP status of the answer; 0 if there is none."""
+    places = (error, getattr(error, "response", None))
+    found = (getattr(one, name, 0) for one in places for name in ("status", "status_code", "code"))
+    return next((one for one in found if isinstance(one, int) and one), 0)
+
+
+def is_of_storage(error: BaseException) -> bool:
+    """Whether the network or the store may have caused it, by where it comes from; else it is a bug.
+
+    Its class is an `OSError`, or neither ours nor the standard library's; or an installed library raised it.
+    """
+    known = {*sys.stdlib_module_names, *_OURS}
+    if isinstance(error, (OSError, EOFError)) or {_package(one.__module__) for one in type(error).__mro__} - known:
+        return True
+    packages = [_package(frame.f_globals["__name__"]) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised_by = next((one for one in reversed(packages) if one not in sys.stdlib_module_names), "")
+    return raised_by not in _OURS and raised_by in importlib.metadata.packages_distributions()
+
+
+def _is_final(address: str, error: Exception) -> bool:
+    """Whether no retry helps: not the network is at fault, or the store was never reached by this process."""
+    refused = 400 <= _status(error) < 500 and _status(error) not in _RETRIED_STATUS
+    if refused or isinstance(error, (ValueError, TypeError, ImportError, LookupError, AttributeError)):
+        return True
+    is_first = not getattr(_system(address), "has_answered", False)
+    return any(type(one).__name__ in _MISCONFIGURED or (is_first and _is_unreachable(one)) for one in _chain(error))
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    """Whether a name does not resolve, or nothing accepts connections there, or a proxy makes none."""
+    is_refused = getattr(error, "errno", 0) in _UNREACHABLE or type(error).__name__ == "ProxyError"
+    return is_refused or isinstance(error, socket.gaierror)
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what caused it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join((str(error) or type(error).__name__).split()).rstrip(".")
+    text = " ".join((str(error) or type(error).__name__).split())
+    return text.partition(" For more information check: ")[0].rstrip(".")  # what httpx adds

@@ -41,11 +41,11 @@ from pretrain.common.files import (
 from pretrain.common.run_files import METRICS, STORED
 from pretrain.storage import folders
 from pretrain.storage.objects import RETRY_SECONDS, AccessError, ContentError, ObjectStore
+from pretrain.storage.released import fetch_released, is_offline
 
 SAVE_RETRY_SECONDS = 60.0  # how long a save that fails is tried again, on a disk and at an address
 INDEX, WRITER = "index.json", "writer.json"
 _STATE, _MODEL, _LOCK = "state.json", "model", ".fetch.lock"
-_FETCHED = ".fetched.json"  # names of the files of a released model that were fetched
 _FETCHING = ".fetching"  # a file that is there until the run's small files have been fetched behind a checkpoint
 
 logger = logging.getLogger(__name__)
@@ -61,15 +61,15 @@ def fetched_model(location: Path | str) -> Path:
     if not is_remote(location):
         return local(location)
     address, objects = str(location), ObjectStore()
+    if is_offline(address):
+        return local(address)
     if _is_own(folders.read_stored_manifest(address, objects)):
         return folders.fetch(address, objects)
     run = StoredRun(address, local(address))
     if run.names() or run.has_model():
         run.download()
-    elif downloaded := folders.fetch_files(address, objects=objects):
-        _forget_deleted(local(address), downloaded)
     else:
-        raise InputError(f"{address}: nothing is stored there. Check the address.")
+        fetch_released(address, objects)
     return local(address)
 
 
@@ -79,17 +79,6 @@ def _is_own(manifest: bytes | None) -> bool:
         return manifest is not None and is_signed(json.loads(manifest))
     except ValueError:
         return True
-
-
-def _forget_deleted(folder: Path, downloaded: Iterable[Path]) -> None:
-    """Remove files that an earlier call fetched, and that were deleted at the address; their names may win."""
-    if not folder.is_dir():  # the address of one file
-        return
-    names, record = {path.relative_to(folder).as_posix() for path in downloaded}, folder / _FETCHED
-    before = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else []
-    for name in set(before) - names:
-        (folder / name).unlink(missing_ok=True)
-    write_json(record, sorted(names))
 
 
 def _stored_name(name: str, sha256: str) -> str:

@@ -56,7 +56,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         + "print(repr(pretrain.prepare(config)))\n"
         "print(pretrain.train(config, overrides={'scheduling.workers': 2}))\n"
     )
-    command, environment = [sys.executable, "script.py"], {**os.environ, "PYTHONPATH": str(ROOT), "FORCE_COLOR": "1"}
+    # Python's own tracebacks, of which `input` prints one, are colored from 3.13 on.
+    colors = {"FORCE_COLOR": "1", "PYTHON_COLORS": "0"}
+    command, environment = [sys.executable, "script.py"], {**os.environ, "PYTHONPATH": str(ROOT), **colors}
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as script:

@@ -510,7 +510,7 @@ def test_quiet_logging_keeps_the_terminal_clean(tmp_path: Path) -> None:
     assert result.stdout == "ours\n"
     assert result.stderr == ""
     text = (tmp_path / "logs" / "worker.log").read_text()
-    for expected in ("from the early library", "from the late library", "from warnings", "worth knowing"):
+    for expected in ("from the early library", "from the late library", "UserWarning: from warnings", "worth knowing"):
         assert text.count(expected) == 1, expected
     assert "chatter" not in text
     assert "too much" not in text

@@ -133,10 +133,13 @@ def _open_csv(
     )
 
 
-def _column_names(file: Path) -> list[str]:
+def _column_names(file: Path) -> list[str] | None:
     with open_text(file) as stream:
         text = io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8-sig", newline="")
-        return next(csv.reader(text, delimiter=_delimiter(file)), [])
+        try:
+            return next(csv.reader(text, delimiter=_delimiter(file)), [])
+        except csv.Error as error:  # a name of over 128 kB; in Python 3.10 also NUL, as in UTF-16
+            return ["\0"] if "NUL" in str(error) else None
 
 
 def _delimiter(path: Path) -> str:

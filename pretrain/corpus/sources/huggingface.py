@@ -4,11 +4,12 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.errors import InputError, MachineError
+from pretrain.common.errors import InputError, MachineError, RunError
 from pretrain.config import SourceConfig
 from pretrain.corpus import inputs
 from pretrain.corpus.inputs import Chunk, Input, Span
 from pretrain.corpus.text_columns import ROWS_PER_READ, ColumnReader
+from pretrain.storage.objects import ObjectStore
 
 
 class Reader(ColumnReader):
@@ -71,12 +72,17 @@ def saved_dataset(folder: str, split: str) -> Any:
 
 def hub_dataset(where: str, name: str, subset: str, split: str, revision: str) -> Any:
     """The `datasets.IterableDataset` of the split on the hub, streamed. `where` is the config's place, for errors."""
+    from huggingface_hub import constants
+
     try:
+        if not constants.HF_HUB_OFFLINE:  # `datasets` retries, and reports all causes alike
+            ObjectStore().facts(f"hf://datasets/{name}@{revision}/README.md")
         return _streamed(name, subset, split, revision)
-    except Exception as error:  # any error of the hub's client: no network, no such name, commit or split
-        raise InputError(
-            f"{where}.dataset: {name}@{revision}: {type(error).__name__}: {inputs.one_line(error)}"
-        ) from None
+    except RunError as error:
+        raise type(error)(f"{where}.dataset: {error}") from None
+    except Exception as error:  # any error of the hub's client
+        kind = MachineError if isinstance(error, ConnectionError) else InputError
+        raise kind(f"{where}.dataset: {name}@{revision}: {type(error).__name__}: {inputs.one_line(error)}") from None
 
 
 def _streamed(name: str, subset: str, split: str, revision: str) -> Any:
