@@ -12,8 +12,8 @@ from typing import Any
 
 from pretrain.common.errors import RunError
 
-_POLL_SECONDS = 0.5
-_STUCK_SECONDS = 6.0  # for the main thread to return from a library, such as from waiting for another machine
+POLL_SECONDS = 0.5
+STUCK_SECONDS = 6.0  # for the main thread to return from a library, such as from waiting for another machine
 _SIGNAL = signal.SIGUSR2  # a signal also ends waits for locks and for other programs, as for a C++ compiler
 
 
@@ -72,12 +72,12 @@ class Interrupts:
             raise Interrupted from error
 
     def _watch(self) -> None:
-        while not self._left.wait(_POLL_SECONDS):
+        while not self._left.wait(POLL_SECONDS):
             if self.patience < math.inf and self._requested():
                 self._since = min(self._since, time.monotonic())
                 if self._is_due():
                     signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
-                if self.patience == 0 and time.monotonic() - self._since > _STUCK_SECONDS:
+                if self.patience == 0 and time.monotonic() - self._since > STUCK_SECONDS:
                     self.stuck()
 
     def _is_due(self) -> bool:

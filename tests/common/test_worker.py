@@ -131,8 +131,8 @@ def test_a_closed_terminal_is_ignored_under_nohup() -> None:
 
 @pytest.mark.parametrize("patience", [0.0, 0.02])
 def test_a_stop_interrupts_a_wait_only_where_nothing_is_lost(patience: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interrupts, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(interrupts, "_STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(interrupts, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(interrupts, "STUCK_SECONDS", 0.05)
     before, stuck = signal.getsignal(signal.SIGUSR2), threading.Event()
     worker = Worker.from_environment({})
     worker.interrupts.stuck = stuck.set

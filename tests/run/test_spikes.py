@@ -84,10 +84,6 @@ def starts_with_bad_data(given: list[tuple[Start, Bad]]) -> list[str]:
     return [_start_with_bad_data(start, bad) for start, bad in given]
 
 
-def _first_key(step: Any) -> int:
-    return min(int(batch.token_keys.min()) for batch in step.micro_batches)
-
-
 def _start_with_bad_data(start: Start, batches: Bad) -> str:
     from pretrain.run import train
 
@@ -101,7 +97,13 @@ def _start_with_bad_data(start: Start, batches: Bad) -> str:
         rank=0,
         world_size=1,
     )
-    bad = {_first_key(maker.make(*batch)): factor for batch, factor in batches.items()}
+    # Of whichever sequence a worker has first.
+    bad = {
+        int(batch.token_keys[begin]): factor
+        for where, factor in batches.items()
+        for batch in maker.make(*where).micro_batches
+        for begin in batch.cu_seqlens[:-1].tolist()
+    }
     whole, whole_totals = train.Pretraining.loss_weights, train.Pretraining.totals
 
     def totals(self: Any, output: Any) -> torch.Tensor:
@@ -109,7 +111,7 @@ def _start_with_bad_data(start: Start, batches: Bad) -> str:
         return whole_totals(self, output) * (factor if math.isfinite(factor) else 1.0)
 
     def loss_weights(self: Any, step: Any) -> tuple[float, ...]:
-        self.now = _first_key(step)
+        self.now = int(step.micro_batches[0].token_keys[0])
         return tuple(weight * bad.get(self.now, 1.0) for weight in whole(self, step))
 
     train.Pretraining.loss_weights = loss_weights  # type: ignore[method-assign]

@@ -16,7 +16,9 @@ from tests.starts import Start, all_records, pretraining, records
 
 # By first sample, which counts from 0 in each phase: a step of NaN, and a spike in the last step of the first phase;
 # five steps of NaN in a row in the second.
-BAD = {22 * 12: math.nan, 37 * 12: 30.0, **{step * 11: math.nan for step in range(13, 18)}}
+# After the spike at the end of the first phase, its last 8 steps read other text before the second one starts.
+SECOND = (38 + 8) * 12
+BAD = {(22 * 12, 12): math.nan, (37 * 12, 12): 30.0, **{(SECOND + 11 * n, 11): math.nan for n in range(13, 18)}}
 
 
 def settings(corpus: Path, run_dir: Path) -> dict[str, Any]:
