@@ -64,33 +64,23 @@ def to_json(rows: Iterable[Finding]) -> str:
     return json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False)
 
 
-def nodes_in_words(count: int) -> str:
-    """Such as "1 node" or "3 nodes"."""
-    return counted(count, "node")
-
-
-def listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _shortened(rows: Sequence[Finding]) -> Iterator[Finding]:
-    """Merge equal rows of a check; of many rows that pass, keep the first."""
+    """Merge equal rows of a check; of many different ones that pass, keep the first."""
     for _, group in groupby(rows, key=lambda row: row.what):
         alike: dict[tuple[str, str, str], list[Finding]] = {}
         for row in group:
             alike.setdefault((row.mark, row.found, row.advice), []).append(row)
-        passing = [same for same in alike.values() if same[0].mark == PASS]
-        if len(passing) > _EACH:
-            first, count = passing[0][0], sum(map(len, passing))
-            yield replace(
-                first,
-                found=f"{first.found} ({first.where}; --json has the others)",
-                where=nodes_in_words(count),
-            )
+        passing = [row for same in alike.values() for row in same if row.mark == PASS]
+        many = sum(same[0].mark == PASS for same in alike.values()) > _EACH
+        if many:
+            found = f"{passing[0].found} ({passing[0].where}; --json has the others)"
+            yield replace(passing[0], found=found, where=counted(len(passing), "node"))
         for same in alike.values():
-            if same[0].mark != PASS:
-                yield replace(same[0], where=listed([row.where for row in same]))
-            elif len(passing) <= _EACH:
-                yield same[0] if len(same) == 1 else replace(same[0], where=nodes_in_words(len(same)))
+            if same[0].mark != PASS or not many:
+                yield replace(same[0], where=_listed([row.where for row in same]))
