@@ -23,7 +23,7 @@ from pretrain.common.wording import counted
 STOP_SECONDS = 600
 
 # `ray start` that ends its session and removes the folder when `up` is gone.
-_NODE = """import pathlib, sys
+NODE_PROGRAM = """import pathlib, sys
 from cluster.workers.driver import exit_with_parent
 exit_with_parent(int(sys.argv.pop(1)), pathlib.Path(sys.argv.pop(1)))
 from ray.scripts.scripts import main
@@ -66,9 +66,9 @@ def up(nodes: int, cpus_per_node: int) -> None:
         use_token(cluster)  # Ray reads it while it is imported
         head = ["--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
         head.append(f"--temp-dir={folder}/{RAY_FOLDER}")
-        first = _start_node(cluster, cpus, head, ends)
+        first = start_node(cluster, cpus, head, ends)
         _await_nodes(cluster, 1, [first])
-        others = [_start_node(cluster, cpus, [f"--address={cluster.address}"], ends) for _ in range(nodes - 1)]
+        others = [start_node(cluster, cpus, [f"--address={cluster.address}"], ends) for _ in range(nodes - 1)]
         _await_nodes(cluster, nodes, [first, *others])
         print(
             f"{counted(nodes, 'node')} with {counted(cpus, 'CPU')} each; jobs at {cluster.dashboard}, workers at "
@@ -96,7 +96,7 @@ def use_token(cluster: LocalCluster) -> None:
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(cluster.token_file))
 
 
-def _start_node(
+def start_node(
     cluster: LocalCluster, cpus: int, arguments: list[str], ends: contextlib.ExitStack
 ) -> subprocess.Popen[bytes]:
     """Start a node as the leader of a new session, which `ends` kills."""
@@ -106,7 +106,7 @@ def _start_node(
     with _log(cluster).open("ab") as log:
         process = ends.enter_context(
             subprocess.Popen(
-                [python, "-c", _NODE, str(os.getpid()), cluster.folder, "start", *options],
+                [python, "-c", NODE_PROGRAM, str(os.getpid()), cluster.folder, "start", *options],
                 env={
                     **environment(),
                     "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
