@@ -11,7 +11,7 @@ from pretrain.common.errors import MachineError
 
 
 def add_to(commands: Any, measures: str) -> None:
-    """Add `doctor` to the subcommands of a parser; `measures` as for `machine.measures_of`."""
+    """Add `doctor` to the subcommands of a parser; `measures` as for `machine.check`."""
     parser = add_command(
         commands,
         "doctor",

@@ -42,23 +42,19 @@ def _check(measures: str, folder: Path) -> None:
     here = ray.get_runtime_context().get_node_id()
     alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
     rows: list[Finding] = []
-    nodes = []
     with storage.hold_lock(folder) as (lock, problem):
-        if problem:
-            rows.append(replace(problem, where=_name(alive[0], alive)))
+        rows += [replace(problem, where="head")] if problem else []
         arguments = [(measures, folder, lock, *_processors(node)) for node in alive]
-        for node, outcome in zip(alive, _on_each(alive, machine.check_node, arguments, _CHECK_SECONDS), strict=True):
-            name = _name(node, alive)
-            if isinstance(outcome, BaseException):
-                advice = "Check that machine and its ports. All nodes need the same .venv and the same files."
-                rows.append(Finding("node", one_line(outcome), FAIL, advice, name))
-            else:
-                rows += [replace(row, where=name) for row in outcome]
-                nodes.append(node)
-    rows = compare_versions(rows)
+        outcomes = _on_each(alive, machine.check_node, arguments, _CHECK_SECONDS)
+    for node, outcome in zip(alive, outcomes, strict=True):
+        if isinstance(outcome, BaseException):
+            advice = "Check that machine and its ports. All nodes need the same .venv and the same files."
+            outcome = [Finding("node", one_line(outcome), FAIL, advice)]
+        rows += [replace(row, where=_name(node, alive)) for row in outcome]
+    answering = [node for node, outcome in zip(alive, outcomes, strict=True) if isinstance(outcome, list)]
     order = list(dict.fromkeys(row.what for row in rows))
-    rows.sort(key=lambda row: order.index(row.what))
-    rows.append(_reduce(nodes, alive[0]["NodeManagerAddress"]))
+    rows = sorted(compare_versions(rows), key=lambda row: order.index(row.what))
+    rows.append(_reduce(answering, alive[0]["NodeManagerAddress"]))
     print(MARK + json.dumps([asdict(row) for row in rows]), flush=True)
     ray.shutdown()
 

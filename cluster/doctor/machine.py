@@ -10,7 +10,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -26,18 +26,11 @@ _COMPILE_SECONDS = 20.0
 _PACKAGES = ("cluster", "pretrain", "finetune")
 
 
-class Measures(Protocol):
-    """The module that knows what a run needs of a machine. It is handed by name, so that every node can import it."""
-
-    def deepspeed_version(self) -> str: ...
-    def measure_matmul(self, device: str, kind: Any) -> float: ...
-    def is_faster_in_fp32(self, bf16: float, fp32: float) -> bool: ...
-    def loader_rate(self, seconds: float) -> float: ...
-    def sequence_flops(self) -> float: ...
-
-
 def check(measures: str, folder: Path) -> list[Finding]:
-    """The rows of this machine; runs would be stored in `folder`, `measures` names the module with the `Measures`."""
+    """The rows of this machine; runs would be stored in `folder`.
+
+    `measures` is the dotted name of the module that knows what a run needs, such as `pretrain.run.machine`.
+    """
     system = Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}")
     return [system, *_rows(measures, folder, measure=True), reduce.row_here(), verdicts.wandb_key()]
 
@@ -60,8 +53,7 @@ def check_node(measures: str, folder: Path, lock: str, cpus: int, gpus: int) -> 
 def _rows(name: str, folder: Path, *, measure: bool) -> list[Finding]:
     import torch
 
-    module: Any = importlib.import_module(name)
-    measures: Measures = module
+    measures: Any = importlib.import_module(name)
     found, gpus = versions(measures), torch.cuda.device_count()
     files, visible = len(list(Path("/dev").glob("nvidia[0-9]*"))), os.environ.get("CUDA_VISIBLE_DEVICES")
     return [
@@ -75,7 +67,7 @@ def _rows(name: str, folder: Path, *, measure: bool) -> list[Finding]:
     ]
 
 
-def versions(measures: Measures) -> dict[str, str]:
+def versions(measures: Any) -> dict[str, str]:
     """Versions that must agree wherever workers run; "none" with the reason if an import fails."""
     return {
         "Python": platform.python_version(),
@@ -151,7 +143,7 @@ def try_compiler() -> tuple[str, str, str]:
     return compiler, headers, error if done.returncode else ""
 
 
-def _speed(measures: Measures, gpus: int) -> list[Finding]:
+def _speed(measures: Any, gpus: int) -> list[Finding]:
     """Matrix products of each device, and the batches of a worker's loader beside what the fastest could train."""
     import torch
 

@@ -34,11 +34,11 @@ def row_here() -> Finding:
 
 def serve_store(address: str) -> Any:
     """A store at which the members of a group find each other, on a free port of this address only."""
-    from torch.distributed import TCPStore
+    import torch.distributed as dist
 
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port = listener.getsockname()[1]
-    return TCPStore(
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         address, port, is_master=True, timeout=_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
@@ -56,7 +56,7 @@ def seconds_of(backend: str, address: str, host: str, port: int, rank: int, worl
 
     bind_gloo(address)
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that the timeout holds for NCCL
-    store = dist.TCPStore(host, port, timeout=_TIMEOUT)
+    store = dist.TCPStore(host, port, timeout=_TIMEOUT)  # pyright: ignore[reportPrivateImportUsage]
     device = f"cuda:{gpu}" if backend == "nccl" else "cpu"
     if backend == "nccl":
         torch.cuda.set_device(gpu)

@@ -21,7 +21,7 @@ _STOP_SECONDS = 10.0
 def check(measures: str, address: str, folder: Path, *, plain_http: bool = False) -> list[Finding]:
     """Check the cluster whose dashboard is at `address`, or the local one; its machines should share `folder`.
 
-    `measures` as for `machine.measures_of`, `plain_http` as for `client.Jobs`.
+    `measures` as for `machine.check`, `plain_http` as for `client.Jobs`.
 
     Raises:
         InputError: no such cluster, or it refuses the token.

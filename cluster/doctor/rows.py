@@ -13,7 +13,6 @@ from pretrain.common.wording import counted
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 _COLORS = {PASS: "green", WARN: "yellow", FAIL: "red"}
-_EACH = 4  # up to this number, passing nodes that differ have a line each
 _NAMED = 3
 _WHERE_COLUMNS = 16  # an address; further ones are wrapped
 
@@ -71,16 +70,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _shortened(rows: Sequence[Finding]) -> Iterator[Finding]:
-    """Merge equal rows of a check; of many different ones that pass, keep the first."""
+    """One row for all nodes that pass a check, with the first one's finding; one for each other finding."""
     for _, group in groupby(rows, key=lambda row: row.what):
-        alike: dict[tuple[str, str, str], list[Finding]] = {}
+        alike: dict[tuple[str, str], list[Finding]] = {}
         for row in group:
-            alike.setdefault((row.mark, row.found, row.advice), []).append(row)
-        passing = [row for same in alike.values() for row in same if row.mark == PASS]
-        many = sum(same[0].mark == PASS for same in alike.values()) > _EACH
-        if many:
-            found = f"{passing[0].found} ({passing[0].where}; --json has the others)"
-            yield replace(passing[0], found=found, where=counted(len(passing), "node"))
+            alike.setdefault(("", "") if row.mark == PASS else (row.found, row.advice), []).append(row)
         for same in alike.values():
-            if same[0].mark != PASS or not many:
-                yield replace(same[0], where=_listed([row.where for row in same]))
+            first, differ = same[0], len({row.found for row in same}) > 1
+            found = f"{first.found} ({first.where}; --json has the others)" if differ else first.found
+            merged = len(same) > 1 and first.mark == PASS
+            where = counted(len(same), "node") if merged else _listed([row.where for row in same])
+            yield replace(first, found=found, where=where)
