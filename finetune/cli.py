@@ -37,7 +37,7 @@ GROUPS = {
     "Start here": ("demo", "configs", "completion", "doctor"),
     "Pretrain": ("prepare", "pretrain", "adapt", "report", "dashboard", "attention"),
     "Fine-tune": ("finetune", "evaluate", "predict", "sweep", "glue", "evaluate-pretrained", "export"),
-    "Run on a cluster": ("submit", "list", "status", "logs", "stop", "delete", "manifest", "up", "down"),
+    "Run on a cluster": ("submit", "list", "status", "logs", "stop", "delete", "manifest", "up"),
 }
 
 

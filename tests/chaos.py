@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ import psutil
 import yaml
 
 from cluster.workers.actors import PROCESS_TITLE
+from cluster.workers.launch import end_session
+from tests.distributed import free_port
 
 ROOT = Path(__file__).parent.parent
 _TAIL_BYTES = 1 << 16  # of many records
@@ -55,10 +58,11 @@ def start(values: dict[str, Any], *, resume: bool = False, **environment: str) -
 
 
 class Cluster:
-    """A local cluster of a test's own."""
+    """A local cluster of a test's own. Its nodes lead a session each, the first one that of the head."""
 
     def __init__(self, state: Path) -> None:
         self.state = state
+        self.nodes: list[int] = []  # their process ids
 
     def command(self, *arguments: str, code: int | None = 0, seconds: float = 120) -> str:
         """`bertrain ARGUMENTS`; what it printed."""
@@ -99,13 +103,29 @@ class Cluster:
     def processes(self) -> list[psutil.Process]:
         """All alive processes below the cluster's nodes, the nodes' own among them."""
         found: dict[int, psutil.Process] = {}
-        sessions = {node["pid"] for node in self.described["nodes"]}
+        sessions = set(self.nodes)
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 above = {process.pid, os.getsid(process.pid), *(one.pid for one in process.parents())}
                 if above & sessions and process.status() != psutil.STATUS_ZOMBIE:
                     found[process.pid] = process
         return list(found.values())
+
+    def join(self, **environment: str) -> None:
+        """Add a node of one CPU by `ray start`, as on another machine."""
+        options = [
+            "--num-cpus=1",
+            f"--dashboard-agent-listen-port={free_port()}",
+            f"--address={self.described['address']}",
+        ]
+        node = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *options],
+            env={**psutil.Process(self.nodes[0]).environ(), **environment},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self.nodes.append(node.pid)
 
     def workers(self) -> list[psutil.Process]:
         """Training workers, in the order in which they were started."""
@@ -122,19 +142,27 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(state: Path, *options: str) -> Iterator[Cluster]:
-    """`up` with these options, and `down` at the end; no process of it is left."""
+    """`up` with these options, and Ctrl-C at the end; no process of it is left."""
     state.mkdir(parents=True, exist_ok=True)
-    one = Cluster(state)
-    one.command("up", *options)
-    try:
-        yield one
-    finally:
-        if (state / "bertrain/cluster.json").exists():
+    one, command = Cluster(state), [sys.executable, "-m", "finetune.cli", "up", *options]
+    started: list[int] = []
+    with subprocess.Popen(command, cwd=ROOT, env=one.environment, stdout=subprocess.PIPE, text=True) as up:
+        assert up.stdout is not None
+        try:
+            assert up.stdout.readline().endswith(f"workers at {one.described['address']}\n")
+            started = sorted(child.pid for child in psutil.Process(up.pid).children())
+            one.nodes += started
+            yield one
+        finally:
             ours = one.processes()
-            one.command("down")
-            psutil.wait_procs(ours, timeout=5)  # drivers see that their launcher is gone
-            left = [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-            assert not left, f"left behind: {left}"
+            for joined in set(one.nodes) - set(started):
+                end_session(joined)
+            up.send_signal(signal.SIGINT)
+            up.communicate(timeout=60)
+    psutil.wait_procs(ours, timeout=5)  # drivers see that their launcher is gone
+    left = [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not left, f"left behind: {left}"
+    assert not (state / "bertrain/cluster.json").exists()
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:

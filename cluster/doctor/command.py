@@ -2,13 +2,16 @@
 
 import argparse
 import functools
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from pretrain.common.commands import add_address, add_command, local_path
+from pretrain.common.errors import MachineError
 
 
 def add_to(commands: Any, measures: str) -> None:
-    """Add `doctor` to the subcommands of a parser; `measures` as `check.check`."""
+    """Add `doctor` to the subcommands of a parser; `measures` as for `machine.check`."""
     parser = add_command(
         commands,
         "doctor",
@@ -20,7 +23,7 @@ def add_to(commands: Any, measures: str) -> None:
   ./launch.sh doctor --address http://127.0.0.1:8265 --dir /mnt/shared/bert""",
     )
     add_address(parser, "check the cluster with this dashboard URL")
-    parser.add_argument("--cluster", action="store_true", help="check the cluster that `up` started here")
+    parser.add_argument("--cluster", action="store_true", help="check the cluster of `up` on this machine")
     parser.add_argument(
         "--dir",
         type=local_path,
@@ -31,13 +34,26 @@ def add_to(commands: Any, measures: str) -> None:
 
 
 def _doctor(measures: str, arguments: argparse.Namespace) -> int:
-    from cluster.doctor.check import check
+    """Print the findings; the exit code is that of an unsuitable machine if a check fails, not if one warns."""
+    from rich.console import Console
+    from rich.markup import escape
 
-    return check(
-        measures,
-        cluster=arguments.cluster or bool(arguments.address),
-        address=arguments.address,
-        folder=arguments.dir,
-        as_json=arguments.json,
-        plain_http=arguments.allow_plain_http,
-    )
+    from cluster.doctor import machine, remote, rows
+    from cluster.workers.address import without_password
+
+    address, folder = arguments.address, arguments.dir or Path.cwd()
+    on_cluster = arguments.cluster or bool(address)
+    what = f"the cluster {without_password(address)}".rstrip() if on_cluster else "this machine"
+    with Console(stderr=True).status(escape(f"checking {what}")):
+        found = (
+            remote.check(measures, address, folder, plain_http=arguments.allow_plain_http)
+            if on_cluster
+            else machine.check(measures, folder)
+        )
+    count = Counter(row.mark for row in found)
+    if arguments.json:
+        print(rows.to_json(found))
+    else:
+        rows.show(found, Console())
+        print(", ".join(f"{count[mark]} {mark}" for mark in (rows.PASS, rows.WARN, rows.FAIL)))
+    return MachineError.exit_code if count[rows.FAIL] else 0

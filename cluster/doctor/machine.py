@@ -2,166 +2,96 @@
 
 import hashlib
 import importlib
-import importlib.metadata
 import os
 import platform
 import shutil
 import subprocess
 import sysconfig
 import tempfile
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
+from cluster.doctor import reduce, storage, verdicts
+from cluster.doctor.rows import Finding
+from cluster.doctor.verdicts import GIB, NONE
 from cluster.workers.outcomes import one_line
 from pretrain.common.memory import machine_memory
 
-NONE = "none"
-
-GIB = 1 << 30
 _LOADER_SECONDS = 0.5
 _BUSY_SECONDS = 0.5
 _COMPILE_SECONDS = 20.0
-_OLD_LOCK_SECONDS = 600.0  # no single op of DeepSpeed compiles for so long
 _PACKAGES = ("cluster", "pretrain", "finetune")
 
 
-class Measures(Protocol):
-    """The module that knows what a run needs of a machine. It is handed by name, so that every node can import it."""
+def check(measures: str, folder: Path) -> list[Finding]:
+    """The rows of this machine; runs would be stored in `folder`.
 
-    def deepspeed_ops(self) -> dict[str, bool]: ...
-    def measure_matmul(self, device: str, kind: Any) -> float: ...
-    def is_faster_in_fp32(self, bf16: float, fp32: float) -> bool: ...
-    def loader_rate(self, seconds: float) -> float: ...
-    def sequence_flops(self) -> float: ...
-
-
-def measures_of(name: str) -> Measures:
-    """The module `name`."""
-    module: Any = importlib.import_module(name)
-    return module
+    `measures` is the dotted name of the module that knows what a run needs, such as `pretrain.run.machine`.
+    """
+    system = Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}")
+    return [system, *_rows(measures, folder, measure=True), reduce.row_here(), verdicts.wandb_key()]
 
 
-@dataclass(frozen=True)
-class Disk:
-    """Free space of a folder: below `wanted` it is scarce, below `least` nothing works."""
-
-    what: str
-    path: str
-    free: int  # bytes; so below
-    wanted: int
-    least: int
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a worker computes on, with its measured matrix products in FLOP/s."""
-
-    name: str
-    kind: str  # devices of the same kind should be equally fast
-    bf16: float
-    fp32: float
-    prefers_fp32: bool
-
-
-@dataclass(frozen=True)
-class MachineFacts:
-    """The facts about one machine."""
-
-    system: str
-    cores: int
-    busy: float  # share of the cores that other programs used meanwhile
-    memory: int  # bytes, of the machine or container; so below
-    memory_free: int
-    disks: tuple[Disk, ...]
-    versions: Mapping[str, str]
-    compiler: str
-    headers: str
-    compile_error: str  # why a small Python extension could not be compiled
-    ops: Mapping[str, bool]  # DeepSpeed's: whether they could be compiled here
-    old_locks: tuple[str, ...]  # of compilations that no longer run
-    gpu_files: int  # devices of the driver, whether or not torch sees them
-    gpus: int  # those that torch sees
-    visible: str | None  # CUDA_VISIBLE_DEVICES
-    devices: tuple[Device, ...]  # measured; empty without a measurement
-    sequences_per_second: float  # of one worker's loader; 0 without a measurement
-    sequence_flops: float  # of training BERT-Base
-
-
-def inspect(name: str, folder: Path, threads: int = 0, measure: bool = True) -> MachineFacts:
-    """The facts about this machine.
+def check_node(measures: str, folder: Path, lock: str, cpus: int, gpus: int) -> list[Finding]:
+    """The rows of this machine as a node of a cluster.
 
     Args:
-        name: of the module with the `Measures`.
-        folder: where runs would be stored.
-        threads: CPU threads for the measurements; 0 uses torch's default.
-        measure: measure for about 3 s how fast the machine is.
+        lock: name of the lock file in `folder` that the job holds; empty for none.
+        cpus: those that Ray uses here. Without CPUs and `gpus` no workers run here, so its speed is not measured.
     """
     import torch
 
-    measures = measures_of(name)
-    busy, (memory, free) = psutil.cpu_percent(_BUSY_SECONDS) / 100, machine_memory()
-    if threads:
-        torch.set_num_threads(threads)
-    compiler, headers, error = try_compiler()
-    return MachineFacts(
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        cores=len(os.sched_getaffinity(0)),
-        busy=busy,
-        memory=memory,
-        memory_free=free,
-        disks=_disks(folder),
-        versions=versions(measures),
-        compiler=compiler,
-        headers=headers,
-        compile_error=error,
-        ops=_deepspeed_ops(measures),
-        old_locks=find_old_locks(),
-        gpu_files=len(list(Path("/dev").glob("nvidia[0-9]*"))),
-        gpus=torch.cuda.device_count(),
-        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        devices=_devices(measures) if measure else (),
-        sequences_per_second=measures.loader_rate(_LOADER_SECONDS) if measure else 0.0,
-        sequence_flops=measures.sequence_flops(),
-    )
+    if cpus:
+        torch.set_num_threads(cpus)
+    shared = [storage.try_lock(folder, lock)] if lock else []
+    return [*_rows(measures, folder, measure=bool(cpus or gpus)), verdicts.wandb_key(), *shared]
 
 
-def versions(measures: Measures) -> dict[str, str]:
+def _rows(name: str, folder: Path, *, measure: bool) -> list[Finding]:
+    import torch
+
+    measures: Any = importlib.import_module(name)
+    found, gpus = versions(measures), torch.cuda.device_count()
+    files, visible = len(list(Path("/dev").glob("nvidia[0-9]*"))), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [
+        *verdicts.judge_versions(found),
+        verdicts.judge_cores(len(os.sched_getaffinity(0)), psutil.cpu_percent(_BUSY_SECONDS) / 100),
+        verdicts.judge_memory(*machine_memory()),
+        *_disks(folder),
+        verdicts.judge_compiler(*try_compiler()),
+        verdicts.judge_gpus(files, gpus, found, visible),
+        *(_speed(measures, gpus) if measure else []),
+    ]
+
+
+def versions(measures: Any) -> dict[str, str]:
     """Versions that must agree wherever workers run; "none" with the reason if an import fails."""
-    libraries = {"Python": platform.python_version()}
-    try:
-        import torch
+    return {
+        "Python": platform.python_version(),
+        **{name: _version(lambda of=of: of(importlib.import_module("torch"))) for name, of in _OF_TORCH.items()},
+        "DeepSpeed": _version(measures.deepspeed_version),
+        "Ray": _version(lambda: importlib.import_module("ray").__version__),
+        "bertrain": own_version(),
+    }
 
-        nccl = torch.distributed.is_nccl_available()
-        libraries |= {
-            "torch": torch.__version__,
-            "CUDA": torch.version.cuda or NONE,
-            "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if nccl else NONE,  # pyright: ignore[reportAttributeAccessIssue]
-            "gloo": "in torch" if torch.distributed.is_gloo_available() else NONE,
-        }
+
+_OF_TORCH: dict[str, Callable[[Any], str]] = {
+    "torch": lambda torch: torch.__version__,
+    "CUDA": lambda torch: torch.version.cuda or NONE,
+    "NCCL": lambda torch: (
+        ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else NONE
+    ),
+    "gloo": lambda torch: "in torch" if torch.distributed.is_gloo_available() else NONE,
+}
+
+
+def _version(read: Callable[[], str]) -> str:
+    try:
+        return read()
     except Exception as error:  # a broken library may raise anything
-        libraries |= {"torch": f"{NONE}: {one_line(error)}", "CUDA": NONE, "NCCL": NONE, "gloo": NONE}
-    return {**libraries, "DeepSpeed": _deepspeed_version(measures), "Ray": _ray_version(), "bertrain": own_version()}
-
-
-def _deepspeed_version(measures: Measures) -> str:
-    try:
-        measures.deepspeed_ops()
-        return importlib.metadata.version("deepspeed")
-    except Exception as error:
-        return f"{NONE}: {one_line(error)}"
-
-
-def _ray_version() -> str:
-    try:
-        import ray
-
-        return ray.__version__
-    except Exception as error:
         return f"{NONE}: {one_line(error)}"
 
 
@@ -174,7 +104,8 @@ def own_version() -> str:
     return f"{digest.hexdigest()[:8]} (hash of the project's source files)"
 
 
-def _disks(folder: Path) -> tuple[Disk, ...]:
+def _disks(folder: Path) -> list[Finding]:
+    """A row for each folder: below the first size it warns, below the second nothing works."""
     folders = [
         # A corpus of a few GB, its shards and three checkpoints of BERT-Base.
         ("disk", folder, 10 * GIB, GIB),
@@ -182,11 +113,11 @@ def _disks(folder: Path) -> tuple[Disk, ...]:
         # Ray's objects, for which it needs at least 75 MiB, and NCCL's buffers.
         ("shared memory", Path("/dev/shm"), GIB // 4, GIB // 12),
     ]
-    return tuple(
-        Disk(what, str(path), shutil.disk_usage(path).free, wanted, least)
+    return [
+        verdicts.judge_disk(what, path, shutil.disk_usage(path).free, wanted, least)
         for what, path, wanted, least in folders
         if path.is_dir()
-    )
+    ]
 
 
 def try_compiler() -> tuple[str, str, str]:
@@ -212,34 +143,17 @@ def try_compiler() -> tuple[str, str, str]:
     return compiler, headers, error if done.returncode else ""
 
 
-def _deepspeed_ops(measures: Measures) -> dict[str, bool]:
-    try:
-        return measures.deepspeed_ops()
-    except Exception:  # its version shows the reason
-        return {}
-
-
-def find_old_locks() -> tuple[str, ...]:
-    """Lock files of compilations that died without removing them: the next compilation would wait forever."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    old = time.time() - _OLD_LOCK_SECONDS
-    return tuple(str(path) for path in root.glob("**/lock") if path.stat().st_mtime < old)
-
-
-def _devices(measures: Measures) -> tuple[Device, ...]:
+def _speed(measures: Any, gpus: int) -> list[Finding]:
+    """Matrix products of each device, and the batches of a worker's loader beside what the fastest could train."""
     import torch
 
-    cpu = f"CPU, threads: {torch.get_num_threads()}"
-    devices = [_measured(measures, cpu, cpu, "cpu")]
-    for number in range(torch.cuda.device_count()):
+    devices = {"cpu": f"CPU, threads: {torch.get_num_threads()}"}
+    for number in range(gpus):
         properties = torch.cuda.get_device_properties(number)
-        name = f"GPU {number}, {properties.name}, {properties.total_memory / GIB:.0f} GiB"
-        devices.append(_measured(measures, name, properties.name, f"cuda:{number}"))
-    return tuple(devices)
-
-
-def _measured(measures: Measures, name: str, kind: str, device: str) -> Device:
-    bf16, fp32 = measures.measure_matmul(device, "bf16"), measures.measure_matmul(device, "fp32")
-    return Device(name, kind, bf16, fp32, measures.is_faster_in_fp32(bf16, fp32))
+        devices[f"cuda:{number}"] = f"GPU {number}, {properties.name}, {properties.total_memory / GIB:.0f} GiB"
+    rows, fastest = [], 0.0
+    for device, name in devices.items():
+        bf16, fp32 = measures.measure_matmul(device, "bf16"), measures.measure_matmul(device, "fp32")
+        rows.append(verdicts.judge_matmul(name, bf16, fp32, measures.is_faster_in_fp32(bf16, fp32)))
+        fastest = max(fastest, bf16, fp32)
+    return [*rows, verdicts.judge_loader(measures.loader_rate(_LOADER_SECONDS), fastest / measures.sequence_flops())]

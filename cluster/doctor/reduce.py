@@ -1,29 +1,20 @@
-"""The bandwidth of all-reduce: among processes on this machine, or of a process group that the caller has made."""
+"""The bandwidth of one all-reduce, among processes on this machine or among the nodes of a cluster."""
 
-import contextlib
-import json
+import multiprocessing
 import os
-import statistics
-import subprocess
-import sys
-import tempfile
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from cluster.doctor.rows import FAIL, PASS, WARN, Finding
-from cluster.workers.launch import environment
 from cluster.workers.outcomes import one_line
+from cluster.workers.target import bind_gloo
 
-WHAT = "all-reduce"
-TIMEOUT_SECONDS = 20.0  # for the processes of a group to connect, and for each reduction
-
-_LARGEST_BYTES, _SMALLEST_BYTES = 64 << 20, 1 << 20
-_EACH_SECONDS = 0.4  # the longest that one reduction should take
-_REPEATS = 5
-_HERE_SECONDS = 40.0
+_TIMEOUT = timedelta(seconds=20)  # for the processes to connect, and for each reduction
+_BYTES = 64 << 20
 # Between nodes, bytes/s: one gigabit, and the least that GPU nodes should have. BERT-Base has 220 MB of gradients.
 _SLOW = {"gloo": 0.1e9, "nccl": 1e9}
 
@@ -34,135 +25,76 @@ def row_here() -> Finding:
 
     gpus = torch.cuda.device_count()
     backend, world = ("nccl", gpus) if gpus else ("gloo", 2)
-    try:
-        outcome = _reduce_here(backend, world)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        advice = f"Workers on this machine must reach each other: check its firewall and {_interface(backend)}."
-        return Finding(WHAT, f"{backend} among {world} processes here: {one_line(error)}", FAIL, advice)
-    return Finding(WHAT, _text(backend, world, outcome, "processes here"))
+    address, store = "127.0.0.1", serve_store("127.0.0.1")
+    with ProcessPoolExecutor(world, mp_context=multiprocessing.get_context("spawn")) as pool:
+        members = [pool.submit(seconds_of, backend, address, address, store.port, r, world, r) for r in range(world)]
+        outcomes = [member.exception() or member.result() for member in members]
+    return judge(backend, outcomes, "processes here", slow=0.0)
 
 
-def judge(backend: str, world: int, outcome: tuple[float, int] | str) -> Finding:
-    """The row for the result of `measure` among nodes, or for its error."""
-    if isinstance(outcome, str):
-        advice = (
-            "Open all ports between the nodes; if they have several networks, set the common one in "
-            f"{_interface(backend)} on each."
-        )
-        return Finding(WHAT, f"{backend} among {world} nodes: {outcome}", FAIL, advice)
-    slow = _SLOW[backend]
-    advice = f"Below {slow / 1e9:g} GB/s the workers wait for each other: use a faster network, or larger batches."
-    mark = WARN if outcome[0] < slow else PASS
-    return Finding(WHAT, _text(backend, world, outcome, "nodes"), mark, advice)
+def serve_store(address: str) -> Any:
+    """A store at which the members of a group find each other, on a free port of this address only."""
+    import torch.distributed as dist
+
+    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        address, port, is_master=True, timeout=_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
-def _text(backend: str, world: int, outcome: tuple[float, int], participants: str) -> str:
-    rate, size = outcome
-    if world == 1:  # a lone GPU
-        return f"{backend} starts; there is one GPU, hence no bandwidth"
-    return f"{rate / 1e9:.2f} GB/s bus bandwidth, {backend}, {world} {participants}, {size >> 20} MiB"
+def seconds_of(backend: str, address: str, host: str, port: int, rank: int, world: int, gpu: int = 0) -> float:
+    """Seconds of one all-reduce of 64 MiB, as member `rank` of a group.
 
-
-def _interface(backend: str) -> str:
-    return f"{backend.upper()}_SOCKET_IFNAME"
-
-
-def measure(device: str) -> tuple[float, int]:
-    """Bus bandwidth of the process group in bytes/s, and the bytes of a reduction.
-
-    It is 2 (n-1)/n of the bytes over the time, as in nccl-tests: the median of several reductions of 64 MiB, or of as
-    many bytes as this network reduces in 0.4 s.
+    Args:
+        address: of this machine, as the other members reach it.
+        host: where `serve_store` listens at `port`.
+        gpu: the one to use with NCCL.
     """
     import torch
     import torch.distributed as dist
 
-    world = dist.get_world_size()
-    _reduce(_SMALLEST_BYTES, device)  # opens the connections
-    first = torch.tensor(_reduce(_SMALLEST_BYTES, device), device=device)
-    dist.all_reduce(first, dist.ReduceOp.MAX)  # all processes must choose the same size
-    reducible = _SMALLEST_BYTES * _EACH_SECONDS / first.item()
-    size = int(min(max(reducible, _SMALLEST_BYTES), _LARGEST_BYTES)) & ~1023
-    seconds = statistics.median(_reduce(size, device) for _ in range(_REPEATS))
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return 2 * (world - 1) / world * size / slowest.item(), size
-
-
-@contextlib.contextmanager
-def group(backend: str, store: Any, rank: int, world: int) -> Iterator[str]:
-    """A process group of this process and others; the device to reduce on."""
-    import torch
-    import torch.distributed as dist
-
-    device = "cpu" if backend == "gloo" else f"cuda:{torch.cuda.current_device()}"
+    bind_gloo(address)
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that the timeout holds for NCCL
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_SECONDS)
-    )
+    store = dist.TCPStore(host, port, timeout=_TIMEOUT)  # pyright: ignore[reportPrivateImportUsage]
+    device = f"cuda:{gpu}" if backend == "nccl" else "cpu"
+    if backend == "nccl":
+        torch.cuda.set_device(gpu)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_TIMEOUT)
     try:
-        yield device
+        dist.all_reduce(torch.ones(1 << 18, device=device))  # opens the connections
+        numbers = torch.ones(_BYTES // 4, device=device)
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(numbers)
+        total = numbers[-1].item()  # waits for a GPU
+        seconds = time.perf_counter() - began
+        dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-def _reduce(size: int, device: str) -> float:
-    """Seconds of one all-reduce of `size` bytes, which all processes start together."""
-    import torch
-    import torch.distributed as dist
-
-    numbers = torch.ones(size // 4, device=device)
-    dist.barrier()
-    began = time.perf_counter()
-    dist.all_reduce(numbers)
-    if device != "cpu":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    if numbers[-1].item() != dist.get_world_size():
-        raise RuntimeError(f"the sum of {dist.get_world_size()} ones is {numbers[-1].item():g}")
+    if total != world:
+        raise RuntimeError(f"the sum of {world} ones is {total:g}")
     return seconds
 
 
-def _reduce_here(backend: str, world: int) -> tuple[float, int]:
-    """Measure with `world` processes on this machine; the result of the first one."""
-    variables = environment()
-    if Path("/sys/class/net/lo").exists():
-        variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as scratch:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "cluster.doctor.reduce", backend, str(rank), str(world), f"{scratch}/store"],
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(world)
-        ]
-        try:
-            outputs = [process.communicate(timeout=_HERE_SECONDS) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        if process.returncode:
-            raise RuntimeError((errors.strip() or f"exited with code {process.returncode}").splitlines()[-1])
-    rate, size = json.loads(outputs[0][0])
-    return rate, size
+def judge(backend: str, outcomes: Sequence[float | BaseException], members: str, slow: float | None = None) -> Finding:
+    """The row for what `seconds_of` returned or raised in each member; below `slow` bytes/s it is a warning.
 
-
-def _main(backend: str, rank: int, world: int, store: str) -> None:
-    import torch
-    from torch._C._distributed_c10d import FileStore
-
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    with group(backend, FileStore(store, world), rank, world) as device:
-        result = measure(device)
-    if rank == 0:
-        print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    The bandwidth is 2 (n-1)/n of the bytes over the time, as in nccl-tests.
+    """
+    world, errors = len(outcomes), [one_line(one) for one in outcomes if isinstance(one, BaseException)]
+    # A member that could not start reports the cause; the others report a timeout.
+    errors.sort(key=lambda error: "timeout" in error.lower() or "timed out" in error.lower())
+    if errors:
+        advice = (
+            f"Open all ports between the {members}; if they have several networks, set the common one in "
+            f"{backend.upper()}_SOCKET_IFNAME on each."
+        )
+        return Finding("all-reduce", f"{backend} among {world} {members}: {errors[0]}", FAIL, advice)
+    if world == 1:
+        return Finding("all-reduce", f"{backend} starts; there is one GPU, hence no bandwidth")
+    slowest = max(one for one in outcomes if not isinstance(one, BaseException))
+    rate, slow = 2 * (world - 1) / world * _BYTES / slowest, _SLOW[backend] if slow is None else slow
+    advice = f"Below {slow / 1e9:g} GB/s the workers wait for each other: use a faster network, or larger batches."
+    text = f"{rate / 1e9:.2f} GB/s bus bandwidth, {backend}, {world} {members}, {_BYTES >> 20} MiB"
+    return Finding("all-reduce", text, WARN if rate < slow else PASS, advice)

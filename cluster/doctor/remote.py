@@ -9,47 +9,47 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from cluster.doctor import machine, nodes
 from cluster.doctor.driver import MARK
-from cluster.doctor.rows import Finding
+from cluster.doctor.rows import WARN, Finding
 from cluster.jobs import client
 from pretrain.common.errors import MachineError, RunError
 
-_JOB_SECONDS = 300.0  # more than the sum of the job's own limits
+_JOB_SECONDS = 300.0  # more than the sum of the job's limits
 _STOP_SECONDS = 10.0
 
 
 def check(measures: str, address: str, folder: Path, *, plain_http: bool = False) -> list[Finding]:
-    """Check the cluster whose dashboard is at `address`, or the local one; `folder` should be shared by its machines.
+    """Check the cluster whose dashboard is at `address`, or the local one; its machines should share `folder`.
 
-    `measures` as `check.check`, `plain_http` as for `client.Jobs`.
+    `measures` as for `machine.check`, `plain_http` as for `client.Jobs`.
 
     Raises:
         InputError: no such cluster, or it refuses the token.
         MachineError: it does not answer, or cannot run the job.
     """
     cluster = client.Jobs(address, plain_http=plain_http)
-    access = nodes.judge_access(cluster.is_open())
+    access = Finding("access", "requires a token")
+    if cluster.is_open():
+        advice = "Anyone who can connect can run code there. Restart Ray with RAY_AUTH_MODE=token; see SECURITY.md."
+        access = Finding("access", "answers without a token", WARN, advice)
     name = f"doctor-{secrets.token_hex(4)}"
     metadata = {"bertrain": "doctor", "folder": str(folder.absolute()), "measures": measures}
     cluster.start(name, "cluster.doctor.driver", metadata)
     try:
         job = cluster.wait(name, _JOB_SECONDS, "The cluster's head is too busy for the checks; try again later.")
-        result = result_of(cluster.log(name), f"{name} on {cluster.shown}", job)
+        return [access, *findings_in(cluster.log(name), f"{name} on {cluster.shown}", job)]
     finally:
         with contextlib.suppress(RunError):
             cluster.stop(name, _STOP_SECONDS)
             cluster.delete(name)
-    rows = [Finding(**row) for row in result["rows"]]
-    return [access, nodes.judge_client(machine.versions(machine.measures_of(measures)), result["head"]), *rows]
 
 
-def result_of(log: str, name: str, job: Any) -> dict[str, Any]:
-    """What the job printed as its result; `MachineError` if it printed none."""
+def findings_in(log: str, name: str, job: Any) -> list[Finding]:
+    """The findings that the job printed; `MachineError` if it printed none."""
     lines = [line for line in log.splitlines() if line.strip()]
     for line in reversed(lines):
         if line.startswith(MARK):
-            return json.loads(line.removeprefix(MARK))
+            return [Finding(**row) for row in json.loads(line.removeprefix(MARK))]
     last = lines[-1].removeprefix("error: ") if lines else client.state(job)
     raise MachineError(
         f"{name}: the checks did not run: {last} The head node needs the same .venv and files as this machine."

@@ -13,7 +13,6 @@ from pretrain.common.wording import counted
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 _COLORS = {PASS: "green", WARN: "yellow", FAIL: "red"}
-_EACH = 4  # up to this number, passing nodes that differ have a line each
 _NAMED = 3
 _WHERE_COLUMNS = 16  # an address; further ones are wrapped
 
@@ -64,33 +63,21 @@ def to_json(rows: Iterable[Finding]) -> str:
     return json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False)
 
 
-def nodes_in_words(count: int) -> str:
-    """Such as "1 node" or "3 nodes"."""
-    return counted(count, "node")
-
-
-def listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _shortened(rows: Sequence[Finding]) -> Iterator[Finding]:
-    """Merge equal rows of a check; of many rows that pass, keep the first."""
+    """One row for all nodes that pass a check, with the first one's finding; one for each other finding."""
     for _, group in groupby(rows, key=lambda row: row.what):
-        alike: dict[tuple[str, str, str], list[Finding]] = {}
+        alike: dict[tuple[str, str], list[Finding]] = {}
         for row in group:
-            alike.setdefault((row.mark, row.found, row.advice), []).append(row)
-        passing = [same for same in alike.values() if same[0].mark == PASS]
-        if len(passing) > _EACH:
-            first, count = passing[0][0], sum(map(len, passing))
-            yield replace(
-                first,
-                found=f"{first.found} ({first.where}; --json has the others)",
-                where=nodes_in_words(count),
-            )
+            alike.setdefault(("", "") if row.mark == PASS else (row.found, row.advice), []).append(row)
         for same in alike.values():
-            if same[0].mark != PASS:
-                yield replace(same[0], where=listed([row.where for row in same]))
-            elif len(passing) <= _EACH:
-                yield same[0] if len(same) == 1 else replace(same[0], where=nodes_in_words(len(same)))
+            first, differ = same[0], len({row.found for row in same}) > 1
+            found = f"{first.found} ({first.where}; --json has the others)" if differ else first.found
+            merged = len(same) > 1 and first.mark == PASS
+            where = counted(len(same), "node") if merged else _listed([row.where for row in same])
+            yield replace(first, found=found, where=where)

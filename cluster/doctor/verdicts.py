@@ -1,35 +1,19 @@
-"""Judges the facts about one machine. Nothing is measured here, so that tests can judge made-up facts."""
+"""Judges what was measured on one machine. Nothing is measured here, so that tests can judge made-up values."""
 
+import contextlib
 import netrc
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
-from cluster.doctor.machine import GIB, NONE, Device, Disk, MachineFacts
 from cluster.doctor.rows import FAIL, PASS, WARN, Finding, above, below
 from pretrain.common.commands import LAUNCHER, program
 
+GIB = 1 << 30
+NONE = "none"
+
 _BUSY = 0.25
 _NEEDED = ("torch", "gloo", "DeepSpeed", "Ray", "bertrain")
-
-
-def rows_here(facts: MachineFacts) -> list[Finding]:
-    """The rows of this machine only, in the order of the table."""
-    return [Finding("system", facts.system), *judge_versions(facts.versions), *rows(facts)]
-
-
-def rows(facts: MachineFacts, where: str = "") -> list[Finding]:
-    """The rows that can differ from node to node; versions are compared elsewhere."""
-    findings = [
-        judge_cores(facts.cores, facts.busy),
-        judge_memory(facts.memory, facts.memory_free),
-        *map(judge_disk, facts.disks),
-        judge_compiler(facts.compiler, facts.headers, facts.compile_error),
-        judge_ops(facts.ops, facts.old_locks),
-        judge_gpus(facts.gpu_files, facts.gpus, facts.versions, facts.visible),
-        *map(judge_matmul, facts.devices),
-        *([judge_loader(facts.sequences_per_second, facts.devices, facts.sequence_flops)] if facts.devices else []),
-    ]
-    return [Finding(row.what, row.found, row.mark, row.advice, where) for row in findings]
 
 
 def judge_versions(versions: Mapping[str, str]) -> list[Finding]:
@@ -61,16 +45,15 @@ def judge_memory(total: int, free: int) -> Finding:
     return Finding("memory", f"{total / GIB:.0f} GiB, {free / GIB:.1f} free", mark, advice)
 
 
-def judge_disk(disk: Disk) -> Finding:
-    """The row of a disk's free space."""
+def judge_disk(what: str, path: Path, free: int, wanted: int, least: int) -> Finding:
+    """The row of a folder's free space: below `wanted` bytes it is scarce, below `least` nothing works."""
     other = {
         "disk": "or work in another folder",
         "disk, temporary": "or set TMPDIR to another folder",
         "shared memory": "or give the container more (docker run --shm-size)",
-    }[disk.what]
-    advice = f"Free {disk.wanted / GIB:g} GiB, {other}."
-    mark = below(disk.free, disk.wanted, disk.least)
-    return Finding(disk.what, f"{disk.free / GIB:.1f} GiB free on {disk.path}", mark, advice)
+    }[what]
+    mark = below(free, wanted, least)
+    return Finding(what, f"{free / GIB:.1f} GiB free on {path}", mark, f"Free {wanted / GIB:g} GiB, {other}.")
 
 
 def judge_compiler(compiler: str, headers: str, error: str) -> Finding:
@@ -84,20 +67,6 @@ def judge_compiler(compiler: str, headers: str, error: str) -> Finding:
     if error:
         return Finding("C++ compiler", f"{compiler} cannot compile an extension: {error}", FAIL, f"Fix it{rest}")
     return Finding("C++ compiler", f"{compiler} compiles an extension for Python")
-
-
-def judge_ops(ops: Mapping[str, bool], old_locks: tuple[str, ...]) -> Finding:
-    """DeepSpeed's compiled ops. Our engine needs none; `engine.deepspeed` may request some, which are compiled then."""
-    compilable = [name for name, can in ops.items() if can]
-    text = f"{len(compilable)} of {len(ops)} can be compiled here; our engine needs none"
-    if not ops:
-        return Finding("DeepSpeed ops", "unknown: DeepSpeed cannot be imported", WARN, "See the row of DeepSpeed.")
-    if old_locks:
-        advice = (
-            f"Remove {old_locks[0]}, if nothing compiles there: otherwise a program that needs that op waits forever."
-        )
-        return Finding("DeepSpeed ops", f"{text}; {len(old_locks)} compilations were left unfinished", WARN, advice)
-    return Finding("DeepSpeed ops", text)
 
 
 def judge_gpus(files: int, count: int, versions: Mapping[str, str], visible: str | None) -> Finding:
@@ -118,32 +87,24 @@ def judge_gpus(files: int, count: int, versions: Mapping[str, str], visible: str
     return Finding("GPUs", f"{files} that torch cannot use", FAIL, advice)
 
 
-def judge_matmul(device: Device) -> Finding:
+def judge_matmul(device: str, bf16: float, fp32: float, prefers_fp32: bool) -> Finding:
     """The row of a device's matrix products, in FLOP/s."""
-    rates = f"{device.bf16 / 1e9:,.0f} GFLOP/s in bf16, {device.fp32 / 1e9:,.0f} in fp32"
+    rates = f"{bf16 / 1e9:,.0f} GFLOP/s in bf16, {fp32 / 1e9:,.0f} in fp32"
     advice = "fp32 is faster than bf16 here: engine.precision: auto trains in fp32; do not set bf16 in the config."
-    return Finding("matmul", f"{rates} ({device.name})", WARN if device.prefers_fp32 else PASS, advice)
+    return Finding("matmul", f"{rates} ({device})", WARN if prefers_fp32 else PASS, advice)
 
 
-def judge_loader(rate: float, devices: tuple[Device, ...], sequence_flops: float) -> Finding:
-    """The batches of one worker's loader, against what its device could train of BERT-Base at its matmul peak."""
-    wanted = max(max(device.bf16, device.fp32) for device in devices) / sequence_flops
+def judge_loader(rate: float, wanted: float) -> Finding:
+    """The batches of one worker's loader, beside the sequences/s of BERT-Base that its device could train."""
     text = f"{rate:,.0f} sequences/s of 128 for one worker"
     advice = f"A worker could train {wanted:,.0f} of BERT-Base: use faster cores, or close other programs."
     return Finding("loader", text, WARN if rate < wanted else PASS, advice)
 
 
 def wandb_key() -> Finding:
-    """The row that says whether W&B has a key. The key itself is not read."""
-    key = "present" if _has_wandb_key() else f"{NONE}: runs are recorded offline; `wandb sync` uploads them later"
-    return Finding("W&B key", key)
-
-
-def _has_wandb_key() -> bool:
-    """Whether wandb would find a key in the environment or in netrc. The key itself is never read."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return "api.wandb.ai" in netrc.netrc().hosts
-    except (OSError, netrc.NetrcParseError):
-        return False
+    """The row that says whether wandb would find a key in the environment or in netrc. The key itself is not read."""
+    has_key = bool(os.environ.get("WANDB_API_KEY"))
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        has_key = has_key or "api.wandb.ai" in netrc.netrc().hosts
+    absent = f"{NONE}: runs are recorded offline; `wandb sync` uploads them later"
+    return Finding("W&B key", "present" if has_key else absent)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.common.commands import add_address, add_command, add_follow, local_path, positive_int, program
 from pretrain.common.errors import NothingSavedError, printable
-from pretrain.common.wording import counted
 
 if TYPE_CHECKING:
     from cluster.jobs.client import Jobs
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 def add_to(commands: Any, kinds: Callable[[], Mapping[str, Kind]]) -> None:
     """Add the commands to the subcommands of a parser; `kinds` tells what `submit` runs, by name."""
     _add_submit(commands, kinds)
-    for add in (_add_list, _add_job_commands, _add_logs, _add_up, _add_down):
+    for add in (_add_list, _add_job_commands, _add_logs, _add_up):
         add(commands)
 
 
@@ -30,24 +29,7 @@ def add_to(commands: Any, kinds: Callable[[], Mapping[str, Kind]]) -> None:
 def _up(arguments: argparse.Namespace) -> None:
     from cluster.workers import local
 
-    if arguments.join:
-        cluster = local.join(arguments.cpus_per_node, arguments.host)
-        print(f"added a node with {counted(cluster.nodes[-1].cpus, 'CPU')} to the cluster at {cluster.address}")
-        return
-    cluster = local.up(arguments.nodes, arguments.cpus_per_node, arguments.host)
-    print(
-        f"{counted(len(cluster.nodes), 'node')} with {counted(cluster.nodes[0].cpus, 'CPU')} each; jobs at "
-        f"{cluster.dashboard}, workers at "
-        f"{cluster.address}\nThe cluster's token is in {cluster.token_file}; only you can read it. "
-        f"Next: {program()} submit -- pretrain CONFIG"
-    )
-
-
-def _down(arguments: argparse.Namespace) -> None:
-    from cluster.workers import local
-
-    cluster = local.down()
-    print(f"stopped {counted(len(cluster.nodes), 'node')}" if cluster else "no cluster is running on this machine")
+    local.up(arguments.nodes, arguments.cpus_per_node)
 
 
 def _submit(kinds: Callable[[], Mapping[str, Kind]], arguments: argparse.Namespace) -> int:
@@ -206,11 +188,10 @@ def _add_up(commands: Any) -> None:
         commands,
         "up",
         _up,
-        "start a Ray cluster on this machine",
+        "run a Ray cluster on this machine, until Ctrl-C",
         """
   ./launch.sh up
-  ./launch.sh up --nodes 3 --cpus-per-node 1
-  ./launch.sh up --join""",
+  ./launch.sh up --nodes 3 --cpus-per-node 1""",
     )
     parser.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="node processes (default: 1)")
     parser.add_argument(
@@ -220,18 +201,10 @@ def _add_up(commands: Any) -> None:
         metavar="N",
         help="CPUs of each node (default: the machine's cores, divided by the number of nodes)",
     )
-    parser.add_argument(
-        "--host", default="", metavar="IP", help="address of this machine that other machines connect to"
-    )
-    parser.add_argument("--join", action="store_true", help="add a node to the cluster that already runs here")
-
-
-def _add_down(commands: Any) -> None:
-    add_command(commands, "down", _down, "stop the cluster that `up` started", "\n  ./launch.sh down")
 
 
 def _add_address(parser: argparse.ArgumentParser) -> None:
-    add_address(parser, "dashboard URL of the cluster (default: the cluster that `up` started here)")
+    add_address(parser, "dashboard URL of the cluster (default: the cluster of `up` on this machine)")
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:

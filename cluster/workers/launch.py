@@ -126,7 +126,7 @@ def drive(
     check_address(address)
     run_dir = Path(run_dir).absolute()
     since = _clear(run_dir)
-    with _private_folder() as folder:
+    with private_folder() as folder:
         launch = Launch(
             id=secrets.token_hex(8),
             run_dir=run_dir,
@@ -231,7 +231,7 @@ def _session_processes(session: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _private_folder() -> Iterator[Path]:
+def private_folder() -> Iterator[Path]:
     """A folder for Ray's session, readable by this user only, removed at the end."""
     parent = tempfile.gettempdir()
     if len(parent) > _LONGEST_TEMPORARY_FOLDER or " " in parent:

@@ -80,7 +80,7 @@ def released_from_json(path: Path, text: str) -> Tokenizer:
 # Classes of transformers and of models' own code that are Python: they divide or map text before an entry is found.
 _PYTHON = (
     *("bertjapanese", "bertweet", "phobert", "bartpho", "biogpt", "canine", "byt5", "esm", "flaubert", "prophetnet"),
-    *("rocbert", "tapas", "xlm", "cpm", "ctrl", "fsmt", "gptneoxjapanese", "kobert", "distilkobert"),
+    *("rocbert", "tapas", "xlm", "cpm", "ctrl", "fsmt", "gptneoxjapanese", "kobert"),
 )
 
 

@@ -5,14 +5,14 @@ from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConf
 from pretrain.model.precision import is_faster_in_fp32, measure_matmul
 from pretrain.objectives import objective_of
 
-__all__ = ["deepspeed_ops", "is_faster_in_fp32", "loader_rate", "measure_matmul", "sequence_flops"]
+__all__ = ["deepspeed_version", "is_faster_in_fp32", "loader_rate", "measure_matmul", "sequence_flops"]
 
 
-def deepspeed_ops() -> dict[str, bool]:
-    """DeepSpeed's compiled ops: whether each can be compiled here; fails as its import does."""
-    from pretrain.training.engine import deepspeed_ops
+def deepspeed_version() -> str:
+    """The version of DeepSpeed; fails as its import does."""
+    from pretrain.training.engine import import_deepspeed
 
-    return deepspeed_ops()
+    return import_deepspeed().__version__
 
 
 def sequence_flops() -> float:

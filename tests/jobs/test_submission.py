@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +29,11 @@ from cluster.jobs.submission import make_job, read_words
 from cluster.workers import local
 from cluster.workers.address import check_dashboard
 from cluster.workers.launch import check_address
-from cluster.workers.local import LocalCluster, NodeProcess
+from cluster.workers.local import LocalCluster
 from finetune.cli import job_kinds, main
 from pretrain.common.errors import InputError, MachineError
 from pretrain.config import load_config
+from tests.chaos import wait_for
 from tests.json_server import serving
 
 ROOT = Path(__file__).parents[2]
@@ -264,8 +264,7 @@ def test_the_own_cluster_gets_its_own_token(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("c0ffee" * 10)
     (tmp_path / "bertrain").mkdir()
     with dashboard("c0ffee" * 10) as (address, _):
-        this_process = asdict(NodeProcess.of(os.getpid(), cpus=1))
-        cluster = {"folder": str(tmp_path), "address": "127.0.0.1:1", "dashboard": address, "nodes": [this_process]}
+        cluster = {"folder": str(tmp_path), "address": "127.0.0.1:1", "dashboard": address}
         (tmp_path / "bertrain/cluster.json").write_text(json.dumps(cluster))
         assert run(tmp_path, "list", RAY_AUTH_TOKEN="of another cluster")[:2] == (0, "no jobs\n")
 
@@ -413,40 +412,32 @@ def test_a_job_that_waits_is_named_as_such(monkeypatch: pytest.MonkeyPatch, caps
 # ---- the cluster of `up`
 
 
-@pytest.fixture
-def session() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that leads a session of its own, as a node does."""
-    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
-        yield process
-        process.kill()
-
-
-def test_a_node_is_known_by_more_than_its_id(session: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the time of day, which may be set while it runs. After a reboot its id is anybody's."""
-    node = NodeProcess.of(session.pid, cpus=1)
-    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: 0.0)
-    assert node.is_alive()
-    for other in (replace(node, boot="an earlier one"), replace(node, ticks=node.ticks - 1)):
-        assert not other.is_alive()
-        other.end()
-    assert session.poll() is None
-    node.end()
-    assert session.wait(10) == -signal.SIGKILL
-    assert not node.is_alive()
-
-
-def test_a_session_without_its_first_process_is_ended() -> None:
-    """A killed node leaves its raylet, in a session that has the node's id: only of this boot it is the node's."""
-    code = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
-    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE) as first:
-        assert first.stdout is not None
-        child = psutil.Process(int(first.stdout.readline()))
-        node = NodeProcess.of(first.pid, cpus=1)
-        first.wait()
-        replace(node, boot="an earlier one").end()
-        assert child.is_running()
-        node.end()
-        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nodes_end_with_up_however_it_ends(tmp_path: Path, number: signal.Signals) -> None:
+    """What it started ends, and nothing else; its folder with the token is gone."""
+    # A child of a node outlives it unless its session is ended.
+    node = "".join(line for line in local.NODE_PROGRAM.splitlines(True) if " ray" not in line and "main()" not in line)
+    node += "import subprocess, time; subprocess.run(['sleep', '60']); time.sleep(60)"
+    code = f"from cluster.workers import local; local.NODE_PROGRAM = {node!r}; local.up(1, 1)"
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    with (
+        subprocess.Popen(["sleep", "60"], start_new_session=True) as other,
+        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment) as up,
+    ):
+        try:
+            wait_for(lambda: len(psutil.Process(up.pid).children(recursive=True)) == 2)
+            below = psutil.Process(up.pid).children(recursive=True)
+            folder = Path(json.loads((tmp_path / "bertrain/cluster.json").read_text())["folder"])
+            assert (folder / "token").stat().st_mode & 0o777 == 0o600
+            up.send_signal(number)
+            assert up.wait(30) == (0 if number == signal.SIGINT else -number)
+            psutil.wait_procs(below, timeout=10)
+            assert not [one for one in below if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+            wait_for(lambda: not folder.exists(), 5)
+            assert other.poll() is None
+        finally:
+            other.kill()
+            up.kill()
 
 
 def test_up_with_an_unusable_state_folder(tmp_path: Path) -> None:
@@ -458,24 +449,6 @@ def test_up_with_an_unusable_state_folder(tmp_path: Path) -> None:
     assert "cluster.json: cannot write here" in output
     assert output.count("\n") == 1
     assert not set(Path("/tmp").glob("bertrain-*/token")) - before
-
-
-def test_up_ends_the_rest_of_a_cluster_without_its_head(
-    tmp_path: Path, session: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(local, "start_node", lambda *_: pytest.fail("that is for the new one to do"))
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):  # `up` sets them
-        monkeypatch.setenv(name, "")
-    (tmp_path / "old").mkdir()
-    node = NodeProcess.of(session.pid, cpus=1)
-    nodes, address = (replace(node, boot=""), node), "127.0.0.1:1"
-    local.write_description(LocalCluster(str(tmp_path / "old"), address, f"http://{address}", nodes))
-    with pytest.raises(pytest.fail.Exception, match="for the new one"):
-        local.up(1, 1, host="127.0.0.1")
-    assert session.wait(10) == -signal.SIGKILL
-    assert not (tmp_path / "old").exists()
-    assert local.down() is None  # nor is anything of the one that did not start left
 
 
 def test_nodes_start_from_a_path_without_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,9 +466,10 @@ def test_nodes_start_from_a_path_without_spaces(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(subprocess, "Popen", start)
     (tmp_path / "cluster").mkdir()
-    cluster = LocalCluster(str(tmp_path / "cluster"), "127.0.0.1:1", "http://127.0.0.1:1", ())
-    for _ in range(2):
-        local.start_node(cluster, [], 1, "127.0.0.1")
+    cluster = LocalCluster(str(tmp_path / "cluster"), "127.0.0.1:1", "http://127.0.0.1:1")
+    with contextlib.ExitStack() as ends:
+        for _ in range(2):
+            local.start_node(cluster, 1, [], ends)
     for program, folder in started:
         assert " " not in program + folder
         assert Path(program).samefile(python)

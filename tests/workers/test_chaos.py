@@ -227,14 +227,14 @@ def test_a_lost_node_shrinks_the_group_and_its_return_grows_it(corpus: Path, und
         values = settings(corpus, tmp_path / "elastic", steps=1500)
         run_dir = two.submit(values, "--workers", "1-2")
         wait_for_step(run_dir, 60)
-        second = two.described["nodes"][1]["pid"]
+        second = two.nodes[1]
         began = time.time()
         kill_all([process for process in two.processes() if os.getsid(process.pid) == second])
         shrunk = recovery_seconds(run_dir, began)
         assert len(two.workers()) == 1
         wait_for_step(run_dir, last_step(run_dir) + 20)
         began, at = time.time(), last_step(run_dir)
-        two.command("up", "--join")
+        two.join()
         wait_for(lambda: events(run_dir, "resize"), 60)
         resized = events(run_dir, "resize")[0]["step"]
         wait_for_step(run_dir, resized + 5)

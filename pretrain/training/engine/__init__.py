@@ -1,7 +1,7 @@
 """The engine: the only code that uses DeepSpeed."""
 
 from pretrain.training.engine.deepspeed_config import deepspeed_config
-from pretrain.training.engine.deepspeed_patches import deepspeed_ops
+from pretrain.training.engine.deepspeed_patches import import_deepspeed
 from pretrain.training.engine.engine import Engine, ProgressWatch, StepResult
 from pretrain.training.engine.pass_graphs import LAUNCHED
 from pretrain.training.engine.state_layouts import Fragment, FragmentReader
@@ -16,8 +16,8 @@ __all__ = [
     "RankGroup",
     "StepResult",
     "deepspeed_config",
-    "deepspeed_ops",
     "end_process_group",
     "first_object",
     "gather_objects",
+    "import_deepspeed",
 ]

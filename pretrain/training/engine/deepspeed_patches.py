@@ -40,7 +40,7 @@ PRIVATE_NAMES = (
     PrivateName(
         "deepspeed.ops",
         "__compatible_ops__",
-        "on a CPU, 18 to 25 s of the first start, in which an op would be compiled; doctor counts the ops",
+        "on a CPU, 18 to 25 s of the first start, in which an op would be compiled",
     ),
     PrivateName(
         "deepspeed.utils.groups",
@@ -134,11 +134,6 @@ def use_world_group() -> None:
     import deepspeed.utils.groups
 
     deepspeed.utils.groups._WORLD_GROUP = dist.group.WORLD
-
-
-def deepspeed_ops() -> dict[str, bool]:
-    """DeepSpeed's ops, each with whether it could be compiled here."""
-    return dict(import_deepspeed().ops.__compatible_ops__)
 
 
 # ---- ZeRO

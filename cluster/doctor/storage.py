@@ -1,0 +1,55 @@
+"""Whether the nodes of a cluster share a folder and its locks: the job holds a lock, and each node tries to take it."""
+
+import contextlib
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster.doctor.rows import FAIL, WARN, Finding
+from cluster.workers.outcomes import one_line
+from pretrain.common.errors import InputError, RunError
+from pretrain.common.files import locked
+
+SEEN_SECONDS = 5.0  # network file systems may show others' files a little later
+_TAKEN = "locked by another"
+_WRITE = "Allow all nodes to write there, or give another shared folder with --dir."
+
+
+@contextlib.contextmanager
+def hold_lock(folder: Path) -> Iterator[tuple[str, Finding | None]]:
+    """Hold a new lock file in `folder`; its name, or a failure. The file is removed at the end."""
+    name = f".doctor-{secrets.token_hex(8)}.lock"
+    with contextlib.ExitStack() as stack:
+        problem = None
+        try:
+            if not folder.is_dir():  # it would be created
+                raise InputError("is not a folder on this machine")
+            stack.enter_context(locked(folder / name, _TAKEN))
+            stack.callback((folder / name).unlink, missing_ok=True)
+        except (OSError, RunError) as error:
+            problem = Finding("storage", f"{folder}: {error}", FAIL, _WRITE)
+        yield ("" if problem else name), problem
+
+
+def try_lock(folder: Path, name: str) -> Finding:
+    """The row of a machine that tries to take the lock which another process holds."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while not (folder / name).exists():
+        if time.monotonic() > deadline:
+            text = f"{folder}: a file of the head was not seen within {SEEN_SECONDS:.0f} s"
+            advice = "Mount one network folder at this path on all nodes, or give one with --dir."
+            return Finding("storage", text, FAIL, advice)
+        time.sleep(0.1)
+    try:
+        with locked(folder / name, _TAKEN) as supported:
+            text = "a lock of the head is not seen" if supported else "does not support locks"
+    except (OSError, RunError) as error:
+        if str(error) == _TAKEN:
+            return Finding("storage", f"{folder}: shared, a lock of the head is seen")
+        return Finding("storage", f"{folder}: {one_line(error)}", FAIL, _WRITE)
+    advice = (
+        "Mount it with locks that all nodes share (NFS: without nolock and local_lock; Lustre: -o flock). Without them "
+        "a second start of a run that is still running is not refused and would damage its folder."
+    )
+    return Finding("storage", f"{folder}: {text}", WARN, advice)
