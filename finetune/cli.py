@@ -43,7 +43,7 @@ GROUPS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    return exit_code(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+    return exit_code(lambda: _run(list(sys.argv[1:] if argv is None else argv)), ends_process=argv is None)
 
 
 def _run(words: list[str]) -> int:

@@ -55,7 +55,8 @@ _MEANING = {
     StoppedError.exit_code: "stopped, its state is saved; submit it again to continue",
     NothingSavedError.exit_code: "stopped, no step is saved; submit it again to start",
 }
-_SAVED = re.compile(r"[Cc]heckpoint (step-\d+) is saved")
+_NO_STEP = "No step"
+_SAVED = re.compile(rf"(?:[Cc]heckpoint )?(step-\d+|{_NO_STEP}) is saved")  # the last one in a log counts
 
 
 @dataclass(frozen=True)
@@ -229,20 +230,22 @@ class Jobs:
     def end_of(self, job: JobDetails) -> tuple[int, str]:
         """(Exit code of a process that followed a job to its end, its state); a stopped training says what is saved.
 
-        That is in the last line of its log, or in its run folder, if that is on this machine.
+        That is in its log, or in its run folder, if that is on this machine.
         """
         metadata, code = job.metadata or {}, job.driver_exit_code
         if job.status != "STOPPED" or "resumes" not in metadata:
             code = {"SUCCEEDED": 0, "STOPPED": StoppedError.exit_code}.get(job.status, code or MachineError.exit_code)
             return code, state(job)
-        last = ""
+        log, folder = "", local_run(metadata["run_dir"])
         with contextlib.suppress(MachineError):  # there is no log of a job that had not started
-            last = self._log(str(job.submission_id)).rstrip().rpartition("\n")[2]
-        if last == f"{job.submission_id}: {DONE}":
+            log = self._log(str(job.submission_id)).rstrip()
+        if log.endswith(f"{job.submission_id}: {DONE}"):
             return 0, "stopped, but had finished"
-        said = _SAVED.search(last)
-        newest = said[1] if said else max(checkpoint_names(local_run(metadata["run_dir"])), default=UNTRAINED)
-        if newest == UNTRAINED:
+        said = _SAVED.findall(log)
+        newest = said[-1] if said else max(checkpoint_names(folder), default=UNTRAINED if folder.is_dir() else "")
+        if log and not newest:  # it ended without its last words, and its folder is on another machine
+            return StoppedError.exit_code, "stopped; its log does not say which step is saved"
+        if newest in ("", UNTRAINED, _NO_STEP):
             return NothingSavedError.exit_code, "stopped; no step is saved"
         return StoppedError.exit_code, f"stopped; checkpoint {newest} is saved"
 

@@ -17,7 +17,7 @@ from pretrain.common.commands import exit_code
 def main() -> int:
     """Run the job; the exit code is that of the command."""
     metadata = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
-    return exit_code(lambda: run(metadata))
+    return exit_code(lambda: run(metadata), ends_process=True)
 
 
 def run(metadata: Mapping[str, str]) -> None:

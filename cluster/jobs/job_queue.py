@@ -69,6 +69,10 @@ def wait_in_queue(name: str) -> None:
     before = signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     try:
         wait_for_turn(name, Dashboard(find_dashboard()), lambda: bool(stopped))
+    except MachineError:
+        if stopped:  # the signal has ended the program that looks for the dashboard, too
+            raise StoppedError(f"{name}: stopped before it started.") from None
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 

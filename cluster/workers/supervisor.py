@@ -140,8 +140,8 @@ class _Supervisor:
         self._keep_logs()
         if self._request.launch.stop_flag().is_set():
             raise StoppedError(
-                f"{self._run_dir}: the workers crashed while stopping ({reason}), and later steps are lost."
-                f"{StoppedError.CONTINUE}"
+                f"{self._run_dir}: the workers ended while stopping ({reason}); steps after the last checkpoint are "
+                f"lost.{StoppedError.CONTINUE}"
             ) from None
         newest = _newest_step(self._run_dir)
         self._crashes.add(monitor.nodes, monitor.node_of(rank), progressed=newest > self._newest_step)

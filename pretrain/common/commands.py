@@ -42,8 +42,8 @@ def program() -> str:
     return os.environ.get("BERTRAIN_PROGRAM") or usual
 
 
-def exit_code(run: Callable[[], int | None]) -> int:
-    """Call `run` and return its exit code, 0 for None.
+def exit_code(run: Callable[[], int | None], *, ends_process: bool = False) -> int:
+    """Call `run` and return its exit code, 0 for None; `ends_process`: with which this process ends.
 
     A `RunError` is printed as `error: ...` and gives its own exit code. A bug keeps its traceback. A reader of the
     output that ends, such as `head`, ends the command quietly, with the code of SIGPIPE. SIGTERM is a Ctrl-C.
@@ -59,7 +59,7 @@ def exit_code(run: Callable[[], int | None]) -> int:
         traceback.print_exc()
         code = 1
     stopped = code in (StoppedError.exit_code, NothingSavedError.exit_code)
-    if code and (_has_group() or (stopped and "torch._inductor.async_compile" in sys.modules)):
+    if code and (_has_group() or (ends_process and stopped and "torch._inductor.async_compile" in sys.modules)):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,11 +38,13 @@ class Interrupts:
         self._left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="stop-watch")
         self._handler: Any = None
+        self._hook, self._before = sys.unraisablehook, math.inf
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             self.patience = 0.0
             self._handler = signal.signal(_SIGNAL, self._interrupt)
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._swallowed
             self._watcher.start()
         return self
 
@@ -51,6 +54,7 @@ class Interrupts:
             self._left.set()
             self._watcher.join()  # no signal comes after it
             signal.signal(_SIGNAL, self._handler)
+            sys.unraisablehook = self._hook
         self._check(error, patience)
 
     @contextlib.contextmanager
@@ -85,5 +89,12 @@ class Interrupts:
 
     def _interrupt(self, *_: object) -> None:
         if self._is_due():
-            self.patience = math.inf  # what ends the work is not interrupted
+            self._before, self.patience = self.patience, math.inf  # what ends the work is not interrupted
             raise Interrupted
+
+    def _swallowed(self, unraisable: Any) -> None:
+        """Interrupt again if the signal came in a finalizer, whose errors Python only reports."""
+        if unraisable.exc_type is Interrupted:
+            self.patience = self._before
+        else:
+            self._hook(unraisable)

@@ -114,7 +114,7 @@ class Fit(Generic[S]):
     ) -> None:
         self.callbacks = callbacks or Callbacks()
         self.interrupts = interrupts or Interrupts(lambda: False)
-        self.first_step = self.saved_step = progress.step
+        self.saved_step, self.launched = progress.step, False
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
         self.checkpoints, self.extra_state = checkpoints, extra_state
         self.recorder: Recorder = _PatientRecorder(recorder, engine)
@@ -194,8 +194,9 @@ class Fit(Generic[S]):
 
         Several ranks would first have to agree, unless there is nothing to save.
         """
-        alone = self.engine.world_size == 1 or self.progress.step == self.first_step
-        return self.interrupts.after(_STOP_SECONDS if alone else math.inf)
+        alone = self.engine.world_size == 1 or not self.launched
+        waits = self.progress.bad_in_a_row and self.progress.step > self.saved_step  # for a good step, to be saved
+        return self.interrupts.after(_STOP_SECONDS if alone and not waits else math.inf)
 
     def steps(self) -> Iterator[S]:
         """The task's steps from here on. A wait for one is not a hang: a phase may have to open its data."""
@@ -237,8 +238,9 @@ class Fit(Generic[S]):
                     yield StepOutcome(stop or outcome.stop, outcome.failure)
                     unread = None
         except Interrupted:
-            if unread is not None:  # its weights are there already
-                yield StepOutcome(stop=True, failure=self.read_step(unread).failure)
+            # The weights of a step that is unread are there already. After one that fails, the last checkpoint counts.
+            if unread is not None and self.read_step(unread).failure is None:
+                yield StepOutcome(stop=True, failure=None)
             raise
 
     def launch_step(self, number: int, step: S, stop_here: bool) -> LaunchedStep[S]:
@@ -264,6 +266,7 @@ class Fit(Generic[S]):
         shared = engine.workers.sum_over_workers(torch.cat([totals.double(), to_device(mine, totals.device)]))
         result = engine.step(rate, self.plan.weight_decay(number))
         numbers = torch.cat([shared, result.norm.to(shared).view(1)])
+        self.launched = True
         return LaunchedStep(number, step, rate, task.validation_set(), to_host(numbers))
 
     def read_step(self, launched: LaunchedStep[S]) -> StepOutcome:
@@ -384,7 +387,7 @@ class Fit(Generic[S]):
 
     def _evaluated(self) -> dict[str, float]:
         self.engine.module.eval()
-        with torch.no_grad(), self.engine.watch.allow(LONG_SECONDS):
+        with torch.no_grad(), self.engine.watch.allow(LONG_SECONDS), self.interruptible():  # it may be compiled
             means = self.task.evaluate(self.engine)
         self.engine.module.train()
         return means
@@ -421,7 +424,8 @@ class Fit(Generic[S]):
         extra_state = {
             **self.extra_state,
             "validation_loss": self.validation[1] if current and self.validation else None,
-            "validation_set": self.task.validation_set(),
+            # The loader may have opened the next phase.
+            "validation_set": self.progress.part or self.task.validation_set(),
             "kept": self.progress.is_kept(self.plan.config.checkpoint),
         }
         with self.saving():

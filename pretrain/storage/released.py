@@ -27,7 +27,10 @@ INNER = "0_Transformer"  # the encoder's folder in older folders of sentence-tra
 # Config, tokenizer, pooling, a fine-tuned model's settings, and what tells a TensorFlow checkpoint.
 _OTHERS = ("config.json", "bert_config.json", "tokenizer*.json", "vocab.*", "merges.txt", "*_tokens*.json", "*.model")
 _OTHERS += ("modules.json", "*_Pooling/config.json", "*sentence_*.json", "finetune.json", "*.index")
-_FETCHED = ".fetched.json"  # names of the files that were fetched
+_FETCHED, _FETCHING = (
+    ".fetched.json",
+    ".fetching.json",
+)  # names of the files that were fetched, before and during a fetch
 
 
 def fetch_released(address: str, objects: ObjectStore) -> None:
@@ -38,6 +41,8 @@ def fetch_released(address: str, objects: ObjectStore) -> None:
         found = {join(address, name): found[join(address, name)] for name in _files(address, names, objects)}
     if not found:
         raise InputError(f"{address}: no config.json, tokenizer or weights are stored there. Check the address.")
+    if (record := local(address) / _FETCHED).is_file():  # without it, files of two revisions are not taken for a model
+        record.replace(record.with_name(_FETCHING))
     _forget_deleted(local(address), folders.fetch_found(address, found, objects, shown=True))
 
 
@@ -74,8 +79,9 @@ def _forget_deleted(folder: Path, downloaded: Iterable[Path]) -> None:
     """Remove files that an earlier call fetched, and that were deleted at the address; their names may win."""
     if not folder.is_dir():  # the address of one file
         return
-    names, record = {path.relative_to(folder).as_posix() for path in downloaded}, folder / _FETCHED
-    before = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else []
+    names, earlier = {path.relative_to(folder).as_posix() for path in downloaded}, folder / _FETCHING
+    before = json.loads(earlier.read_text(encoding="utf-8")) if earlier.is_file() else []
     for name in set(before) - names:
         (folder / name).unlink(missing_ok=True)
-    write_json(record, sorted(names))
+    write_json(folder / _FETCHED, sorted(names))
+    earlier.unlink(missing_ok=True)

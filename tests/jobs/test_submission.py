@@ -536,14 +536,17 @@ def test_a_head_that_is_away_is_not_a_stranger(error: type[Exception]) -> None:
         ("error: stopped before the next step. No step is saved. Continue with --resume.\n", 0, 130, "no step is"),
         ("step 7/80  loss 6.1\n", 5, 75, "checkpoint step-00000005 is"),  # it was killed
         ("", 0, 130, "no step is"),  # before it started
+        ("error: x. Checkpoint step-00000006 is saved.\nwarning: W&B\n", 5, 75, "checkpoint step-00000006 is"),
+        ("step 900/1000  loss 6.1\n", -1, 75, "does not say"),  # killed on another machine
         ("checkpoint step-00000003 is saved\nruns/mini: finished.\nmini: finished\n", 0, 0, "had finished"),
     ],
 )
 def test_a_stopped_training_says_what_is_saved(tmp_path: Path, log: str, folder: int, code: int, said: str) -> None:
-    checkpoint = tmp_path / f"checkpoints/step-{folder:08d}"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").touch()
-    metadata = {"resumes": "yes", "run_dir": str(tmp_path)}
+    checkpoint = tmp_path / f"run/checkpoints/step-{folder:08d}"
+    if folder >= 0:
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").touch()
+    metadata = {"resumes": "yes", "run_dir": str(tmp_path / "run")}
     jobs = jobs_of(SimpleNamespace(get_job_logs=lambda _: log))
     found = jobs.end_of(ray_job("mini", status=JobStatus.STOPPED, metadata=metadata))
     assert found[0] == code

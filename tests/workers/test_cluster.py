@@ -584,7 +584,7 @@ def test_crash_while_stopping_is_a_stop(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / "stop").touch()
         raise AttemptCrashed(0, "killed")
 
-    with pytest.raises(StoppedError, match="crashed while stopping"):
+    with pytest.raises(StoppedError, match="ended while stopping"):
         _train(monkeypatch, request_of(tmp_path, max_failures=5), run)
 
 
