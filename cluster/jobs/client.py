@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.jobs.job_queue import DONE, FINISHED, QUEUED
+from cluster.jobs.job_queue import DONE, FINISHED, NOT_STARTED, QUEUED
 from cluster.workers import local
 from cluster.workers.address import (
     answers_without_token,
@@ -241,6 +241,8 @@ class Jobs:
             log = self._log(str(job.submission_id)).rstrip()
         if log.endswith(f"{job.submission_id}: {DONE}"):
             return 0, "stopped, but had finished"
+        if NOT_STARTED in log.rpartition("\n")[2]:
+            return NothingSavedError.exit_code, f"stopped; {NOT_STARTED}"
         said = _SAVED.findall(log)
         newest = said[-1] if said else max(checkpoint_names(folder), default=UNTRAINED if folder.is_dir() else "")
         if log and not newest:  # it ended without its last words, and its folder is on another machine

@@ -258,6 +258,9 @@ def test_each_mistake_in_the_config_is_a_line(config_file: Path, capsys):
     ]
 
 
+NOTHING = "s. No step is saved. Continue with --resume."
+
+
 @pytest.fixture
 def fails(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> MagicMock:
     """What is called instead of the workers; the test says with which error it ends."""
@@ -271,7 +274,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> MagicMock:
     [
         (MachineError("m"), 3, "error: m", []),
         (DivergedError("d"), 4, "error: d", [("diverged", "d")]),
-        (StoppedError("s"), 75, "error: s", [("stop", "s")]),
+        (StoppedError("s."), 130, f"error: {NOTHING}", [("stop", NOTHING)]),
         (KeyboardInterrupt(), 130, None, []),
     ],
 )
@@ -283,10 +286,10 @@ def test_the_end_of_the_workers_is_the_exit_code(config_file, calls, fails, caps
 
 
 def test_an_end_that_cannot_be_recorded_keeps_its_exit_code(config_file: Path, fails, monkeypatch, capsys):
-    fails.side_effect = StoppedError("s")
+    fails.side_effect = StoppedError("s.")
     monkeypatch.setattr(records, "note_end", MagicMock(side_effect=MachineError("disk full")))
-    assert cli("pretrain", config_file) == 75
-    assert error_of(capsys) == "warning: the end of the run is not recorded: disk full\nerror: s"
+    assert cli("pretrain", config_file) == 130
+    assert error_of(capsys) == f"warning: the end of the run is not recorded: disk full\nerror: {NOTHING}"
 
 
 def test_a_bug_keeps_its_traceback(config_file: Path, fails):

@@ -325,7 +325,7 @@ def test_a_vocabulary_trained_on_code_has_its_indentation(code: Path, tmp_path: 
     # Sentences end where lines do.
     shard = shards.shards[0]
     parts = [tokenizer.decode(shard.tokens[a:b].tolist()) for a, b in itertools.pairwise(shard.sentences.astype(int))]
-    assert "\nimport math" in parts
+    assert any(part.startswith("\nimport ") for part in parts)
     with pytest.raises(InputError, match=r"corpus\.line_breaks: was 'keep', is None"):
         prepare(config(trained, str(code), vocabulary), quiet=True)
 

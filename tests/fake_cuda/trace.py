@@ -180,6 +180,7 @@ def fit_of(engine: Any) -> Any:
         stalled_seconds=lambda: 0.0,
         validation_set=lambda: "",
     )
+    fit.interruptible = contextlib.nullcontext
     fit.task, fit.forward_backward = task, ForwardBackward(engine, task, fit.stragglers.forward)
     return fit
 

@@ -391,7 +391,10 @@ def test_without_an_address_no_client_is_imported() -> None:
         (["run_dir=hf://me/run"], "run_dir: 'hf://me/run' can be read, but not written to. Give a local path"),
         (["run_dir=s3://bucket"], "run_dir: 's3://bucket' is not an address of something in a bucket. Give"),
         (["run_dir=ftp://host/run"], "run_dir: 'ftp://host/run' is an address of an unknown kind. Give"),
-        (["start_from=s3://bucket/nothing"], "s3://bucket/nothing: nothing is stored there. Check the address."),
+        (
+            ["start_from=s3://bucket/nothing"],
+            "s3://bucket/nothing: no config.json, tokenizer or weights are stored there. Check the address.",
+        ),
         (["corpus.vocabulary.path=s3://bucket/v.txt"], "vocabulary.path: 's3://bucket/v.txt' is a remote"),
     ],
 )

@@ -250,6 +250,7 @@ def test_the_sums_of_a_step_do_not_wait_for_its_gathers() -> None:
         stragglers=SimpleNamespace(forward=contextlib.nullcontext, waited=0.0),
         saver=SimpleNamespace(failed=False),
         stalled_before=0.0,
+        interruptible=contextlib.nullcontext,
         forward_backward=ForwardBackward(engine, task),
     )
     launched = loop.Fit.launch_step(fit, 0, SimpleNamespace(micro_batches=(1, 2), epoch=0), False)
