@@ -241,7 +241,8 @@ class Jobs:
             log = self._log(str(job.submission_id)).rstrip()
         if log.endswith(f"{job.submission_id}: {DONE}"):
             return 0, "stopped, but had finished"
-        if NOT_STARTED in log.rpartition("\n")[2]:
+        last = log.rpartition("\n")[2]
+        if NOT_STARTED in last or last.startswith(f"{job.submission_id}: {QUEUED}"):
             return NothingSavedError.exit_code, f"stopped; {NOT_STARTED}"
         said = _SAVED.findall(log)
         newest = said[-1] if said else max(checkpoint_names(folder), default=UNTRAINED if folder.is_dir() else "")
