@@ -26,7 +26,8 @@ from pretrain.corpus.sources import find_inputs
 from pretrain.corpus.sources.jsonl import Reader
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.tokenize import WordTable
-from pretrain.corpus.vocabulary import entries_of, load_vocabulary, save_tokenizer, vocabulary_size
+from pretrain.corpus.tokenizer_files import load_vocabulary
+from pretrain.corpus.vocabulary import entries_of, save_tokenizer, vocabulary_size
 from pretrain.corpus.whole_documents import DocumentEncoder
 from tests.corpus.preparing import document_tokens, encoded, masked_words, preparation
 from tests.corpus.test_released_tokenizers import assert_logits, odd_texts
