@@ -138,7 +138,10 @@ _KINDS = {
 
 
 def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) -> None:
-    """Add the tokens that the tokenizer's own file does not hold: markers of a task or a domain, with their flags."""
+    """Add the tokens that the tokenizer's own file does not hold: markers of a task or a domain, with their flags.
+
+    Those that it holds get the flags of `added_tokens_decoder`, as in transformers.
+    """
     path, config, special_map = (
         folder / name for name in ("added_tokens.json", "tokenizer_config.json", "special_tokens_map.json")
     )
@@ -156,11 +159,11 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) ->
         specials |= _contents(read_json(special_map).get("additional_special_tokens") or [], special_map)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for token, number in sorted(listed.items(), key=lambda item: item[1]):
-        if token in known:
+        if token in known and not flags.get(token):
             continue
         expected = tokenizer.token_to_id(token)
         expected = vocabulary_size(tokenizer) if expected is None else expected
-        if number != expected:
+        if number != expected and token not in known:
             raise InputError(
                 f"{folder}: the added token {token!r} has the id {number}, but the next free one is {expected}. Add "
                 "the model's own tokenizer files to the folder."

@@ -249,6 +249,7 @@ def test_a_vocab_txt_of_other_classes_is_refused(tmp_path: Path, declared: Any, 
         {"strip_accents": False},
         {"added_tokens_decoder": {str(len(ENTRIES)): {"content": "remdesivir", "single_word": True}}},
         {"added": {"remdesivir": len(ENTRIES)}},
+        {"added_tokens_decoder": {str(len(ENTRIES)): {"content": "remdesivir", "lstrip": True, "special": True}}},
     ],
 )
 @pytest.mark.parametrize("vocabulary", ["tokenizer.json", "vocab.txt"])
@@ -258,6 +259,9 @@ def test_a_path_is_read_as_a_checkpoint_is(tmp_path: Path, vocabulary: str, decl
     for path in (folder, folder / vocabulary):
         taken = load_vocabulary(path, lowercase=True)
         assert taken.to_str() == read_tokenizer(folder).to_str()
+        flags = declared.get("added_tokens_decoder", {}).get(str(len(ENTRIES)), {})
+        added = taken.get_added_tokens_decoder().get(len(ENTRIES))
+        assert all(getattr(added, name) == value for name, value in flags.items())
     with pytest.raises(InputError, match=r"lowercase: false, but .* has true"):
         load_vocabulary(folder, lowercase=False)
 
