@@ -324,8 +324,8 @@ def test_a_vocabulary_trained_on_code_has_its_indentation(code: Path, tmp_path: 
     prepare(config(given, str(code), path, line_breaks="keep"), quiet=True)
     assert open_shards(given / "corpus", "train").fingerprint == shards.fingerprint
     # Sentences end where lines do.
-    shard = shards.shards[0]
-    parts = [tokenizer.decode(shard.tokens[a:b].tolist()) for a, b in itertools.pairwise(shard.sentences.astype(int))]
+    cuts = [(one.tokens, cut) for one in shards.shards for cut in itertools.pairwise(one.sentences.astype(int))]
+    parts = [tokenizer.decode(tokens[a:b].tolist()) for tokens, (a, b) in cuts]
     assert "\nimport math" in parts
     with pytest.raises(InputError, match=r"corpus\.line_breaks: was 'keep', is None"):
         prepare(config(trained, str(code), vocabulary), quiet=True)
