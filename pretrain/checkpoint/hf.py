@@ -21,9 +21,9 @@ from pretrain.checkpoint.layouts import BERT, LAYOUTS, OWN, ReleasedFacts, layou
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_tensors, with_position_table, written_facts
 from pretrain.checkpoint.tokenizer import ModelTokenizer, copy_tokenizer, corpus_of
-from pretrain.checkpoint.weight_files import WEIGHTS, read_json, save_weights, whole_folder
+from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
-from pretrain.common.files import write_json
+from pretrain.common.files import read_json, write_json
 from pretrain.common.records import read_records
 from pretrain.common.run_files import START_FILE, read_fork
 from pretrain.common.settings import dump

@@ -15,9 +15,10 @@ from pretrain.checkpoint.mapping import MappedTensor
 from pretrain.checkpoint.released_writer import with_position_table
 from pretrain.checkpoint.sentence_transformers import sentence_pooling
 from pretrain.checkpoint.tokenizer import is_run, released_folder
-from pretrain.checkpoint.weight_files import read_json, read_weights
+from pretrain.checkpoint.weight_files import read_weights
 from pretrain.common.addresses import hub_hint
 from pretrain.common.errors import InputError
+from pretrain.common.files import read_json
 from pretrain.config import ModelConfig, load_config
 from pretrain.objectives import objective_of
 from pretrain.storage.runs import fetched_model

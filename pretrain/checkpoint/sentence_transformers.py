@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.checkpoint.layouts.pooled import POOLING
-from pretrain.checkpoint.weight_files import read_json
+from pretrain.common.files import read_json
 
 _MODES = {
     "pooling_mode_cls_token": "cls",

@@ -1,7 +1,6 @@
 """The files that hold a released model's tensors, read without unpickling anything else; and atomic folders."""
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -20,6 +19,7 @@ from pretrain.common.files import (
     MANIFEST,
     disk_errors,
     fsync_folder,
+    read_json,
     read_manifest,
     refuse_pointer,
     sha256_file,
@@ -96,19 +96,6 @@ def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
         # safetensors wraps the operating system's error in words; give it back its number.
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else 0, str(error)) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in an untrusted JSON file; `InputError` if it holds something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: not found. Give a folder with a released model.") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as JSON ({error}). Download it again.") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: is not a JSON object. Download it again.")
-    return value
 
 
 def _only_torch_file(folder: Path) -> Path:

@@ -133,6 +133,19 @@ def refuse_pointer(path: Path) -> None:
             )
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in an untrusted JSON file; `InputError` if it holds something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: not found. Give a folder with a released model.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read as JSON ({error}). Download it again.") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: is not a JSON object. Download it again.")
+    return value
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented UTF-8 JSON, atomically."""
     with atomic_open(path, "w") as file:

@@ -22,7 +22,7 @@ from pretrain.corpus.manifest import (
 from pretrain.corpus.released import keeps_lines
 from pretrain.corpus.special_tokens import declared_settings
 from pretrain.corpus.stored import prepared_manifest
-from pretrain.corpus.vocabulary import load_vocabulary
+from pretrain.corpus.tokenizer_files import load_vocabulary
 
 WORK = ".work"
 

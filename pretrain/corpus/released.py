@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pretrain.common.errors import InputError
-from pretrain.corpus.byte_level import is_byte_level, part_kinds
+from pretrain.corpus.byte_level import is_byte_level
 from pretrain.corpus.special_tokens import SPECIAL_TOKENS
 
 _BERT_PARTS = ["WordPiece", "BertNormalizer", "BertPreTokenizer"]
@@ -37,7 +37,8 @@ def takes_whole_documents(tokenizer: Tokenizer) -> bool:
 def _is_wordpiece(described: dict[str, Any]) -> bool:
     """Whether a tokenizer.json is a WordPiece with BERT's parts and special tokens, of any settings."""
     model = described["model"]
-    if part_kinds(described) != _BERT_PARTS or not set(SPECIAL_TOKENS) <= set(model["vocab"]):
+    kinds = [(described[part] or {}).get("type") for part in ("model", "normalizer", "pre_tokenizer")]
+    if kinds != _BERT_PARTS or not set(SPECIAL_TOKENS) <= set(model["vocab"]):
         return False
     return (model["continuing_subword_prefix"], model["max_input_chars_per_word"]) == ("##", MAX_WORD_CHARACTERS)
 
@@ -79,9 +80,13 @@ def released_from_json(path: Path, text: str) -> Tokenizer:
 
 # Classes of transformers and of models' own code that are Python: they divide or map text before an entry is found.
 _PYTHON = (
-    *("bertjapanese", "bertweet", "phobert", "bartpho", "biogpt", "canine", "byt5", "esm", "flaubert", "prophetnet"),
-    *("rocbert", "tapas", "xlm", "cpm", "ctrl", "fsmt", "gptneoxjapanese", "kobert"),
+    *("bartpho", "bertgeneration", "bertjapanese", "berttokenizerlegacy", "bertweet", "biogpt", "blenderbotsmall"),
+    *("byt5", "canine", "clvp", "cpm", "cpmant", "ctrl", "dia", "esm", "fastspeech2conformer", "flaubert", "fsmt"),
+    *("gptneoxjapanese", "gptsw3", "kobert", "m2m100", "marian", "mgpstr", "mluke", "myt5", "perceiver", "phobert"),
+    *("plbart", "pop2piano", "prophetnet", "rag", "rocbert", "roformer", "siglip", "speech2text", "speecht5", "tapas"),
+    *("tipsv2", "vits", "wav2vec2ctc", "wav2vec2phonemectc", "xlm"),
 )
+_CONFIGS = ("tokenizer_config.json", "config.json")
 
 
 def class_stem(name: object) -> str:
@@ -89,25 +94,48 @@ def class_stem(name: object) -> str:
     return re.sub(r"(Tokenizer(Fast)?|Backend)$", "", str(name))
 
 
+def named_class(folder: Path) -> tuple[Path, str]:
+    """(the file that names it, the class of the tokenizer of a model's `folder`); "" if none is named."""
+    named = [(folder / name, str(_object(folder / name).get("tokenizer_class") or "")) for name in _CONFIGS]
+    return next((one for one in named if one[1]), named[0])
+
+
 def refuse_python(folder: Path) -> None:
     """Raise `InputError` if the tokenizer of a model's `folder` is one in Python, of which files tell only a part.
 
-    It is named in tokenizer_config.json or config.json. `auto_map` without a tokenizer is of the model, and no matter.
+    It is named in tokenizer_config.json or config.json. `auto_map` without a tokenizer is of the model, and no matter;
+    one that is no object is of the tokenizer in tokenizer_config.json, as older files have it.
     """
-    for name in ("tokenizer_config.json", "config.json"):
-        try:
-            read = json.loads((folder / name).read_text(encoding="utf-8"))
-            mapped = (read.get("auto_map") or {}).get("AutoTokenizer")
-        except (OSError, ValueError, AttributeError, RecursionError):
-            continue  # damaged files are reported where they are needed
-        own = next(filter(None, mapped), None) if isinstance(mapped, list) else mapped
-        words = read.get("word_tokenizer_type") or "basic"
-        if own or words != "basic" or class_stem(read.get("tokenizer_class")).lower() in _PYTHON:
-            found = own or read.get("tokenizer_class") or f"BertJapaneseTokenizer (word_tokenizer_type: {words})"
+    for name in _CONFIGS:
+        read = _object(folder / name)
+        mapped = read.get("auto_map")
+        if isinstance(mapped, dict):
+            mapped = mapped.get("AutoTokenizer")
+        elif name == "config.json":
+            mapped = None
+        found = next(filter(None, mapped), None) if isinstance(mapped, list) else mapped
+        for part, plain in (("word_tokenizer_type", "basic"), ("subword_tokenizer_type", "wordpiece")):
+            if read.get(part, plain) not in (plain, None):
+                found = found or f"{part} {read[part]}"
+        named = read.get("tokenizer_class")
+        if not named and not named_class(folder)[1]:
+            named = re.sub("[-_]", "", str(read.get("model_type")))
+        if class_stem(named).lower() in _PYTHON:
+            found = found or named
+        if found:
             raise InputError(
                 f"{folder / name}: {found} is a tokenizer in Python, for which the files cannot stand. Choose a model "
                 "with another tokenizer. If its tokenizer.json gives the same tokens, take the name out."
             )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} if there is none: damaged files are reported where they are needed."""
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return read if isinstance(read, dict) else {}
 
 
 def keeps_lines(tokenizer: Tokenizer) -> bool:

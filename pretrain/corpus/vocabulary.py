@@ -13,14 +13,8 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, sha256_file, write_json
 from pretrain.config import VocabularyConfig
 from pretrain.corpus.byte_level import is_byte_level, repeated, train_byte_level
-from pretrain.corpus.released import (
-    MAX_WORD_CHARACTERS,
-    kind_of,
-    refuse_python,
-    released_from_json,
-    takes_whole_documents,
-)
-from pretrain.corpus.special_tokens import SPECIAL_TOKENS, declared_settings, special_ids
+from pretrain.corpus.released import MAX_WORD_CHARACTERS, kind_of, released_from_json, takes_whole_documents
+from pretrain.corpus.special_tokens import SPECIAL_TOKENS, special_ids
 
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; above it the rarest are dropped
 
@@ -91,22 +85,6 @@ def split_entries(text: str) -> list[str]:
     return [line.rstrip("\r") for line in text.removeprefix("\ufeff").rstrip("\r\n").split("\n")]
 
 
-def given_entries(path: Path) -> list[str]:
-    """The entries of a vocab.txt or tokenizer.json, or of a folder with one, in the order of their ids.
-
-    Raises `InputError` if it cannot be read.
-    """
-    if path.is_dir():
-        path /= "tokenizer.json" if (path / "tokenizer.json").exists() else "vocab.txt"
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix != ".json":
-            return split_entries(text)
-        return entries_of(Tokenizer.from_str(text))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise InputError(f"{path}: cannot be read as a vocabulary ({error}).") from None
-
-
 def numbered(path: Path, entries: Sequence[str]) -> dict[str, int]:
     """{entry: id} of the `entries` of the vocab.txt at `path`; `InputError` if one repeats or a special is missing."""
     repeated = [entry for entry, count in Counter(entries).items() if count > 1]
@@ -132,51 +110,6 @@ def is_uncased(settings: VocabularyConfig, tokenizer: Tokenizer | None) -> bool:
     """Whether texts that differ in case alone have the same tokens. `tokenizer` is None if it is to be trained."""
     normalizer: Any = tokenizer.normalizer if tokenizer else None
     return "A" not in normalizer.normalize_str("A") if normalizer else settings.lowercase
-
-
-def load_vocabulary(
-    path: Path, *, lowercase: bool, kind: str = "wordpiece", strip_accents: bool | None = None
-) -> Tokenizer:
-    """The tokenizer of a vocab.txt (BERT's), of a tokenizer.json, or of a folder with one.
-
-    `strip_accents` None is as `lowercase`, or as a tokenizer.json says.
-
-    Raises `InputError` if it is missing, damaged, of another kind, or contradicts `lowercase` or `strip_accents`.
-    """
-    path = path.expanduser()
-    refuse_python(path if path.is_dir() else path.parent)
-    if path.is_dir():
-        path = path / ("tokenizer.json" if (path / "tokenizer.json").exists() else "vocab.txt")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"corpus.vocabulary.path: {path}: not found.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"corpus.vocabulary.path: {path}: cannot be read ({error}).") from None
-    is_json = path.suffix == ".json"
-    tokenizer = tokenizer_from_json(path, text, lowercase=lowercase, strip_accents=strip_accents) if is_json else None
-    kind_in_file = "wordpiece" if tokenizer is None else kind_of(tokenizer)
-    if kind_in_file != kind:
-        raise InputError(
-            f"corpus.vocabulary.kind: {kind}, but {path} is a vocabulary of kind {kind_in_file}. Make them agree."
-        )
-    if tokenizer is not None:
-        return tokenizer
-    vocabulary = numbered(path, split_entries(text))
-    if added := sorted(set(_added_tokens(path.parent)) - vocabulary.keys()):
-        raise InputError(
-            f"{path}: lacks the added token {added[0]!r} of the files beside it. Write a tokenizer.json with "
-            "transformers (save_pretrained of a fast tokenizer)."
-        )
-    return bert_tokenizer(vocabulary, normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents))
-
-
-def _added_tokens(folder: Path) -> list[str]:
-    """The tokens that the files beside a vocab.txt add to it."""
-    path = folder / "added_tokens.json"
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    described = declared_settings(folder).get("added_tokens_decoder", {})
-    return [*known, *(token["content"] for token in described.values())]
 
 
 def tokenizer_from_json(path: Path, text: str, *, lowercase: bool, strip_accents: bool | None = None) -> Tokenizer:

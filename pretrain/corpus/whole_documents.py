@@ -113,14 +113,15 @@ def without_special(tokenizer: Tokenizer) -> Tokenizer:
     """The same tokenizer, for which special tokens in a text are ordinary characters.
 
     A Unigram or WordPiece takes an entry wherever its characters stand, as in a text that explains `<mask>`. Those of
-    special tokens are therefore renamed so that no text has them, not even pieces joined by a NUL. BPE makes entries of
-    pairs, and has none for these.
+    special tokens are therefore renamed so that no text has them, not even pieces joined by a NUL; words that are
+    marked as special stay the entries that they are. BPE makes entries of pairs, and has none for these.
     """
     described = json.loads(tokenizer.to_str())
     described["post_processor"] = None
     model, added = described["model"], described["added_tokens"]
     if model["type"] != "BPE":
-        renamed = {token["content"]: f"\0\0{token['content']}" for token in added if token["special"]}
+        names = [token["content"] for token in added if token["special"] and not token["content"].isalnum()]
+        renamed = {name: f"\0\0{name}" for name in names}
         for token in added:
             token["content"] = renamed.get(token["content"], token["content"])
         if model["type"] == "Unigram":

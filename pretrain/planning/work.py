@@ -86,11 +86,12 @@ def vocabulary_size(config: PretrainConfig) -> int:
 def _vocabulary_entries(config: PretrainConfig) -> int:
     """Entries of the prepared corpus's vocabulary, else of the given one, else of that to train."""
     manifest = prepared_manifest(config.corpus)
-    given = Path(config.corpus.vocabulary.path).expanduser()
     if manifest:
         return int(manifest["vocabulary_size"])
-    if config.corpus.vocabulary.path and given.exists():
-        from pretrain.corpus.vocabulary import given_entries
+    if config.corpus.vocabulary.path and Path(config.corpus.vocabulary.path).expanduser().exists():
+        from pretrain.corpus import vocabulary
+        from pretrain.corpus.description import given_tokenizer
 
-        return len(given_entries(given))
+        tokenizer = given_tokenizer(config.corpus)
+        return vocabulary.vocabulary_size(tokenizer) if tokenizer else 0
     return config.corpus.vocabulary.size

@@ -28,7 +28,7 @@ from pretrain.common.files import (
 )
 from pretrain.common.run_files import CONFIG_FILE, ENVIRONMENT_FILE
 from pretrain.common.settings import dump, load
-from pretrain.config import PretrainConfig, R, RunConfig, VocabularyConfig, keep_precision
+from pretrain.config import CorpusConfig, PretrainConfig, R, RunConfig, VocabularyConfig, keep_precision
 
 _PACKAGES = (
     "bertrain",
@@ -86,9 +86,8 @@ def check_corpus(config: PretrainConfig) -> None:
             f"model.vocabulary_rows: {config.model.vocabulary_rows}, but the vocabulary of {folder} has {size} "
             "entries. Set at least as many, or 0."
         )
-    file = Path(vocabulary.path).expanduser()
-    if vocabulary.path and file.exists():
-        _check_entries(folder, file, vocabulary.path, advice)
+    if vocabulary.path and Path(vocabulary.path).expanduser().exists():
+        _check_entries(folder, config.corpus, advice)
     _check_case(folder, vocabulary, advice)
 
 
@@ -221,14 +220,16 @@ def environment(command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _check_entries(folder: Path, file: Path, shown: str, advice: str) -> None:
-    """The corpus must have the entries of the vocabulary `file`, which the config calls `shown`."""
-    from pretrain.corpus.vocabulary import given_entries
+def _check_entries(folder: Path, corpus: CorpusConfig, advice: str) -> None:
+    """The prepared corpus in `folder` must have the entries of the vocabulary that the config names."""
+    from pretrain.corpus.description import given_tokenizer
+    from pretrain.corpus.vocabulary import entries_of, read_vocabulary
 
-    expected, actual = given_entries(file), given_entries(folder / "vocab.txt")
-    if expected != actual:
+    tokenizer, actual = given_tokenizer(corpus), read_vocabulary(folder / "vocab.txt")
+    if tokenizer and (expected := entries_of(tokenizer)) != actual:
         raise InputError(
-            f"{folder}: its vocabulary ({len(actual)} entries) is not {shown} ({len(expected)} entries). {advice}"
+            f"{folder}: its vocabulary ({len(actual)} entries) is not {corpus.vocabulary.path} ({len(expected)} "
+            f"entries). {advice}"
         )
 
 

@@ -21,7 +21,7 @@ from pretrain.corpus.inputs import Problems
 from pretrain.corpus.sentences import batches_of, split_sentences
 from pretrain.corpus.shards import token_dtype
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, WordPieces, WordTable, columns
-from pretrain.corpus.vocabulary import load_vocabulary
+from pretrain.corpus.tokenizer_files import load_vocabulary
 
 SEQUENCE_LENGTH = 512  # what group_texts cuts to
 _LANGUAGE = "en"

@@ -26,7 +26,8 @@ from pretrain.corpus.sources import find_inputs
 from pretrain.corpus.sources.jsonl import Reader
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.tokenize import WordTable
-from pretrain.corpus.vocabulary import entries_of, load_vocabulary, save_tokenizer, vocabulary_size
+from pretrain.corpus.tokenizer_files import load_vocabulary
+from pretrain.corpus.vocabulary import entries_of, save_tokenizer, vocabulary_size
 from pretrain.corpus.whole_documents import DocumentEncoder
 from tests.corpus.preparing import document_tokens, encoded, masked_words, preparation
 from tests.corpus.test_released_tokenizers import assert_logits, odd_texts
@@ -323,9 +324,9 @@ def test_a_vocabulary_trained_on_code_has_its_indentation(code: Path, tmp_path: 
     prepare(config(given, str(code), path, line_breaks="keep"), quiet=True)
     assert open_shards(given / "corpus", "train").fingerprint == shards.fingerprint
     # Sentences end where lines do.
-    shard = shards.shards[0]
-    parts = [tokenizer.decode(shard.tokens[a:b].tolist()) for a, b in itertools.pairwise(shard.sentences.astype(int))]
-    assert any(part.startswith("\nimport ") for part in parts)
+    cuts = [(one.tokens, cut) for one in shards.shards for cut in itertools.pairwise(one.sentences.astype(int))]
+    parts = [tokenizer.decode(tokens[a:b].tolist()) for tokens, (a, b) in cuts]
+    assert "\nimport math" in parts
     with pytest.raises(InputError, match=r"corpus\.line_breaks: was 'keep', is None"):
         prepare(config(trained, str(code), vocabulary), quiet=True)
 

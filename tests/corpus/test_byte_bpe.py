@@ -29,9 +29,9 @@ from pretrain.corpus.extension import extend_vocabulary
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.tokenize import BytePairs, WordTable
+from pretrain.corpus.tokenizer_files import load_vocabulary
 from pretrain.corpus.vocabulary import (
     SPECIAL_TOKENS,
-    load_vocabulary,
     read_vocabulary,
     save_tokenizer,
     special_ids,

@@ -23,7 +23,8 @@ from pretrain.corpus.sentences import sentence_starts
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.special_tokens import check_special_tokens, special_ids
 from pretrain.corpus.tokenize import WordTable
-from pretrain.corpus.vocabulary import entries_of, load_vocabulary, save_tokenizer, vocabulary_size
+from pretrain.corpus.tokenizer_files import load_vocabulary
+from pretrain.corpus.vocabulary import entries_of, save_tokenizer, vocabulary_size
 from pretrain.corpus.whole_documents import DocumentEncoder, measured
 from pretrain.run.preflight import check_corpus
 from tests.corpus.preparing import document_tokens, encoded, preparation

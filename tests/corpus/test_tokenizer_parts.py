@@ -18,7 +18,8 @@ from pretrain.corpus import samples
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.released import kind_of, takes_whole_documents
 from pretrain.corpus.tokenize import WordPieces, WordTable, columns
-from pretrain.corpus.vocabulary import bert_tokenizer, load_vocabulary
+from pretrain.corpus.tokenizer_files import load_vocabulary
+from pretrain.corpus.vocabulary import bert_tokenizer
 from tests.corpus.preparing import encoded
 from tests.corpus.test_any_tokenizer import TRAPS, config
 from tests.corpus.test_byte_bpe import trained
@@ -40,6 +41,7 @@ NORMALIZERS: dict[str, Any] = {
     "ByteLevel": normalizers.ByteLevel(),
     "Precompiled": character_map(),
     "Sequence": normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),  # pyright: ignore[reportAttributeAccessIssue]
+    "Sequence of one": normalizers.Sequence([normalizers.BertNormalizer()]),  # pyright: ignore[reportAttributeAccessIssue]
 }
 DIVIDERS: dict[str, Any] = {
     "nothing": None,
@@ -52,6 +54,7 @@ DIVIDERS: dict[str, Any] = {
     "CharDelimiterSplit": pre_tokenizers.CharDelimiterSplit("|"),
     **{f"Split {one}": pre_tokenizers.Split(" ", one) for one in ("removed", "isolated", "merged_with_next")},
     "Sequence": pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Digits(True)]),  # pyright: ignore[reportAttributeAccessIssue]
+    "Sequence of one": pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer()]),  # pyright: ignore[reportAttributeAccessIssue]
 }
 DECODERS = [decoders.WordPiece(cleanup=False), decoders.BPEDecoder(), decoders.ByteLevel(), decoders.Metaspace()]
 ADDED = [
@@ -102,7 +105,8 @@ def differing(tokenizer: Tokenizer) -> list[str]:
     library.encode_special_tokens = True
     expected = [library.encode(text, add_special_tokens=False).ids for text in texts()]
     pairs = zip(texts(), stored(Tokenizer.from_str(tokenizer.to_str())), expected, strict=True)
-    names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    added = tokenizer.get_added_tokens_decoder().values()
+    names = [token.content for token in added if token.special and not token.content.isalnum()]
     is_bpe = isinstance(tokenizer.model, models.BPE)  # others have entries for them, which a corpus does not use
     return [text for text, found, ids in pairs if found != ids and (is_bpe or not any(n in text for n in names))]
 
@@ -136,7 +140,7 @@ def of_added(kind: str, number: int) -> Tokenizer:
 CHANGES = {of_normalizer: NORMALIZERS, of_divider: DIVIDERS, of_decoder: range(4), of_added: range(16)}
 # Of them, those whose documents are encoded as wholes; all others are BERT's to the letter.
 WHOLE = {
-    "bert": {of_normalizer: 16, of_divider: len(DIVIDERS) - 1, of_decoder: 0, of_added: 16},
+    "bert": {of_normalizer: 17, of_divider: len(DIVIDERS) - 1, of_decoder: 0, of_added: 16},
     **{kind: {make: len(names) for make, names in CHANGES.items()} for kind in BASES[1:]},
 }
 
@@ -193,6 +197,15 @@ def test_added_tokens_of_a_bert_are_kept_with_their_flags(tmp_path: Path, vocabu
         ({"tokenizer_class": "KoBertTokenizer"}, {}),
         ({"auto_map": {"AutoTokenizer": ["tokenization_kobert.KoBertTokenizer", None]}}, {}),
         ({}, {"auto_map": {"AutoTokenizer": "own.Tokenizer"}}),
+        ({"auto_map": ["own.Tokenizer", None]}, {}),
+        ({"auto_map": "own.Tokenizer"}, {}),
+        ({}, {"auto_map": ["own.Model"], "tokenizer_class": "TapasTokenizer"}),
+        ({"subword_tokenizer_type": "character"}, {}),
+        ({}, {"model_type": "roc_bert"}),
+        *(({"tokenizer_class": f"{name}Tokenizer"}, {}) for name in ("CpmAnt", "Marian", "M2M100", "BlenderbotSmall")),
+        *(({"tokenizer_class": f"{name}Tokenizer"}, {}) for name in ("MyT5", "Perceiver", "Speech2Text", "Clvp")),
+        ({"tokenizer_class": "BertTokenizerLegacy"}, {}),
+        ({}, {"tokenizer_class": "RoFormerTokenizerFast"}),
     ],
 )
 def test_a_tokenizer_in_python_is_refused_by_its_class(tmp_path: Path, declared: Any, shared: Any) -> None:
@@ -203,6 +216,55 @@ def test_a_tokenizer_in_python_is_refused_by_its_class(tmp_path: Path, declared:
             read_tokenizer(folder)
         with pytest.raises(InputError, match="is a tokenizer in Python"):
             load_vocabulary(folder, lowercase=True)
+
+
+@pytest.mark.parametrize(
+    ("declared", "shared", "message"),
+    [
+        *(
+            ({}, {"tokenizer_class": name}, f"config.json: tokenizer_class is {name}, which")
+            for name in ("MyOwn", "MPNet")
+        ),
+        ({"tokenizer_class": "HerbertTokenizer"}, {}, "HerbertTokenizer, which does not tokenize like Bert"),
+        ({"unk_token": "[unused0]"}, {}, r"unk_token is '\[unused0\]', but BERT's is \[UNK\]"),
+        ({"sep_token": {"content": "the"}}, {}, "sep_token is 'the'"),
+        (
+            {"tokenizer_class": "BertTokenizer", "word_tokenizer_type": "mecab"},
+            {},
+            ": word_tokenizer_type mecab is",
+        ),
+    ],
+)
+def test_a_vocab_txt_of_other_classes_is_refused(tmp_path: Path, declared: Any, shared: Any, message: str) -> None:
+    folder = write_bert(tmp_path / "a", "vocab.txt", **declared)
+    (folder / "config.json").write_text(json.dumps(shared))
+    for read in (read_tokenizer, functools.partial(load_vocabulary, lowercase=True)):
+        with pytest.raises(InputError, match=message):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"tokenize_chinese_chars": False},
+        {"strip_accents": False},
+        {"added_tokens_decoder": {str(len(ENTRIES)): {"content": "remdesivir", "single_word": True}}},
+        {"added": {"remdesivir": len(ENTRIES)}},
+        {"added_tokens_decoder": {str(len(ENTRIES)): {"content": "remdesivir", "lstrip": True, "special": True}}},
+    ],
+)
+@pytest.mark.parametrize("vocabulary", ["tokenizer.json", "vocab.txt"])
+def test_a_path_is_read_as_a_checkpoint_is(tmp_path: Path, vocabulary: str, declared: Any) -> None:
+    folder = write_bert(tmp_path / "a", vocabulary, **declared)
+    (folder / "added_tokens.json").write_text(json.dumps(declared.get("added", {})))
+    for path in (folder, folder / vocabulary):
+        taken = load_vocabulary(path, lowercase=True)
+        assert taken.to_str() == read_tokenizer(folder).to_str()
+        flags = declared.get("added_tokens_decoder", {}).get(str(len(ENTRIES)), {})
+        added = taken.get_added_tokens_decoder().get(len(ENTRIES))
+        assert all(getattr(added, name) == value for name, value in flags.items())
+    with pytest.raises(InputError, match=r"lowercase: false, but .* has true"):
+        load_vocabulary(folder, lowercase=False)
 
 
 def test_code_of_a_model_alone_means_nothing(tmp_path: Path) -> None:

@@ -13,11 +13,10 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
 from pretrain.common.errors import InputError
+from pretrain.corpus.tokenizer_files import load_vocabulary
 from pretrain.corpus.vocabulary import (
     SPECIAL_TOKENS,
     count_normal_words,
-    given_entries,
-    load_vocabulary,
     save_tokenizer,
     special_ids,
     train_vocabulary,
@@ -155,4 +154,3 @@ def test_a_tokenizer_json_that_names_no_type_of_model_is_read(tmp_path):
     path.write_text(json.dumps(described))
     read = load_vocabulary(path, lowercase=True)
     assert read.get_vocab() == trained().get_vocab()
-    assert given_entries(path) == sorted(read.get_vocab(), key=read.get_vocab().__getitem__)

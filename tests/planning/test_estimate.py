@@ -388,10 +388,11 @@ def test_dry_run_reports_the_prepared_corpus(tmp_path: Path):
 def test_a_given_vocabulary_is_found_as_preparing_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str):
     """As the folder that holds it, and below the home folder; only line feeds end an entry."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "vocab.txt").write_text("a\n\u2028\n\x85\nb\n", encoding="utf-8")
+    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "\u2028", "\x85", "b", ""]
+    (tmp_path / "vocab.txt").write_text("\n".join(entries), encoding="utf-8")
     corpus = {"dir": str(tmp_path / "none")}
     for given in (path, path.replace("~", str(tmp_path))):
-        assert work.vocabulary_size(make_config(corpus=corpus | {"vocabulary": {"path": given}})) == 4
+        assert work.vocabulary_size(make_config(corpus=corpus | {"vocabulary": {"path": given}})) == 8
 
 
 @pytest.mark.parametrize("length", [0.0, -5.0, float("nan"), float("inf")])

@@ -24,7 +24,8 @@ from pretrain.common.yaml_text import Dumper
 from pretrain.config import AdaptationConfig, PairsConfig, PhaseConfig, PretrainConfig, load_config, run_folder
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.shards import open_shards
-from pretrain.corpus.vocabulary import load_vocabulary, tokenizer_digest
+from pretrain.corpus.tokenizer_files import load_vocabulary
+from pretrain.corpus.vocabulary import tokenizer_digest
 from pretrain.model.heads import PretrainingModel
 from pretrain.run import preflight
 from pretrain.run.continuation import Corpora

@@ -1,0 +1,265 @@
+"""The tokenizer of a released model, from those of its files that exist."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from pretrain.common.errors import InputError
+from pretrain.common.files import read_json
+from pretrain.common.setting_errors import shortened
+from pretrain.corpus.released import class_stem, kind_of, named_class, refuse_python
+from pretrain.corpus.special_tokens import declared_settings
+from pretrain.corpus.vocabulary import (
+    bert_tokenizer,
+    numbered,
+    read_vocabulary,
+    tokenizer_from_json,
+    vocabulary_size,
+)
+
+SENTENCE_PIECES = ("sentencepiece.bpe.model", "spm.model")
+
+
+def load_vocabulary(
+    path: Path, *, lowercase: bool, kind: str = "wordpiece", strip_accents: bool | None = None
+) -> Tokenizer:
+    """The tokenizer of a vocab.txt (BERT's), of a tokenizer.json, or of a folder as `read_files` reads it.
+
+    `strip_accents` None is as `lowercase`, or as the files say.
+
+    Raises `InputError` if it is missing, damaged, of another kind, or contradicts `lowercase` or `strip_accents`.
+    """
+    path = path.expanduser()
+    if not path.exists():
+        raise InputError(f"corpus.vocabulary.path: {path}: not found.")
+    tokenizer = read_files(path, {"lowercase": lowercase, "strip_accents": strip_accents})
+    if (found := kind_of(tokenizer)) != kind:
+        raise InputError(
+            f"corpus.vocabulary.kind: {kind}, but {path} is a vocabulary of kind {found}. Make them agree."
+        )
+    return tokenizer_from_json(path, tokenizer.to_str(), lowercase=lowercase, strip_accents=strip_accents)
+
+
+def read_files(path: Path, casing: Mapping[str, Any] | None = None) -> Tokenizer:
+    """The tokenizer of a folder or of its tokenizer.json or vocab.txt, with what the files beside it say.
+
+    `casing` is that of a vocab.txt where nothing is declared; without it, the entries tell. Truncation and padding are
+    off. Errors are those of `checkpoint.tokenizer.read_tokenizer`.
+    """
+    folder = path if path.is_dir() else path.parent
+    declared = declared_types(folder)
+    refuse_python(folder)
+    file = next((one for one in (folder / "tokenizer.json", folder / "vocab.txt") if one.is_file()), folder)
+    file = file if path.is_dir() else path
+    if file.suffix == ".json":
+        tokenizer = _from_json(file, declared)
+    elif file.is_file():
+        _check_class(folder, _WORD_PIECES)
+        tokenizer = _from_vocabulary(file, declared, casing or {})
+    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        _check_class(folder, _BYTE_PAIRS)
+        tokenizer = _from_merges(folder, declared)
+    else:
+        raise InputError(_missing(folder))
+    _add_tokens(tokenizer, folder, declared)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _missing(folder: Path) -> str:
+    pieces = next((name for name in SENTENCE_PIECES if (folder / name).is_file()), None)
+    if pieces is not None:
+        return (
+            f"{folder}: has {pieces} but no tokenizer.json, which is read in its place. Write one with transformers "
+            "(save_pretrained of a fast tokenizer)."
+        )
+    return (
+        f"{folder}: has no tokenizer: neither tokenizer.json, nor vocab.txt, nor vocab.json with merges.txt. "
+        "Add the model's own tokenizer files to the folder."
+    )
+
+
+# transformers' tokenizers that read vocab.txt as BERT does, and vocab.json with merges.txt as RoBERTa does.
+_WORD_PIECES = (
+    "Bert",
+    "DistilBert",
+    "Electra",
+    "ConvBert",
+    "Funnel",
+    "LayoutLM",
+    "Lxmert",
+    "MobileBert",
+    "RetriBert",
+    "SqueezeBert",
+    "PreTrained",
+    "Tokenizers",
+)
+_BYTE_PAIRS = ("Roberta", "GPT2", "Bart", "Deberta", "Longformer", "LED", "PreTrained", "Tokenizers")
+
+
+def _check_class(folder: Path, known: tuple[str, ...]) -> None:
+    """Refuse classes that are not `known`: some split words first, so the files alone give other tokens."""
+    path, name = named_class(folder)
+    if name and class_stem(name) not in known:
+        raise InputError(
+            f"{path}: tokenizer_class is {name}, which does not tokenize like {known[0]}, and there is no "
+            "tokenizer.json. Write one with transformers (save_pretrained of a fast tokenizer)."
+        )
+
+
+# tokenizer_config.json's flags and the fields of tokenizers' BertNormalizer.
+CASING = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+
+
+def declared_types(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json declares. null counts as missing, except for accents: they then follow the case."""
+    path = folder / "tokenizer_config.json"
+    declared = read_json(path) if path.is_file() else {}
+    for name, kinds in _KINDS.items():
+        if declared.get(name) is not None and not isinstance(declared[name], kinds):
+            raise InputError(f"{path}: {name} is {declared[name]!r}. Download it again.")
+    return {name: value for name, value in declared.items() if value is not None or name == "strip_accents"}
+
+
+_KINDS = {
+    **dict.fromkeys(CASING, (bool,)),
+    "model_max_length": (int, float),
+    "added_tokens_decoder": (dict,),
+    "additional_special_tokens": (list,),
+}
+
+
+def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) -> None:
+    """Add the tokens that the tokenizer's own file does not hold: markers of a task or a domain, with their flags.
+
+    Those that it holds get the flags of `added_tokens_decoder`, as in transformers.
+    """
+    path, config, special_map = (
+        folder / name for name in ("added_tokens.json", "tokenizer_config.json", "special_tokens_map.json")
+    )
+    described = declared.get("added_tokens_decoder", {})
+    listed = {
+        token: _number(number, token, path) for token, number in (read_json(path) if path.is_file() else {}).items()
+    }
+    flags: dict[str, dict[str, Any]] = {}
+    for number, token in described.items():
+        listed[_content(token, config)] = _number(number, token, config)
+        flags[_content(token, config)] = token if isinstance(token, dict) else {}
+    marked = [token for token in described.values() if isinstance(token, dict) and token.get("special")]
+    specials = _contents([*marked, *declared.get("additional_special_tokens", [])], config)
+    if special_map.is_file():
+        specials |= _contents(read_json(special_map).get("additional_special_tokens") or [], special_map)
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for token, number in sorted(listed.items(), key=lambda item: item[1]):
+        if token in known and not flags.get(token):
+            continue
+        expected = tokenizer.token_to_id(token)
+        expected = vocabulary_size(tokenizer) if expected is None else expected
+        if number != expected and token not in known:
+            raise InputError(
+                f"{folder}: the added token {token!r} has the id {number}, but the next free one is {expected}. Add "
+                "the model's own tokenizer files to the folder."
+            )
+        given = {flag: flags.get(token, {})[flag] for flag in _FLAGS if flag in flags.get(token, {})}
+        added = AddedToken(token, special=token in specials, **{"normalized": token not in specials, **given})
+        (tokenizer.add_special_tokens if token in specials else tokenizer.add_tokens)([added])
+
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+def _casing(declared: dict[str, Any]) -> dict[str, Any]:
+    return {name: declared[flag] for flag, name in CASING.items() if flag in declared}
+
+
+def _from_json(path: Path, declared: dict[str, Any]) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise InputError(f"{path}: not a tokenizer.json ({error}). Download it again.") from None
+    normalizer: Any = tokenizer.normalizer
+    if isinstance(normalizer, normalizers.BertNormalizer):
+        for name, value in _casing(declared).items():
+            setattr(normalizer, name, value)
+        tokenizer.normalizer = normalizer
+    return tokenizer
+
+
+def _from_vocabulary(path: Path, declared: dict[str, Any], casing: Mapping[str, Any]) -> Tokenizer:
+    entries = read_vocabulary(path, advice="Download it again.")
+    vocabulary = numbered(path, entries)
+    for role in ("unk", "cls", "sep"):
+        config, own = path.with_name("tokenizer_config.json"), f"[{role.upper()}]"
+        if (name := _content(declared_settings(path.parent).get(f"{role}_token", own), config)) != own:
+            raise InputError(
+                f"{config}: {role}_token is {_shown(name)}, but BERT's is {own}, and there is no tokenizer.json. Write "
+                "one with transformers (save_pretrained of a fast tokenizer)."
+            )
+    cased = any(token != token.lower() for token in entries if not re.fullmatch(r"\[.*\]|<.*>", token))
+    casing = {"lowercase": not cased, **casing, **_casing(declared)}
+    return bert_tokenizer(vocabulary, normalizers.BertNormalizer(**casing))
+
+
+def _from_merges(folder: Path, declared: dict[str, Any]) -> Tokenizer:
+    """transformers' models/roberta/tokenization_roberta.py; `<mask>` includes the blank before it, as released."""
+    try:
+        vocabulary, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise InputError(f"{folder}: vocab.json and merges.txt are damaged ({error}). Download them again.") from None
+    config = folder / "tokenizer_config.json"
+    specials = {
+        name: _content(declared.get(f"{name}_token", default), config) for name, default in _ROBERTA_SPECIALS.items()
+    }
+    missing = [token for token in specials.values() if token not in vocabulary]
+    if missing:
+        raise InputError(f"{folder / 'vocab.json'}: has no {', '.join(missing)}. Give the vocabulary of RoBERTa.")
+    prefix_space = bool(declared.get("add_prefix_space", False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False, lstrip=name == "mask") for name, token in specials.items()]
+    )
+    sep, cls = specials["sep"], specials["cls"]
+    tokenizer.post_processor = processors.RobertaProcessing(
+        (sep, vocabulary[sep]), (cls, vocabulary[cls]), trim_offsets=True, add_prefix_space=prefix_space
+    )
+    return tokenizer
+
+
+_ROBERTA_SPECIALS = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
+
+
+def _contents(tokens: Any, path: Path) -> set[str]:
+    """The texts of a list of tokens in the file `path`."""
+    if not isinstance(tokens, list):
+        raise InputError(f"{path}: {_shown(tokens)} is not a list of tokens. Download it again.")
+    return {_content(token, path) for token in tokens}
+
+
+def _content(token: Any, path: Path) -> str:
+    """The text of a token as the file `path` writes it: that alone, or an object that has it."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise InputError(f"{path}: {_shown(token)} is not a token. Download it again.")
+    return text
+
+
+def _number(number: Any, token: Any, path: Path) -> int:
+    """The id of a token as the file `path` writes it."""
+    if isinstance(number, int) or (isinstance(number, str) and number.isdecimal()):
+        return int(number)
+    raise InputError(f"{path}: the token {_shown(token)} has the id {_shown(number)}. Download it again.")
+
+
+def _shown(value: Any) -> str:
+    """A wrong value for a message."""
+    return shortened(repr(value), 60)
