@@ -240,6 +240,19 @@ def test_what_a_corpus_without_signatures_cannot_compare_is_said(tmp_path, first
     assert manifest(folder)["sources"][2]["documents"] == 20
 
 
+def test_a_corpus_of_an_earlier_version_keeps_its_rule_of_equal_text(tmp_path, first, capsys, folder) -> None:
+    from pretrain.common.files import put_manifest, read_manifest
+
+    put_manifest(folder, {key: x for key, x in read_manifest(folder).items() if key != "folded"})
+    texts = [f"É {text(seed)}" for seed in NEW]
+    some = source(write_lines(tmp_path / "some.jsonl", texts))
+    upper = source(write_lines(tmp_path / "upper.jsonl", [f"é {one[2:].upper()}" for one in texts]))
+    for last in (1, 2):
+        prepare(config(folder, first, *(some, upper)[:last]))
+        assert "in the case of letters beyond a to z, are not equal" in " ".join(capsys.readouterr().err.split())
+    assert [one["duplicates"] for one in manifest(folder)["sources"]] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("place", ["write_card", "with_card", "put_manifest"])
 def test_an_error_at_the_end_leaves_the_old_corpus(place, tmp_path, first, second, monkeypatch) -> None:
     folder, whole = tmp_path / "corpus", tmp_path / "whole"

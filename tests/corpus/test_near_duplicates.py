@@ -16,6 +16,7 @@ from pretrain.corpus.filters import near_duplicates as near
 from pretrain.corpus.filters.report import Report
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
+from pretrain.corpus.vocabulary import Fold
 from pretrain.corpus.whole_documents import measured
 from tests.corpus.preparing import card, content, document_tokens, preparation
 from tests.corpus.test_filters import filtered, prose, write_lines
@@ -165,7 +166,7 @@ def test_validation_documents_win_over_similar_ones(tmp_path: Path) -> None:
     write_lines(tmp_path / "texts.jsonl", [*similar, *texts])
     source = SourceConfig(kind="jsonl", path=str(tmp_path / "texts.jsonl"))
     prepare(preparation(tmp_path / "out", [source], filters=ON, validation_fraction=0.3), quiet=True)
-    hashes = measured([*texts, *similar], fold_case=True)["hash"]
+    hashes = measured([*texts, *similar], fold=Fold.CASE)["hash"]
     one, other = near.Precedence(fraction=0.3).below(hashes).reshape(2, 40)
     (found,) = card(tmp_path / "out")["sources"]
     assert found["documents"] == 40
