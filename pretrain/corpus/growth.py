@@ -70,11 +70,15 @@ class Growth:
         return {number: self.folder / name for number, name in names.items() if name in self.manifest["files"]}
 
     @property
-    def hashes(self) -> list[tuple[Path, bool]]:
-        """Those of the documents of each source that has them, and whether these are for training."""
-        own, others = by_source(self.manifest["settings"])[1], self.signatures(_OTHERS).values()
-        trained = {path: not own.get(n, {}).get("held_out") for n, path in self.signatures(_HASHES).items()}
-        return [*trained.items(), *((path, False) for path in others)]
+    def hashes(self) -> list[tuple[Path, bool | None]]:
+        """Those of the documents of each source that has them, and whether these are for training.
+
+        None is for documents that are held out or left out.
+        """
+        own = by_source(self.manifest["settings"])[1]
+        held_out = {n for n in own if own[n].get("held_out")}
+        trained = [(path, n not in held_out) for n, path in self.signatures(_HASHES).items()]
+        return [*trained, *((path, False if n in held_out else None) for n, path in self.signatures(_OTHERS).items())]
 
     @property
     def trained(self) -> tuple[Path, ...]:
