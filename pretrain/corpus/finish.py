@@ -21,7 +21,7 @@ from pretrain.corpus.growth import FOLDED, Growth, grown_filters, grown_sets, wr
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.manifest import content_state, make_manifest, source_facts, source_name, with_card
 from pretrain.corpus.released import kind_of
-from pretrain.corpus.samples import compare
+from pretrain.corpus.samples import compare, stored
 from pretrain.corpus.shards import TokenShards, shards_of, source_fingerprints
 from pretrain.corpus.vocabulary import fold_of, save_tokenizer, vocabulary_size
 
@@ -95,9 +95,9 @@ class Prepared:
         """Raise `InputError` if sampled documents have other tokens than the corpus's tokenizer gives them."""
         names = {number: f"{self.corpus.folder}: source {source_name(one)}" for number, one in self.sources.items()}
         shards = zip(self.plan, self.results, strict=True)
-        compare(
-            tokenizer, [(names[shard.source], one) for shard, result in shards for one in result.get("sampled", ())]
-        )
+        chosen = [(shard, result["samples"]) for shard, result in shards if result.get("samples")]
+        found = ((shard.source, stored(self.corpus.folder, shard.name, some)) for shard, some in chosen)
+        compare(tokenizer, ((names[source], one) for source, its in found for one in its))
 
     @property
     def _nearly(self) -> bool:

@@ -315,7 +315,7 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
         "hashes": writer.hashes,
         "stored": stored,
         "unknown": unknown,
-        "sampled": samples.bounded(sampled, len(part.items)),
+        "samples": samples.bounded(sampled, part),
         "lengths": {k: v.tolist() for k, v in lengths.items()},
     }
     write_json(state.work / f"{name}.shard.json", result)
@@ -338,11 +338,11 @@ def _stored(folder: Path, names: Collection[str], state: _Process) -> str:
     return address
 
 
-def _joined_in_order(choice: DocumentRange) -> tuple[Part, list[samples.Sampled]]:
+def _joined_in_order(choice: DocumentRange) -> tuple[Part, list[tuple[str, np.ndarray]]]:
     """The chosen documents of all parts of a source, and those that are sampled."""
     work = _state().work
     parts: list[Part] = []
-    sampled: list[samples.Sampled] = []
+    sampled: list[tuple[str, np.ndarray]] = []
     for place, (name, numbers) in enumerate(choice.documents(work)):
         if len(numbers):
             parts.append(Part.load_some(work / name, numbers))
