@@ -96,8 +96,8 @@ def write_card(
         "sources": listed,
         "problems": [{**problem, "path": shown(problem["path"])} for problem in faults],
     }
-    if lines := [*(before or {}).get("not_compared", []), *(not_compared or [])]:
-        card["not_compared"] = lines
+    if lines := dict.fromkeys([*(before or {}).get("not_compared", []), *(not_compared or [])]):
+        card["not_compared"] = [*lines]
     for key, of_readings in zip(("readings", "phases"), readings, strict=True):
         if of_readings:
             card[key] = of_readings

@@ -37,6 +37,7 @@ _ORDER_BITS = 16  # of a place in the random order: bins that shards are cut fro
 _SHIFT = 64 - _ORDER_BITS
 _PARTS = "parts-{}.json"  # in the work folder: the part files of a source, and the number of each one's first document
 SPLITS = ("train", "validation")
+_Known = Sequence[tuple[np.ndarray, bool | None]]
 
 
 @dataclass
@@ -156,14 +157,14 @@ class Documents:
         held_out: Mapping[int, str] = MappingProxyType({}),
         near_duplicates: NearDuplicates | None = None,
         faults: Sequence[dict[str, Any]] = (),
-        known: Sequence[tuple[Path, bool]] = (),
+        known: Sequence[tuple[Path, bool | None]] = (),
     ) -> Documents:
         """Read the tables of all part files and decide which documents are kept and which are held out.
 
         All documents of the sources `held_out`, number -> name, are held out, and `validation_fraction` of the others.
         `near_duplicates` are not kept. `faults` of the input, entries of `Problems`, explain an empty corpus. Documents
         whose hashes are in the files `known`, which `write_hashes` wrote, are in the corpus already and not kept; True
-        beside a file says that they are for training.
+        beside a file says that they are for training, False that they are held out, None that they may be.
 
         Raises `InputError` if no document is left, or if the corpus trains on documents of a source that is held out.
         """
@@ -177,7 +178,7 @@ class Documents:
 
     # ------------------------------------------------------------ decisions
 
-    def _drop(self, near_duplicates: NearDuplicates | None, known: Sequence[tuple[np.ndarray, bool]]) -> None:
+    def _drop(self, near_duplicates: NearDuplicates | None, known: _Known) -> None:
         """Keep the first of every group of equal documents, unless it is known or nearly equal to one before it.
 
         Documents of sources that are held out come before all others.
@@ -203,9 +204,7 @@ class Documents:
                 self._near_counts += self._by_source(found["document"][found["near"]])
                 self._lost += self._by_source(found["document"][found["lost"]])
 
-    def _dropped(
-        self, records: np.ndarray, near_duplicates: NearDuplicates | None, known: Sequence[tuple[np.ndarray, bool]]
-    ) -> np.ndarray:
+    def _dropped(self, records: np.ndarray, near_duplicates: NearDuplicates | None, known: _Known) -> np.ndarray:
         """Those of the documents that are not kept, _DROPPED; all with an equal hash are among `records`."""
         others, hashes = ~np.isin(self._sources(records["document"]), [*self._held_out_sources]), records["hash"]
         order = np.lexsort((records["document"], others, hashes[:, 1], hashes[:, 0]))
@@ -213,12 +212,16 @@ class Documents:
         documents, hashes = records["document"], records["hash"]
         drop = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(records)]
         first = np.maximum.accumulate(np.where(drop, 0, np.arange(len(records))))
-        lost, (near, trained) = others & ~others[first], np.zeros((2, len(records)), bool)
+        below = hashes[:, 0] < self._below  # a corpus of an earlier version lists what its fraction holds out, too
+        lost, (near, trained, held_out) = others & ~others[first], np.zeros((3, len(records)), bool)
         for its_hashes, are_trained in known:
             here = are_among(its_hashes, hashes)
             drop |= here
-            trained |= here & are_trained
-        trained &= hashes[:, 0] >= self._below  # a corpus of an earlier version lists what its fraction holds out, too
+            trained |= here & bool(are_trained)
+            # Without the search for near-duplicates, all that is left out has an equal document in the corpus.
+            held_out |= here & (below | (are_trained is False or (are_trained is None and not near_duplicates)))
+        trained &= ~below
+        lost |= others & held_out & ~trained
         self._trained += self._by_source(documents[trained & ~others])
         if near_duplicates:
             near = are_among(near_duplicates.hashes, hashes) & ~drop

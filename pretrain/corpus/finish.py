@@ -17,13 +17,13 @@ from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus import card
 from pretrain.corpus.documents import Documents, ShardPlan
 from pretrain.corpus.filters.evaluation_sets import set_names
-from pretrain.corpus.growth import Growth, grown_filters, grown_sets, write_signatures
+from pretrain.corpus.growth import FOLDED, Growth, grown_filters, grown_sets, write_signatures
 from pretrain.corpus.inputs import Input, Problems
 from pretrain.corpus.manifest import content_state, make_manifest, source_facts, source_name, with_card
 from pretrain.corpus.released import kind_of
-from pretrain.corpus.samples import compare
+from pretrain.corpus.samples import compare, stored
 from pretrain.corpus.shards import TokenShards, shards_of, source_fingerprints
-from pretrain.corpus.vocabulary import save_tokenizer, vocabulary_size
+from pretrain.corpus.vocabulary import fold_of, save_tokenizer, vocabulary_size
 
 _EXTENSION_FACTS = ("added", "saved_share", "first_added")
 
@@ -83,6 +83,8 @@ class Prepared:
             others=[name for names in signatures for name in names],
             before=before["files"],
         )
+        if not growth or FOLDED in growth.manifest:
+            manifest[FOLDED] = True
         if growth:
             manifest["grown"] = 1 + growth.manifest.get("grown", 0)
             growth.begin_card()
@@ -93,9 +95,9 @@ class Prepared:
         """Raise `InputError` if sampled documents have other tokens than the corpus's tokenizer gives them."""
         names = {number: f"{self.corpus.folder}: source {source_name(one)}" for number, one in self.sources.items()}
         shards = zip(self.plan, self.results, strict=True)
-        compare(
-            tokenizer, [(names[shard.source], one) for shard, result in shards for one in result.get("sampled", ())]
-        )
+        chosen = [(shard, result["samples"]) for shard, result in shards if result.get("samples")]
+        found = ((shard.source, stored(self.corpus.folder, shard.name, some)) for shard, some in chosen)
+        compare(tokenizer, ((names[source], one) for source, its in found for one in its))
 
     @property
     def _nearly(self) -> bool:
@@ -108,7 +110,8 @@ class Prepared:
         say: Callable[[str], None],
     ) -> None:
         before = self.growth.card(self.work) if self.growth else {}
-        not_compared = self.growth.not_compared(nearly=self._nearly) if self.growth else []
+        fold = fold_of(self.corpus.vocabulary, self.tokenizer)
+        not_compared = self.growth.not_compared(fold, nearly=self._nearly) if self.growth else []
         for line in not_compared:
             say(line)
         count = len(manifest["sources"])

@@ -73,7 +73,7 @@ from pretrain.corpus.shards import token_dtype, verify_shards
 from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
 from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.stored import kept_at_address
-from pretrain.corpus.vocabulary import forget_rarest, is_uncased, save_tokenizer, trained
+from pretrain.corpus.vocabulary import Fold, fold_of, forget_rarest, save_tokenizer, trained
 from pretrain.storage.folders import note_stored
 
 
@@ -294,13 +294,12 @@ class _Preparation:
         return tokenizer if self._corpus.line_breaks == "keep" else joining_lines(tokenizer)
 
     def _pool(self) -> Pool:
-        is_old = self._growth is not None and self._growth.ignores_case
         trains_bytes = self._tokenizer is None and self._corpus.vocabulary.kind == "byte_bpe"
         is_own = trains_bytes or (self._tokenizer and is_own_byte_level(json.loads(self._tokenizer.to_str())))
         settings = stages.PreparationSettings(
             work=str(self._work),
             lowercase=self._corpus.vocabulary.lowercase,
-            folds_case=is_old or is_uncased(self._corpus.vocabulary, self._tokenizer),
+            fold=self._fold,
             language=self._corpus.language,
             min_document_words=self._corpus.min_document_words,
             vocabulary_given=self._tokenizer is not None,
@@ -312,6 +311,11 @@ class _Preparation:
             address=self._corpus.dir if is_remote(self._corpus.dir) else "",
         )
         return Pool(self._processes, settings, self._tokenizer, self._address)
+
+    @property
+    def _fold(self) -> Fold:
+        fold = fold_of(self._corpus.vocabulary, self._tokenizer)
+        return self._growth.fold(fold) if self._growth else fold
 
     @contextlib.contextmanager
     def _locked_work(self) -> Iterator[None]:
@@ -327,6 +331,8 @@ class _Preparation:
         path, growth = self._work / "settings.json", self._growth
         # Part files are known by their chunk.
         now = self._settings | {"piece_bytes": CHUNK_BYTES, "order": "random", "duplicates": "held-out first"}
+        if self._fold & ~Fold.ASCII_CASE:
+            now["duplicates"] += ", all letters folded"
         if self._corpus.vocabulary.added_words:
             now["words_added"] = "first"
         if self._released or self._corpus.vocabulary.kind == "byte_bpe":

@@ -1,7 +1,8 @@
 """Sampled documents, whose stored tokens are compared at the end of `prepare` with those of the tokenizer.json.
 
-A process that reads text keeps some of it beside each part file. Who writes a shard finds the tokens of these documents
-in it, and the coordinating process encodes them again. All that is bounded, whatever the size of the corpus.
+A process that reads text keeps some of it beside each part file. Who writes a shard finds these documents in it. At the
+end the coordinating process reads their tokens from the shard's files and encodes the texts again. All that is bounded,
+whatever the size of the corpus.
 """
 
 import itertools
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.corpus.parts import Part
+from pretrain.corpus.shards import mapped
 from pretrain.corpus.whole_documents import without_special
 
 MAX_PARTS = 32  # of a source that are sampled
@@ -41,25 +43,30 @@ def save(path: Path, part: Part, sample: Iterable[tuple[np.ndarray, str]]) -> No
     write_json(path.with_suffix(_SUFFIX), rows)
 
 
-def found(path: Path, part: Part) -> list[Sampled]:
-    """The sampled documents among those of `part`, which were loaded from the part file at `path`."""
+def found(path: Path, part: Part) -> list[tuple[str, np.ndarray]]:
+    """(text, hash) of the sampled documents among those of `part`, which were loaded from the part file at `path`."""
     path = path.with_suffix(_SUFFIX)
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    ends = np.cumsum(part.documents["items"], dtype=np.int64)
-    begins = ends - part.documents["items"]
-    places = [(text, place) for *hashed, text in rows for place in _rows(part, np.array(hashed, np.uint64))]
-    return [(text, part.items[begins[place] : ends[place]].tolist()) for text, place in places]
+    sampled = [(text, np.array(hashed, np.uint64)) for *hashed, text in rows]
+    return [(text, hashed) for text, hashed in sampled if len(_rows(part, hashed))]
 
 
-def bounded(sampled: Iterable[Sampled], tokens: int) -> list[Sampled]:
-    """As much of a sample as is cheap to compare for a shard of so many `tokens`; at least one document."""
-    left = min(max(tokens // _TOKENS_PER_CHARACTER, _MIN_CHARACTERS), _MAX_CHARACTERS)
-    kept: list[Sampled] = []
-    for text, ids in sampled:
+def bounded(sampled: Iterable[tuple[str, np.ndarray]], part: Part) -> list[tuple[str, int]]:
+    """(text, number in the shard of `part`) of as many documents as are cheap to compare; at least one."""
+    left = min(max(len(part.items) // _TOKENS_PER_CHARACTER, _MIN_CHARACTERS), _MAX_CHARACTERS)
+    kept: list[tuple[str, int]] = []
+    for text, hashed in sampled:
         if not kept or len(text) <= left:
-            kept.append((text, ids))
+            kept.append((text, int(_rows(part, hashed)[0])))
             left -= len(text)
     return kept
+
+
+def stored(folder: Path, shard: str, sampled: Iterable[tuple[str, int]]) -> list[Sampled]:
+    """The texts and the tokens that the files of a shard have."""
+    tokens, documents = (mapped(folder / f"{shard}.{array}.npy") for array in ("tokens", "documents"))
+    bounds = documents[:, 1].astype(np.int64)
+    return [(text, tokens[bounds[number] : bounds[number + 1]].tolist()) for text, number in sampled]
 
 
 def compare(tokenizer: Tokenizer, sampled: Iterable[tuple[str, Sampled]]) -> None:
@@ -74,8 +81,8 @@ def compare(tokenizer: Tokenizer, sampled: Iterable[tuple[str, Sampled]]) -> Non
             names = [[tokenizer.id_to_token(number) for number in one[first : first + _SHOWN]] for one in (stored, ids)]
             raise InputError(
                 f"{where}: the corpus and its tokenizer.json give a text other tokens, at "
-                f"{text[max(0, begin - 20) : begin + 40]!r}: {names[0]} and {names[1]}. Choose another vocabulary, and "
-                "report this line with the tokenizer."
+                f"{text[max(0, begin - 20) : begin + 40]!r}: {names[0]} and {names[1]}. Delete the folder and prepare "
+                "it again; if that does not help, choose another vocabulary, and report this line with the tokenizer."
             )
 
 

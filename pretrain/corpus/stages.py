@@ -36,7 +36,7 @@ from pretrain.corpus.shards import ShardWriter, token_dtype
 from pretrain.corpus.sources import cut_stream, documents, reader
 from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, Columns, KnownWords, WordPieces, WordTable, columns
-from pretrain.corpus.vocabulary import vocabulary_size
+from pretrain.corpus.vocabulary import Fold, vocabulary_size
 from pretrain.corpus.whole_documents import DocumentEncoder, measured
 from pretrain.storage.folders import files_of, read_stored_manifest
 from pretrain.storage.objects import AccessError, ObjectStore
@@ -58,7 +58,7 @@ class PreparationSettings:
     vocabulary_given: bool
     byte_level: bool = False  # whether a byte-level BPE is trained
     released: bool = False  # whether the vocabulary is given, and whole documents are encoded with it
-    folds_case: bool = False  # whether documents that differ in case alone are equal
+    fold: Fold = Fold.NOTHING  # what equal documents may differ in
     joins_lines: bool = False  # whether line ends are blanks of whole documents
     unknown_id: int = -1  # of the given one
     filters: FiltersConfig = field(default_factory=FiltersConfig)
@@ -315,7 +315,7 @@ def write_shard(name: str, choice: DocumentRange, totals: dict[str, int], folder
         "hashes": writer.hashes,
         "stored": stored,
         "unknown": unknown,
-        "sampled": samples.bounded(sampled, len(part.items)),
+        "samples": samples.bounded(sampled, part),
         "lengths": {k: v.tolist() for k, v in lengths.items()},
     }
     write_json(state.work / f"{name}.shard.json", result)
@@ -338,11 +338,11 @@ def _stored(folder: Path, names: Collection[str], state: _Process) -> str:
     return address
 
 
-def _joined_in_order(choice: DocumentRange) -> tuple[Part, list[samples.Sampled]]:
+def _joined_in_order(choice: DocumentRange) -> tuple[Part, list[tuple[str, np.ndarray]]]:
     """The chosen documents of all parts of a source, and those that are sampled."""
     work = _state().work
     parts: list[Part] = []
-    sampled: list[samples.Sampled] = []
+    sampled: list[tuple[str, np.ndarray]] = []
     for place, (name, numbers) in enumerate(choice.documents(work)):
         if len(numbers):
             parts.append(Part.load_some(work / name, numbers))
@@ -390,8 +390,8 @@ def _batch(
     settings = state.settings
     if settings.released or settings.byte_level:
         return _whole_documents(texts, sketches, state, splitting)
-    case = {"lowercase": settings.lowercase, "fold_case": settings.folds_case}
-    cut = columns(["\n".join(splitting.split(text)) for text in texts], state.table, **case)
+    lines = ["\n".join(splitting.split(text)) for text in texts]
+    cut = columns(lines, state.table, lowercase=settings.lowercase, fold=settings.fold)
     part = replace(_numbered(cut), sketches=sketches)
     long_enough = part.documents["words"] >= settings.min_document_words
     return _selected(part, texts, long_enough & (part.documents["sentences"] > 0), state)
@@ -411,7 +411,7 @@ def _whole_documents(
 ) -> tuple[Part, list[str]]:
     """The documents of `texts` that are long enough, tokenized whole if there is a vocabulary, and their texts."""
     settings = state.settings
-    table = measured(texts, fold_case=settings.folds_case)
+    table = measured(texts, fold=settings.fold)
     if settings.joins_lines:
         read = list(map(without_line_ends, texts))
         starts = [starts_of(splitting.split(text), one) for text, one in zip(texts, read, strict=True)]

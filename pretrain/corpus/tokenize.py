@@ -11,7 +11,9 @@ with `split_special_tokens=True`).
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from tokenizers import Tokenizer
 from pretrain.corpus import byte_level
 from pretrain.corpus.keytable import KeyTable
 from pretrain.corpus.trie import TokenTrie
-from pretrain.corpus.vocabulary import bert_tokenizer
+from pretrain.corpus.vocabulary import Fold, bert_tokenizer
 from pretrain.corpus.word_counts import document_words
 
 MAX_TABLE_WORDS = 1 << 20  # above this a process starts a new table of words: about 80 MB
@@ -75,10 +77,10 @@ class Columns:
     hashes: np.ndarray
 
 
-def columns(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold_case: bool | None = None) -> Columns:
+def columns(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold: Fold = Fold.NOTHING) -> Columns:
     """Cut documents into columns of words. Each text holds its sentences one per line and no NUL.
 
-    `fold_case` is that of `text_hashes`, None as `lowercase`.
+    `fold` is that of `text_hashes`.
     """
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     # The first byte class decides everything; lower-casing ASCII first halves the distinct words and is what
@@ -99,7 +101,7 @@ def columns(texts: Sequence[str], table: WordTable, *, lowercase: bool, fold_cas
         documents=np.concatenate([[0], np.cumsum(filled)[document_ends]]),
         document_words=document_words(text, blank_words, text_ends),
         document_bytes=np.diff(text_ends, prepend=-1) - 1,
-        hashes=text_hashes(raw, len(texts), fold_case=lowercase if fold_case is None else fold_case),
+        hashes=text_hashes(raw, len(texts), fold=fold),
     )
 
 
@@ -122,13 +124,40 @@ def _word_bounds(kinds: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.flatnonzero(starts), np.flatnonzero(ends) + 1, np.flatnonzero(blank_starts)
 
 
-def text_hashes(raw: bytes, count: int, *, fold_case: bool) -> np.ndarray:
-    """uint64 [count, 2]: BLAKE2b of each text without its ASCII blanks, composed (NFC), in lower case if asked for."""
-    folded = raw.translate(_LOWER if fold_case else None, b" \t\r\n").split(b"\0")[:count]
+def text_hashes(raw: bytes, count: int, *, fold: Fold = Fold.NOTHING) -> np.ndarray:
+    """uint64 [count, 2]: BLAKE2b of each text without its ASCII blanks and what `fold` says, composed (NFC)."""
+    kept = raw.translate(_LOWER if Fold.ASCII_CASE in fold else None, b" \t\r\n")
+    if fold & ~Fold.ASCII_CASE and not kept.isascii():
+        kept = b"".join(_folded_runs(kept, fold))
+    folded = kept.split(b"\0")[:count]
     if any(lead in raw for lead in _DECOMPOSED):
         folded = [unicodedata.normalize("NFC", text.decode()).encode() for text in folded]
     digests = b"".join(hashlib.blake2b(text, digest_size=16).digest() for text in folded)
     return np.frombuffer(digests, "<u8").reshape(count, 2)
+
+
+def _folded_runs(raw: bytes, fold: Fold) -> Iterator[bytes]:
+    """`raw` in pieces: of the runs of characters beyond ASCII, what `fold` leaves, composed."""
+    places = np.flatnonzero(np.frombuffer(raw, np.int8) < 0)
+    gaps = np.flatnonzero(np.diff(places) > 1)
+    begins, ends = places[np.append(0, gaps + 1)], places[np.append(gaps, -1)] + 1
+    done = 0
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        yield raw[done:begin]
+        text, done = raw[begin:end].decode(), end
+        if Fold.ACCENTS in fold:
+            text = _accents().sub("", unicodedata.normalize("NFD", text))
+        if Fold.CASE in fold:
+            text = text.casefold()
+        yield unicodedata.normalize("NFC", text).encode()
+    yield raw[done:]
+
+
+@functools.cache
+def _accents() -> re.Pattern[str]:
+    """What BERT's normalizer strips: nonspacing marks."""
+    planes = (*range(0x20000), *range(0xE0000, 0xE0200))
+    return re.compile("[" + "".join(chr(mark) for mark in planes if unicodedata.category(chr(mark)) == "Mn") + "]+")
 
 
 class WordTable:

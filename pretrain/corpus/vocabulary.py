@@ -1,5 +1,6 @@
 """WordPiece and byte-level BPE vocabularies: trained on word counts, or given; written as `transformers` loads them."""
 
+import enum
 import hashlib
 import json
 from collections import Counter
@@ -106,10 +107,25 @@ def forget_rarest(counts: Counter[bytes]) -> None:
         least += 1
 
 
-def is_uncased(settings: VocabularyConfig, tokenizer: Tokenizer | None) -> bool:
-    """Whether texts that differ in case alone have the same tokens. `tokenizer` is None if it is to be trained."""
+class Fold(enum.Flag):
+    """What does not tell texts apart: case, accents."""
+
+    NOTHING = 0
+    ASCII_CASE = 1
+    OTHER_CASE = 2
+    CASE = ASCII_CASE | OTHER_CASE
+    ACCENTS = 4
+
+
+def fold_of(settings: VocabularyConfig, tokenizer: Tokenizer | None) -> Fold:
+    """What texts that have the same tokens may differ in. `tokenizer` is None if it is to be trained."""
     normalizer: Any = tokenizer.normalizer if tokenizer else None
-    return "A" not in normalizer.normalize_str("A") if normalizer else settings.lowercase
+    uncased, strips = settings.lowercase, settings.strip_accents
+    strips = uncased if strips is None else strips
+    if normalizer:
+        plain = normalizer.normalize_str("\u00e9")
+        uncased, strips = "A" not in normalizer.normalize_str("A"), "e" in plain and "\u0301" not in plain
+    return (Fold.CASE if uncased else Fold.NOTHING) | (Fold.ACCENTS if strips else Fold.NOTHING)
 
 
 def tokenizer_from_json(path: Path, text: str, *, lowercase: bool, strip_accents: bool | None = None) -> Tokenizer:

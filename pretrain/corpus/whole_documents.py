@@ -21,6 +21,7 @@ from pretrain.corpus.byte_columns import DocumentPieces
 from pretrain.corpus.divisions import division_of, line_tokens
 from pretrain.corpus.parts import DOCUMENT, Part
 from pretrain.corpus.tokenize import END_OF_DOCUMENT, WordTable, text_hashes
+from pretrain.corpus.vocabulary import Fold
 from pretrain.corpus.word_counts import document_words
 
 _SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
@@ -28,7 +29,7 @@ _SOLID = bytes(byte not in b"\0 \t\r\n" for byte in range(256))
 _Sentences = tuple[np.ndarray, np.ndarray]  # tokens of a document, and tokens of each of its sentences, uint32 [S]
 
 
-def measured(texts: Sequence[str], *, fold_case: bool = False) -> np.ndarray:
+def measured(texts: Sequence[str], *, fold: Fold = Fold.NOTHING) -> np.ndarray:
     """The DOCUMENT table of `texts`, without what depends on the tokenizer; a text has no NUL."""
     raw = (END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
     text = np.frombuffer(raw, np.uint8)
@@ -37,7 +38,7 @@ def measured(texts: Sequence[str], *, fold_case: bool = False) -> np.ndarray:
     begins[1:] &= ~solid[:-1]
     ends = np.flatnonzero(text == 0)
     table = np.zeros(len(texts), DOCUMENT)
-    table["hash"] = text_hashes(raw, len(texts), fold_case=fold_case)
+    table["hash"] = text_hashes(raw, len(texts), fold=fold)
     table["words"] = document_words(raw, np.flatnonzero(begins), ends)
     table["bytes"] = np.diff(ends, prepend=-1) - 1
     return table

@@ -138,6 +138,11 @@ def test_text_that_the_corpus_has_is_not_taken_again(tmp_path: Path, first: Sour
     assert documents(folder, "train", 1) | documents(folder, "validation", 1) == {tokens(folder, text(n)) for n in NEW}
     assert documents(folder, "validation", 2) == {tokens(folder, text(900))}
     assert [one["duplicates"] for one in manifest(folder)["sources"]] == [0, 3, 1]
+    assert [one.get("lost_to_held_out") for one in manifest(folder)["sources"]] == [None, 1, None]
+    late = source(write_lines(tmp_path / "late.jsonl", [text(n) for n in (seed, other, 900, 900, *range(910, 930))]))
+    line = prepare(config(folder, first, again, evaluated, late), quiet=True)
+    assert manifest(folder)["sources"][3]["lost_to_held_out"] == 3
+    assert "4 of them copies of held-out text" in line
 
 
 def test_nothing_new_is_an_error_and_the_corpus_stays(tmp_path: Path, first: SourceConfig, folder: Path) -> None:
@@ -173,6 +178,7 @@ def test_near_duplicates_of_old_text_are_found(tmp_path: Path, first: SourceConf
     card = json.loads((folder / "card.json").read_text())
     assert [entry["by_source"] for entry in card["filters"]] == [[0, 9, 1]]
     assert card["sources"][2]["duplicates"] == 1, "the text of one that was left out"
+    assert "lost_to_held_out" not in card["sources"][2]
     texts = [changed[2], long(3), long(4) + " The end.", *map(long, range(200, 209))]
     dev = source(write_lines(tmp_path / "dev.jsonl", texts), held_out=True)
     with pytest.raises(InputError, match=r"2 documents to hold out \(dev: 1 equal, 1 similar\)"):
@@ -238,6 +244,20 @@ def test_what_a_corpus_without_signatures_cannot_compare_is_said(tmp_path, first
     third = source(write_lines(tmp_path / "third.jsonl", [text(seed) for seed in (*range(500, 520), NEW[0])]))
     prepare(config(folder, first, again, third))
     assert manifest(folder)["sources"][2]["documents"] == 20
+
+
+def test_a_corpus_of_an_earlier_version_keeps_its_rule_of_equal_text(tmp_path, first, capsys, folder) -> None:
+    from pretrain.common.files import put_manifest, read_manifest
+
+    put_manifest(folder, {key: x for key, x in read_manifest(folder).items() if key != "folded"})
+    texts = [f"É {text(seed)}" for seed in NEW]
+    some = source(write_lines(tmp_path / "some.jsonl", texts))
+    upper = source(write_lines(tmp_path / "upper.jsonl", [f"é {one[2:].upper()}" for one in texts]))
+    for last in (1, 2):
+        prepare(config(folder, first, *(some, upper)[:last]))
+        assert "in the case of letters beyond a to z, are not equal" in " ".join(capsys.readouterr().err.split())
+        assert (folder / "card.md").read_text().count("are not equal") == 1
+    assert [one["duplicates"] for one in manifest(folder)["sources"]] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("place", ["write_card", "with_card", "put_manifest"])

@@ -16,6 +16,7 @@ from pretrain.corpus.filters import near_duplicates as near
 from pretrain.corpus.filters.report import Report
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
+from pretrain.corpus.vocabulary import Fold
 from pretrain.corpus.whole_documents import measured
 from tests.corpus.preparing import card, content, document_tokens, preparation
 from tests.corpus.test_filters import filtered, prose, write_lines
@@ -137,8 +138,9 @@ def test_the_first_document_stays_across_sources(sources: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("names", "processes"), [("thd", 2), ("dht", 1), ("htd", 1)])
-def test_held_out_text_wins(names: str, processes: int, tmp_path: Path) -> None:
+def test_held_out_text_wins(names: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """t has copies and near copies of h, which is held out, and so has d, in another form."""
+    monkeypatch.setattr("pretrain.corpus.partitions.BUFFERED", 1)
     held_out = [f"{prose(seed)}\nCaf\u00e9." for seed in range(20)]
     copies = [text.replace("\u00e9", "e\u0301") + "  \n" for text in held_out[:10]]
     copies += [changed(text, 0.05, 5) for text in held_out[10:]]
@@ -164,7 +166,7 @@ def test_validation_documents_win_over_similar_ones(tmp_path: Path) -> None:
     write_lines(tmp_path / "texts.jsonl", [*similar, *texts])
     source = SourceConfig(kind="jsonl", path=str(tmp_path / "texts.jsonl"))
     prepare(preparation(tmp_path / "out", [source], filters=ON, validation_fraction=0.3), quiet=True)
-    hashes = measured([*texts, *similar], fold_case=True)["hash"]
+    hashes = measured([*texts, *similar], fold=Fold.CASE)["hash"]
     one, other = near.Precedence(fraction=0.3).below(hashes).reshape(2, 40)
     (found,) = card(tmp_path / "out")["sources"]
     assert found["documents"] == 40
@@ -211,4 +213,24 @@ def test_a_stopped_search_goes_on(sources: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(stages, "find_pairs", lambda name, *rest: (calls.append(name), find(name, *rest)))
     prepare(filtered(sources, tmp_path / "twice", ON), quiet=True)
     assert len(calls) == len(set(calls)) == 32
+    assert content(tmp_path / "twice") == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("written", range(3))
+def test_a_merge_that_is_killed_between_two_files_is_done_again(written, sources, tmp_path, monkeypatch) -> None:
+    prepare(filtered(sources, tmp_path / "whole", ON), quiet=True)
+    replaced, replace = [], Path.replace
+
+    def stop(source: Path, target: Path) -> None:
+        if target.stem == "near_duplicates":
+            if len(replaced) == written:
+                raise RuntimeError("killed")
+            replaced.append(target)
+        replace(source, target)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "replace", stop)
+        with pytest.raises(RuntimeError, match="killed"):
+            prepare(filtered(sources, tmp_path / "twice", ON), quiet=True)
+    prepare(filtered(sources, tmp_path / "twice", ON), quiet=True)
     assert content(tmp_path / "twice") == content(tmp_path / "whole")

@@ -17,6 +17,7 @@ from pretrain.common.earlier import as_now
 from pretrain.common.errors import InputError
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards, verify_shards
+from pretrain.corpus.vocabulary import Fold
 from pretrain.run.train import check_state
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -83,8 +84,9 @@ def documents_of(folder: Path) -> list[tuple[str, int, bytes]]:
     return sorted(found)
 
 
-def test_the_same_sources_give_the_same_documents(folder: Path) -> None:
-    """In another order: documents of a source are in random order now."""
+def test_the_same_sources_give_the_same_documents(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another order: documents of a source are in random order now. Hashes of that version ignored no accents."""
+    monkeypatch.setattr("pretrain.corpus.prepare.fold_of", lambda *_: Fold.ASCII_CASE)
     prepare(make_prepared_corpus.config("again"), quiet=True)
     assert documents_of(Path("again")) == documents_of(folder)
     made, before = (json.loads((one / "card.json").read_text()) for one in (Path("again"), folder))

@@ -347,6 +347,33 @@ def test_a_lowercase_vocabulary_may_keep_accents(tmp_path: Path) -> None:
         prepared(source, tmp_path / "x", vocabulary={"path": path, "strip_accents": True}, **changes)
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "equal"),
+    [({}, 30), ({"strip_accents": False}, 20), ({"lowercase": False}, 10), ({"path": "given", "lowercase": True}, 30)],
+)
+def test_held_out_text_in_another_form_is_not_trained_on(tmp_path: Path, vocabulary: Any, equal: int) -> None:
+    texts = [f"Ёжик {n} встретил медвежонка в тумане, и они пили чай." for n in range(10)]
+    more = [f"Лиса {n} спит в лесу." for n in range(10)]
+    forms = {"h": texts, "t": [*texts, *map(str.upper, texts), *(text.replace("Ё", "Е") for text in texts), *more]}
+    for name, its in forms.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in its))
+    h, t = (SourceConfig(kind="jsonl", name=n, path=str(tmp_path / f"{n}.jsonl"), held_out=n == "h") for n in forms)
+    given = {"validation_fraction": 0, "min_document_words": 3, "vocabulary": {"size": 300, **vocabulary}}
+    if "path" in vocabulary:
+        prepare(preparation(tmp_path / "given", [h, t], **{**given, "vocabulary": {"size": 300}}), quiet=True)
+        given["vocabulary"] = {**vocabulary, "path": str(tmp_path / "given")}
+    line = prepare(preparation(tmp_path / "together", [t, h], **given), quiet=True)
+    assert f"{equal} of them copies of held-out text" in line
+    prepare(preparation(tmp_path / "grown", [h], **given), quiet=True)
+    line = prepare(preparation(tmp_path / "grown", [h, t], **given), quiet=True)
+    assert card(tmp_path / "grown")["sources"][1]["duplicates"] == equal
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text.upper()}) + "\n" for text in texts + more))
+    late = SourceConfig(kind="jsonl", name="late", path=str(tmp_path / "t.jsonl"), held_out=True)
+    if vocabulary.get("lowercase", True):
+        with pytest.raises(InputError, match=r"10 documents to hold out \(late: 10 equal"):
+            prepare(preparation(tmp_path / "grown", [h, late], **given), quiet=True)
+
+
 def test_accents_that_follow_the_case_are_no_other_setting(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(LINES)
     source = SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import string
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from pretrain.corpus.sentences import split_sentences
 from pretrain.corpus.tokenize import WordPieces, WordTable, columns
 from pretrain.corpus.trie import TokenTrie
-from pretrain.corpus.vocabulary import bert_tokenizer, save_tokenizer, train_vocabulary
+from pretrain.corpus.vocabulary import Fold, bert_tokenizer, save_tokenizer, train_vocabulary
 
 ENGLISH = (
     "the quick brown fox jumps over the lazy dog while unbelievable internationalization keeps "
@@ -178,11 +179,25 @@ def test_columns_know_sentences_documents_words_and_bytes() -> None:
 
 def test_equal_documents_have_equal_hashes() -> None:
     texts = ["The cat sat.\nIt slept.", "the CAT sat.  It\tslept.", "The cat sat. It slept!", "Thecat sat. It slept"]
-    hashes = columns(texts, WordTable(), lowercase=True).hashes
+    hashes = columns(texts, WordTable(), lowercase=True, fold=Fold.CASE).hashes
     assert (hashes[0] == hashes[1]).all()
     assert len({tuple(pair) for pair in hashes.tolist()}) == 3
     cased = columns([*texts, "Cafe\u0301", "Caf\u00e9", "caf\u00e9"], WordTable(), lowercase=False).hashes
     assert len({tuple(pair) for pair in cased.tolist()}) == 6, "only the composed one is equal to another"
+
+
+@pytest.mark.parametrize(
+    "text", ["Ёжик в тумане", "der große Igel", "ΟΔΟΣ οδοσ οδός", "In ASCII", "ça, cafe\u0301 ≠ café!", "हिन्दी é 각"]
+)
+def test_an_uncased_vocabulary_knows_a_text_in_all_forms(text: str) -> None:
+    plain = "".join(c for c in unicodedata.normalize("NFD", text) if unicodedata.category(c) != "Mn")
+    for fold in (Fold.CASE, Fold.CASE | Fold.ACCENTS, Fold.ACCENTS, Fold.ASCII_CASE):
+        forms = [text, unicodedata.normalize("NFD", text), text.upper(), plain]
+        hashes = columns(forms, WordTable(), lowercase=True, fold=fold).hashes
+        equal = (hashes == hashes[0]).all(axis=1).tolist()
+        assert equal[1]
+        assert equal[2] == (Fold.CASE in fold or (text.isascii() and Fold.ASCII_CASE in fold))
+        assert equal[3] == (Fold.ACCENTS in fold or plain == unicodedata.normalize("NFC", text))
 
 
 def test_splitting_keeps_every_character_and_paragraphs_apart() -> None:

@@ -14,9 +14,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
-from pretrain.corpus import samples
+from pretrain.corpus import finish, samples
+from pretrain.corpus.parts import DOCUMENT, Part
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.released import kind_of, takes_whole_documents
+from pretrain.corpus.shards import ShardWriter
 from pretrain.corpus.tokenize import WordPieces, WordTable, columns
 from pretrain.corpus.tokenizer_files import load_vocabulary
 from pretrain.corpus.vocabulary import bert_tokenizer
@@ -285,8 +287,27 @@ def test_other_tokens_than_those_of_the_tokenizer_json_are_an_error(
     assert not (tmp_path / "corpus/manifest.json").exists()
 
 
+@pytest.mark.parametrize("damaged", ["written", "changed"])
+def test_other_tokens_in_the_files_of_a_shard_are_an_error(damaged: str, tmp_path: Path, monkeypatch: Any) -> None:
+    run, tokenizer = config(tmp_path, "", {}), of_normalizer("bert", "bert handle_chinese_chars")
+    add, message = ShardWriter.add, r"give a text other tokens, at .* Delete the folder and prepare it again"
+    with monkeypatch.context() as broken:
+        if damaged == "written":
+            broken.setattr(ShardWriter, "add", lambda self, tokens, *rest: add(self, tokens + 1, *rest))
+        else:
+            broken.setattr(finish, "save_tokenizer", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError if damaged == "changed" else InputError):
+            prepare(run, tokenizer=tokenizer, quiet=True)
+    for path in (tmp_path / "corpus").glob("*.tokens.npy"):
+        np.save(path, np.load(path)[::-1])
+    with pytest.raises(InputError, match=message):
+        prepare(run, tokenizer=tokenizer, quiet=True)
+    assert not (tmp_path / "corpus/manifest.json").exists()
+
+
 def test_a_sample_is_bounded() -> None:
     assert samples.choose(["a" * 9000, "b" * 10_000]) == [0]
     assert len(samples.choose(["a"] * 1000)) <= 16
-    assert len(samples.bounded([("a" * 8000, [1])] * 99, tokens=1000)) == 2
-    assert samples.bounded([("a" * 100_000, [1])], tokens=1000)
+    part = Part(np.zeros(1000, np.uint16), np.zeros(0, np.uint32), np.zeros(1, DOCUMENT), [])
+    assert len(samples.bounded([("a" * 8000, np.zeros(2, np.uint64))] * 99, part)) == 2
+    assert samples.bounded([("a" * 100_000, np.zeros(2, np.uint64))], part)

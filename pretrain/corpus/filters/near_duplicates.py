@@ -299,13 +299,13 @@ def _copies(keys: np.ndarray, hashes: np.ndarray) -> np.ndarray:
 def merge_pairs(found: Sequence[Path], work: Path, size: int, out: Path, precedence: Precedence) -> None:
     """Write the result to `out` from what all calls of `find_pairs` wrote; sketches have `size` minima.
 
-    `out` has the hashes of the documents to drop, uint64 [N, 2], ascending. Beside it is the same for those of them
-    that are for training and similar to one that is held out, and a report.
+    `out` has the hashes of the documents to drop, uint64 [N, 2], ascending. It comes last: beside it is the same for
+    those of them that are for training and similar to one that is held out, and a report.
     """
     files = SketchFiles(work)
     every = [np.load(path, mmap_mode="r", allow_pickle=False) for path in found]
     shares = max(1, -(-int(files.first[-1]) // MOST_DOCUMENTS))
-    chosen = {path: Partitions(path.with_suffix(".partitions"), _HASH, shares) for path in (out, _lost(out))}
+    chosen = {path: Partitions(Path(f"{path}.partitions"), _HASH, shares) for path in (_lost(out), out)}
     examples: list[dict[str, Any]] = []
     trained: Counter[str] = Counter()
     for block in range(shares):
@@ -314,7 +314,7 @@ def merge_pairs(found: Sequence[Path], work: Path, size: int, out: Path, precede
         pairs = pairs[_are_first(pairs)]
         examples += [_example(files, pair, size) for pair in pairs[: MOST_EXAMPLES - len(examples)]]
         is_lost = (pairs["rank"] == _TRAINING) & np.isin(pairs["earlier_rank"], (_HELD_OUT, _VALIDATION))
-        for partitions, some in zip(chosen.values(), (pairs, pairs[is_lost]), strict=True):
+        for partitions, some in zip(chosen.values(), (pairs[is_lost], pairs), strict=True):
             hashes = np.ascontiguousarray(some["hash"]).view(_HASH).reshape(-1)
             partitions.add(hashes, partition_of(hashes["first"], shares))
     write_json(out.with_suffix(".json"), {"examples": examples, "trained": trained})
