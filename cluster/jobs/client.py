@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.jobs.job_queue import DONE, FINISHED, NOT_STARTED, QUEUED
+from cluster.jobs.job_queue import DONE, FINISHED, QUEUED
 from cluster.workers import local
 from cluster.workers.address import (
     answers_without_token,
@@ -55,7 +55,7 @@ _MEANING = {
     StoppedError.exit_code: "stopped, its state is saved; submit it again to continue",
     NothingSavedError.exit_code: "stopped, no step is saved; submit it again to start",
 }
-_NO_STEP = "No step"
+_NO_STEP, _STEP = "No step", re.compile(r"^step [\d,]+/", re.MULTILINE)
 _SAVED = re.compile(rf"(?:[Cc]heckpoint )?(step-\d+|{_NO_STEP}) is saved")  # the last one in a log counts
 
 
@@ -241,12 +241,9 @@ class Jobs:
             log = self._log(str(job.submission_id)).rstrip()
         if log.endswith(f"{job.submission_id}: {DONE}"):
             return 0, "stopped, but had finished"
-        last = log.rpartition("\n")[2]
-        if NOT_STARTED in last or last.startswith(f"{job.submission_id}: {QUEUED}"):
-            return NothingSavedError.exit_code, f"stopped; {NOT_STARTED}"
         said = _SAVED.findall(log)
         newest = said[-1] if said else max(checkpoint_names(folder), default=UNTRAINED if folder.is_dir() else "")
-        if log and not newest:  # it ended without its last words, and its folder is on another machine
+        if not newest and _STEP.search(log):  # it ended without its last words, and its folder is on another machine
             return StoppedError.exit_code, "stopped; its log does not say which step is saved"
         if newest in ("", UNTRAINED, _NO_STEP):
             return NothingSavedError.exit_code, "stopped; no step is saved"

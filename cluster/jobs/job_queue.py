@@ -24,7 +24,6 @@ from pretrain.common.errors import InputError, MachineError, StoppedError
 
 FINISHED = ("STOPPED", "SUCCEEDED", "FAILED")
 QUEUED = "queued behind "  # the last line of a waiting job's output is `NAME: queued behind OTHERS`
-NOT_STARTED = "nothing was started"
 DONE = "finished"  # the last line of a training that has ended is `NAME: finished`
 
 _ANSWER_SECONDS = 10.0
@@ -72,7 +71,7 @@ def wait_in_queue(name: str) -> None:
         wait_for_turn(name, Dashboard(find_dashboard()), lambda: bool(stopped))
     except MachineError:
         if stopped:  # the signal has ended the program that looks for the dashboard, too
-            raise StoppedError(f"{name}: stopped; {NOT_STARTED}.") from None
+            raise StoppedError(f"{name}: stopped; nothing was started.") from None
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -93,7 +92,7 @@ def wait_for_turn(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) 
                 raise
         if stopped():
             behind = f" behind {shown}" if shown else ""
-            raise StoppedError(f"{name}: stopped while waiting in the queue{behind}; {NOT_STARTED}.")
+            raise StoppedError(f"{name}: stopped while waiting in the queue{behind}; nothing was started.")
         if may_start:
             if shown:
                 print(f"{name}: starts", flush=True)

@@ -538,7 +538,7 @@ def test_a_head_that_is_away_is_not_a_stranger(error: type[Exception]) -> None:
         ("", 0, 130, "no step is"),  # before it started
         ("error: x. Checkpoint step-00000006 is saved.\nwarning: W&B\n", 5, 75, "checkpoint step-00000006 is"),
         ("step 900/1000  loss 6.1\n", -1, 75, "does not say"),  # killed on another machine
-        ("mini: queued behind other\n", -1, 130, "nothing was started"),
+        ("INFO Runtime env is setting up.\nmini: queued behind other\n", -1, 130, "no step is"),
         ("checkpoint step-00000003 is saved\nruns/mini: finished.\nmini: finished\n", 0, 0, "had finished"),
     ],
 )
