@@ -222,9 +222,9 @@ def test_more_workers_than_cores_are_refused(config_file: Path, calls: Calls, ca
         ("--set model.norm=layernorm", "model.norm: 'layernorm' is not one of .* did you mean layer_norm?"),
         ("--set model.activation=geluu", "model.activation: 'geluu' is not one of .* did you mean gelu?"),
         ("--set corpus.vocabulary.size=400", "corpus: has 500 vocabulary entries; the config has 400."),
-        ("--set corpus.vocabulary.path=a.txt", "corpus: its vocabulary (500 entries) is not a.txt (2 entries)."),
-        ("--set corpus.vocabulary.path=a.json", "corpus: its vocabulary (500 entries) is not a.json (3 entries)."),
-        ("--set corpus.vocabulary.path=bad.json", "bad.json: cannot be read as a vocabulary"),
+        ("--set corpus.vocabulary.path=a.txt", "corpus: its vocabulary (500 entries) is not a.txt (7 entries)."),
+        ("--set corpus.vocabulary.path=a.json", "corpus.vocabulary.kind: wordpiece, but a.json is"),
+        ("--set corpus.vocabulary.path=bad.json", "bad.json: not a tokenizer.json"),
         ("--set corpus.vocabulary.lowercase=false", "corpus: its vocabulary is uncased; the config has a cased one."),
         (
             "--set corpus.vocabulary.strip_accents=false",
@@ -236,7 +236,7 @@ def test_what_cannot_be_trained_is_refused_before_workers_start(config_file, cal
     shutil.copytree("corpus", "torn")
     shard = next(Path("torn").glob("*.tokens.npy"))
     shard.write_bytes(shard.read_bytes()[:-2])
-    Path("a.txt").write_text("a\nb\n")
+    Path("a.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb\n")
     Tokenizer(models.WordPiece({"b": 1, "a": 0, "c": 2}, unk_token="a")).save("a.json")
     Path("bad.json").write_text("[]")
     assert cli("pretrain", config_file, *words.split()) == 2
