@@ -56,9 +56,26 @@ def program(function: Callable[..., Any], fused: bool, axes: tuple[str, ...]) ->
                     if isinstance(x, Tensor):
                         _mark_axes(x, letters)
         integers = tuple(x if type(x) is int else None for x in arguments)
-        return compiled_function(function, integers)(*arguments)
+        compiled = compiled_function(function, integers)
+        try:
+            return compiled(*arguments)
+        except RuntimeError as error:
+            if not _forget_killed(error):
+                raise
+        return compiled(*arguments)
 
     return call
+
+
+def _forget_killed(error: RuntimeError) -> bool:
+    """Whether a signal ended g++. It was to the process group, as torchrun's, whose stop saves this step first."""
+    cause = getattr(error, "inner_exception", None)
+    if getattr(cause and cause.__cause__, "returncode", 0) >= 0:
+        return False
+    from torch._inductor.utils import clear_caches
+
+    clear_caches()  # they have the failure
+    return True
 
 
 @contextlib.contextmanager
