@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,14 +13,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.common.earlier import as_now
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, of_another_version
 from pretrain.common.memory import return_freed_memory
 from pretrain.config import CheckpointConfig, R
 from pretrain.run import preflight
 from pretrain.training.engine import Engine, FragmentReader
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -90,12 +86,8 @@ class Progress:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
         """The progress in a checkpoint's state.json."""
-        state = as_now("progress", state)
         values = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
-        skipped = values["skipped"]
-        if isinstance(skipped, list):  # of a fine-tuning by an earlier version: [step, number of steps] of each
-            skipped = {"steps": sum(count for _, count in skipped)}
-        return cls(**{**values, "skipped": skipped, "window": Window(**values["window"])})
+        return cls(**{**values, "window": Window(**values["window"])})
 
 
 def checkpoint_state(engine: Engine, progress: Progress, extra_state: dict[str, Any]) -> dict[str, Any]:
@@ -132,10 +124,9 @@ def check_settings(
     """
     try:
         before = type(config).model_validate(state.get("config"))
-    except ValidationError:  # of a version with other settings
-        logger.warning("%s: its settings cannot be compared; this version does not know all of them", checkpoint)
-    else:
-        preflight.check_unchanged(checkpoint, before, config, state["step"], changed)
+    except ValidationError:
+        raise InputError(of_another_version(checkpoint, "Train again.")) from None
+    preflight.check_unchanged(checkpoint, before, config, state["step"], changed)
 
 
 class AveragedWeights:
