@@ -64,16 +64,11 @@ def quoted_rows(text: Iterable[str], delimiter: str) -> Iterator[tuple[int, list
         raise QuotingError(first, str(error)) from None
 
 
-def first_quoted(text: Iterable[str], delimiter: str) -> tuple[int, str] | None:
-    """Line and first characters of the first cell that begins with a quote; without one, both ways of reading agree."""
-    rows = bare_rows(text, delimiter)
-    return next(((line, cell[:60]) for line, cells in rows for cell in cells if cell.startswith('"')), None)
-
-
-def ask_for_quoting(found: tuple[int, str] | None, path: object, setting: str) -> None:
-    """Raise `InputError`, which names the `setting`, for what `first_quoted` found in the file."""
-    if found:
-        raise InputError(
-            f"{path}:{found[0]}: the cell {found[1]} begins with a quote. Set {setting} to standard if quotes surround "
-            "cells, or to none if they belong to the text; or save the file as .jsonl."
-        )
+def refuse_quoted(text: Iterable[str], delimiter: str, path: object, setting: str) -> None:
+    """Raise `InputError`, which names the `setting`, if a cell begins with a quote; else both ways of reading agree."""
+    for line, cells in bare_rows(text, delimiter):
+        if quoted := next((cell for cell in cells if cell.startswith('"')), ""):
+            raise InputError(
+                f"{path}:{line}: the cell {quoted[:60]} begins with a quote. Set {setting} to standard if quotes "
+                "surround cells, or to none if they belong to the text; or save the file as .jsonl."
+            )

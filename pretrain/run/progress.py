@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.common.errors import InputError, of_another_version
+from pretrain.common.errors import InputError
 from pretrain.common.memory import return_freed_memory
 from pretrain.config import CheckpointConfig, R
 from pretrain.run import preflight
@@ -122,10 +121,7 @@ def check_settings(
     Args:
         changed: as of `preflight.check_run_folder`.
     """
-    try:
-        before = type(config).model_validate(state.get("config"))
-    except ValidationError:
-        raise InputError(of_another_version(checkpoint, "Train again.")) from None
+    before = preflight.trained_with(type(config), state, checkpoint)
     preflight.check_unchanged(checkpoint, before, config, state["step"], changed)
 
 

@@ -6,15 +6,7 @@ from pathlib import Path
 
 from finetune.tasks.datasets.table import Format, Key, RequestedColumns, Table, TableFormat, listed
 from pretrain.common.errors import InputError
-from pretrain.common.quoting import (
-    Quoting,
-    QuotingError,
-    ask_for_quoting,
-    bare_rows,
-    first_quoted,
-    quoted_rows,
-    split_lines,
-)
+from pretrain.common.quoting import Quoting, QuotingError, bare_rows, quoted_rows, refuse_quoted, split_lines
 from pretrain.common.wording import counted
 
 
@@ -68,7 +60,7 @@ def _quoting(path: Path, text: str, kind: Format, layout: TableFormat) -> Quotin
     if layout.quoting != "auto":
         return layout.quoting
     if kind == "tsv":
-        ask_for_quoting(first_quoted(opened(text), _delimiter(kind, layout)), path, "classification.quoting")
+        refuse_quoted(opened(text), _delimiter(kind, layout), path, "classification.quoting")
     return "standard" if kind == "csv" else "none"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.quoting import Quoting, ask_for_quoting, first_quoted
+from pretrain.common.quoting import Quoting, refuse_quoted
 from pretrain.common.wording import counted
 from pretrain.corpus import inputs, records
 from pretrain.corpus.inputs import BrokenInputError, Chunk, Input, Problems, Span
@@ -53,7 +53,7 @@ class Reader(ColumnReader):
             return self.config.quoting
         if _delimiter(path) == ",":
             return "standard"
-        ask_for_quoting(first_quoted(_text(path), _delimiter(path)), path, "`quoting` of its source")
+        refuse_quoted(_text(path), _delimiter(path), path, "`quoting` of its source")
         return "none"
 
 
