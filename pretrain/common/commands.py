@@ -120,7 +120,8 @@ class Parser(argparse.ArgumentParser):
             return super().parse_known_args(args, namespace)
         self._is_inside = True  # parse_known_intermixed_args calls this method again
         try:
-            optional = any(action.nargs in ("?", "+") for action in self._get_positional_actions())
+            kinds = ("?",) if "--" in (args or ()) else ("?", "+")  # all after -- is the list
+            optional = any(action.nargs in kinds for action in self._get_positional_actions())
             parse = self.parse_known_intermixed_args if optional else super().parse_known_args
             found, unknown = parse(args, namespace)
         finally:

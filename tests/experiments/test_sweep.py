@@ -18,6 +18,7 @@ import yaml
 from rich.console import Console
 
 from cluster.workers.trials import trials_that_fit
+from finetune.cli import build_parsers
 from finetune.experiments import results, sweep, trials
 from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
 from finetune.experiments.grid import GridPoint, expand, parse_grid
@@ -319,6 +320,15 @@ def test_data_are_read_once_for_all_trials_on_them(work: Path, monkeypatch: pyte
     grid = {"classification.train_examples": ["8", "16", "32"], "training.learning_rate": ["1e-5", "3e-5"]}
     sweep.run_sweep([Path("tiny.yaml")], [], grid, dry_run=True)
     assert len(made) == 3  # one for each set of examples
+
+
+def test_configs_may_stand_around_options() -> None:
+    found = build_parsers()[0].parse_args(["sweep", "a.yaml", "--seeds", "2", "b.yaml", "--set", "seed=1", "c.yaml"])
+    assert ([str(path) for path in found.config], found.seeds, found.set) == (
+        ["a.yaml", "b.yaml", "c.yaml"],
+        2,
+        ["seed=1"],
+    )
 
 
 def test_configs_that_do_not_go_together_are_refused(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
