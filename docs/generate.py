@@ -75,7 +75,7 @@ def pages() -> dict[str, str]:
         ),
         "config-finetune.md": _settings_page(
             "Config of a fine-tuning",
-            "Settings of `configs/finetune/*.yaml`, for `finetune`, `sweep` and `glue`.",
+            "Settings of `configs/finetune/*.yaml`, for `finetune` and `sweep`.",
             FinetuneConfig,
             shared=PretrainConfig,
             example="Example: `--set training.epochs=2`.",
@@ -171,7 +171,7 @@ def _value_name(action: argparse.Action) -> str:
         name = "{" + ",".join(map(str, action.choices)) + "}"
     else:
         name = action.dest.upper() if action.option_strings else action.dest
-    return f"{name} ..." if action.nargs == "+" and action.option_strings else name
+    return f"{name} ..." if action.nargs == "+" and not name.startswith("-- ") else name
 
 
 def _help(action: argparse.Action) -> str:

@@ -36,7 +36,7 @@ MEASURES = "pretrain.run.machine"  # what `doctor` measures with, on every node
 GROUPS = {
     "Start here": ("demo", "configs", "completion", "doctor"),
     "Pretrain": ("prepare", "pretrain", "adapt", "report", "dashboard", "attention"),
-    "Fine-tune": ("finetune", "evaluate", "predict", "sweep", "glue", "evaluate-pretrained", "export"),
+    "Fine-tune": ("finetune", "evaluate", "predict", "sweep", "evaluate-pretrained", "export"),
     "Run on a cluster": ("submit", "list", "status", "logs", "stop", "delete", "manifest", "up"),
 }
 

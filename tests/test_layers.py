@@ -55,8 +55,7 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.common pretrain.model pretrain.checkpoint pretrain.run finetune.tasks finetune.training"
     ),
     "finetune.experiments": (
-        "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.run finetune.tasks "
-        "finetune.training finetune.artifacts"
+        "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.run finetune.tasks finetune.training"
     ),
     "finetune.scores": (
         "pretrain.common pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint pretrain.run "

@@ -121,6 +121,32 @@ class LaunchRequest(DriverRequest):
 
 
 @dataclass(frozen=True)
+class TrialRequest:
+    """One call of the target with `training`, which must survive JSON; logs go to `run_dir`/logs/worker-0.log."""
+
+    run_dir: Path
+    training: TrainingRequest
+
+
+@dataclass(frozen=True)
+class TrialsRequest(DriverRequest):
+    """Many calls of the target, in this order. `parallel` and `cpus_per_trial` are 0 until the nodes are known."""
+
+    trials: tuple[TrialRequest, ...]
+    parallel: int
+    cpus_per_trial: int
+
+    @property
+    def total_cpus(self) -> int:
+        """CPU cores of the trials that run at once."""
+        return self.parallel * self.cpus_per_trial
+
+    def end_of(self, trial: int) -> Path:
+        """The file in which the driver leaves how a trial ended, as `cluster.workers.outcomes.as_data`; {}: well."""
+        return self.launch.ray_dir / f"trial-{trial}.json"
+
+
+@dataclass(frozen=True)
 class Attempt:
     """One start of the workers of a launch.
 

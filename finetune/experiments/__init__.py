@@ -1,1 +1,1 @@
-"""Several runs at once: seeds, grids and all of GLUE, through Ray Tune (cluster/workers/trials/launch.py)."""
+"""Several runs at once: seeds, grids and several configs, through Ray Tune (cluster/workers/trials.py)."""

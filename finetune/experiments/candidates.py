@@ -3,18 +3,20 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from finetune.experiments.grid import GridPoint
-from finetune.experiments.outcomes import Outcome, Spread
-from pretrain.common.errors import DivergedError
+from finetune.experiments.outcomes import Outcome, Spread, Trial
+from finetune.training.config import FinetuneConfig
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One choice of settings and its runs, one per seed."""
 
+    base: FinetuneConfig  # the config whose settings they are
     point: GridPoint
-    runs: dict[int, Outcome | None]  # number of the trial in the sweep -> its outcome; None if it is still to run
+    runs: dict[int, Outcome | None]  # number of the trial -> its outcome; None if it is still to run
 
     @cached_property
     def scores(self) -> dict[int, float]:
@@ -41,22 +43,18 @@ class Candidate:
         return sum(outcome is not None and outcome.error is not None for outcome in self.runs.values())
 
     @property
-    def diverged(self) -> int:
-        """Number of diverged runs."""
-        return sum(outcome is not None and isinstance(outcome.error, DivergedError) for outcome in self.runs.values())
-
-    @property
     def is_complete(self) -> bool:
-        """Whether no run is left for the same command: it repeats runs that failed, except those that diverged."""
-        return None not in self.runs.values() and self.failed == self.diverged
+        """Whether no run is left for the same command."""
+        return all(outcome is not None and outcome.is_final for outcome in self.runs.values())
 
 
-def candidates(points: Sequence[GridPoint], outcomes: Sequence[Outcome | None]) -> list[Candidate]:
-    """The candidates of a sweep, from the point and the outcome of each trial, in the grid's order."""
-    made: dict[str, Candidate] = {}
-    for number, (point, outcome) in enumerate(zip(points, outcomes, strict=True)):
-        made.setdefault(point.label, Candidate(point, {})).runs[number] = outcome
-    return list(made.values())
+def candidates(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> list[list[Candidate]]:
+    """The candidates of each of the user's configs, in the order of the trials."""
+    made: dict[Path, dict[str, Candidate]] = {}
+    for number, (trial, outcome) in enumerate(zip(trials, outcomes, strict=True)):
+        those = made.setdefault(trial.base.folder, {})
+        those.setdefault(trial.point.label, Candidate(trial.base, trial.point, {})).runs[number] = outcome
+    return [list(those.values()) for those in made.values()]
 
 
 def rank(given: Iterable[Candidate]) -> list[Candidate]:
@@ -72,18 +70,9 @@ def rank(given: Iterable[Candidate]) -> list[Candidate]:
 def to_drop(given: Sequence[Candidate]) -> list[int]:
     """Numbers of the finished trials whose models are not needed any more.
 
-    The best run of every incomplete candidate stays, and the best run of the leading complete one.
+    `given` are of one config. The best run of every incomplete candidate stays, and that of the leading complete one.
     """
-    scored = [candidate for candidate in given if candidate.scores]
-    kept = {candidate.best_run for candidate in scored if not candidate.is_complete}
-    if complete := [candidate for candidate in scored if candidate.is_complete]:
-        kept.add(max(complete, key=_lead).best_run)
+    leader = next((candidate for candidate in rank(given) if candidate.scores and candidate.is_complete), None)
+    kept = {candidate.best_run for candidate in given if candidate is leader or not candidate.is_complete}
     finished = (number for candidate in given for number, outcome in candidate.runs.items() if outcome is not None)
     return sorted(number for number in finished if number not in kept)
-
-
-def _lead(candidate: Candidate) -> tuple[int, float, int]:
-    best, spread = candidate.best_run, candidate.spread
-    assert best is not None
-    assert spread is not None
-    return -candidate.diverged, spread.mean, -best

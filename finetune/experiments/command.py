@@ -1,8 +1,10 @@
-"""The commands that fine-tune: one run, several seeds, a grid, GLUE. Each imports what it needs when it runs."""
+"""The commands that fine-tune: one run, several seeds, grids, configs. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.common.commands import (
@@ -26,9 +28,9 @@ _START = "checkpoint to start from"
 
 
 def add_to(commands: Any) -> None:
-    """Add `finetune`, `sweep` and `glue` to the subcommands of a parser."""
-    for add in (_add_finetune, _add_sweep, _add_glue):
-        add(commands)
+    """Add `finetune` and `sweep` to the subcommands of a parser."""
+    _add_finetune(commands)
+    _add_sweep(commands)
 
 
 # ---------------------------------------------------------------- what the commands do
@@ -39,9 +41,13 @@ def _finetune(arguments: argparse.Namespace) -> None:
 
     if arguments.parallel and arguments.seeds is None:
         raise InputError("--parallel: limits how many runs train at once, so it needs --seeds N.")
-    if arguments.dry_run or arguments.seeds is not None:
-        config = api.read_config(arguments.config, overrides(arguments), start_from=arguments.start_from)
-        (_dry_run if arguments.seeds is None else _finetune_seeds)(config, arguments)
+    if arguments.seeds is not None:
+        if arguments.no_ray or torchrun_place():
+            raise InputError("--seeds: several runs need Ray. Remove --no-ray, and do not use torchrun.")
+        _run_several([arguments.config], arguments, {}, keep="all")
+        return
+    if arguments.dry_run:
+        _dry_run(api.read_config(arguments.config, overrides(arguments), start_from=arguments.start_from), arguments)
         return
     run = api.train(arguments.config, **run_options(arguments))
     if run.trained:
@@ -64,53 +70,23 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
     print(f"{config.folder}: {state}\n{runs.describe(config, plan, show_config=arguments.show_config)}")
 
 
-def _finetune_seeds(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
-    from finetune.experiments.sweep import run_seeds
-
-    if arguments.no_ray or torchrun_place():
-        raise InputError("--seeds: several runs need Ray. Remove --no-ray, and do not use torchrun.")
-    run_seeds(
-        config,
-        arguments.seeds,
-        parallel=arguments.parallel,
-        dry_run=arguments.dry_run,
-        show_config=arguments.show_config,
-    )
-
-
 def _sweep(arguments: argparse.Namespace) -> None:
     from finetune.experiments.grid import parse_grid
+
+    usual = "" if arguments.grid_set or len(arguments.config) > 1 else "devlin"
+    grid = parse_grid(arguments.grid or usual, arguments.grid_set)
+    _run_several(arguments.config, arguments, grid, keep=arguments.keep, submission=arguments.submission)
+
+
+def _run_several(
+    configs: Sequence[Path], arguments: argparse.Namespace, grid: Mapping[str, Sequence[str]], **options: Any
+) -> None:
     from finetune.experiments.sweep import run_sweep
     from pretrain.common.settings import with_start
 
-    name = arguments.grid or ("" if arguments.grid_set else "devlin")
-    run_sweep(
-        arguments.config,
-        with_start(overrides(arguments), arguments.start_from),
-        parse_grid(name, arguments.grid_set),
-        seeds=arguments.seeds or 1,
-        parallel=arguments.parallel,
-        keep=arguments.keep,
-        dry_run=arguments.dry_run,
-        show_config=arguments.show_config,
-    )
-
-
-def _glue(arguments: argparse.Namespace) -> None:
-    from finetune.experiments.glue_runs import run_glue
-    from pretrain.common.settings import with_start
-
-    run_glue(
-        arguments.config,
-        with_start(overrides(arguments), arguments.start_from),
-        folder=arguments.glue_dir or "",
-        tasks=[name for name in (arguments.tasks or "").split(",") if name],
-        seeds=arguments.seeds or 1,
-        parallel=arguments.parallel,
-        submission=arguments.submission,
-        dry_run=arguments.dry_run,
-        show_config=arguments.show_config,
-    )
+    given = {name: getattr(arguments, name) for name in ("parallel", "dry_run", "show_config")}
+    start = with_start(overrides(arguments), arguments.start_from)
+    run_sweep(configs, start, grid, seeds=arguments.seeds or 1, **given, **options)
 
 
 # ---------------------------------------------------------------- their parsers
@@ -138,18 +114,20 @@ def _add_sweep(commands: Any) -> None:
         commands,
         "sweep",
         _sweep,
-        "fine-tune with every combination of a grid of settings",
+        "fine-tune with several configs, or with every combination of a grid of settings",
         """
   ./launch.sh sweep my-task.yaml --from bert-base-uncased/
   ./launch.sh sweep my-task.yaml --from exported/bert-mini --grid small-bert --parallel 2
-  ./launch.sh sweep my-task.yaml --grid-set training.learning_rate=1e-5,3e-5 --seeds 3""",
+  ./launch.sh sweep my-task.yaml --grid-set training.learning_rate=1e-5,3e-5 --seeds 3
+  ./launch.sh sweep configs/finetune/glue/* --from bert-base-uncased/ --seeds 5 --submission out/""",
     )
-    add_config(parser, _START)
+    add_config(parser, _START, several=True)
     _add_several(parser)
     parser.add_argument(
         "--grid",
         choices=("devlin", "small-bert"),
-        help="grid of Devlin et al. 2019 (18 points, the default) or of the smaller BERT models (20 points)",
+        help="grid of Devlin et al. 2019 (18 points, the default of a single config) or of the smaller BERT models "
+        "(20 points)",
     )
     parser.add_argument(
         "--grid-set",
@@ -159,36 +137,13 @@ def _add_sweep(commands: Any) -> None:
         help="values of one setting, added to --grid or replacing its values; may be repeated",
     )
     parser.add_argument(
-        "--keep", choices=("best", "all"), default="best", help="models to keep on disk (default: best)"
-    )
-
-
-def _add_glue(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "glue",
-        _glue,
-        "fine-tune on every GLUE task and print the results table of the BERT paper",
-        """
-  ./launch.sh glue --from bert-base-uncased/ --glue-dir glue_data/
-  ./launch.sh glue --from exported/bert-mini --glue-dir glue_data/ --tasks sst2,rte --seeds 5
-  ./launch.sh glue template.yaml --from exported/bert-mini --glue-dir glue_data/ --submission out/""",
-    )
-    add_config(parser, _START, "settings for all tasks (default: those of Devlin et al. 2019)", optional=True)
-    _add_several(parser)
-    parser.add_argument(
-        "--glue-dir", metavar="DIR", help="GLUE data with folders CoLA, SST-2, ... (sets classification.glue_dir)"
-    )
-    parser.add_argument(
-        "--tasks",
-        metavar="NAME,NAME",
-        help="some of cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli (default: all in --glue-dir)",
+        "--keep", choices=("best", "all"), default="best", help="models of each config to keep (default: best)"
     )
     parser.add_argument(
         "--submission",
         type=local_path,
         metavar="DIR",
-        help="predict the official test sets with each task's best run, and write the files for gluebenchmark.com",
+        help="write gluebenchmark.com's files from the best run of each GLUE task",
     )
 
 

@@ -6,10 +6,10 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from finetune.experiments.grid import GridPoint
 from finetune.training.config import FinetuneConfig
-from pretrain.common.errors import MachineError, RunError
+from pretrain.common.errors import DivergedError, MachineError, RunError
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,8 @@ class Trial:
 
     label: str
     config: FinetuneConfig
-    steps: int
-    test_sets: bool = True  # whether to predict the test sets at the end, and score labeled ones
-
-    @property
-    def examples(self) -> int:
-        """Examples it sees over all epochs; the remaining time is estimated from these."""
-        return self.steps * self.config.training.examples_per_step
+    base: FinetuneConfig  # the user's config, of which this is one of several runs
+    point: GridPoint
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,11 @@ class Outcome:
     chosen_on: str = ""  # the set that selected the checkpoint; trials are compared only on it
     degenerate: str = ""  # why a finished run counts as failed, see `trials.degenerate`
     data: str = ""  # digest of the training data and of all scored data
-    test_sets_scored: bool = True  # whether `data` covers labeled test sets
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the same command does not repeat the run: it repeats one that failed, unless it diverged."""
+        return self.error is None or isinstance(self.error, DivergedError)
 
     @property
     def score(self) -> float | None:
@@ -62,11 +61,6 @@ class Spread:
             return None
         deviation = statistics.stdev(values) if len(values) > 1 else None
         return cls(len(values), statistics.fmean(values), deviation, min(values), max(values))
-
-    @property
-    def error(self) -> float | None:
-        """The standard error of the mean; None for a single run."""
-        return None if self.deviation is None else self.deviation / math.sqrt(self.runs)
 
 
 def spreads(outcomes: Iterable[Outcome | None]) -> dict[str, dict[str, Spread]]:
@@ -94,16 +88,3 @@ def failure(outcomes: Sequence[Outcome | None]) -> RunError | None:
     return kind(
         f"{number} failed; the reasons are above. The same command runs them again, except those that diverged."
     )
-
-
-def as_data(trial: Trial, outcome: Outcome | None) -> dict[str, Any]:
-    """A run's entry in summary.json."""
-    return {
-        "label": trial.label,
-        "folder": str(trial.config.folder),
-        "seed": trial.config.seed,
-        "scores": outcome.scores if outcome else {},
-        "degenerate": (outcome.degenerate if outcome else "") or None,
-        "error": " ".join(str(outcome.error).split()) if outcome and outcome.error else None,
-        "over": outcome is not None,
-    }

@@ -1,14 +1,18 @@
-"""What a command of several runs writes and prints: summary.json and tables."""
+"""What a command of several runs writes and prints: summary.json, a table of scores, and GLUE's table."""
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.experiments.candidates import Candidate, rank
-from finetune.experiments.outcomes import Outcome, Trial, as_data, spreads
+from finetune.experiments.candidates import Candidate
+from finetune.experiments.outcomes import Outcome, Spread, Trial, spreads
+from finetune.tasks.datasets import glue
+from finetune.training.saved import PREDICTIONS
 from pretrain.common.wording import counted, shown_scores
 
 if TYPE_CHECKING:
@@ -16,74 +20,77 @@ if TYPE_CHECKING:
 
 SUMMARY = "summary.json"
 
-_COLUMNS = 6  # scores in a table; summary.json has all
 _REMARK = 90  # characters of the reason why a run failed
 
 
-def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> dict[str, Any]:
-    """summary.json: counts, statistics of every score, and every run."""
+def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None], ranked: Sequence[Candidate]) -> dict[str, Any]:
+    """summary.json: counts, statistics of every score, the settings, best first, and every run."""
     return {
         "command": sys.argv[1:],
-        "metric": metric_of(outcomes),
-        **counts(outcomes),
+        "metric": next((outcome.metric for outcome in outcomes if outcome and outcome.metric), ""),
+        **_counts(outcomes),
         "scores": {
             part: {name: vars(spread) for name, spread in those.items()} for part, those in spreads(outcomes).items()
         },
-        "each": [as_data(trial, outcome) for trial, outcome in zip(trials, outcomes, strict=True)],
+        "settings": [
+            {**one.point.settings, "metric": spread.mean, "deviation": spread.deviation, "runs": spread.runs}
+            for one in ranked
+            if (spread := one.spread) is not None
+        ],
+        "each": [
+            {
+                "label": trial.label,
+                "folder": str(trial.config.folder),
+                "seed": trial.config.seed,
+                "scores": outcome.scores if outcome else {},
+                "degenerate": (outcome.degenerate if outcome else "") or None,
+                "error": " ".join(str(outcome.error).split()) if outcome and outcome.error else None,
+                "over": outcome is not None,
+            }
+            for trial, outcome in zip(trials, outcomes, strict=True)
+        ],
     }
 
 
-def counts(outcomes: Sequence[Outcome | None]) -> dict[str, int]:
+def _counts(outcomes: Sequence[Outcome | None]) -> dict[str, int]:
     """Numbers of runs: all, done with scores, failed, degenerate (of those done), still to run."""
+    over = [outcome for outcome in outcomes if outcome]
+    failed = sum(outcome.error is not None for outcome in over)
     return {
         "runs": len(outcomes),
-        "done": sum(outcome is not None and outcome.error is None for outcome in outcomes),
-        "failed": sum(outcome is not None and outcome.error is not None for outcome in outcomes),
-        "degenerate": sum(outcome is not None and bool(outcome.degenerate) for outcome in outcomes),
-        "to_run": sum(outcome is None for outcome in outcomes),
+        "done": len(over) - failed,
+        "failed": failed,
+        "degenerate": sum(bool(outcome.degenerate) for outcome in over),
+        "to_run": outcomes.count(None),
     }
 
 
 def count_line(outcomes: Sequence[Outcome | None]) -> str:
     """`5 runs, 4 done, 1 failed`, and the other counts if not 0."""
-    number = counts(outcomes)
+    number = _counts(outcomes)
     line = f"{counted(number['runs'], 'run')}, {number['done']} done, {number['failed']} failed"
     if number["degenerate"]:
         line += f", {number['degenerate']} no better than the most frequent class"
     return line + (f", {number['to_run']} to run" if number["to_run"] else "")
 
 
-def seeds_table(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> Table:
-    """A row for every run, then mean, standard deviation, minimum and maximum."""
-    columns = _columns(outcomes)
-    table = _table(["", *(_heading(part, name, outcomes) for part, name in columns), ""])
-    for trial, outcome in zip(trials, outcomes, strict=True):
-        cells = [_cell(outcome and outcome.scores.get(part, {}).get(name)) for part, name in columns]
-        table.add_row(trial.label, *cells, _remark(outcome))
-    statistics = spreads(outcomes)
-    if columns and any(outcome and outcome.scores for outcome in outcomes):
-        table.add_section()
-        those = [statistics.get(part, {}).get(name) for part, name in columns]
-        table.add_row("mean", *(_cell(one and one.mean) for one in those), "", style="bold")
-        table.add_row("std", *(_cell(one and one.deviation) for one in those), "")
-        table.add_row("min", *(_cell(one and one.least) for one in those), "")
-        table.add_row("max", *(_cell(one and one.most) for one in those), "")
-    return table
-
-
-def sweep_table(given: Sequence[Candidate], metric: str) -> Table:
-    """A row for every candidate, the best first."""
-    axes = list(given[0].point.settings)
-    several = any(len(candidate.runs) > 1 for candidate in given)
-    statistic = ["mean", "std", "min", "max"] if several else []
-    headings = [name.rpartition(".")[2] for name in axes]
-    table = _table([*headings, *([f"{metric} {one}" for one in statistic] or [metric]), ""])
-    for place, candidate in enumerate(rank(given)):
-        spread = candidate.spread
-        values = (spread.mean, spread.deviation, spread.least, spread.most) if spread else (None,) * 4
-        remark = "; ".join(dict.fromkeys(filter(None, map(_remark, candidate.runs.values()))))
-        cells = [_cell(value) for value in (values if several else values[:1])]
-        table.add_row(*candidate.point.settings.values(), *cells, remark, style="" if place or not spread else "bold")
+def score_table(ranked: Sequence[Sequence[Candidate]]) -> Table:
+    """The candidates of each config, best first, with the score that ranks them; of a single one, all scores."""
+    every = [candidate for those in ranked for candidate in those]
+    statistics = ["mean", "std", "min", "max"] if any(len(one.runs) > 1 for one in every) else ["value"]
+    names = ["config"] if len(ranked) > 1 else []
+    headings = [*names, *(axis.rpartition(".")[2] for axis in every[0].point.settings), "score"]
+    table = _table([*headings, *statistics, ""], left=len(headings))
+    for candidate in every:
+        is_best = any(len(those) > 1 and those[0] is candidate for those in ranked)
+        remarks = "; ".join(dict.fromkeys(filter(None, map(_remark, candidate.runs.values()))))
+        for heading, spread in _scores(candidate, all_of_them=len(every) == 1):
+            values = (spread.mean, spread.deviation, spread.least, spread.most) if spread else (None,) * 4
+            cells = ["–" if value is None else f"{value:.4f}" for value in values[: len(statistics)]]
+            config = [candidate.base.name] if names else []
+            row = [*config, *candidate.point.settings.values(), heading, *cells, remarks]
+            table.add_row(*row, style="bold" if spread and is_best else "")
+            remarks = ""
     return table
 
 
@@ -97,24 +104,55 @@ def show(table: Table) -> None:
     console.print(table)
 
 
-def metric_of(outcomes: Sequence[Outcome | None]) -> str:
-    """The score that chooses checkpoints; "" before any run has one."""
-    return next((outcome.metric for outcome in outcomes if outcome and outcome.metric), "")
+def glue_best(ranked: Sequence[Sequence[Candidate]]) -> dict[str, Candidate]:
+    """GLUE task -> its best settings; of two configs with the same task, those of the better one."""
+    scored = [(spread.mean, those[0]) for those in ranked if (spread := those[0].spread) is not None]
+    best: dict[str, Candidate] = {}
+    for _, leader in sorted(scored, key=lambda one: -one[0]):
+        if task := getattr(leader.base.task_settings, "glue", ""):
+            best.setdefault(task, leader)
+    return best
 
 
-def _columns(outcomes: Sequence[Outcome | None]) -> list[tuple[str, str]]:
-    """(set, score) of the columns: the choosing metric first, then other scores of the first set, then other sets."""
-    scores = next((outcome.scores for outcome in outcomes if outcome and outcome.scores), {})
-    metric = metric_of(outcomes)
-    every = [(part, name) for part, those in scores.items() for name in shown_scores(those, metric)]
-    first = next(iter(scores), "")
-    every.sort(key=lambda one: (one[1] != metric, one[0] != first))
-    return every[:_COLUMNS]
+def glue_table(best: Mapping[str, Candidate], name: str) -> str:
+    """The table of the BERT paper (Devlin et al., table 1) and a row with the means over each task's runs."""
+    found = {
+        task: {
+            part: {score: one.mean for score, one in those.items()}
+            for part, those in spreads(candidate.runs.values()).items()
+        }
+        for task, candidate in best.items()
+    }
+    return glue.format_table(found, name=name)
 
 
-def _heading(part: str, name: str, outcomes: Sequence[Outcome | None]) -> str:
-    several = any(outcome and len(outcome.scores) > 1 for outcome in outcomes)
-    return f"{part} {name}" if several else name
+def write_submission(best: Mapping[str, Path], folder: Path) -> None:
+    """Write the files for GLUE's site from the predictions of the test sets in each task's run folder."""
+    written = []
+    for task, run in best.items():
+        files = {part: run / PREDICTIONS / f"{part}.jsonl" for part in glue.TASKS[task].test}
+        rows = {
+            part: [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            for part, path in files.items()
+            if path.is_file()
+        }
+        written += [path.name for path in glue.write_submission(task, rows, folder)]
+    print(f"{folder}: {', '.join(written) or 'nothing, since there are no test sets'}")
+    if absent := [task.title for name, task in glue.TASKS.items() if name not in best]:
+        print(f"  GLUE's site needs all tasks; missing: {', '.join(absent)}")
+
+
+def _scores(candidate: Candidate, *, all_of_them: bool) -> Iterator[tuple[str, Spread | None]]:
+    """(set and score, statistics): of the score that ranks, or of every score."""
+    done = next((outcome for outcome in candidate.runs.values() if outcome and outcome.scores), Outcome())
+    if not all_of_them or not done.scores:
+        yield f"{done.chosen_on} {done.metric}".strip(), candidate.spread
+        return
+    statistics = spreads(candidate.runs.values())
+    for part, scores in done.scores.items():
+        names = shown_scores(scores, done.metric)
+        for name in sorted(names, key=lambda one: one != done.metric):
+            yield f"{part} {name}", statistics.get(part, {}).get(name)
 
 
 def _remark(outcome: Outcome | None) -> str:
@@ -125,16 +163,13 @@ def _remark(outcome: Outcome | None) -> str:
     return outcome.degenerate
 
 
-def _table(headings: Sequence[str]) -> Table:
+def _table(headings: Sequence[str], left: int) -> Table:
+    """An empty table, whose first columns are aligned to the left."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in headings:
-        is_number = heading not in ("", headings[0])
-        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
+    for number, heading in enumerate(headings):
+        is_text = number < left or not heading
+        table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
     return table
-
-
-def _cell(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"

@@ -1,4 +1,4 @@
-"""Several seeds of one fine-tuning, and grids of settings."""
+"""Several fine-tunings: configs, grids of settings and seeds."""
 
 import shutil
 from collections.abc import Sequence
@@ -8,8 +8,17 @@ from pathlib import Path
 from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
 from finetune.experiments.grid import Grid, GridPoint, check_effect, expand
 from finetune.experiments.outcomes import Outcome, Trial
-from finetune.experiments.results import SUMMARY, count_line, metric_of, seeds_table, show, summary, sweep_table
-from finetune.experiments.trials import TrialRuns, raise_failure, run_all, trial_config
+from finetune.experiments.results import (
+    SUMMARY,
+    count_line,
+    glue_best,
+    glue_table,
+    score_table,
+    show,
+    summary,
+    write_submission,
+)
+from finetune.experiments.trials import raise_failure, run_all, trial_config
 from finetune.training import runs
 from finetune.training.config import FinetuneConfig, load_config
 from finetune.training.saved import MODEL
@@ -21,87 +30,54 @@ from pretrain.common.wording import counted
 BEST = "best.yaml"
 
 
-def run_seeds(
-    config: FinetuneConfig, seeds: int, *, parallel: int = 0, dry_run: bool = False, show_config: bool = False
-) -> None:
-    """Fine-tune with seeds config.seed, config.seed + 1, ...; print a table and write summary.json.
-
-    Raises what `trials.run_all` raises, `StoppedError` on a signal, and at the end an error if runs failed.
-    """
-    plan = runs.plan(config, alone=True)
-    trials = [
-        Trial(
-            f"seed {seed}",
-            trial_config(config, f"seed-{seed}", folder=config.folder / f"seed-{seed}", seed=seed),
-            plan.steps,
-        )
-        for seed in range(config.seed, config.seed + seeds)
-    ]
-    if dry_run:
-        print(runs.describe(config, plan, show_config=show_config))
-        print(f"\n{counted(len(trials), 'run')}: " + ", ".join(str(trial.config.folder) for trial in trials))
-        return
-    print(runs.describe_start(config, plan))
-    ran = run_all(config, trials, parallel=parallel)
-    write_json(config.folder / SUMMARY, summary(trials, ran.outcomes))
-    show(seeds_table(trials, ran.outcomes))
-    print(f"{config.folder / SUMMARY}: {count_line(ran.outcomes)}")
-    raise_failure(ran)
-
-
 def run_sweep(
-    path: Path,
+    paths: Sequence[Path],
     overrides: Sequence[str],
     grid: Grid,
     *,
     seeds: int = 1,
     parallel: int = 0,
     keep: str = "best",
+    submission: Path | None = None,
     dry_run: bool = False,
     show_config: bool = False,
 ) -> None:
-    """Fine-tune with every combination of `grid`; print the table, best first, and write summary.json and best.yaml.
+    """Fine-tune with each config, every combination of `grid`, and seeds seed, seed + 1, ...; print tables.
+
+    Writes summary.json into each config's folder, and best.yaml if the grid has several points.
 
     Args:
-        keep: "best" keeps the model of the best run only, "all" those of all runs.
+        keep: "best" keeps the model of each config's best run only, "all" those of all runs.
+        submission: folder for gluebenchmark.com's files, from each GLUE task's best run.
 
-    Raises as `run_seeds` does, and `InputError` without a held-out set, which chooses the best settings.
+    Raises what `trials.run_all` raises, `StoppedError` on a signal, at the end an error if runs failed, and
+    `InputError` if settings are to be compared without a held-out set.
     """
-    config = load_config(path, overrides, imports=True)
-    pairs = sweep_trials(config, path, overrides, expand(grid), seeds)
-    points, members = [point for point, _ in pairs], [trial for _, trial in pairs]
-    plans = _plans(members)
-    plan = plans[0]
-    if not plan.held_out:
-        raise InputError(f"{path}: no dev set, so the settings cannot be compared. Give one.")
-    members = [replace(trial, steps=its.steps_of(trial.config)) for trial, its in zip(members, plans, strict=True)]
+    members = _read(paths, overrides, expand(grid), seeds)
+    configs = list({trial.base.folder: trial.base for trial in members}.values())
+    for config in configs:
+        plan = _plan([trial for trial in members if trial.base is config])
+        describe = runs.describe_start(config, plan)
+        print(runs.describe(config, plan, show_config=show_config) if dry_run else describe)
     if dry_run:
-        print(runs.describe(config, plan, show_config=show_config))
         print(f"\n{counted(len(members), 'run')}:\n" + "\n".join(f"  {trial.config.folder}" for trial in members))
         return
-    print(runs.describe_start(config, plan))
 
     def remove_models(outcomes: list[Outcome | None]) -> None:
-        if keep == "best":
-            for number in to_drop(candidates(points, outcomes)):
+        for those in candidates(members, outcomes) if keep == "best" else ():
+            for number in to_drop(those):
                 shutil.rmtree(members[number].config.folder / MODEL, ignore_errors=True)
 
-    ran = run_all(config, members, parallel=parallel, ended=remove_models)
-    remove_models(ran.outcomes)
-    ranking = rank(candidates(points, ran.outcomes))
-    _write_summary(config, members, ran, ranking)
-    show(sweep_table(ranking, metric_of(ran.outcomes)))
-    print(f"{config.folder / SUMMARY}: {count_line(ran.outcomes)}")
-    if ranking[0].scores:
-        best = load_config(path, [*overrides, *ranking[0].point.overrides])
-        _write_best(config, best, ranking[0], members)
-    raise_failure(ran)
+    outcomes = run_all(configs, members, parallel=parallel, ended=remove_models)
+    remove_models(outcomes)
+    _report(members, outcomes, submission)
+    raise_failure(configs[0].folder, outcomes)
 
 
 def sweep_trials(
     config: FinetuneConfig, path: Path, overrides: Sequence[str], points: Sequence[GridPoint], seeds: int
-) -> list[tuple[GridPoint, Trial]]:
-    """The trials of all points, the seeds of a point next to each other. Their steps are not known yet."""
+) -> list[Trial]:
+    """The trials of all points, the seeds of a point next to each other."""
     trials, folders = [], set()
     for point in points:
         chosen = load_config(path, [*overrides, *point.overrides])
@@ -110,55 +86,70 @@ def sweep_trials(
             raise InputError(f"--grid-set: two points would share the folder {point.folder}. Remove one of them.")
         folders.add(point.folder)
         for seed in range(config.seed, config.seed + seeds):
-            several = f"seed-{seed}" if seeds > 1 else ""
-            label = f"{point.label}, seed {seed}" if several else point.label
-            one = trial_config(
-                chosen,
-                "-".join(filter(None, [point.name, several])),
-                folder=config.folder / point.folder / f"seed-{seed}",
-                seed=seed,
-            )
-            trials.append((point, Trial(label, one, 0)))
+            several = seeds > 1 or not point.settings
+            name = "-".join(filter(None, [point.name, f"seed-{seed}" if several else ""]))
+            label = ", ".join(filter(None, [point.label, f"seed {seed}" if several else ""]))
+            folder = config.folder / point.folder / f"seed-{seed}"
+            trials.append(Trial(label, trial_config(chosen, name, folder=folder, seed=seed), config, point))
     return trials
 
 
-def _plans(members: Sequence[Trial]) -> list[runs.FinetunePlan]:
-    """The plan of each trial. Those that train on the same windows share one, since reading the data takes long.
+def _read(paths: Sequence[Path], overrides: Sequence[str], points: Sequence[GridPoint], seeds: int) -> list[Trial]:
+    """The trials of all configs."""
+    members: list[Trial] = []
+    for path in paths:
+        config = load_config(path, overrides, imports=True)
+        if any(trial.base.folder == config.folder for trial in members):
+            raise InputError(f"{path}: another of the configs has the run folder {config.folder}, too. Rename one.")
+        trials = sweep_trials(config, path, overrides, points, seeds)
+        prefix = f"{config.name}, " if len(paths) > 1 else ""
+        members += [replace(trial, label=prefix + trial.label) for trial in trials]
+    return members
 
-    Raises what `runs.plan` raises.
+
+def _plan(trials: Sequence[Trial]) -> runs.FinetunePlan:
+    """The plan of a config's first trial, after all are checked. Data are read once for those with the same windows.
+
+    Raises what `runs.plan` raises, and `InputError` without a held-out set, which chooses the best settings.
     """
     made: dict[tuple[str, int], runs.FinetunePlan] = {}
-    plans = []
-    for trial in members:
-        config = trial.config
+    for config in (trial.config for trial in trials):
         windows = config.model_dump_json(include={config.task_name, "max_length", "start_from"})
         key = windows, config.engine.micro_batch_tokens
         if key not in made:
             made[key] = runs.plan(config, alone=True)
         runs.check_fit(config, made[key].model)
-        plans.append(made[key])
-    return plans
+        if not made[key].held_out and trials[0].point.settings:
+            raise InputError(f"{trials[0].base.name}: no dev set, so the settings cannot be compared. Give one.")
+    return next(iter(made.values()))
 
 
-def _write_summary(
-    config: FinetuneConfig, members: Sequence[Trial], ran: TrialRuns, ranking: Sequence[Candidate]
-) -> None:
-    data = summary(members, ran.outcomes)
-    data["settings"] = [
-        {**one.point.settings, "metric": spread.mean, "deviation": spread.deviation, "runs": spread.runs}
-        for one in ranking
-        if (spread := one.spread) is not None
-    ]
-    write_json(config.folder / SUMMARY, data)
+def _report(members: Sequence[Trial], outcomes: Sequence[Outcome | None], submission: Path | None) -> None:
+    """Write summary.json and best.yaml, and print the tables."""
+    ranked = [rank(those) for those in candidates(members, outcomes)]
+    show(score_table(ranked))
+    for those in ranked:
+        config, best = those[0].base, those[0]
+        numbers = sorted(number for candidate in those for number in candidate.runs)
+        found = [outcomes[number] for number in numbers]
+        write_json(config.folder / SUMMARY, summary([members[number] for number in numbers], found, those))
+        print(f"{config.folder / SUMMARY}: {count_line(found)}")
+        if best.point.settings and best.best_run is not None:
+            _write_best(best, members[best.best_run].config)
+    leaders = glue_best(ranked)
+    if leaders and len(ranked) > 1:
+        print(f"\n{glue_table(leaders, Path(members[0].config.start_from).name)}")
+    if submission is not None and None not in outcomes:
+        best_runs = {task: one.best_run for task, one in leaders.items() if one.best_run is not None}
+        write_submission({task: members[number].config.folder for task, number in best_runs.items()}, submission)
 
 
-def _write_best(config: FinetuneConfig, best: FinetuneConfig, candidate: Candidate, members: Sequence[Trial]) -> None:
-    """Write best.yaml, the config of a run of its own, and print where the best run's model is."""
-    best = best.model_copy(update={"name": f"{config.name[:58]}-best", "run_dir": ""})
+def _write_best(candidate: Candidate, run: FinetuneConfig) -> None:
+    """Write best.yaml, a config of the best settings, and print where the model of their best run is."""
+    config = candidate.base
+    common = {"name": f"{config.name[:58]}-best", "run_dir": "", "seed": config.seed, "tracking": config.tracking}
     with atomic_open(config.folder / BEST, "w") as file:
-        file.write(dump(best))
+        file.write(dump(run.model_copy(update=common)))
     print(f"best: {candidate.point.label}; written to {config.folder / BEST}")
-    assert candidate.best_run is not None
-    run = members[candidate.best_run].config
     if (run.folder / MODEL).is_dir():
         print(f"{run.folder / MODEL}: the best of its runs. {runs.next_command(run)}")

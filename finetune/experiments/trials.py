@@ -1,41 +1,33 @@
 """Several fine-tunings of one command: which are finished, which are still to run, and their outcomes.
 
-Each has a run folder below the command's. The folders decide: a finished run is not repeated, nor is one that diverged,
+Each has a run folder below its config's. The folders decide: a finished run is not repeated, nor is one that diverged,
 since it would diverge again; any other continues from its checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cluster.workers.request import TrialRequest
+from cluster.workers.trials import run_trials
 from finetune.experiments.outcomes import Outcome, Trial, failure
-from finetune.experiments.trials_view import TrialLine, TrialsView
 from finetune.training import runs
 from finetune.training.config import FinetuneConfig, changed_for_resume
 from finetune.training.saved import MODEL
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.common.run_files import FAILED, SCORES
-from pretrain.common.worker import TrainingRequest
+from pretrain.common.wording import counted
+from pretrain.common.worker import STOP_FILE, TrainingRequest
 from pretrain.config import Precision, with_precision
 from pretrain.model.precision import choose_here
 from pretrain.run import preflight
-
-if TYPE_CHECKING:
-    from cluster.workers.trials.request import TrialEvent, TrialRequest
-
-
-@dataclass(frozen=True)
-class TrialRuns:
-    """The outcomes of all trials in order; None for those that are still to run because of `stopped`."""
-
-    outcomes: list[Outcome | None]
-    stopped: RunError | None = None
 
 
 def trial_config(config: FinetuneConfig, label: str, *, folder: Path, seed: int) -> FinetuneConfig:
@@ -65,57 +57,66 @@ def _labeled(text: str, label: str, most: int) -> str:
 
 
 def run_all(
-    config: FinetuneConfig,
+    configs: Sequence[FinetuneConfig],
     trials: Sequence[Trial],
     *,
     parallel: int = 0,
-    begin: Callable[[], None] = lambda: None,
     ended: Callable[[list[Outcome | None]], None] = lambda outcomes: None,
-) -> TrialRuns:
-    """Run the trials that are not finished, with progress on the terminal; `config.folder` is their common folder.
+) -> list[Outcome | None]:
+    """Run the trials that are not finished; a line is printed when one ends. The outcomes are None after a stop.
 
-    `begin` is called before the run folders are read, when no other process uses them. `ended` is called with all
-    outcomes whenever a trial finishes. `config.scheduling` sets retries, CPUs and the
-    cluster. `parallel` is as in `cluster.workers.trials.launch.run_trials`.
+    The trials are of all `configs`. The first config's folder has Ray's log and the stop file. `ended` is called with
+    all outcomes whenever a trial ends. `parallel` is as in `cluster.workers.trials.run_trials`.
 
     Raises:
         InputError: a run folder holds a run with other settings or data, or another process uses the folders.
         MachineError: Ray cannot start, or has too little capacity.
     """
-    check_alone(config)
-    if config.address:
-        raise InputError(f"run_dir: {config.address}: several runs have to be in a local folder. Give a local run_dir.")
-    with preflight.only_run(config.folder):
-        begin()
-        trials = with_one_precision(config, trials)
+    for config in configs:
+        _check_config(config, configs[0])
+    with contextlib.ExitStack() as locks:
+        for config in configs:
+            locks.enter_context(preflight.only_run(config.folder))
+        trials = with_one_precision(configs[0], trials)
         outcomes = [read_outcome(trial) for trial in trials]
         check_data(trials, outcomes)
         pending = [number for number, outcome in enumerate(outcomes) if outcome is None]
-        for number, trial in enumerate(trials):
-            if number in pending:
-                before = preflight.recorded_config(trial.config)
-                preflight.check_run_folder(trial.config, before, changed_for_resume, resume=True)
-                if checkpoint_names(trial.config.folder):
-                    runs.check_same(trial.config, over=False)  # it continues without --resume
-                preflight.record_run(trial.config, [sys.executable, *sys.orig_argv[1:]])
-        if not pending:
-            return TrialRuns(outcomes)
-        return _run(config, trials, outcomes, pending, parallel, ended)
+        for number in pending:
+            _prepare(trials[number].config)
+        if pending:
+            _run(configs[0], trials, outcomes, pending, parallel, ended)
+    return outcomes
 
 
-def raise_failure(ran: TrialRuns) -> None:
-    """Raise the error of a command of several runs, if there is one."""
-    error: RunError | None = ran.stopped or failure(ran.outcomes)
-    if error is not None:
+def raise_failure(folder: Path, outcomes: Sequence[Outcome | None]) -> None:
+    """Raise the error of a command whose runs, in or below `folder`, were stopped or failed, if there is one."""
+    if unfinished := outcomes.count(None):
+        raise StoppedError(f"{folder}: stopped with {counted(unfinished, 'run')} unfinished.").again()
+    if error := failure(outcomes):
         raise error
 
 
-def check_alone(config: FinetuneConfig) -> None:
-    """Raise `InputError` if a run of several would use more than one worker."""
+def _prepare(config: FinetuneConfig) -> None:
+    """Check the folder of a run that starts or continues, and record its config and environment there."""
+    preflight.check_run_folder(config, preflight.recorded_config(config), changed_for_resume, resume=True)
+    if checkpoint_names(config.folder):
+        runs.check_same(config, over=False)  # it continues without --resume
+    preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _check_config(config: FinetuneConfig, first: FinetuneConfig) -> None:
+    """Raise `InputError` if the runs of a config cannot be among several, or not with those of the first."""
     if config.scheduling.workers > 1:
         raise InputError(
             f"scheduling.workers: {config.scheduling.workers}, but each of several runs is one process. "
             "Leave --workers out; --parallel sets how many run at once."
+        )
+    if config.address:
+        raise InputError(f"run_dir: {config.address}: several runs have to be in a local folder. Give a local run_dir.")
+    if config.scheduling != first.scheduling:
+        raise InputError(
+            f"scheduling: differs between {first.name} and {config.name}, which one command runs. Set what differs "
+            "with --set."
         )
 
 
@@ -151,34 +152,29 @@ def read_outcome(trial: Trial) -> Outcome | None:
     Raises `InputError` if the run in the folder has other settings.
     """
     folder = trial.config.folder
-    if (folder / FAILED).is_file():
-        runs.check_same(trial.config, over=True)
-        return Outcome(error=DivergedError(_read(folder / FAILED)["message"]))
     # The model may have been removed to save disk space. Checkpoints are removed last, after all else is written.
     finished = (folder / MODEL / MANIFEST).is_file() or (
         (folder / SCORES).is_file() and not (folder / "checkpoints").exists()
     )
-    if not finished:
+    if (folder / FAILED).is_file():
+        outcome = Outcome(error=DivergedError(*_read(folder / FAILED, "message")))
+    elif finished:
+        names = ("metric", "scores", "chosen_on", "details", "data")
+        metric, scores, chosen_on, details, data = _read(folder / SCORES, *names)
+        outcome = Outcome(metric, scores, chosen_on=chosen_on, degenerate=degenerate(details), data=data)
+    else:
         return None
     runs.check_same(trial.config, over=True)
-    saved = _read(folder / SCORES)
-    return Outcome(
-        saved["metric"],
-        saved["scores"],
-        chosen_on=saved.get("chosen_on", next(iter(saved["scores"]), "")),  # older runs scored only dev sets
-        test_sets_scored=trial.test_sets and "chosen_on" in saved,
-        degenerate=degenerate(saved),
-        data=saved.get("data", ""),
-    )
+    return outcome
 
 
-def degenerate(saved: dict[str, Any]) -> str:
-    """Why a run counts as failed by Mosbach et al. 2021, section 3, from its scores.json; empty if it does not.
+def degenerate(details: dict[str, Any]) -> str:
+    """Why a run counts as failed by Mosbach et al. 2021, section 3, from details of its sets; empty if it does not.
 
     So does a single-label classifier whose accuracy on the first held-out set is not above the share of the most
     frequent class.
     """
-    confusion = next(iter(saved["details"].values()), {}).get("confusion")
+    confusion = next(iter(details.values()), {}).get("confusion")
     if not confusion:
         return ""
     counts: list[list[int]] = confusion["counts"]  # [true][predicted]
@@ -190,32 +186,12 @@ def degenerate(saved: dict[str, Any]) -> str:
     return f"no better than always {confusion['labels'][most]} ({share:.4f})"
 
 
-class _Follower:
-    """Follows the running trials: updates outcomes and the terminal from the launcher's events."""
-
-    def __init__(
-        self,
-        trials: Sequence[Trial],
-        outcomes: list[Outcome | None],
-        pending: list[int],
-        view: TrialsView,
-        ended: Callable[[list[Outcome | None]], None],
-    ) -> None:
-        self._trials, self._outcomes, self._pending = trials, outcomes, pending
-        self._view, self._ended = view, ended
-
-    def poll(self, events: list[TrialEvent]) -> None:
-        for event in events:
-            number = self._pending[event.trial]
-            if event.kind != "ended":
-                self._view.started(number, again=event.kind == "restarted")
-            elif isinstance(event.error, StoppedError):
-                self._view.stopped(number)
-            else:
-                outcome = self._outcomes[number] = _end(self._trials[number], event.error)
-                self._view.ended(number, outcome)
-                self._ended(self._outcomes)
-        self._view.draw()
+def outcome_line(label: str, outcome: Outcome) -> str:
+    """The score of a run, or the reason why it failed."""
+    if outcome.error is not None:
+        return f"{label}  failed: {' '.join(str(outcome.error).split())}"
+    score = "" if outcome.score is None else f"{outcome.chosen_on} {outcome.metric} {outcome.score:.4f}"
+    return "  ".join(filter(None, [label, score or "done", outcome.degenerate]))
 
 
 def _run(
@@ -225,61 +201,62 @@ def _run(
     pending: list[int],
     parallel: int,
     ended: Callable[[list[Outcome | None]], None],
-) -> TrialRuns:
-    from cluster.workers.trials.launch import run_trials
-    from pretrain.common.worker import STOP_FILE
+) -> None:
+    """Run the pending trials, and fill in their outcomes. After a stop some are left out."""
+    stop_file = config.folder / STOP_FILE
+    stopping = False
 
-    lines = [TrialLine(trial.label, trial.config.folder, trial.examples, trial.steps) for trial in trials]
-    view = TrialsView(lines, pending, config.folder / STOP_FILE)
-    if len(pending) < len(trials):
-        print(f"  {len(trials) - len(pending)} of {len(trials)} finished earlier")
-    stopped = None
-    with view:
-        try:
-            run_trials(
-                "finetune.training.train:main",
-                [_request(trials[number]) for number in pending],
-                name=config.name,
-                run_dir=config.folder,
-                poll=_Follower(trials, outcomes, pending, view, ended).poll,
-                parallel=parallel,
-                cpus_per_trial=config.scheduling.cpus_per_worker,
-                address=config.scheduling.address,
-                max_failures=config.scheduling.max_failures,
-            )
-        except StoppedError as error:
-            stopped = error.again()
-    return TrialRuns(outcomes, stopped)
+    def poll(found: dict[int, RunError | None]) -> None:
+        nonlocal stopping
+        for number, error in ((pending[index], error) for index, error in found.items()):
+            if not isinstance(error, StoppedError):
+                outcome = outcomes[number] = _end(trials[number], error)
+                count = f"{len(outcomes) - outcomes.count(None)} of {len(outcomes)}"
+                print(f"  {count}  {outcome_line(trials[number].label, outcome)}", flush=True)
+                ended(outcomes)
+        if not stopping and stop_file.exists():
+            stopping = True
+            print("  stopping: running trials save a checkpoint; Ctrl-C again ends them at once", flush=True)
+
+    log = trials[pending[0]].config.folder / "logs/training-0.log"
+    print(f"  {len(pending)} of {len(trials)} to run, each with its log, such as {log}", flush=True)
+    with contextlib.suppress(StoppedError):
+        run_trials(
+            "finetune.training.train:main",
+            [_request(trials[number].config) for number in pending],
+            name=config.name,
+            run_dir=config.folder,
+            poll=poll,
+            parallel=parallel,
+            cpus_per_trial=config.scheduling.cpus_per_worker,
+            address=config.scheduling.address,
+            max_failures=config.scheduling.max_failures,
+        )
+        poll({index: None for index, number in enumerate(pending) if outcomes[number] is None})  # lost by Ray
 
 
-def _request(trial: Trial) -> TrialRequest:
-    from cluster.workers.trials.request import TrialRequest
-
-    training = TrainingRequest(trial.config.model_dump(mode="json"), resume=True, test_sets=trial.test_sets)
-    return TrialRequest(trial.config.folder, training)
+def _request(config: FinetuneConfig) -> TrialRequest:
+    return TrialRequest(config.folder, TrainingRequest(config.model_dump(mode="json"), resume=True))
 
 
 def _end(trial: Trial, error: RunError | None) -> Outcome:
     if isinstance(error, DivergedError):
         write_json(trial.config.folder / FAILED, {"message": str(error)})
-    if error is not None:
-        return Outcome(error=error)
-    return read_outcome(trial) or Outcome(
-        error=MachineError(f"{trial.config.folder}: has no model. Run the same command again.")
-    )
+    if error is None and (outcome := read_outcome(trial)):
+        return outcome
+    return Outcome(error=error or MachineError(f"{trial.config.folder}: has no model. Run the same command again."))
 
 
 def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> None:
     """Refuse to compare runs with others whose data files have changed since."""
-    now: dict[tuple[str, bool], str] = {}
+    now: dict[str, str] = {}
     for trial, outcome in zip(trials, outcomes, strict=True):
         if outcome is None or not outcome.data:
             continue
         config = trial.config
-        with_tests = outcome.test_sets_scored
-        key = config.model_dump_json(include={config.task_name, "max_length", "start_from"}), with_tests
+        key = config.model_dump_json(include={config.task_name, "max_length", "start_from"})
         if key not in now:
-            now[key] = runs.digest(config, test_sets=with_tests)
+            now[key] = runs.digest(config)
         if now[key] != outcome.data:
             raise InputError(
                 f"{config.folder}: was trained or scored on other data than the files of {config.task_name} hold now. "
@@ -287,10 +264,12 @@ def check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> N
             )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, *names: str) -> list[Any]:
+    """The values of a JSON object by these names."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return [saved[name] for name in names]
+    except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path}: damaged ({error}). Remove {path.parent}; the same command then repeats the run."
         ) from None

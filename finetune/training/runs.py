@@ -47,10 +47,6 @@ class FinetunePlan:
     parameters: int
     model: ModelConfig  # the checkpoint's shape
 
-    def steps_of(self, config: FinetuneConfig) -> int:
-        """Steps of a run of the same data and checkpoint with these settings."""
-        return config.filled(self.model.hidden, self.units).total_steps(self.units)
-
 
 # ---------------------------------------------------------------- checked before the start
 
@@ -97,13 +93,12 @@ def check_same(config: FinetuneConfig, *, over: bool) -> None:
         )
 
 
-def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> FinetunePlan:
+def plan(config: FinetuneConfig, alone: bool) -> FinetunePlan:
     """Read the data files and the checkpoint; reports the user's mistakes in seconds, before training starts.
 
     Args:
         config: the run.
         alone: this process trains, so no workers need to fit on the machine.
-        test_sets: the run predicts the test sets at its end, so they are read too.
 
     Raises:
         InputError: a file, the checkpoint or a setting is missing or wrong.
@@ -115,8 +110,7 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Fine
     task = config.make_task()
     examples = task.read_train()
     held_out = task.read_held_out()
-    if test_sets:
-        task.read_test()
+    task.read_test()
     released, encoder = _read_start(config)
     check_fit(config, released.model)
     task.check(encoder)
@@ -169,14 +163,13 @@ def check_fit(config: FinetuneConfig, model: ModelConfig) -> None:
         )
 
 
-def digest(config: FinetuneConfig, *, test_sets: bool = True) -> str:
-    """`data_digest` of the data files as they are now; with `test_sets`, labeled test sets are included."""
+def digest(config: FinetuneConfig) -> str:
+    """`data_digest` of the data files as they are now, labeled test sets included."""
     _, encoder = _read_start(config)
     task = config.make_task()
     training = task.windows(task.read_train(), encoder, training=True)
     scored = task.read_held_out()
-    tests = task.read_test() if test_sets else {}
-    scored |= {name: members for name, members in tests.items() if task.is_labeled(members)}
+    scored |= {name: members for name, members in task.read_test().items() if task.is_labeled(members)}
     windows = {name: task.windows(members, encoder, training=False) for name, members in scored.items()}
     return data_digest(task.labels, training, windows)
 

@@ -85,9 +85,7 @@ def main(request: TrainingRequest, worker: Worker) -> None:
             card={"examples": len(examples), "labels": list(task.labels)},
             identity={"data": job.digest, "held_out": held_out},
             check=lambda state, checkpoint: _check_state(state, checkpoint, config, job),
-            finish=lambda tracker: _finish(
-                config, job, released, engine, tracker.log_artifact, test_sets=request.test_sets
-            ),
+            finish=lambda tracker: _finish(config, job, released, engine, tracker.log_artifact),
         )
         run(training, engine, worker, request)
         engine.close()
@@ -344,8 +342,6 @@ def _finish(
     released: Released,
     engine: Engine,
     log_artifact: Callable[[Path], None],
-    *,
-    test_sets: bool,
 ) -> None:
     """Score and predict with the best checkpoint, save it as a model, and delete the checkpoints.
 
@@ -369,7 +365,7 @@ def _finish(
     predictions: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {}
     for number, (split, examples) in enumerate(job.held_out.items()):
         predictions[split] = examples, job.predictions_of(model, examples, tune=number == 0)
-    tests = job.task.read_test() if test_sets else {}
+    tests = job.task.read_test()
     for split, examples in tests.items():
         predictions[split] = examples, job.predictions_of(model, examples, tune=False)
     engine.workers.barrier()  # every rank has read the checkpoint

@@ -28,7 +28,7 @@ EXIT_CODES = (
 
 # The commands that read what a run recorded, which imports no module of the user's own by itself.
 _READ_RUNS = ("prepare", "pretrain", "adapt", "export", "report", "dashboard", "attention")
-_READ_RUNS += ("finetune", "sweep", "glue", "evaluate", "predict", "evaluate-pretrained")
+_READ_RUNS += ("finetune", "sweep", "evaluate", "predict", "evaluate-pretrained")
 
 
 def program() -> str:
@@ -108,9 +108,9 @@ def _output_is_cut() -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes options before an optional positional, as in `evaluate RUN --precision fp32 FILE`; an error is one line.
+    """Takes options between positionals, as in `evaluate RUN --precision fp32 FILE`; an error is one line.
 
-    argparse gives such a positional its default as soon as the one before it is read.
+    argparse ends a list at an option, and gives an optional positional its default once the one before it is read.
     """
 
     _is_inside = False
@@ -120,7 +120,8 @@ class Parser(argparse.ArgumentParser):
             return super().parse_known_args(args, namespace)
         self._is_inside = True  # parse_known_intermixed_args calls this method again
         try:
-            optional = any(action.nargs == "?" for action in self._get_positional_actions())
+            kinds = ("?",) if "--" in (args or ()) else ("?", "+")  # all after -- is the list
+            optional = any(action.nargs in kinds for action in self._get_positional_actions())
             parse = self.parse_known_intermixed_args if optional else super().parse_known_args
             found, unknown = parse(args, namespace)
         finally:
@@ -189,10 +190,10 @@ def add_config(
     parser: argparse.ArgumentParser,
     start: str,
     purpose: str = "YAML file of the run, or a name of `configs`",
-    optional: bool = False,
+    several: bool = False,
 ) -> None:
-    """Add CONFIG, --from, described by `start`, and --set."""
-    parser.add_argument("config", type=config_argument, metavar="CONFIG", nargs="?" if optional else None, help=purpose)
+    """Add CONFIG, or several, --from, described by `start`, and --set."""
+    parser.add_argument("config", type=config_argument, metavar="CONFIG", nargs="+" if several else None, help=purpose)
     add_start(parser, f"{start}, in place of the config's", type=run_argument)
     add_set(parser)
 

@@ -141,14 +141,12 @@ class TrainingRequest:
         config: the run's settings, as `model_dump(mode="json")`.
         resume: go on from the newest checkpoint, if there is one.
         events: what happened before this start; the run records it first.
-        test_sets: whether a fine-tuning predicts its test sets at the end.
         callbacks: functions and objects that are told what the run does; text where they travel.
     """
 
     config: dict[str, Any]
     resume: bool
     events: tuple[dict[str, Any], ...] = ()
-    test_sets: bool = True
     callbacks: tuple[Any, ...] = ()
 
 

@@ -94,7 +94,7 @@ class SchedulingConfig(Section):
         default=1800.0,
         ge=0,
         description="Seconds to wait for nodes of a cluster (address) at the start and after a loss. The autoscaler "
-        "is requested to start the missing nodes. Not used by sweep, glue and --seeds, which use the "
+        "is requested to start the missing nodes. Not used by sweep and --seeds, which use the "
         "available nodes.",
     )
     max_failures: int = Field(

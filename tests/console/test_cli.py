@@ -388,7 +388,7 @@ def test_the_driver_loads_no_torch_before_workers_start(config_file: Path):
         ["prepare", "s3://bucket/run.yaml"],
         ["predict", "runs/a", "--text", "x", "--out", "s3://bucket/lines.jsonl"],
         ["evaluate", "runs/a", "--out", "s3://bucket/scores"],
-        ["glue", "--submission", "s3://bucket/out"],
+        ["sweep", "a.yaml", "--submission", "s3://bucket/out"],
         ["demo", "--run-dir", "s3://bucket/run"],
     ],
 )

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.workers.request import DriverRequest, Launch, LaunchRequest
-from cluster.workers.trials.request import TrialRequest, TrialsRequest
+from cluster.workers.request import DriverRequest, Launch, LaunchRequest, TrialRequest, TrialsRequest
 from pretrain.common.worker import TrainingRequest
 
 FOLDERS = Path("/runs/x"), Path("/home/me"), Path("/tmp/ray"), Path("/tmp/ray/outcome.json")

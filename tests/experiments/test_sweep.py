@@ -1,4 +1,4 @@
-"""Several runs of one command: seeds, grids, GLUE; their tables, what is kept, what is not run again."""
+"""Several runs of one command: seeds, grids, configs; their tables, what is kept, what is not run again."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ import pytest
 import yaml
 from rich.console import Console
 
-from cluster.workers.trials.driver import trials_that_fit
-from cluster.workers.trials.request import TrialEvent
-from finetune.experiments import glue_runs, results, sweep, trials, trials_view
-from finetune.experiments.candidates import candidates, rank, to_drop
+from cluster.workers.trials import trials_that_fit
+from finetune.cli import build_parsers
+from finetune.experiments import results, sweep, trials
+from finetune.experiments.candidates import Candidate, candidates, rank, to_drop
 from finetune.experiments.grid import GridPoint, expand, parse_grid
 from finetune.experiments.outcomes import Outcome, Spread, Trial, failure, spreads
-from finetune.experiments.trials import TrialRuns, degenerate
+from finetune.experiments.trials import degenerate
 from finetune.tasks.classification import ClassificationSettings
-from finetune.tasks.datasets import glue
 from finetune.training import runs
 from finetune.training.config import GRIDS, FinetuneConfig
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
@@ -98,6 +97,7 @@ def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(work: Path, monk
     assert first.returncode == InputError.exit_code, first.stderr + first.stdout
     assert "1 of 3 runs failed" in first.stderr
     assert "seed 2  failed: runs/tiny/seed-2/metrics.jsonl:1: not a JSON object." in first.stdout
+    assert "3 of 3  seed" in first.stdout
     summary = json.loads((work / "runs/tiny/summary.json").read_text())
     found = [scores(work / f"runs/tiny/seed-{seed}") for seed in (0, 1)]
     made = [(work / f"runs/tiny/seed-{seed}/predictions/dev.jsonl").read_text() for seed in (0, 1)]
@@ -117,24 +117,28 @@ def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(work: Path, monk
     # Again, the two that are done: neither Ray nor training.
     before = times(work / "runs/tiny")
     monkeypatch.chdir(work)
-    sweep.run_seeds(sweep.load_config("tiny.yaml"), 2)
+    run_seeds()
     out = capsys.readouterr().out
     assert "2 runs, 2 done, 0 failed" in out
     mean = statistics.mean(one["accuracy"] for one in found)
-    assert f"{mean:.4f}" in next(line for line in out.splitlines() if line.split()[:1] == ["mean"])
+    assert f"{mean:.4f}" in next(line for line in out.splitlines() if line.split()[:2] == ["dev", "accuracy"])
     after = times(work / "runs/tiny")
     assert {path for path in after if after[path] != before.get(path)} <= {"summary.json", ".", ".lock"}
 
     # Other settings under the same name are refused.
     for changed, shown in (("epochs=2.0", r"epochs \(1\.0 -> 2\.0\)"), ("patience=1", r"patience \(0 -> 1\)")):
-        refused(rf"training\.{shown}", sweep.run_seeds, sweep.load_config("tiny.yaml", [f"training.{changed}"]), 2)
+        refused(rf"training\.{shown}", run_seeds, f"training.{changed}")
 
     # So are other data: scores on them would not be those of the same thing.
     config = sweep.load_config("tiny.yaml")
     assert isinstance(config.task_settings, ClassificationSettings)
     dev = Path(config.task_settings.dev)
     dev.write_text("\n".join(dev.read_text().splitlines()[:-1]) + "\n")
-    refused(r"seed-0: was trained or scored on other data than the files", sweep.run_seeds, config, 2)
+    refused(r"seed-0: was trained or scored on other data than the files", run_seeds)
+
+
+def run_seeds(*overrides: str) -> None:
+    sweep.run_sweep([Path("tiny.yaml")], overrides, {}, seeds=2, keep="all")
 
 
 def times(folder: Path) -> dict[str, int]:
@@ -194,7 +198,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_continues(work: Pat
 
 
 def write_glue(folder: Path) -> Path:
-    """RTE and SST-2 whole, MNLI without its mismatched set."""
+    """RTE and SST-2."""
     for split, rows in (("train", 16), ("dev", 6), ("test", 4)):
         tables = {"RTE": ["index\tsentence1\tsentence2\tlabel"], "SST-2": ["sentence\tlabel"]}
         for row in range(rows):
@@ -207,37 +211,42 @@ def write_glue(folder: Path) -> Path:
         for name, lines in tables.items():
             (folder / name).mkdir(parents=True, exist_ok=True)
             (folder / name / f"{split}.tsv").write_text("\n".join(lines) + "\n")
-    (folder / "MNLI").mkdir()
-    for name in ("train", "dev_matched"):
-        (folder / "MNLI" / f"{name}.tsv").write_text("sentence1\tsentence2\tgold_label\na\tb\tneutral\n")
     return folder
 
 
 @pytest.mark.slow
-def test_glue_runs_what_is_there_and_writes_table_and_submission(work: Path, start: Path) -> None:
+def test_configs_share_a_sweep_with_glues_table_and_submission(work: Path) -> None:
+    """Killed with its first run done, it repeats only the second; a third time nothing runs, and the table is equal."""
     write_glue(work / "data")
-    config = yaml.safe_load((work / "tiny.yaml").read_text()) | {"name": "mini"}
-    del config["start_from"], config["classification"]
-    (work / "glue.yaml").write_text(yaml.safe_dump(config))
-    options = ["--from", str(start), "--glue-dir", "data", "--submission", "out", "--seeds", "2"]
-    made = finetune(work, "glue", "glue.yaml", *options)
+    config = yaml.safe_load((work / "tiny.yaml").read_text())
+    for name in ("sst2", "rte"):
+        section = {"glue": name, "glue_dir": "data"}
+        (work / f"{name}.yaml").write_text(yaml.safe_dump({**config, "name": name, "classification": section}))
+    given = ["sweep", "rte.yaml", "sst2.yaml", "--submission", "out", "--set", "training.epochs=8", "--parallel", "1"]
+    process = subprocess.Popen([sys.executable, "-m", "finetune.cli", *given], cwd=work, env=environment())
+    second, deadline = work / "runs/sst2/seed-0/metrics.jsonl", time.monotonic() + 240
+    while not second.exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    before = times(work / "runs/rte/seed-0")
+    made = finetune(work, *given)
     assert made.returncode == 0, made.stderr + made.stdout
-    assert "MNLI: left out" in made.stdout
-    assert "no dev_mismatched.tsv" in made.stdout
-    rte = [scores(work / f"runs/mini/rte/seed-{seed}")["accuracy"] for seed in (0, 1)]
-    sst = [scores(work / f"runs/mini/sst2/seed-{seed}")["accuracy"] for seed in (0, 1)]
-    row = next(line for line in made.stdout.splitlines() if line.startswith("| mini, dev"))
+    assert "1 of 2 to run" in made.stdout
+    assert times(work / "runs/rte/seed-0") == before
+    rte, sst = (scores(work / f"runs/{name}/seed-0")["accuracy"] for name in ("rte", "sst2"))
+    row = next(line for line in made.stdout.splitlines() if line.startswith("| ") and ", dev" in line)
     cells = [cell.strip() for cell in row.strip("| ").split("|")]
-    assert cells[1:10] == ["–"] * 4 + [f"{50 * sum(sst):.1f}"] + ["–"] * 3 + [f"{50 * sum(rte):.1f}"]
-    assert cells[10] == f"{25 * (sum(sst) + sum(rte)):.1f}"
-    assert json.loads((work / "runs/mini/glue.json").read_text())["results"]["rte"]["dev"]["accuracy"] == (
-        pytest.approx(statistics.mean(rte))
-    )
+    assert cells[1:] == ["–"] * 4 + [f"{100 * sst:.1f}"] + ["–"] * 3 + [f"{100 * rte:.1f}", f"{50 * (sst + rte):.1f}"]
     lines = (work / "out/RTE.tsv").read_text().splitlines()
     assert lines[0] == "index\tprediction"
     assert len(lines) == 5
     assert (work / "out/SST-2.tsv").exists()
-    assert sum((work / f"runs/mini/rte/seed-{seed}/predictions/test.jsonl").exists() for seed in (0, 1)) == 1
+    assert "missing: CoLA" in made.stdout
+    again = finetune(work, *given)
+    assert again.stdout[again.stdout.index("config  ") :] == made.stdout[made.stdout.index("config  ") :]
 
 
 # ---------------------------------------------------------------- grids
@@ -260,14 +269,14 @@ def test_published_grids_have_their_points_and_fold_into_folders_of_their_own(wo
     assert len(points) == count
     config = sweep.load_config(work / "tiny.yaml")
     made = sweep.sweep_trials(config, work / "tiny.yaml", [], points, seeds=2)
-    assert len({trial.config.folder for _, trial in made}) == len({trial.label for _, trial in made}) == 2 * count
-    for point, trial in made:
+    assert len({trial.config.folder for trial in made}) == len({trial.label for trial in made}) == 2 * count
+    for trial in made:
         again = FinetuneConfig.model_validate(trial.config.model_dump())  # its name is allowed, among others
-        rates = {key.rpartition(".")[2]: float(value) for key, value in point.settings.items()}
+        rates = {key.rpartition(".")[2]: float(value) for key, value in trial.point.settings.items()}
         assert {key: getattr(again.training, key) for key in rates} == rates
         assert again.tracking.group == "tiny"
     first = {key: values[0] for key, values in GRIDS[name].items()}
-    assert {key: float(value) for key, value in made[0][0].settings.items()} == pytest.approx(first)
+    assert {key: float(value) for key, value in made[0].point.settings.items()} == pytest.approx(first)
 
 
 def test_axes_are_laid_over_a_grid() -> None:
@@ -303,23 +312,35 @@ def test_a_grid_of_epochs_is_refused_where_steps_go_before_them(work: Path) -> N
         refused(r"training\.steps", sweep.sweep_trials, config, path, overrides, points, 1)
 
 
-def test_each_trial_has_the_steps_of_its_own_data(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handed: list[Trial] = []
-
-    def fake(config: FinetuneConfig, members: Sequence[Trial], **_: Any) -> TrialRuns:
-        handed.extend(members)
-        raise StoppedError("before the first")
-
+def test_data_are_read_once_for_all_trials_on_them(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
-    monkeypatch.setattr(sweep, "run_all", fake)
     made: list[FinetuneConfig] = []
     plan = runs.plan
     monkeypatch.setattr(runs, "plan", lambda config, **given: made.append(config) or plan(config, **given))
     grid = {"classification.train_examples": ["8", "16", "32"], "training.learning_rate": ["1e-5", "3e-5"]}
-    with pytest.raises(StoppedError):
-        sweep.run_sweep(work / "tiny.yaml", [], grid)
-    assert [trial.steps for trial in handed] == [1, 1, 2, 2, 4, 4]
+    sweep.run_sweep([Path("tiny.yaml")], [], grid, dry_run=True)
     assert len(made) == 3  # one for each set of examples
+
+
+def test_configs_may_stand_around_options() -> None:
+    found = build_parsers()[0].parse_args(["sweep", "a.yaml", "--seeds", "2", "b.yaml", "--set", "seed=1", "c.yaml"])
+    assert ([str(path) for path in found.config], found.seeds, found.set) == (
+        ["a.yaml", "b.yaml", "c.yaml"],
+        2,
+        ["seed=1"],
+    )
+
+
+def test_configs_that_do_not_go_together_are_refused(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(work)
+    tiny, other = Path("tiny.yaml"), Path("other.yaml")
+    other.write_text(tiny.read_text())
+    refused(r"other\.yaml: another of the configs has the run folder runs/tiny", sweep.run_sweep, [tiny, other], [], {})
+    other.write_text(tiny.read_text().replace("name: tiny", "name: other\nscheduling: {max_failures: 7}"))
+    refused("scheduling: differs between tiny and other", sweep.run_sweep, [tiny, other], [], {})
+    refused("--parallel", sweep.run_sweep, [tiny], ["scheduling.workers=2"], {})
+    no_dev = ["classification={train: train.tsv}"]
+    refused("tiny: no dev set", sweep.run_sweep, [tiny], no_dev, {"max_length": ["8", "16"]})
 
 
 def test_runs_of_one_command_have_short_names_and_wandb_ids_of_their_own(work: Path) -> None:
@@ -361,37 +382,37 @@ def test_spreads_leave_out_what_failed_is_missing_or_not_finite() -> None:
     assert found["accuracy"] == Spread.of([0.5, 0.7])
     assert found["f1"] == Spread.of([0.2])
     assert found["loss"] == Spread.of([1.0, 1.0])
-    assert results.counts(outcomes) == {"runs": 5, "done": 3, "failed": 1, "degenerate": 0, "to_run": 1}
+    assert results.count_line(outcomes) == "5 runs, 3 done, 1 failed, 1 to run"
 
 
 def test_settings_rank_by_their_mean_and_ties_keep_their_order() -> None:
     one, two, three, four = expand({"x": ["1", "2", "3", "4"]})
     points = [one, one, two, two, three, three, four, four]
     outcomes = [done(0.5), done(0.5), done(0.6), done(0.6), done(0.7), done(0.5), FAILED, None]
-    found = [(each.point, each.spread and each.spread.mean) for each in rank(candidates(points, outcomes))]
+    found = [(each.point, each.spread and each.spread.mean) for each in rank(given(points, outcomes))]
     assert found == [(two, 0.6), (three, 0.6), (one, 0.5), (four, None)]
 
 
 def test_settings_that_diverge_rank_behind_those_that_do_not() -> None:
     points = [point for point in expand({"x": ["1", "2"]}) for _ in range(3)]
     outcomes = [FAILED, done(0.91), FAILED, done(0.90), done(0.89), done(0.91)]
-    assert [one.point.label for one in rank(candidates(points, outcomes))] == ["x 2", "x 1"]
-    assert to_drop(candidates(points, outcomes)) == [0, 1, 2, 3, 4]
+    assert [one.point.label for one in rank(given(points, outcomes))] == ["x 2", "x 1"]
+    assert to_drop(given(points, outcomes)) == [0, 1, 2, 3, 4]
     # What did not diverge is run again: then the first settings may lead after all.
     again = Outcome(error=MachineError("killed"))
-    assert to_drop(candidates(points, [again, done(0.91), done(0.9), *outcomes[3:]])) == [0, 2, 3, 4]
+    assert to_drop(given(points, [again, done(0.91), done(0.9), *outcomes[3:]])) == [0, 2, 3, 4]
 
 
 def test_models_are_dropped_once_other_settings_lead() -> None:
     one, two = expand({"x": ["1", "2"]})
     points = [one, one, two, two]
-    assert to_drop(candidates(points, [done(0.5), None, None, None])) == []
-    assert to_drop(candidates(points, [done(0.5), done(0.6), None, None])) == [0]
+    assert to_drop(given(points, [done(0.5), None, None, None])) == []
+    assert to_drop(given(points, [done(0.5), done(0.6), None, None])) == [0]
     # The second settings are not all over: their best stays, and so do the leading ones'.
-    assert to_drop(candidates(points, [done(0.5), done(0.6), done(0.9), None])) == [0]
-    assert to_drop(candidates(points, [done(0.5), done(0.6), done(0.9), done(0.1)])) == [0, 2, 3]
-    assert to_drop(candidates(points, [done(0.5), done(0.6), done(0.9), FAILED])) == [0, 2, 3]
-    assert to_drop(candidates(points, [done(0.6), done(0.6), done(0.6), done(0.6)])) == [1, 2, 3], "the first of equals"
+    assert to_drop(given(points, [done(0.5), done(0.6), done(0.9), None])) == [0]
+    assert to_drop(given(points, [done(0.5), done(0.6), done(0.9), done(0.1)])) == [0, 2, 3]
+    assert to_drop(given(points, [done(0.5), done(0.6), done(0.9), FAILED])) == [0, 2, 3]
+    assert to_drop(given(points, [done(0.6), done(0.6), done(0.6), done(0.6)])) == [1, 2, 3], "the first of equals"
 
 
 @pytest.mark.parametrize(
@@ -404,9 +425,8 @@ def test_models_are_dropped_once_other_settings_lead() -> None:
     ],
 )
 def test_a_run_that_learned_nothing_is_reported(counts: list[list[int]], expected: str) -> None:
-    said = {"details": {"dev": {"confusion": {"labels": ["a", "b"], "counts": counts}}}}
-    assert degenerate(said) == expected
-    assert degenerate({"details": {"dev": {"by_type": {}}}}) == degenerate({"details": {}}) == ""
+    assert degenerate({"dev": {"confusion": {"labels": ["a", "b"], "counts": counts}}}) == expected
+    assert degenerate({"dev": {"by_type": {}}}) == degenerate({}) == ""
 
 
 def test_the_end_has_the_exit_code_of_what_failed() -> None:
@@ -420,12 +440,11 @@ def test_the_end_has_the_exit_code_of_what_failed() -> None:
 def test_a_run_folder_shows_whether_the_run_has_finished(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
     config = trials.trial_config(sweep.load_config("tiny.yaml"), "seed-0", folder=Path("runs/tiny/seed-0"), seed=0)
-    trial = Trial("seed 0", config, 4)
+    trial = Trial("seed 0", config, config, GridPoint({}))
     folder = config.folder
     assert trials.read_outcome(trial) is None
     (folder / "checkpoints").mkdir(parents=True)
-    said = {"metric": "accuracy", "scores": {"dev": {"accuracy": 0.5}}, "details": {}}
-    (folder / "scores.json").write_text(json.dumps(said))
+    write_outcome(folder, 0.5)
     assert trials.read_outcome(trial) is None, "scores come before the model, checkpoints go after it"
     (folder / "checkpoints").rmdir()
     found = trials.read_outcome(trial)
@@ -435,39 +454,15 @@ def test_a_run_folder_shows_whether_the_run_has_finished(work: Path, monkeypatch
     assert trials.read_outcome(trial) == found
     faster = config.training.model_copy(update={"learning_rate": 0.5})
     for changes in ({"seed": 7}, {"start_from": "elsewhere"}, {"training": faster}):
-        other = Trial("seed 0", config.model_copy(update=changes), 4)
+        other = Trial("seed 0", config.model_copy(update=changes), config, GridPoint({}))
         refused(f"other settings: {next(iter(changes))}", trials.read_outcome, other)
-    (folder / "scores.json").write_text("{")
-    refused("damaged", trials.read_outcome, trial)
+    for damaged in ("{", "{}", "[]"):
+        (folder / "scores.json").write_text(damaged)
+        refused("damaged", trials.read_outcome, trial)
     (folder / "failed.json").write_text(json.dumps({"message": "step 3: loss is NaN."}))
     diverged = trials.read_outcome(trial)
     assert diverged is not None
     assert isinstance(diverged.error, DivergedError)
-
-
-def test_a_run_that_scored_no_test_set_is_held_against_its_dev_set(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As runs of the version before did, whose scores.json does not say what chose the checkpoint."""
-    monkeypatch.chdir(work)
-    write_set(work / "test.tsv", 6)
-    loaded = sweep.load_config("tiny.yaml", ["classification.test=test.tsv"])
-    config = trials.trial_config(loaded, "seed-0", folder=Path("runs/tiny/seed-0"), seed=0)
-    trial = Trial("seed 0", config, 4)
-    config.folder.mkdir(parents=True)
-
-    def check(test_sets: bool, **said: str) -> None:
-        scores = {"metric": "accuracy", "scores": {"dev": {"accuracy": 0.5}}, "details": {}}
-        scores["data"] = runs.digest(config, test_sets=test_sets)
-        (config.folder / "scores.json").write_text(json.dumps({**scores, **said}))
-        trials.check_data([trial], [trials.read_outcome(trial)])
-
-    check(test_sets=False)
-    check(test_sets=True, chosen_on="dev")
-    refused("other data", check, test_sets=False, chosen_on="dev")
-    refused("other data", check, test_sets=True)
-
-
-def test_several_workers_a_run_are_refused(work: Path) -> None:
-    refused("--parallel", trials.check_alone, sweep.load_config(work / "tiny.yaml", ["scheduling.workers=2"]))
 
 
 # ---------------------------------------------------------------- how it is scheduled and shown
@@ -485,162 +480,96 @@ def test_trials_take_a_gpu_each_or_a_machine_each() -> None:
             trials_that_fit(nodes, 5, parallel, cpus, "here")
 
 
-def test_runs_are_followed_on_the_terminal(work: Path, start: Path, monkeypatch: Any, capsys: Any) -> None:
-    """All of `run_all` but Ray: what is handed to it, and what its events become."""
+def test_what_ended_is_not_run_again_and_the_rest_is(work: Path, monkeypatch: Any, capsys: Any) -> None:
+    """All of `run_all` but Ray: what is handed to it, and what is found in the folders afterwards."""
     monkeypatch.chdir(work)
     config = sweep.load_config("tiny.yaml")
-    folders = [Path(f"runs/tiny/seed-{seed}") for seed in range(4)]
-    configs = [trials.trial_config(config, one.name, folder=one, seed=seed) for seed, one in enumerate(folders)]
-    members = [Trial(f"seed {seed}", one, 4) for seed, one in enumerate(configs)]
-    write_outcome(members[1].config.folder, 0.9)
+    members = sweep.sweep_trials(config, Path("tiny.yaml"), [], [GridPoint({})], 4)
+    folders = [member.config.folder for member in members]
+    write_outcome(folders[1], 0.9)
     handed: list[Any] = []
 
     def fake(target: str, tasks: Sequence[Any], *, poll: Any, **options: Any) -> None:
         handed.append((target, [task.training.config["seed"] for task in tasks], options["parallel"]))
         assert all(task.training.resume for task in tasks)
-        poll([TrialEvent(0, "started")])
-        (members[0].config.folder / "metrics.jsonl").write_text('{"step": 2, "loss": 0.5}\n{"split": "valid')
-        poll([])
-        write_outcome(members[0].config.folder, 0.7)
-        poll([TrialEvent(0, "restarted"), TrialEvent(0, "started"), TrialEvent(0, "ended"), TrialEvent(1, "started")])
-        poll([TrialEvent(1, "ended", DivergedError("step 3: loss is NaN.\nsecond line")), TrialEvent(2, "started")])
-        poll([TrialEvent(2, "ended", StoppedError("stopped at step 3"))])
-        raise StoppedError("runs/tiny: stopped with 1 runs to go.")
+        poll({})
+        write_outcome(folders[0], 0.7)
+        poll({0: None})
+        (Path("runs/tiny/stop")).touch()
+        poll({1: DivergedError("step 3: loss is NaN.\nsecond line"), 2: StoppedError("stopped at step 3")})
+        poll({})
+        raise StoppedError("runs/tiny: stopped.")
 
-    monkeypatch.setattr("cluster.workers.trials.launch.run_trials", fake)
-    monkeypatch.setattr("finetune.experiments.trials_view.PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr(trials, "run_trials", fake)
     seen: list[int] = []
-    ran = trials.run_all(config, members, parallel=3, ended=lambda outcomes: seen.append(sum(map(bool, outcomes))))
+    ended = lambda outcomes: seen.append(sum(map(bool, outcomes)))  # noqa: E731
+    outcomes = trials.run_all([config], members, parallel=3, ended=ended)
     assert handed == [("finetune.training.train:main", [0, 2, 3], 3)]
     assert seen == [2, 3]
-    assert [outcome and outcome.score for outcome in ran.outcomes] == [0.7, 0.9, None, None]
-    assert ran.outcomes[3] is None
-    assert "Run the same command again to continue" in str(ran.stopped)
+    assert [outcome and outcome.score for outcome in outcomes] == [0.7, 0.9, None, None]
+    assert outcomes[3] is None
+    with pytest.raises(StoppedError, match=r"runs/tiny: stopped with 1 run unfinished\. Run the same command again"):
+        trials.raise_failure(config.folder, outcomes)
     out = capsys.readouterr().out
-    assert "1 of 4 done · seed 0: step 2/4, loss 0.500\n" in out
-    assert "seed 0  crashed, restarting" in out
-    assert "seed 0  accuracy 0.7000" in out
-    assert "seed 2  failed: step 3: loss is NaN. second line\n" in out
-    assert "3 of 4 done · 1 failed" in out
-    assert "seed 3  stopped" in out
-    # What diverged is not run again, what was stopped is.
+    assert "2 of 4  seed 0  dev accuracy 0.7000\n" in out
+    assert "3 of 4  seed 2  failed: step 3: loss is NaN. second line\n" in out
+    assert out.count("stopping: ") == 1
+    # What diverged is not run again, what was stopped is. Ray loses it, as it does not say how it ended.
     again: list[int] = []
-    monkeypatch.setattr(
-        "cluster.workers.trials.launch.run_trials",
-        lambda target, tasks, **options: again.extend(task.training.config["seed"] for task in tasks),
-    )
-    ran = trials.run_all(config, members)
+    run = lambda target, tasks, **options: again.extend(task.training.config["seed"] for task in tasks)  # noqa: E731
+    monkeypatch.setattr(trials, "run_trials", run)
+    outcomes = trials.run_all([config], members)
     assert again == [3]
-    assert isinstance(failure(ran.outcomes), DivergedError)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [0.0]
-    monkeypatch.setattr(trials_view.time, "monotonic", lambda: now[0])
-    return now
-
-
-def seen(folder: Path, step: int) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": step, "loss": 0.5}) + "\n")
-
-
-def test_time_left_goes_by_the_examples_since_the_first_were_seen(tmp_path: Path, clock: list[float]) -> None:
-    """Two runs of 100 and 300 examples; the first was at 20 in an earlier call."""
-    folders = [tmp_path / "a", tmp_path / "b"]
-    seen(folders[0], 2)
-    lines = [trials_view.TrialLine("a", folders[0], 100, 10), trials_view.TrialLine("b", folders[1], 300, 10)]
-    view = trials_view.TrialsView(lines, [0, 1], tmp_path / "stop")
-    view.started(0, again=False)
-    clock[0] = 50.0  # start-up
-    assert view.seconds_left() is None
-    seen(folders[0], 4)
-    assert view.seconds_left() is None
-    clock[0] = 60.0
-    seen(folders[0], 6)
-    assert view.seconds_left() == pytest.approx((40 + 300) * 10 / 20)
-    clock[0] = 80.0
-    view.ended(0, done(0.5))
-    view.started(1, again=False)
-    assert view.seconds_left() == pytest.approx(300 * 30 / 60)
-    clock[0] = 90.0
-    seen(folders[1], 5)
-    assert view.seconds_left() == pytest.approx(150 * 40 / 210)
-    seen(folders[1], 12)
-    assert view.seconds_left() == 0
-
-
-def test_what_a_failed_run_saw_counts_for_the_time_left(tmp_path: Path, clock: list[float]) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    lines = [trials_view.TrialLine(folder.name, folder, 100, 100) for folder in folders]
-    view = trials_view.TrialsView(lines, [0, 1], tmp_path / "stop")
-    clock[0] = 10.0
-    seen(folders[0], 10)
-    seen(folders[1], 10)
-    assert view.seconds_left() is None
-    clock[0] = 80.0
-    seen(folders[0], 20)
-    seen(folders[1], 80)
-    view.ended(1, Outcome(error=DivergedError("loss is NaN")))
-    assert view.seconds_left() == pytest.approx(80 * 70 / 80)
-    clock[0] = 150.0
-    seen(folders[0], 30)
-    assert view.seconds_left() == pytest.approx(70 * 140 / 90)
+    errors = [outcome.error for outcome in outcomes if outcome]
+    assert [type(error) for error in errors] == [type(None), type(None), DivergedError, MachineError]
 
 
 def write_outcome(folder: Path, accuracy: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    said = {"metric": "accuracy", "scores": {"dev": {"accuracy": accuracy}}, "details": {}}
+    said: dict[str, Any] = {"metric": "accuracy", "scores": {"dev": {"accuracy": accuracy}}, "chosen_on": "dev"}
+    said |= {"details": {}, "data": ""}
     (folder / "scores.json").write_text(json.dumps(said))
 
 
-def test_tables_name_every_run_and_put_the_best_first() -> None:
+def given(points: Sequence[GridPoint], outcomes: Sequence[Outcome | None], **changes: Any) -> list[Candidate]:
+    values = {"name": "a", "classification": {"train": "train.tsv"}, **changes}
+    config = FinetuneConfig.model_validate(values)
+    (found,) = candidates([Trial("", config, config, point) for point in points], outcomes)
+    return found
+
+
+def test_tables_put_the_best_first_and_name_configs_and_failures() -> None:
     one, two = expand({"training.learning_rate": ["1e-5", "3e-5"]})
-    table = text_of(results.sweep_table(candidates([one, two], [done(0.5), done(0.75)]), "accuracy"))
-    assert [line.split() for line in table.splitlines() if "e-5" in line] == [["3e-5", "0.7500"], ["1e-5", "0.5000"]]
-    table = text_of(results.sweep_table(candidates([one, one, two], [done(0.5), FAILED, None]), "accuracy"))
-    assert "failed: step 3" in table
-    assert "to run" in table
+    rows = rows_of([rank(given([one, two], [done(0.5), done(0.75)]))])
+    assert rows[1:] == ["3e-5 dev accuracy 0.7500", "1e-5 dev accuracy 0.5000"]
+    those = [rank(given([one, one, two], [done(0.5), FAILED, None])), given([one], [done(0.25)], name="b")]
+    found, to_run, other = rows_of(those)[1:]
+    assert found == "a 1e-5 dev accuracy 0.5000 – 0.5000 0.5000 failed: step 3: loss is NaN."
+    assert to_run == "a 3e-5 – – – – to run"
+    assert other == "b 1e-5 dev accuracy 0.2500 – 0.2500 0.2500"
 
 
-def text_of(table: Any) -> str:
+def test_seeds_have_a_row_for_every_score() -> None:
+    outcome = Outcome("f1", {"dev": {"loss": 1.0, "f1": 0.5}, "test": {"f1": 0.25}}, chosen_on="dev")
+    (_, *rows) = rows_of([given([GridPoint({})] * 2, [outcome, outcome])])
+    assert rows == [
+        "dev f1 0.5000 0.0000 0.5000 0.5000",
+        "dev loss 1.0000 0.0000 1.0000 1.0000",
+        "test f1 0.2500 0.0000 0.2500 0.2500",
+    ]
+
+
+def rows_of(ranked: Any) -> list[str]:
     console = Console(width=160)
     with console.capture() as capture:
-        console.print(table)
-    return capture.get()
+        console.print(results.score_table(ranked))
+    return [" ".join(line.split()) for line in capture.get().splitlines() if line.strip(" ─")]
 
 
-# ---------------------------------------------------------------- GLUE
+def test_of_two_configs_of_a_glue_task_the_better_one_counts() -> None:
+    def made(score: float, task: str) -> list[Candidate]:
+        return given([GridPoint({})], [done(score)], classification={"glue": task, "glue_dir": "glue"})
 
-
-def test_our_row_is_the_mean_over_the_runs_that_are_done() -> None:
-    mnli = Outcome("accuracy", {"dev_matched": {"accuracy": 0.8}, "dev_mismatched": {"accuracy": 0.82}})
-    outcomes = [done(0.6), done(0.7), done(0.85, metric="accuracy_and_f1", f1=0.9), FAILED, mnli]
-    means = glue_runs.glue_results(["rte", "rte", "mrpc", "sst2", "mnli"], outcomes)
-    assert set(means) == {"rte", "mrpc", "mnli"}
-    assert glue.paper_row(means) == pytest.approx([80, 82, None, None, None, None, None, 90, 65], nan_ok=True)
-
-
-def test_tasks_are_those_whose_files_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = write_glue(tmp_path / "data")
-    assert glue_runs.find_tasks(str(data), []) == ["sst2", "rte"]
-    assert "MNLI: left out" in capsys.readouterr().out
-    assert glue_runs.find_tasks(str(data), ["rte"]) == ["rte"]
-    assert glue_runs.find_tasks(str(data / "RTE"), []) == ["rte"], "a task's own folder"
-    (data / "MRPC").mkdir()
-    (data / "MRPC" / "train.tsv").touch()
-    assert glue.tasks_in(data)["mrpc"].endswith("no dev.tsv")
-    (data / "MRPC" / "dev.tsv").touch()
-    assert glue.tasks_in(data)["mrpc"] == ""
-    for asked, message in (("mnli", "dev_mismatched"), ("cola", "no folder CoLA"), ("snli", "not a GLUE task")):
-        refused(message, glue_runs.find_tasks, str(data), [asked])
-    refused("no such folder", glue_runs.find_tasks, str(tmp_path / "none"), [])
-    (tmp_path / "empty").mkdir()
-    refused(r"has no task with train\.tsv", glue_runs.find_tasks, str(tmp_path / "empty"), [])
-
-
-def test_glue_without_its_folder_is_refused(work: Path) -> None:
-    for arguments in ((None, []), (glue_runs.TEMPLATE, [])):
-        refused("--glue-dir: name the folder", glue_runs.run_glue, *arguments)
-    refused("learning_rat", glue_runs.run_glue, glue_runs.TEMPLATE, ["training.learning_rat=1"])
+    best = results.glue_best([made(0.5, "rte"), made(0.7, "rte"), made(0.6, "rte"), made(0.9, "sst2")])
+    ours = next(line for line in results.glue_table(best, "mine").splitlines() if "mine, dev" in line)
+    assert [cell.strip() for cell in ours.split("|")[6:-1:4]] == ["90.0", "70.0"]

@@ -176,6 +176,7 @@ def test_runs_of_one_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settled: list[str], expected: list[str]
 ) -> None:
     from finetune.experiments import trials
+    from finetune.experiments.grid import GridPoint
     from finetune.training.config import FinetuneConfig
 
     first = ["fp32"] if settled == ["", "", ""] else []
@@ -185,7 +186,7 @@ def test_runs_of_one_command(
     config, members = FinetuneConfig.model_validate(given), []
     for seed, started in enumerate(settled):
         one = trials.trial_config(config, f"seed-{seed}", folder=tmp_path / f"{seed}", seed=seed)
-        members.append(trials.Trial(f"seed {seed}", one, 1))
+        members.append(trials.Trial(f"seed {seed}", one, config, GridPoint({})))
         if started:
             one.folder.mkdir()
             engine = EngineConfig.model_validate({"precision": started})

@@ -119,21 +119,6 @@ def read_split(name: str, folder: Path | str, split: str) -> Table | None:
     return _read(path, name, task.text)
 
 
-def tasks_in(folder: Path | str) -> dict[str, str]:
-    """The tasks whose folder is in `folder` or is `folder`: name -> a description of missing files, "" if none."""
-    folder = Path(folder).expanduser()
-    if not folder.is_dir():
-        raise InputError(f"--glue-dir: {folder}: no such folder. Give the folder of GLUE's downloads.")
-    homes = [folder.resolve(), *(item for item in sorted(folder.iterdir()) if item.is_dir())]
-    tasks = {}
-    for name, task in TASKS.items():
-        place = next((home for home in homes if _plain(home.name) in (name, *task.folders)), None)
-        if place is not None:
-            missing = [f"{split}.tsv" for split in ("train", *task.dev) if not _find(place, f"{split}.tsv")]
-            tasks[name] = f"{place}: no {' and no '.join(missing)}" if missing else ""
-    return tasks
-
-
 def read_file(name: str, path: Path | str, *, labeled: bool = True) -> Table:
     """Read another file in the format of the task's dev file, or of its test file if not `labeled`."""
     text = TASKS[name].text
@@ -275,44 +260,34 @@ PAPER: dict[str, tuple[float, ...]] = {
 """Rows of Devlin et al., table 1, scored by the GLUE server."""
 
 
-def paper_row(results: Results, split: str = "dev") -> list[float | None]:
-    """Our scores in per cent in the paper's columns, from the sets whose names start with `split`; None if missing."""
+def paper_row(results: Results) -> list[float | None]:
+    """Our scores of the dev sets in per cent in the paper's columns; None if missing."""
     row: list[float | None] = []
     for _, task, part, score in COLUMNS:
-        value = results.get(task, {}).get(f"{split}_{part}" if part else split, {}).get(score)
+        value = results.get(task, {}).get(f"dev_{part}" if part else "dev", {}).get(score)
         row.append(None if value is None else 100 * value)
     return row
 
 
-def format_table(results: Results, *, name: str = "ours", split: str = "dev") -> str:
-    """A Markdown table of the paper's rows and ours, with averages and the list of missing columns.
+def format_table(results: Results, *, name: str) -> str:
+    """A Markdown table of the paper's rows and ours, with the list of missing columns.
 
-    The average is the mean of a row's columns. If ours lacks some, each row has a second average over our columns,
-    which is comparable.
+    If ours lacks some, the average of every row is over our columns.
     """
-    ours = paper_row(results, split)
-    rows: dict[str, Sequence[float | None]] = {**PAPER, f"{name}, {split}": ours}
+    rows: dict[str, Sequence[float | None]] = {**PAPER, f"{name}, dev": paper_row(results)}
+    ours = rows[f"{name}, dev"]
     missing = [heading for (heading, *_), value in zip(COLUMNS, ours, strict=True) if value is None]
-    present = [column for column, value in enumerate(ours) if value is not None]
-    headings = ["", *(heading for heading, *_ in COLUMNS), "average"]
-    lines = [headings + (["of ours' columns"] if missing else [])]
+    lines = [["", *(heading for heading, *_ in COLUMNS), "average of ours" if missing else "average"]]
     for title, values in rows.items():
-        known = [value for value in values if value is not None]
-        line = [title, *map(_cell, values), _cell(_mean(known))]
-        if missing:
-            line.append(_cell(_mean([value for column in present if (value := values[column]) is not None])))
-        lines.append(line)
+        known = [value for value, own in zip(values, ours, strict=True) if value is not None and own is not None]
+        lines.append([title, *map(_cell, values), _cell(sum(known) / len(known) if known else None)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     text = "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
     )
-    note = f"{len(present)} of {len(COLUMNS)} columns" + (f"; missing: {', '.join(missing)}" if missing else "")
-    return f"{text}\n\nF1 of QQP and MRPC, Matthews of CoLA, Spearman of STS-B, accuracy of the others. {note}.\n"
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    note = f"; missing: {', '.join(missing)}" if missing else ""
+    return f"{text}\n\nF1 of QQP and MRPC, Matthews of CoLA, Spearman of STS-B, accuracy of the others{note}.\n"
 
 
 def _cell(value: float | None) -> str:

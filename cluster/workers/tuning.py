@@ -1,0 +1,111 @@
+"""Ray Tune, in the driver of `cluster.workers.trials`: a grid over the trials' numbers, and a function for each."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from ray import tune
+from ray.tune.experiment import Trial
+
+from cluster.workers.launch import LOGS, last_line
+from cluster.workers.nodes import resources_of
+from cluster.workers.outcomes import CRASH, WorkerError, as_data
+from cluster.workers.request import TrialsRequest
+from cluster.workers.target import change_folder, crashes_as_data, log_to, resolve
+from pretrain.common.addresses import RUNS_VARIABLE
+from pretrain.common.errors import MachineError, RunError, StoppedError
+from pretrain.common.files import write_json
+from pretrain.common.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+_WORKER_LOG = "worker-0.log"
+_TUNE_ENVIRONMENT = {
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # its own copies of the metrics
+    "TUNE_MAX_PENDING_TRIALS_PG": "1",
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # they are in the trials' logs
+}
+
+
+def tune_trials(request: TrialsRequest) -> None:
+    """Run all trials of the request, or until those that run have stopped."""
+    os.environ.update(_TUNE_ENVIRONMENT)
+    launch, watch = request.launch, _Watch(request)
+    resources = resources_of(request.cpus_per_trial, request.use_gpu)
+    storage = launch.run_dir / LOGS / "ray-tune" if request.address else launch.ray_dir
+    tune.Tuner(
+        tune.with_resources(tune.with_parameters(_run_trial, request=request), resources),
+        param_space={"number": tune.grid_search(list(range(len(request.trials))))},
+        tune_config=tune.TuneConfig(max_concurrent_trials=request.parallel),
+        run_config=tune.RunConfig(
+            name=request.name,
+            storage_path=str(storage),
+            failure_config=tune.FailureConfig(max_failures=request.max_failures),
+            callbacks=[watch],
+            stop=watch,
+            verbose=0,
+        ),
+    ).fit()
+
+
+def _run_trial(config: dict[str, int], request: TrialsRequest) -> dict[str, str]:
+    """Call the request's target for trial `config["number"]`.
+
+    A `RunError` is a result like any other and returned as data. So Tune repeats only crashes, which raise
+    `WorkerError`.
+    """
+    trial = request.trials[config["number"]]
+    os.environ[RUNS_VARIABLE] = str(request.launch.runs)
+    worker = Worker(threads=request.cpus_per_trial, flags=(request.launch.stop_flag(),))
+    with crashes_as_data():
+        try:
+            if worker.stop_requested():
+                raise StoppedError(f"{trial.run_dir}: stopped before the first step.")
+            log_to(trial.run_dir / LOGS / _WORKER_LOG, 0)
+            change_folder(request.launch.working_dir)
+            resolve(request.target)(trial.training, worker)
+        except RunError as error:
+            return as_data(error)
+    return {}
+
+
+class _Watch(tune.Callback, tune.Stopper):
+    """Writes how trials ended; after a request to stop, ends Tune with the last running trial."""
+
+    def __init__(self, request: TrialsRequest) -> None:
+        self._request = request
+        self._trials: list[Trial] = []
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        return False
+
+    def on_step_begin(self, iteration: int, trials: list[Trial], **info: Any) -> None:
+        self._trials = trials
+
+    def stop_all(self) -> bool:
+        running = any(trial.status == Trial.RUNNING for trial in self._trials)
+        return not running and self._request.launch.stop_flag().is_set()
+
+    def on_trial_recover(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        logger.warning("trial %d crashed: %s", trial.config["number"], _reason(trial))
+
+    def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        found = {key: trial.last_result[key] for key in ("kind", "message") if key in trial.last_result}
+        write_json(self._request.end_of(trial.config["number"]), found)
+
+    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+        number = trial.config["number"]
+        log = self._request.trials[number].run_dir / LOGS / _WORKER_LOG
+        error = MachineError(
+            f"{log}: crashed ({_reason(trial)}) and all max_failures={self._request.max_failures} restarts are "
+            f"used up. The last line of the log: {last_line(log)!r}."
+        )
+        write_json(self._request.end_of(number), as_data(error))
+
+
+def _reason(trial: Trial) -> str:
+    # Tune's file of the trial's failures; its last line is that of the latest traceback.
+    last = last_line(Path(trial.error_file)) if trial.error_file else ""
+    crash = f"{WorkerError.__name__}: {CRASH}: "
+    return last.partition(crash)[2] if crash in last else "its process died: killed, or out of memory"
