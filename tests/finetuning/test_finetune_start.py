@@ -14,7 +14,7 @@ from tiny_checkpoints import make_bert, write_reviews
 from torch import Tensor
 
 from finetune.tasks.base import Task
-from finetune.training.config import FinetuneConfig
+from finetune.training.config import FinetuneConfig, load_config
 from finetune.training.model.start import initial_state, start_table
 from finetune.training.runs import plan
 from finetune.training.train import make_model
@@ -173,3 +173,14 @@ def test_a_model_that_was_trained_with_settings_that_left_is_read() -> None:
     assert FinetuneConfig.model_validate(as_trained(before)) == FinetuneConfig.model_validate(now)
     with pytest.raises(ValueError, match=r"preset: few-sample left in 0\.2"):
         FinetuneConfig.model_validate(before)
+
+
+def test_shipped_configs_are_valid_and_say_how_they_are_run() -> None:
+    folder = Path(__file__).parents[2] / "configs" / "finetune"
+    configs = {path: load_config(path, ["start_from=a"]) for path in folder.rglob("*.yaml")}
+    transfer = {path: config for path, config in configs.items() if path.parent.name == "transfer"}
+    assert sorted(path.stem for path in transfer) == ["cola", "mrpc", "rte", "sst2", "sst2-2000", "stsb", "wnut17"]
+    for path, config in transfer.items():
+        assert (config.name, config.max_length <= 128) == (f"transfer-{path.stem}", True)
+        for command in ("finetune", "sweep"):
+            assert f"{command} configs/finetune/transfer/{path.name} --from MODEL --" in path.read_text()
